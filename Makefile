@@ -1,0 +1,51 @@
+# make setup        the environment in .venv, from exact versions
+# make quickstart   setup, then a warm start and a whole RL run on this machine (SEED=n for another one)
+# make test         setup with what the tests need, lint, types, and the tests that are not slow
+# make test-full    the same with the slow tests
+# make clean        removes the environment and caches; runs/ stays
+#
+# Each does the set-up it needs, and nothing where that is done. Any of them may be interrupted and started again.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The environment's own Python where there is one; any other choice: make PYTHON=...
+PYTHON ?= $(shell for python in $(BIN)/python python3.12 python3.11 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& echo $$python && break; done)
+WORKERS ?= 2# processes that pytest spreads the test files over
+TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
+SEED ?=
+RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
+
+.PHONY: setup setup-test quickstart lint test test-full clean need-python
+.DEFAULT_GOAL := setup
+
+setup: need-python
+	@$(PYTHON) requirements/install.py --venv=$(VENV) --set=train
+
+setup-test: need-python
+	@$(PYTHON) requirements/install.py --venv=$(VENV) --set=test $(if $(filter 0,$(TORCH)),--no_torch)
+
+need-python:
+	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or 3.12 with venv on PATH (Debian and Ubuntu keep it in" \
+		"python3-venv); or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+
+quickstart: setup
+	$(BIN)/scalerl-sft --config=configs/quickstart.py --workdir=$(RUN)-warm-start $(if $(SEED),--config.seed=$(SEED))
+	$(BIN)/scalerl-train --config=configs/quickstart.py --workdir=$(RUN) --config.model.path=$(RUN)-warm-start/model \
+		$(if $(SEED),--config.seed=$(SEED))
+
+lint: setup-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n $(WORKERS) --dist=loadfile -m "not slow"
+
+test-full: lint
+	$(BIN)/pytest -n $(WORKERS) --dist=loadfile
+
+clean:
+	rm -rf $(VENV) $(VENV).lock *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path "./.*" -prune -exec rm -rf {} +

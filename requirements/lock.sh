@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Writes the lock files: every package that `make setup` and `make test` install, at one exact version, for each Python.
+# Versions already locked stay unless they no longer fit; `requirements/lock.sh --upgrade` moves all to the newest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+UV=${UV:-.venv/bin/uv}
+# The CUDA libraries that Linux builds of torch bring are left out: torch's wheel pins them itself, and its CPU build
+# (which the tests are happy with) has none.
+CUDA='^(cuda|nvidia)-|^triton=='
+
+for python in 3.11 3.12; do
+    test_lock=requirements/test-py$python.lock
+    train_lock=requirements/train-py$python.lock
+    options=(--quiet --no-header --no-annotate --python-version "$python" "$@")
+    # The larger set first: the smaller one is then cut to the same versions.
+    "$UV" pip compile "${options[@]}" --extra=test setup.py requirements/build.in -o "$test_lock"
+    grep -v -E "$CUDA" "$test_lock" > "$test_lock.tmp" && mv "$test_lock.tmp" "$test_lock"
+    "$UV" pip compile "${options[@]}" --extra=train setup.py requirements/build.in -c "$test_lock" -o "$train_lock"
+done

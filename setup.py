@@ -1,0 +1,81 @@
+"""What the package is and needs. Ranges stand here; the exact versions that `make` installs, in requirements/*.lock.
+
+The base install is thin: the contract between a trainer and its generators, and the server around an engine. A trainer
+adds [train], a vLLM generator [vllm]; the two never share an environment, so neither pins the other.
+"""
+
+import pathlib
+
+from setuptools import find_packages, setup
+
+BASE = [
+    "absl-py>=2.1",
+    "grpcio>=1.76",
+    # Every generator answers health checks and reflection, whatever its engine. Their releases up to 1.82 go with
+    # protobuf 6 and those from 1.82 with protobuf 7, and say so themselves, so the resolver picks the matching ones.
+    "grpcio-health-checking>=1.76",
+    "grpcio-reflection>=1.76",
+    "ml-dtypes>=0.4",  # numpy's bfloat16, in which weights travel
+    "numpy>=2.0",
+    "protobuf>=6.31,<8",  # the generated classes come from a 6.31 compiler: older runtimes refuse them
+]
+JAX = "0.10.2"
+FIT = [f"jax>={JAX}", "matplotlib>=3.9", "rich>=13.7", "scipy>=1.13"]
+TRAIN = [
+    *FIT,
+    "flax>=0.12.8",
+    "math-verify>=0.9",
+    "optax>=0.2.8",
+    "orbax-checkpoint>=0.12.8",
+    "safetensors>=0.5",
+    "sympy>=1.13",
+    "tensorboard>=2.19",
+    "tokenizers>=0.21",
+]
+EXTRAS = {
+    "fit": FIT,
+    "train": TRAIN,
+    "cuda": [*TRAIN, f"jax[cuda13]>={JAX}"],
+    "tpu": [*TRAIN, f"jax[tpu]>={JAX}"],
+    "vllm": [
+        "tokenizers>=0.21",
+        "vllm>=0.32",
+    ],  # no jax, no flax; 0.32 is the first to tell the weight version of each token
+    "test": [
+        *TRAIN,
+        "hypothesis>=6.130",
+        "mypy>=2.0",
+        "psutil>=6",
+        "pytest>=9.0",
+        "pytest-timeout>=2.4",
+        "pytest-xdist>=3.7",
+        "ruff>=0.14",
+        "torch>=2.8",  # the independent reference of the model tests; nothing outside tests/ imports it
+        "transformers>=5.0",
+        "uv>=0.8",
+    ],
+}
+
+setup(
+    name="scalerl-jax",
+    version="0.1.0",
+    description="The ScaleRL recipe in JAX: train a reasoning model by RL, and predict where the run will end",
+    long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["scalerl_jax*", "rollout_server*", "launch*"]),
+    package_data={"rollout_server.contract": ["rollout.proto", "*.pyi"]},
+    install_requires=BASE,
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": [
+            "scalerl-train = scalerl_jax.train:run",
+            "scalerl-sft = scalerl_jax.sft:run",
+            "scalerl-serve = rollout_server.serve:run",
+            "scalerl-fit = scalerl_jax.fit:run",
+            "scalerl-export = scalerl_jax.export:run",
+        ]
+    },
+)

@@ -1,0 +1,76 @@
+"""What each install has to bring: every import has its requirement, and no process loads what it must not need."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.packaging.sources import modules, others, reached_from
+
+# Import name -> what provides it, where the two differ.
+PROVIDERS = {
+    "absl": "absl-py",
+    "google.protobuf": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "orbax": "orbax-checkpoint",
+}
+OPTIONAL = {"wandb"}  # used where it is installed and asked for
+TRAINER = ["scalerl_jax.train", "scalerl_jax.sft", "scalerl_jax.export"]
+
+
+def declared(*extras: str) -> set[str]:
+    """The names that an install with these extras asks for."""
+    names = set()
+    for requirement in importlib.metadata.requires("scalerl-jax") or []:
+        name, marker = re.match(r"[\w-]+", requirement)[0], re.search(r'extra == "(\w+)"', requirement)  # type: ignore[index]
+        if marker is None or marker[1] in extras:
+            names.add(name.lower())
+    return names
+
+
+def needed(*names: str) -> set[str]:
+    return {PROVIDERS.get(name, name).replace("_", "-") for name in others(reached_from(*names)) - OPTIONAL}
+
+
+def test_every_import_of_the_trainer_is_declared() -> None:
+    assert needed(*[m for m in modules() if m.startswith(("scalerl_jax", "launch"))]) <= declared("train")
+
+
+def test_every_import_of_the_fitter_is_declared() -> None:
+    assert needed("scalerl_jax.fit") <= declared("fit")
+
+
+def test_the_base_install_serves() -> None:
+    assert needed("rollout_server.service", "rollout_server.engines.replay_engine") <= declared()
+    assert declared().isdisjoint({"jax", "flax", "scipy", "torch"})
+
+
+def test_every_declared_package_of_the_trainer_is_imported() -> None:
+    used = needed(*[module for module in modules() if not module.startswith("rollout_server.engines.vllm")])
+    indirectly = {"sympy"}  # math-verify's own, and the verifier's answers are its objects
+    assert declared("train") - used - indirectly == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        *[(module, "torch transformers vllm ray tensorflow") for module in TRAINER],
+        ("scalerl_jax.fit", "flax optax orbax tokenizers transformers torch grpc"),
+        ("rollout_server.serve", "jax flax scipy torch vllm scalerl_jax"),
+        ("rollout_server.service", "jax flax scipy torch vllm scalerl_jax"),
+        ("rollout_server.engines.replay_engine", "jax flax torch vllm scalerl_jax"),
+        ("rollout_server.contract.codec", "jax flax torch vllm scalerl_jax absl"),
+        ("rollout_server.engines.jax_engine", "torch vllm transformers orbax"),
+        ("launch.local", "jax flax torch grpc"),
+    ],
+)
+def test_a_process_loads_nothing_it_must_not_need(module: str, forbidden: str) -> None:
+    """In a process of its own: what is really loaded, through others' imports too."""
+    program = f"import sys, {module}; print(*[name for name in {forbidden.split()!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=170)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
