@@ -1,0 +1,1 @@
+"""One generator process: an engine behind the rollout contract."""

@@ -1,0 +1,1 @@
+"""The contract between a trainer and its generators: the schema, its codec, the tokenizer's fingerprint."""

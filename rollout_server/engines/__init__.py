@@ -1,0 +1,1 @@
+"""Engines that sample completions: jax (embedded), replay (recorded or scripted)."""

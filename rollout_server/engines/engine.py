@@ -1,0 +1,85 @@
+"""What the service asks of an engine.
+
+An engine owns the model and its sampling loop. The service (aio gRPC) calls it from one event loop; an engine that has
+a thread of its own crosses over with `loop.call_soon_threadsafe`.
+"""
+
+import dataclasses
+from collections.abc import AsyncGenerator, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from rollout_server.contract.codec import Completion, GroupRequest, Version
+
+
+class QueueFull(Exception):
+    """The waiting queue has no room for the whole request; nothing was taken."""
+
+
+class WrongVersion(Exception):
+    """The weights held are not those the request demands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStatus:
+    """Counters run from the engine's start; see StatusReply in rollout.proto for the meaning of each."""
+
+    version: Version
+    busy_slots: int
+    queued: int
+    sampled_tokens: int
+    forced_tokens: int
+    prefill_tokens: int
+    busy_seconds: float
+    pause_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineInfo:
+    """What does not change while the process lives."""
+
+    name: str  # "jax" | "vllm" | "replay"
+    model_config: str  # canonical JSON
+    tokenizer_fingerprint: str
+    compute_dtype: str
+    head_dtype: str
+    wire_dtype: str
+    devices: int
+    slots: int
+    queue_capacity: int
+    maximum_tokens: int
+    tensors: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape: what a version of the weights must hold
+
+
+class Engine(Protocol):
+    info: EngineInfo
+
+    def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
+        """Yields each completion as it finishes. Closing the generator frees its slots.
+
+        Raises QueueFull, WrongVersion (weights of another incarnation, older than minimum_step, or not pinned_step) or
+        ValueError (can never be served) before the first completion; WrongVersion later too, when weights of another
+        incarnation arrive.
+        """
+        ...
+
+    async def load(self, version: Version, tensors: Mapping[str, np.ndarray]) -> float:
+        """Makes `tensors` (Hugging Face names, complete, in wire dtype) the weights, between two decode chunks.
+
+        Requests pinned to the version held are finished first. Requests leased by another incarnation are ended with
+        WrongVersion. Returns the seconds that decoding stood still. All tensors or none. The arrays are read-only views
+        into a buffer that is written again once this returns: what is kept must be copied (jax on the CPU aliases
+        aligned arrays). Called for one version at a time, and never cancelled.
+        """
+        ...
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
+        """Teacher-forced log-probs [tokens] float32 at temperature 1 (the first is 0), and the version they are of."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Cheap. Raises RuntimeError where the engine can never serve again; the server then ends."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,302 @@
+"""The host's side of the slots: which are taken, how far each has come, and what it has produced.
+
+    pool.prefill(weights, prompt) -> prefix      once per group and version
+    pool.enter(prefix, prompt, entries)          entries take free slots
+    pool.dispatch(weights, step)                 starts one chunk on the device and returns at once
+    pool.collect() -> [Finished]                 waits for the oldest chunk started
+
+A chunk may be started before the one before it was collected; an end is then noticed a chunk late, and the slot idles
+for that chunk. A slot that is left, or taken by another owner, while chunks are on their way takes nothing from them.
+
+Not thread-safe: the engine's thread owns it. It knows no queue and no versions beyond the number it is given per chunk.
+"""
+
+import collections
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from rollout_server.contract.codec import CompletionRequest, GroupRequest
+from rollout_server.engines import jax_decode
+from rollout_server.engines.jax_decode import NO_TOKEN, Output, Settings
+from rollout_server.engines.jax_weights import DecodeWeights
+from scalerl_jax.model import DecoderConfig, Precision
+
+SMALLEST_PREFILL = 32
+SMALLEST_CACHE = 64
+SHORT_CACHE = 512  # up to here, where models are small and compile quickly, there are sizes in between
+ALIGNMENT = 32  # of the cache: odd lengths cost more than they save
+PATIENCE = 4  # chunks until a cache that is too long is cut: each change copies it
+
+_REASONS = {jax_decode.STOP: "stop", jax_decode.LENGTH: "length"}
+_MOST = 2**31 - 1
+
+Prefix = Any  # (keys, values) on the device, of jax_decode.prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A completion that takes a slot; `owner` is the caller's own."""
+
+    owner: Any
+    request: GroupRequest
+    completion: CompletionRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    owner: Any
+    token_ids: np.ndarray  # [tokens] int32
+    logprobs: np.ndarray  # [tokens] float32
+    versions: tuple[tuple[int, int, int], ...]  # (step, start, end)
+    forced: tuple[tuple[int, int], ...]  # (start, end)
+    finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk on its way."""
+
+    output: Output
+    step: int  # of the weights it runs with
+    tenancies: np.ndarray  # [B] int64: whose tokens they are
+
+
+def buckets(smallest: int, longest: int, *, halfway: bool = False) -> list[int]:
+    """Sizes to compile for: doubling from `smallest`, then `longest`; none that saves less than a quarter of it.
+
+    halfway: also once and a half each.
+    """
+    sizes = []
+    while smallest < longest:
+        sizes += [smallest, smallest * 3 // 2] if halfway else [smallest]
+        smallest *= 2
+    return [*(size for size in sizes if size <= longest * 3 // 4), longest]
+
+
+class SlotPool:
+    def __init__(self, config: DecoderConfig, precision: Precision, *, slots: int, maximum: int, steps: int):
+        self.slots = slots
+        self.sampled_tokens = 0
+        self.forced_tokens = 0
+        self.prefill_tokens = 0
+        self.prefills = 0
+        self._config, self._precision = config, precision
+        self._steps, self._maximum = steps, maximum
+        longest = -(-maximum // ALIGNMENT) * ALIGNMENT
+        self._prefill_buckets = buckets(SMALLEST_PREFILL, longest)
+        # A long cache gets no tiny sizes: their chunks would be quick anyway.
+        self._lengths = buckets(max(SMALLEST_CACHE, longest // 16), longest, halfway=longest <= SHORT_CACHE)
+        self._length = self._lengths[0]  # the cache's now
+        self._state = jax_decode.empty_state(config, precision, slots=slots, length=self._length)
+        self._too_long = 0  # chunks in a row for which a shorter cache would have done
+        self._owners: list[Any] = [None] * slots
+        self._free = list(range(slots))[::-1]
+        # A new number whenever a slot changes hands.
+        self._tenancy = np.zeros(slots, np.int64)
+        self._tenancies = 0
+        self._reach = np.zeros(slots, np.int64)  # the next position fed, after all chunks started
+        self._chunks: collections.deque[_Chunk] = collections.deque()
+        # What each slot has produced; a chunk's whole width is written, so rows are a chunk wider than the cache.
+        shape = (slots, longest + steps)
+        self._produced = np.zeros(slots, np.int64)
+        self._tokens = np.zeros(shape, np.int32)
+        self._logprobs = np.zeros(shape, np.float32)
+        self._forced = np.zeros(shape, bool)
+        self._versions = np.zeros(shape, np.int64)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def busy(self) -> int:
+        return self.slots - len(self._free)
+
+    @property
+    def on_their_way(self) -> int:
+        """Chunks started and not collected."""
+        return len(self._chunks)
+
+    def warm_up(self, weights: DecodeWeights) -> None:
+        """Compiles everything that serving will run. No slot may be taken."""
+        assert not self.busy
+        nobody = np.full(self.slots, self.slots, np.int32)
+        prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
+        for length in self._lengths:
+            for other in self._lengths:  # there and back, whatever comes to what
+                self._set_length(other)
+                self._set_length(length)
+            for prefix in prefixes:
+                self._insert(prefix, nobody, 0, 0, 0, jax_decode.empty_settings(self.slots))
+            self._run_chunk(weights)
+        self._set_length(self._lengths[0])
+        jax.block_until_ready(self._state)
+
+    # ------------------------------------------------------------------------------------------------- entering
+
+    def prefill(self, weights: DecodeWeights, prompt: np.ndarray) -> Prefix:
+        """Keys and values of a prompt [tokens] int32, all but its last token, which the decode loop feeds."""
+        known = len(prompt) - 1
+        padded = np.zeros(next(size for size in self._prefill_buckets if size >= known), np.int32)
+        padded[:known] = prompt[:-1]
+        self.prefills += 1
+        self.prefill_tokens += known
+        return self._run_prefill(weights, padded)
+
+    def enter(self, prefix: Prefix, entries: list[Entry]) -> None:
+        """Gives entries of one group a slot each; there must be enough. `prefix` is the prompt's, of `prefill`."""
+        assert 0 < len(entries) <= len(self._free)
+        prompt = entries[0].request.prompt
+        slots = np.full(self.slots, self.slots, np.int32)
+        settings = jax_decode.empty_settings(self.slots)
+        for i, entry in enumerate(entries):
+            slots[i] = slot = self._free.pop()
+            _fill(settings, slot, entry)
+            self._take(slot, entry.owner)
+            self._reach[slot] = len(prompt) - 1
+            self._produced[slot] = 0
+        if len(prompt) > self._length:
+            self._set_length(next(length for length in self._lengths if length >= len(prompt)))
+        self._insert(prefix, slots, len(entries), int(prompt[-1]), len(prompt) - 1, settings)
+
+    def leave(self, owner: Any) -> None:
+        """Frees the slot of an owner that has one. The device goes on with it, unheard, until it is taken again."""
+        slot = next(i for i, other in enumerate(self._owners) if other is owner)
+        self._take(slot, None)
+        self._free.append(slot)
+
+    def _take(self, slot: int, owner: Any) -> None:
+        self._owners[slot] = owner
+        self._tenancies += 1
+        self._tenancy[slot] = self._tenancies
+
+    # ------------------------------------------------------------------------------------------------- decoding
+
+    def dispatch(self, weights: DecodeWeights, step: int) -> None:
+        """Starts a chunk with these weights, which are those of version `step`."""
+        taken = [slot for slot, owner in enumerate(self._owners) if owner is not None]
+        self._reach[taken] += self._steps
+        reach = min(int(self._reach[taken].max()), self._maximum)
+        length = next(length for length in self._lengths if length >= reach)
+        self._too_long = self._too_long + 1 if length < self._length else 0
+        if length > self._length or self._too_long > PATIENCE:
+            self._set_length(length)
+        self._chunks.append(_Chunk(self._run_chunk(weights), step, self._tenancy.copy()))
+
+    def collect(self) -> list[Finished]:
+        """Waits for the oldest chunk started; the completions that ended in it, their slots free again."""
+        chunk = self._chunks.popleft()
+        output = jax.device_get(chunk.output)
+        heard = chunk.tenancies == self._tenancy
+        heard &= np.array([owner is not None for owner in self._owners])
+        live = output.live & heard
+        counts = live.sum(axis=0)
+        forced = int((output.forced & live).sum())
+        self.forced_tokens += forced
+        self.sampled_tokens += int(counts.sum()) - forced
+        rows = np.arange(self.slots)[:, None]
+        columns = self._produced[:, None] + np.arange(self._steps)
+        self._tokens[rows, columns] = output.tokens.T
+        self._logprobs[rows, columns] = output.logprobs.T
+        self._forced[rows, columns] = output.forced.T
+        self._versions[rows, columns] = chunk.step
+        self._produced += counts
+        done = np.flatnonzero(heard & (output.finish != jax_decode.RUNNING))
+        return [self._finish(int(slot), _REASONS[int(output.finish[slot])]) for slot in done]
+
+    def _finish(self, slot: int, reason: str) -> Finished:
+        count = self._produced[slot]
+        forced, versions = self._forced[slot, :count], self._versions[slot, :count]
+        finished = Finished(
+            owner=self._owners[slot],
+            token_ids=self._tokens[slot, :count].copy(),
+            logprobs=self._logprobs[slot, :count].copy(),
+            versions=tuple((int(versions[a]), a, b) for a, b in _runs(versions)),
+            forced=tuple((a, b) for a, b in _runs(forced) if forced[a]),
+            finish_reason=reason,
+        )
+        self.leave(finished.owner)
+        return finished
+
+    # ----------------------------------------------------------------------- the device, always in the same shapes
+
+    def _run_prefill(self, weights: DecodeWeights, tokens: np.ndarray) -> Prefix:
+        return jax_decode.prefill(weights, tokens, config=self._config, precision=self._precision)
+
+    def _insert(
+        self, prefix: Prefix, slots: np.ndarray, count: int, token: int, position: int, settings: Settings
+    ) -> None:
+        prefix = (list(prefix[0]), list(prefix[1]))
+        jax_decode.fit(*prefix, self._length)
+        numbers = np.array([count, token, position], np.int32)
+        self._state = jax_decode.insert(self._state, prefix, slots, numbers, settings)
+
+    def _set_length(self, length: int) -> None:
+        jax_decode.fit(self._state.keys, self._state.values, length)
+        self._length, self._too_long = length, 0
+
+    def _run_chunk(self, weights: DecodeWeights) -> Output:
+        self._state, output = jax_decode.decode_chunk(
+            weights,
+            self._state,
+            config=self._config,
+            precision=self._precision,
+            steps=self._steps,
+            maximum=self._maximum,
+        )
+        return output
+
+
+def _fill(settings: Settings, row: int, entry: Entry) -> None:
+    """Row `row` of host settings from a request that `check_request` has passed."""
+    sampling, interruption = entry.request.sampling, entry.request.interruption
+    phrase, end = interruption.phrase_token_ids, interruption.end_of_thinking_token_ids
+    settings.seed[row] = (entry.completion.seed & 0xFFFFFFFF, entry.completion.seed >> 32)
+    settings.temperature[row] = sampling.temperature
+    settings.top_k[row] = min(sampling.top_k, _MOST)
+    settings.top_p[row] = sampling.top_p
+    settings.thinking_budget[row] = min(entry.completion.thinking_budget, _MOST)
+    settings.answer_budget[row] = min(sampling.answer_budget, _MOST)
+    settings.phrase[row, : len(phrase)] = phrase
+    settings.phrase_length[row] = len(phrase)
+    settings.end[row, len(settings.end[row]) - len(end) :] = end
+    settings.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+
+
+def check_request(request: GroupRequest, *, vocabulary: int, maximum_tokens: int, completions: int) -> None:
+    """Raises ValueError where no free pool could ever serve it. `completions`: the most that fit at once."""
+    sampling, interruption = request.sampling, request.interruption
+    name = f"group {request.group_id!r}"
+    if not len(request.prompt) or not request.completions:
+        raise ValueError(f"{name}: it has no prompt, or asks for no completion")
+    if len(request.prompt) >= maximum_tokens:
+        raise ValueError(f"{name}: a prompt of {len(request.prompt)} tokens, and {maximum_tokens} with the completion")
+    if len(request.completions) > completions:
+        raise ValueError(f"{name}: {len(request.completions)} completions, and slots and queue hold {completions}")
+    if not sampling.temperature > 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or sampling.answer_budget < 1:
+        raise ValueError(f"{name}: {sampling} is out of range")
+    lists = {
+        "prompt": (request.prompt, maximum_tokens),
+        "phrase": (interruption.phrase_token_ids, jax_decode.LONGEST_PHRASE),
+        "end_of_thinking": (interruption.end_of_thinking_token_ids, jax_decode.LONGEST_END),
+        "stop tokens": (sampling.stop_token_ids, jax_decode.MOST_STOPS),
+    }
+    for what, (ids, longest) in lists.items():
+        ids = np.asarray(ids, np.int64)
+        if len(ids) > longest:
+            raise ValueError(f"{name}: {len(ids)} tokens of {what}, at most {longest} are possible")
+        if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
+            raise ValueError(f"{name}: token ids of {what} outside [0, {vocabulary})")
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of each stretch of equal values."""
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return list(itertools.pairwise(edges))
+
+
+assert NO_TOKEN < 0  # so that padding never equals a token

@@ -1,0 +1,266 @@
+"""An engine without a model: plays recorded or scripted rollouts at a set speed, and is a real server in all else.
+
+    slots, a bounded queue, chunks of decode steps, weights flipped between two chunks, spans of versions, pinned
+    versions, incarnations, cancellation, counters: as a sampling engine has them
+    script          where the tokens come from (scripts.py): a function of the completion's name alone
+    weights         the tensors of the version held, kept bit by bit, so that tests can compare them
+    Faults          what goes wrong on purpose, and when
+
+With it a trainer can be driven over real gRPC by many servers on one small machine, and twice in exactly the same way.
+It runs on the service's event loop and has no thread of its own.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+
+import numpy as np
+
+from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Version
+from rollout_server.engines.engine import EngineInfo, EngineStatus, QueueFull, WrongVersion
+from rollout_server.engines.scripts import Rollout, Script
+
+CRASH_EXIT_CODE = 70
+
+
+def _die() -> None:
+    os._exit(CRASH_EXIT_CODE)  # as a crash does it: nothing is flushed, closed or told
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """Off where 0. Counts are completions finished since the start of the process."""
+
+    crash_after: int = 0  # then the process is gone
+    hang_after: int = 0  # then decoding stands still for ever; Status still answers
+    crash: Callable[[], None] = _die
+
+
+class _Lane:
+    """One completion, from the queue to its end."""
+
+    def __init__(self, request: GroupRequest, wanted: CompletionRequest, rollout: Rollout, sink: asyncio.Queue):
+        self.request, self.wanted, self.rollout = request, wanted, rollout
+        self.sink = sink  # of the generate call: Completion or WrongVersion
+        self.asked = time.monotonic()
+        self.started = 0.0
+        self.played = 0  # tokens so far
+        self.versions: list[tuple[int, int, int]] = []  # (step, start, end)
+
+    def play(self, tokens: int, step: int) -> bool:
+        """True at the end."""
+        start, self.played = self.played, min(self.played + tokens, len(self.rollout.token_ids))
+        if self.versions and self.versions[-1][0] == step:
+            self.versions[-1] = (step, self.versions[-1][1], self.played)
+        else:
+            self.versions.append((step, start, self.played))
+        return self.played == len(self.rollout.token_ids)
+
+    def completion(self) -> Completion:
+        return Completion(
+            incarnation=self.request.incarnation,
+            group_id=self.request.group_id,
+            index=self.wanted.index,
+            token_ids=self.rollout.token_ids,
+            logprobs=self.rollout.logprobs,
+            versions=tuple(self.versions),
+            forced=self.rollout.forced,
+            finish_reason=self.rollout.finish_reason,
+            queued_seconds=self.started - self.asked,
+            sampling_seconds=time.monotonic() - self.started,
+        )
+
+
+class ReplayEngine:
+    def __init__(
+        self,
+        script: Script,
+        *,
+        tensors: Mapping[str, tuple[int, ...]],  # what a version of the weights must hold
+        slots: int = 8,
+        queue: int = 16,
+        decode_chunk: int = 8,
+        token_seconds: float = 0.0,  # one decode step, of all slots together
+        load_seconds: float = 0.0,  # how long a flip of the weights stops decoding
+        maximum_tokens: int = 4096,
+        compute_dtype: str = "float32",
+        wire_dtype: str = "float32",
+        model_config: str = "{}",
+        tokenizer_fingerprint: str = "",
+        faults: Faults = Faults(),
+    ):
+        self.info = EngineInfo(
+            name="replay",
+            model_config=model_config,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            compute_dtype=compute_dtype,
+            head_dtype="float32",
+            wire_dtype=wire_dtype,
+            devices=1,
+            slots=slots,
+            queue_capacity=queue,
+            maximum_tokens=maximum_tokens,
+            tensors=dict(tensors),
+        )
+        self.weights: dict[str, np.ndarray] = {}  # copies of the version held; none before the first
+        self._script = script
+        self._chunk = decode_chunk
+        self._token_seconds, self._load_seconds = token_seconds, load_seconds
+        self._faults = faults
+        self._version = Version(0, 0)
+        self._lanes: list[_Lane] = []  # at most `slots`
+        self._queue: collections.deque[_Lane] = collections.deque()  # at most `queue`
+        self._staged: tuple[Version, Mapping[str, np.ndarray], asyncio.Future[float]] | None = None
+        self._wake = asyncio.Event()  # there may be something to do
+        self._loop_task: asyncio.Task[None] | None = None
+        self._finished = 0
+        self._sampled_tokens = self._forced_tokens = self._prefill_tokens = 0
+        self._busy_seconds = self._pause_seconds = 0.0
+
+    # ------------------------------------------------------------------------------------- what the service calls
+
+    async def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
+        self._check(request)
+        sink: asyncio.Queue[Completion | WrongVersion] = asyncio.Queue()
+        room = self.info.maximum_tokens - len(request.prompt)
+        lanes = [
+            _Lane(request, wanted, self._script.rollout(request, wanted).cut(room), sink)
+            for wanted in request.completions
+        ]
+        self._queue.extend(lanes)
+        self._prefill_tokens += len(request.prompt)
+        self._start()
+        try:
+            for _ in lanes:
+                item = await sink.get()
+                if isinstance(item, WrongVersion):
+                    raise item
+                yield item
+        finally:
+            self._drop(lambda lane: lane.sink is sink)
+
+    def _check(self, request: GroupRequest) -> None:
+        wanted, info = len(request.completions), self.info
+        if len(request.prompt) >= info.maximum_tokens:
+            raise ValueError(f"group {request.group_id!r}: {len(request.prompt)} tokens of {info.maximum_tokens}")
+        if wanted > info.slots + info.queue_capacity:
+            raise ValueError(f"group {request.group_id!r}: {wanted} completions never fit")
+        held = self._version
+        if request.incarnation != held.incarnation:
+            raise WrongVersion(f"incarnation {held.incarnation} is held, {request.incarnation} is wanted")
+        if held.step < request.minimum_step:
+            raise WrongVersion(f"step {held.step} is held, {request.minimum_step} or later is wanted")
+        if request.pinned_step is not None and held.step != request.pinned_step:
+            raise WrongVersion(f"step {held.step} is held, exactly {request.pinned_step} is wanted")
+        waiting, free = len(self._queue), info.slots - len(self._lanes)
+        if waiting + wanted > info.queue_capacity + free:
+            raise QueueFull(f"{waiting} of {info.queue_capacity} places taken, {free} slots free, {wanted} asked for")
+
+    async def load(self, version: Version, tensors: Mapping[str, np.ndarray]) -> float:
+        assert self._staged is None, "one version at a time"
+        flipped: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._staged = (version, tensors, flipped)
+        self._start()
+        return await flipped
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
+        return self._script.score(token_ids), self._version
+
+    def status(self) -> EngineStatus:
+        entering = min(len(self._queue), self.info.slots - len(self._lanes))  # before the next chunk
+        return EngineStatus(
+            version=self._version,
+            busy_slots=len(self._lanes) + entering,
+            queued=len(self._queue) - entering,
+            sampled_tokens=self._sampled_tokens,
+            forced_tokens=self._forced_tokens,
+            prefill_tokens=self._prefill_tokens,
+            busy_seconds=self._busy_seconds,
+            pause_seconds=self._pause_seconds,
+        )
+
+    async def close(self) -> None:
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.wait({self._loop_task})
+        if self._staged is not None:
+            self._staged[2].cancel()
+
+    # ----------------------------------------------------------------------------------------------- the decode loop
+
+    def _start(self) -> None:
+        if self._loop_task is None:
+            self._loop_task = asyncio.create_task(self._decode())
+        self._wake.set()
+
+    async def _decode(self) -> None:
+        while True:
+            # 1. Between two chunks: new weights first, then free slots are filled.
+            await self._flip()
+            while self._queue and len(self._lanes) < self.info.slots:
+                lane = self._queue.popleft()
+                lane.started = time.monotonic()
+                self._lanes.append(lane)
+            if not self._lanes:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            # 2. One chunk. A completion that ends in the middle of it has still taken the whole of it, as on a device.
+            began = time.monotonic()
+            await asyncio.sleep(self._chunk * self._token_seconds)
+            self._busy_seconds += time.monotonic() - began
+            # 3. What it gave. Lanes that were dropped meanwhile are gone from the list.
+            done = [lane for lane in self._lanes if self._play(lane)]
+            self._lanes = [lane for lane in self._lanes if lane not in done]
+            for lane in done:
+                await self._finish(lane)
+
+    async def _finish(self, lane: _Lane) -> None:
+        lane.sink.put_nowait(lane.completion())
+        self._finished += 1
+        if self._finished == self._faults.crash_after:
+            await asyncio.sleep(0.05)  # so that the n-th completion is on the wire
+            self._faults.crash()
+        if self._finished == self._faults.hang_after:
+            await asyncio.get_running_loop().create_future()  # never done
+
+    def _play(self, lane: _Lane) -> bool:
+        """One chunk of one lane, counted. True at its end."""
+        before = lane.played
+        done = lane.play(self._chunk, self._version.step)
+        forced = sum(max(0, min(end, lane.played) - max(start, before)) for start, end in lane.rollout.forced)
+        self._forced_tokens += forced
+        self._sampled_tokens += lane.played - before - forced
+        return done
+
+    async def _flip(self) -> None:
+        if self._staged is None:
+            return
+        version, tensors, flipped = self._staged
+        other = version.incarnation != self._version.incarnation
+        if not other and any(lane.request.pinned_step is not None for lane in (*self._lanes, *self._queue)):
+            return  # they were promised the version held
+        # The version changes before the pause: a request that comes in it is judged by what will sample it.
+        began = time.monotonic()
+        self.weights = {name: np.array(tensor) for name, tensor in tensors.items()}
+        self._version, self._staged = version, None
+        if other:
+            error = WrongVersion(f"weights of incarnation {version.incarnation} have arrived")
+            self._drop(lambda lane: lane.request.incarnation != version.incarnation, error)
+        await asyncio.sleep(self._load_seconds)
+        pause = time.monotonic() - began
+        self._pause_seconds += pause
+        flipped.set_result(pause)
+
+    def _drop(self, which: Callable[[_Lane], bool], error: WrongVersion | None = None) -> None:
+        """Frees the slots and places of some lanes; `error`: tells their calls why."""
+        dropped = [lane for lane in (*self._lanes, *self._queue) if which(lane)]
+        self._lanes = [lane for lane in self._lanes if lane not in dropped]
+        self._queue = collections.deque(lane for lane in self._queue if lane not in dropped)
+        if error is not None:
+            for sink in {id(lane.sink): lane.sink for lane in dropped}.values():
+                sink.put_nowait(error)
+        self._wake.set()  # weights may have waited for them

@@ -1,0 +1,251 @@
+"""scalerl-serve: one generator process.
+
+    scalerl-serve --engine=jax --model=DIR --port=N       sample from the policy in a Hugging Face folder
+    scalerl-serve --engine=replay --port=N                play scripted or recorded rollouts (tests)
+
+From the flags it builds an engine, puts the contract, health checks and reflection in front of it (service.py), and
+serves until SIGTERM, SIGINT or, with --exit_with_parent, the end of its standard input. It then finishes nothing: it
+turns NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks for them elsewhere) and exits 0. Bad flags end it
+with one line on stderr and exit code 2.
+
+There is no encryption and no authentication: it listens on the loopback interface unless --host says otherwise, and
+whoever reaches it can replace its weights.
+"""
+
+import asyncio
+import glob
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from absl import app, flags, logging
+
+from rollout_server.contract.fingerprint import tokenizer_fingerprint
+from rollout_server.engines.engine import Engine
+from rollout_server.service import RolloutServer
+from rollout_server.weight_store import ITEM_BYTES
+
+# How long a stopping server may take before it is gone whatever hangs.
+STOP_SECONDS = 5.0
+
+_DTYPES = sorted(ITEM_BYTES)
+
+_ENGINE = flags.DEFINE_enum("engine", None, ["jax", "replay"], "What samples the tokens.", required=True)
+_MODEL = flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
+_PORT = flags.DEFINE_integer("port", None, "Port to listen on; 0: any free one.", 0, 65535, required=True)
+_PORT_FILE = flags.DEFINE_string("port_file", "", "Written with the port, in decimal, once the server answers.")
+_EXIT_WITH_PARENT = flags.DEFINE_bool("exit_with_parent", False, "Stop at the end of standard input.")
+_SLOTS = flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_bound=1)
+_QUEUE = flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)
+_DECODE_CHUNK = flags.DEFINE_integer("decode_chunk", 8, "Decode steps between two looks at queue and weights.", 1)
+_COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "Of the matrix products.")
+_WIRE_DTYPE = flags.DEFINE_enum("wire_dtype", "bfloat16", _DTYPES, "In which the weights come.")
+_HEAD_PRECISION = flags.DEFINE_enum(
+    "head_precision", "default", ["default", "highest"], "Operands of the head: in compute_dtype, or in float32."
+)
+_MAXIMUM_TOKENS = flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
+
+_REPLAY_FILE = flags.DEFINE_string("replay_file", "", "JSONL of completions to play; empty: made up by a hash.")
+_REPLAY_VOCABULARY = flags.DEFINE_integer("replay_vocabulary", 256, "Made-up tokens are below this.", lower_bound=1)
+_REPLAY_MEAN_TOKENS = flags.DEFINE_float("replay_mean_tokens", 24.0, "Mean length of what is made up.", lower_bound=2)
+_REPLAY_TOKEN_SECONDS = flags.DEFINE_float("replay_token_seconds", 0.0, "Time of one decode step.", lower_bound=0)
+_REPLAY_LOAD_SECONDS = flags.DEFINE_float("replay_load_seconds", 0.0, "Pause at new weights.", lower_bound=0)
+_REPLAY_CRASH_AFTER = flags.DEFINE_integer("replay_crash_after", 0, "Die after so many completions.", lower_bound=0)
+_REPLAY_HANG_AFTER = flags.DEFINE_integer("replay_hang_after", 0, "Hang after so many completions.", lower_bound=0)
+
+
+class UsageError(Exception):
+    """The user's mistake: one line, exit code 2."""
+
+
+# -------------------------------------------------------------------------------------------------- the engines
+
+
+def _jax_engine() -> Engine:
+    _check_model_folder(weights=True)
+    from rollout_server.engines.jax_engine import JaxEngine
+
+    return JaxEngine(
+        _MODEL.value,
+        slots=_SLOTS.value,
+        queue=_QUEUE.value,
+        decode_chunk=_DECODE_CHUNK.value,
+        compute_dtype=_COMPUTE_DTYPE.value,
+        wire_dtype=_WIRE_DTYPE.value,
+        head_precision=_HEAD_PRECISION.value,
+        maximum_tokens=_MAXIMUM_TOKENS.value,
+    )
+
+
+def _replay_engine() -> Engine:
+    from rollout_server.engines.replay_engine import Faults, ReplayEngine
+    from rollout_server.engines.scripts import Recorded, Script, Scripted
+
+    describe: dict[str, Any] = {"tensors": {}}
+    if _MODEL.value:  # to pass for a server of this model: its tensors, its config, its tokenizer
+        _check_model_folder(weights=False)
+        from scalerl_jax.model.hf import hf_tensors, read_config
+
+        config = read_config(_MODEL.value)
+        describe = {
+            "tensors": hf_tensors(config),
+            "model_config": config.canonical_json(),
+            "tokenizer_fingerprint": tokenizer_fingerprint(_MODEL.value),
+        }
+    script: Script
+    if _REPLAY_FILE.value:
+        script = Recorded(_REPLAY_FILE.value)
+    else:
+        script = Scripted(vocabulary=_REPLAY_VOCABULARY.value, mean_tokens=_REPLAY_MEAN_TOKENS.value)
+    return ReplayEngine(
+        script,
+        slots=_SLOTS.value,
+        queue=_QUEUE.value,
+        decode_chunk=_DECODE_CHUNK.value,
+        token_seconds=_REPLAY_TOKEN_SECONDS.value,
+        load_seconds=_REPLAY_LOAD_SECONDS.value,
+        maximum_tokens=_MAXIMUM_TOKENS.value,
+        compute_dtype=_COMPUTE_DTYPE.value,
+        wire_dtype=_WIRE_DTYPE.value,
+        faults=Faults(crash_after=_REPLAY_CRASH_AFTER.value, hang_after=_REPLAY_HANG_AFTER.value),
+        **describe,
+    )
+
+
+# Each imports what it needs only when it is asked for.
+ENGINES: dict[str, Callable[[], Engine]] = {"jax": _jax_engine, "replay": _replay_engine}
+
+
+def _check_model_folder(*, weights: bool) -> None:
+    """Raises UsageError naming what is missing, before anything slow is imported."""
+    folder = _MODEL.value
+    if not folder:
+        raise UsageError("--model: a Hugging Face folder is needed")
+    if not os.path.isdir(folder):
+        raise UsageError(f"--model={folder}: no such folder")
+    for name in ("config.json", "tokenizer.json"):
+        if not os.path.isfile(os.path.join(folder, name)):
+            raise UsageError(f"--model={folder}: it has no {name}")
+    if weights and not glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
+        raise UsageError(f"--model={folder}: it has no weights (*.safetensors)")
+
+
+# --------------------------------------------------------------------------------------------------- the server
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises UsageError where nothing can listen there. gRPC itself would say it in many lines."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UsageError(f"--host={host} --port={port}: cannot listen there ({error})") from None
+
+
+async def serve(make_engine: Callable[[], Engine], *, host: str, port: int, port_file: str, with_parent: bool) -> None:
+    """Serves until told to stop. Raises UsageError where it cannot begin, RuntimeError when its engine is over."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    if with_parent:
+        threading.Thread(target=_watch_parent, args=(loop, stop), name="watch-parent", daemon=True).start()
+
+    # 1. The address first: a taken one is known before minutes of loading.
+    _check_address(host, port)
+    try:
+        engine = make_engine()
+    except ValueError as error:
+        raise UsageError(f"--engine={_ENGINE.value}: {error}") from error
+
+    # 2. From here on it answers.
+    try:
+        server = RolloutServer(engine, host=host, port=port)
+    except RuntimeError as error:
+        raise UsageError(f"--host={host} --port={port}: cannot listen there ({error})") from None
+    await server.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if port_file:
+        _write_whole(port_file, f"{server.port}\n")
+    reach = "this machine only" if host in ("127.0.0.1", "localhost", "[::1]") else "anyone who can reach it"
+    name, identity = engine.info.name, server.service.server_id
+    logging.info("%s engine at %s:%d, open to %s, server %s", name, host, server.port, reach, identity)
+
+    # 3. Until the end. A server whose engine is over ends too: whoever started it can start it anew.
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
+    await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+    logging.info("stopping")
+    _exit_after(STOP_SECONDS, 1 if failed.done() else 0)
+    await server.stop()
+    if failed.done():
+        raise failed.result()
+    failed.cancel()
+
+
+def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """The parent holds the other end of our standard input; when it is gone, however it went, reading ends."""
+    while os.read(0, 4096):
+        pass
+    # The loop may be loading a model, and then hears nothing for long.
+    _exit_after(STOP_SECONDS, 0)
+    loop.call_soon_threadsafe(stop.set)
+
+
+def _exit_after(seconds: float, code: int) -> None:
+    """Ends the process even if something hangs until then."""
+    timer = threading.Timer(seconds, os._exit, args=(code,))
+    timer.daemon = True
+    timer.start()
+
+
+def _write_whole(path: str, text: str) -> None:
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------------------------------------- the entry
+
+
+def _fail(message: object) -> NoReturn:
+    print(f"scalerl-serve: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        _fail(error)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        _fail(f"{argv[1]}: not a flag")
+    logging.set_verbosity(logging.INFO)
+    try:
+        asyncio.run(
+            serve(
+                ENGINES[_ENGINE.value],
+                host=_HOST.value,
+                port=_PORT.value,
+                port_file=_PORT_FILE.value,
+                with_parent=_EXIT_WITH_PARENT.value,
+            )
+        )
+    except UsageError as error:
+        _fail(error)
+
+
+def run() -> None:
+    app.run(main, flags_parser=_parse)
+
+
+if __name__ == "__main__":
+    run()

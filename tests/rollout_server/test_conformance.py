@@ -1,0 +1,238 @@
+"""What every engine does behind the contract, asked over real gRPC: Generate, Score and Status."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+import grpc
+import numpy as np
+import pytest
+
+from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.codec import Version
+from rollout_server.engines.engine import Engine
+from tests.rollout_server.client import INCARNATION, PROMPT, STOP, ended, group, long_group, random_weights, serving
+
+MakeEngine = Callable[..., Engine]
+
+PHRASE = codec.Interruption(phrase_token_ids=(40, 41, 42, 43), end_of_thinking_token_ids=(42, 43))
+
+
+def free(status: pb.StatusReply) -> bool:
+    return status.busy_slots == status.queued == 0
+
+
+async def test_status_tells_what_the_server_is(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        info, status = served.engine.info, await served.status()
+        assert status.server_id == served.server.service.server_id != ""
+        told = (status.engine, status.model_config, status.tokenizer_fingerprint, status.compute_dtype)
+        assert told == (info.name, info.model_config, info.tokenizer_fingerprint, info.compute_dtype)
+        assert (status.head_dtype, status.wire_dtype, status.devices) == ("float32", info.wire_dtype, info.devices)
+        assert (status.slots, status.queue_capacity, status.maximum_tokens) == (4, 8, 256)
+        assert codec.version_from_proto(status.version) == Version(0, 0)
+        assert free(status) and status.sampled_tokens == status.versions_applied == 0
+
+
+async def test_a_group_comes_back_whole_and_is_counted(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        # More than there are slots, so that some wait.
+        completions = await served.generate(group(completions=10, incarnation=0))
+        assert [c.index for c in completions] == list(range(10))
+        for completion in completions:
+            assert (completion.incarnation, completion.group_id) == (0, "train/0")
+            assert completion.versions == ((0, 0, len(completion.token_ids)),)
+            assert completion.forced == ()
+            assert len(completion.token_ids) <= 24
+            stops = np.flatnonzero(completion.token_ids == STOP).tolist()
+            if completion.finish_reason == "stop":
+                assert stops == [len(completion.token_ids) - 1]
+            else:
+                assert (completion.finish_reason, stops, len(completion.token_ids)) == ("length", [], 24)
+            assert completion.queued_seconds >= 0 and completion.sampling_seconds >= 0
+        status = await served.until(free)
+        assert status.sampled_tokens == sum(len(c.token_ids) for c in completions)
+        assert status.forced_tokens == 0
+        assert status.prefill_tokens > 0
+        assert 0 < status.busy_seconds <= status.up_seconds
+
+
+async def test_the_same_request_gives_the_same_tokens_in_any_company(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        wanted = group(incarnation=0)
+        alone = await served.generate(wanted)
+        others = [asyncio.create_task(served.generate(group(f"other/{n}", completions=2, incarnation=0))) for n in "ab"]
+        together = await served.generate(wanted)
+        await asyncio.gather(*others)
+        for first, second in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(first.token_ids, second.token_ids)
+            np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
+
+
+async def test_other_seeds_give_other_tokens(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        completions = await served.generate(long_group(tokens=16, incarnation=0))
+        assert len({c.token_ids.tobytes() for c in completions}) == len(completions)
+
+
+async def test_scores_are_the_log_probabilities_sampled_with(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        version = Version(INCARNATION, 3)
+        assert (await served.push(version, random_weights(served.engine, 1))).HasField("applied")
+        for completion in await served.generate(group()):
+            logprobs, scored_by = await served.score(np.concatenate([PROMPT, completion.token_ids]))
+            assert scored_by == version
+            assert logprobs[0] == 0
+            np.testing.assert_allclose(logprobs[len(PROMPT) :], completion.logprobs, atol=1e-4)
+
+
+async def test_thinking_is_interrupted_at_its_budget(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        wanted = group(completions=8, thinking_budget=12, answer_budget=8, interruption=PHRASE, incarnation=0)
+        completions = await served.generate(wanted)
+        interrupted = 0
+        for completion in completions:
+            tokens, sampled = completion.token_ids.tolist(), completion.sampled()
+            if completion.forced:
+                interrupted += 1
+                assert completion.forced == ((12, 16),)
+                assert tokens[12:16] == [40, 41, 42, 43]
+                assert not completion.logprobs[12:16].any()
+                thinking = 16
+            elif (42, 43) in (pairs := list(itertools.pairwise(tokens))):
+                thinking = pairs.index((42, 43)) + 2
+                assert thinking <= 12
+            else:
+                assert tokens[-1] == STOP and len(tokens) <= 12  # it never came to an answer
+                continue
+            assert sampled[thinking:].all()
+            assert len(tokens) - thinking <= 8
+            assert completion.finish_reason == ("stop" if tokens[-1] == STOP else "length")
+        assert interrupted, "a test in which nothing was interrupted proves nothing"
+        status = await served.until(free)
+        assert status.forced_tokens == 4 * interrupted
+        assert status.sampled_tokens == sum(int(c.sampled().sum()) for c in completions)
+
+
+async def test_the_cache_ends_a_completion(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        prompt = np.full(230, 5, np.int32)
+        for completion in await served.generate(long_group(prompt=prompt, incarnation=0)):
+            assert completion.finish_reason == "length"
+            assert 248 <= len(prompt) + len(completion.token_ids) <= 256
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"incarnation": INCARNATION - 1},
+        {"incarnation": INCARNATION + 1},
+        {"incarnation": 0},
+        {"minimum_step": 6},
+        {"pinned_step": 4},
+        {"pinned_step": 6},
+    ],
+    ids=lambda wrong: "-".join(f"{name}={value}" for name, value in wrong.items()),
+)
+async def test_weights_that_are_not_those_demanded(make_engine: MakeEngine, wrong: dict[str, int]) -> None:
+    async with serving(make_engine()) as served:
+        await served.push(Version(INCARNATION, 5), random_weights(served.engine, 1))
+        assert await served.refusal(group(**wrong)) is grpc.StatusCode.FAILED_PRECONDITION
+        assert len(await served.generate(group(minimum_step=5, pinned_step=5))) == 4
+
+
+def _broken(change: Callable[[pb.GenerateRequest], None], **options: object) -> pb.GenerateRequest:
+    message = codec.request_to_proto(group(incarnation=0, **options))
+    change(message)
+    return message
+
+
+async def test_requests_that_nobody_could_serve(make_engine: MakeEngine) -> None:
+    broken = {
+        "no prompt": _broken(lambda m: m.ClearField("prompt_token_ids")),
+        "half a token": _broken(lambda m: setattr(m, "prompt_token_ids", b"123")),
+        "no completions": _broken(lambda m: m.ClearField("completions")),
+        "one twice": _broken(lambda m: m.completions.append(m.completions[0])),
+        "temperature": _broken(lambda m: setattr(m.sampling, "temperature", 0)),
+        "temperature nan": _broken(lambda m: setattr(m.sampling, "temperature", float("nan"))),
+        "top_p": _broken(lambda m: setattr(m.sampling, "top_p", 1.5)),
+        "answer": _broken(lambda m: setattr(m.sampling, "answer_budget", 0)),
+        "phrase": _broken(lambda m: setattr(m.interruption, "end_of_thinking_token_ids", codec.encode_ids([3]))),
+        "budget": _broken(lambda m: setattr(m.completions[0], "thinking_budget", 3)),
+        "longer than the cache": _broken(lambda m: None, prompt=np.full(256, 5, np.int32)),
+        "more than all places": _broken(lambda m: None, completions=13),
+    }
+    async with serving(make_engine()) as served:
+        for name, message in broken.items():
+            call = served.stub.Generate(message, timeout=20)
+            assert await ended(call) == []
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+            assert await call.details() != "", name
+        for tokens in (np.zeros(0, np.int32), np.full(257, 5, np.int32)):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await served.score(tokens)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(await served.generate(group(incarnation=0))) == 4
+        assert free(await served.until(free))
+
+
+async def test_a_full_server_says_so_and_takes_nothing(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        first = asyncio.create_task(served.generate(long_group("train/0", completions=12, incarnation=0)))
+        full = await served.until(lambda status: status.busy_slots == 4)
+        assert full.queued == 8
+        # A group of five is not taken in part, however few of the first twelve are finished by now.
+        refused = await served.refusal(group("train/1", completions=5, incarnation=0))
+        assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await served.status()).queued <= full.queued
+        assert len(await first) == 12
+        assert len(await served.generate(group("train/1", completions=5, incarnation=0))) == 5
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+async def test_hanging_up_frees_slots_and_places(make_engine: MakeEngine, how: str) -> None:
+    async with serving(make_engine()) as served:
+        # Three times the slots, 250 tokens each: nothing that the deadline leaves time for.
+        wanted = codec.request_to_proto(long_group(completions=12, tokens=250, incarnation=0))
+        call = served.stub.Generate(wanted, timeout=0.05 if how == "deadline" else 60)
+        if how == "cancel":
+            await served.until(lambda status: status.busy_slots == 4)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call.read()
+        else:
+            await ended(call)
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        status = await served.until(free)
+        assert status.sampled_tokens < 12 * 250
+        assert len(await served.generate(group("train/1", completions=12, incarnation=0))) == 12
+
+
+async def test_asking_again_ends_the_older_call(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        older = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=60)
+        await served.until(lambda status: status.busy_slots == 4)
+        # The server is full, yet this is no more than it holds already: the places of the older call are taken over.
+        newer = await served.generate(long_group(indices=range(2, 8), tokens=20, incarnation=0))
+        assert [c.index for c in newer] == [2, 3, 4, 5, 6, 7]
+        assert len(await ended(older)) < 12
+        assert await older.code() is grpc.StatusCode.ABORTED
+        assert free(await served.until(free))
+
+
+async def test_the_same_index_of_another_group_is_another_completion(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        names = ("train/0", "train/1", "eval/0/1")
+        groups = await asyncio.gather(*(served.generate(group(name, incarnation=0)) for name in names))
+        assert [{c.group_id for c in completions} for completions in groups] == [{name} for name in names]
+
+
+async def test_a_stopping_server_says_unavailable(make_engine: MakeEngine) -> None:
+    async with serving(make_engine()) as served:
+        call = served.stub.Generate(codec.request_to_proto(long_group(incarnation=0)), timeout=60)
+        await served.until(lambda status: status.busy_slots == 4)
+        await served.server.service.stop()
+        await ended(call)
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert await served.refusal(group(incarnation=0)) is grpc.StatusCode.UNAVAILABLE

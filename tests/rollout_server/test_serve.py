@@ -1,0 +1,270 @@
+"""scalerl-serve as a process: health and reflection by their own stubs, its end, and what it says to bad flags."""
+
+import asyncio
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rollout_server.contract import codec, rollout_pb2_grpc
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.engines.replay_engine import CRASH_EXIT_CODE
+from rollout_server.serve import serve
+from rollout_server.service import RolloutServer
+from tests.rollout_server.client import group
+from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
+
+SECONDS = 60
+
+
+class Process:
+    """One `python -m rollout_server.serve`, its standard input held open by us."""
+
+    def __init__(self, folder: pathlib.Path, *flags: str):
+        port_file = folder / "port"
+        command = [sys.executable, "-m", "rollout_server.serve", "--port=0", f"--port_file={port_file}", *flags]
+        self.log = folder / "log"
+        with open(self.log, "wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--exit_with_parent"], stdin=subprocess.PIPE, stdout=output, stderr=output
+            )
+        deadline = time.monotonic() + SECONDS
+        while not port_file.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port_file.read_text()}".strip())
+        self.stub = rollout_pb2_grpc.RolloutStub(self.channel)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.process.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@pytest.fixture
+def replay(tmp_path: pathlib.Path) -> Iterator[Process]:
+    process = Process(tmp_path, "--engine=replay", "--slots=4", "--replay_token_seconds=0.01")
+    yield process
+    process.close()
+
+
+def health(process: Process, service: str) -> int:
+    reply = health_pb2_grpc.HealthStub(process.channel).Check(
+        health_pb2.HealthCheckRequest(service=service), timeout=SECONDS
+    )
+    return reply.status
+
+
+def test_health_and_reflection(replay: Process) -> None:
+    assert health(replay, "") == health(replay, "scalerl.v1.Rollout") == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as error:
+        health(replay, "scalerl.v1.Nothing")
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+    questions = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="scalerl.v1.Rollout"),
+    ]
+    stub = reflection_pb2_grpc.ServerReflectionStub(replay.channel)
+    services, files = stub.ServerReflectionInfo(iter(questions), timeout=SECONDS)
+    names = {service.name for service in services.list_services_response.service}
+    assert names >= {"scalerl.v1.Rollout", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    file = descriptor_pb2.FileDescriptorProto.FromString(files.file_descriptor_response.file_descriptor_proto[0])
+    methods = {method.name for method in file.service[0].method}
+    assert (file.package, methods) == ("scalerl.v1", {"Status", "Generate", "PushWeights", "Score"})
+
+
+def test_sigterm_ends_calls_and_watchers_and_exits_0(replay: Process) -> None:
+    watch = health_pb2_grpc.HealthStub(replay.channel).Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    wanted = group(incarnation=0, answer_budget=4000, stop_token_ids=())  # 40 s
+    call = replay.stub.Generate(codec.request_to_proto(wanted), timeout=SECONDS)
+    while replay.stub.Status(pb.StatusRequest(), timeout=SECONDS).busy_slots < 4:
+        time.sleep(0.01)
+    began = time.monotonic()
+    replay.process.send_signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(grpc.RpcError) as error:
+        list(call)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert replay.process.wait(20) == 0
+    assert time.monotonic() - began < 10
+    assert "Traceback" not in replay.log.read_text()
+
+
+def test_it_ends_with_its_parent(replay: Process) -> None:
+    assert replay.process.stdin is not None
+    replay.process.stdin.close()
+    assert replay.process.wait(20) == 0
+
+
+def test_it_says_who_can_reach_it(replay: Process) -> None:
+    assert "open to this machine only" in replay.log.read_text()
+
+
+def test_a_crash_that_was_ordered(tmp_path: pathlib.Path) -> None:
+    process = Process(tmp_path, "--engine=replay", "--replay_crash_after=3", "--slots=1")
+    try:
+        call = process.stub.Generate(codec.request_to_proto(group(incarnation=0, completions=6)), timeout=SECONDS)
+        assert [next(call).group_id for _ in range(3)] == ["train/0"] * 3
+        with pytest.raises(grpc.RpcError) as error:
+            next(call)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert process.process.wait(20) == CRASH_EXIT_CODE
+    finally:
+        process.close()
+
+
+def test_a_replay_server_passes_for_one_of_the_model(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
+    process = Process(tmp_path, "--engine=replay", f"--model={model_folder}", "--wire_dtype=float32")
+    try:
+        status = process.stub.Status(pb.StatusRequest(), timeout=SECONDS)
+        assert status.model_config == CONFIG.canonical_json()
+        assert len(status.tokenizer_fingerprint) == 64
+        assert status.wire_dtype == "float32"
+    finally:
+        process.close()
+
+
+def test_the_jax_engine_is_served_without_torch(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
+    flags = ["--slots=2", "--queue=2", "--decode_chunk=4", "--maximum_tokens=64", "--compute_dtype=float32"]
+    process = Process(tmp_path, "--engine=jax", f"--model={model_folder}", *flags)
+    try:
+        request = codec.request_to_proto(group(incarnation=0, completions=4))
+        completions = [codec.completion_from_proto(m) for m in process.stub.Generate(request, timeout=SECONDS)]
+        assert sorted(c.index for c in completions) == [0, 1, 2, 3]
+        maps = pathlib.Path(f"/proc/{process.process.pid}/maps")
+        if maps.exists():
+            assert "torch" not in maps.read_text()
+    finally:
+        process.close()
+
+
+async def test_it_ends_when_its_engine_is_over(
+    model_folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that answers but can never sample again would be asked for ever; one that ended is started anew."""
+    engine, port_file = replay_engine(model_folder), tmp_path / "port"
+    serving = asyncio.create_task(
+        serve(lambda: engine, host="127.0.0.1", port=0, port_file=str(port_file), with_parent=False)
+    )
+    while not port_file.exists():
+        await asyncio.sleep(0.01)
+
+    def over() -> None:
+        raise RuntimeError("the device is gone")
+
+    leave = []
+    monkeypatch.setattr("rollout_server.serve._exit_after", lambda seconds, code: leave.append(code))
+    monkeypatch.setattr(engine, "status", over)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await serving
+    assert leave == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_decode_thread_that_dies_is_noticed(
+    model_folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = jax_engine(model_folder)
+    server = RolloutServer(engine)
+    await server.start()
+
+    def out_of_memory(*_: object) -> None:
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(engine._pool, "dispatch", out_of_memory)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = rollout_pb2_grpc.RolloutStub(channel).Generate(codec.request_to_proto(group(incarnation=0)), timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        assert isinstance(await asyncio.wait_for(server.failure(), 10), RuntimeError)
+    await server.stop()
+
+
+def test_importing_the_server_needs_no_engine() -> None:
+    program = (
+        "import sys, rollout_server.serve, rollout_server.engines.replay_engine;"
+        "print(*[m for m in ('jax', 'torch', 'flax', 'ml_dtypes', 'vllm', 'scalerl_jax') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+# ------------------------------------------------------------------------------------------------------- bad flags
+
+
+def complaint(*flags: str) -> str:
+    """The one line that a server with these flags says before it ends with exit code 2."""
+    command = [sys.executable, "-m", "rollout_server.serve", *flags]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=SECONDS, stdin=subprocess.PIPE
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("scalerl-serve: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "--engine"),
+        (["--engine=replay"], "--port"),
+        (["--engine=torch", "--port=0"], "--engine=torch"),
+        (["--engine=replay", "--port=70000"], "--port=70000"),
+        (["--engine=replay", "--port=0", "--slots=0"], "--slots=0"),
+        (["--engine=replay", "--port=0", "--slot=4"], "slot"),
+        (["--engine=replay", "--port=0", "again"], "again"),
+        (["--engine=replay", "--port=0", "--wire_dtype=float16"], "--wire_dtype=float16"),
+        (["--engine=replay", "--port=0", "--replay_file=nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--engine=jax", "--port=0"], "--model"),
+        (["--engine=jax", "--port=0", "--model=nowhere"], "--model=nowhere: no such folder"),
+    ],
+)
+def test_bad_flags_get_one_line(flags: list[str], told: str) -> None:
+    assert told in complaint(*flags)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [("config.json", "no config.json"), ("tokenizer.json", "no tokenizer.json"), ("model.safetensors", "no weights")],
+)
+def test_a_folder_without_what_a_model_needs(
+    tmp_path: pathlib.Path, model_folder: pathlib.Path, lacking: str, told: str
+) -> None:
+    for file in model_folder.iterdir():
+        if file.name != lacking:
+            os.symlink(file, tmp_path / file.name)
+    line = complaint("--engine=jax", "--port=0", f"--model={tmp_path}")
+    assert told in line and str(tmp_path) in line
+
+
+@pytest.mark.parametrize("engine", ["replay", "jax"])
+def test_a_taken_port(model_folder: pathlib.Path, engine: str) -> None:
+    """Also where a model would have to be loaded: the port is looked at first."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        line = complaint(f"--engine={engine}", f"--port={port}", f"--model={model_folder}")
+        assert f"--port={port}" in line and "in use" in line
+        assert time.monotonic() - began < 20
+
+
+def test_two_servers_do_not_share_a_port(replay: Process, tmp_path: pathlib.Path) -> None:
+    port = (tmp_path / "port").read_text().strip()
+    assert "in use" in complaint("--engine=replay", f"--port={port}")
