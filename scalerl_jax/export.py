@@ -1,0 +1,65 @@
+"""scalerl-export: the policy of a run as a Hugging Face folder that transformers and vLLM load.
+
+    scalerl-export --workdir=runs/quickstart --out=exported [--dtype=float32|bfloat16] [--model=DIR]
+
+Reads only the parameters, from the newest checkpoint that is whole; a run that goes on is not disturbed. The weights
+are written in the dtype that the generators sample with (config.model.wire_dtype), so the folder is the policy that was
+trained and evaluated, unless --dtype says otherwise. The tokenizer is that of the model the run started from; --model
+says where that is, if it has moved.
+"""
+
+import os
+
+from absl import flags
+
+from scalerl_jax import config as config_lib
+from scalerl_jax import entry
+from scalerl_jax.learner.checkpoint import read_newest
+from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.hf_folder import write_model_folder
+
+
+def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
+    """Writes the folder `out`, whole or not at all; returns the step of the checkpoint it holds.
+
+    dtype "": the run's wire dtype; model "": the run's config.model.path. Raises entry.UserError, one line, where
+    something is missing, unreadable, or `out` exists.
+    """
+    if os.path.exists(out):
+        raise entry.UserError(f"--out={out}: exists already")
+    config_file = os.path.join(workdir, "config.json")
+    if not os.path.isfile(config_file):
+        raise entry.UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")
+    try:
+        with open(config_file) as file:
+            config = config_lib.from_json(file.read())
+        model = model or config.model.path
+        if not os.path.isdir(model):
+            raise entry.UserError(f"{model}: the model the run started from is not there; --model says where it is")
+        decoder = read_config(model)
+        checkpoint = read_newest(os.path.join(workdir, "checkpoints"), "params")
+        params = checkpoint.state["params"]
+        write_model_folder(
+            out, params=params, decoder=decoder, tokenizer_dir=model, dtype=dtype or config.model.wire_dtype
+        )
+    except ValueError as error:
+        raise entry.UserError(str(error)) from error
+    return checkpoint.step
+
+
+def run() -> None:
+    flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+    flags.DEFINE_string("out", None, "Folder to make; must not exist.", required=True)
+    flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Of the weights; default: what the generators hold.")
+    flags.DEFINE_string("model", "", "Folder of the model the run started from, where it has moved.")
+    entry.run(_main)
+
+
+def _main() -> None:
+    values = flags.FLAGS
+    step = export(workdir=values.workdir, out=values.out, dtype=values.dtype, model=values.model)
+    print(f"{values.out}: the policy after {step} batches")
+
+
+if __name__ == "__main__":
+    run()

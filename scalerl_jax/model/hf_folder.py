@@ -1,0 +1,126 @@
+"""Writes a policy as a Hugging Face folder, which transformers and vLLM load: whole, or not at all."""
+
+import json
+import os
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from safetensors.numpy import save_file
+
+from scalerl_jax.model.config import DecoderConfig
+from scalerl_jax.model.decoder import Params
+from scalerl_jax.model.hf import hf_tensors, read_config, to_hf
+
+_SHARD_BYTES = 5 * 10**9
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def write_model_folder(
+    out: str,
+    *,
+    params: Params,
+    decoder: DecoderConfig,
+    tokenizer_dir: str,
+    dtype: str = "float32",
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Makes the folder `out`: weights in `dtype`, config.json, generation_config.json, the files of the tokenizer.
+
+    The tokenizer's files come from `tokenizer_dir`; where it is a model folder of the same decoder, its config.json and
+    generation_config.json are kept, so that nothing they say (padding, chat tokens) is lost. All hosts call it, the
+    first one writes. Raises ValueError where `out` exists or tokenizer_dir has no tokenizer.json.
+    """
+    if os.path.exists(out):
+        raise ValueError(f"{out}: exists already")
+    if not os.path.isfile(os.path.join(tokenizer_dir, "tokenizer.json")):
+        raise ValueError(f"{tokenizer_dir}: no tokenizer.json there")
+    out = os.path.abspath(out)
+    temporary = f"{out}.tmp"
+    writes = jax.process_index() == 0
+    if writes:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
+        os.makedirs(temporary)
+    try:
+        _write_weights(temporary, params, decoder, dtype, shard_bytes, writes)
+        if writes:
+            _write_rest(temporary, decoder, tokenizer_dir, dtype)
+            os.replace(temporary, out)
+    finally:
+        if writes:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: str, limit: int, writes: bool) -> None:
+    """One file, or several with an index. Never more than one file's tensors are held beside the parameters."""
+    shards = _split(decoder, jnp.dtype(dtype).itemsize, limit)
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        where |= dict.fromkeys(names, file)
+        tensors = jax.jit(lambda p, names=names: {n: to_hf(p, decoder, jnp.dtype(dtype))[n] for n in names})(params)
+        gathered: dict[str, np.ndarray] = {}
+        for name in names:
+            value = tensors.pop(name)
+            if not value.is_fully_addressable:
+                value = multihost_utils.process_allgather(value, tiled=True)
+            if writes:
+                gathered[name] = np.asarray(value)
+        if writes:
+            save_file(gathered, os.path.join(folder, file), metadata={"format": "pt"})
+    if writes and len(shards) > 1:
+        total = sum(_bytes(shape, dtype) for shape in hf_tensors(decoder).values())
+        _write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _split(decoder: DecoderConfig, itemsize: int, limit: int) -> list[list[str]]:
+    """The names of the tensors, file by file."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in hf_tensors(decoder).items():
+        size = int(np.prod(shape)) * itemsize
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _write_rest(folder: str, decoder: DecoderConfig, tokenizer_dir: str, dtype: str) -> None:
+    for name in _TOKENIZER_FILES:
+        if os.path.isfile(os.path.join(tokenizer_dir, name)):
+            shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(folder, name))
+    config = decoder.to_hf(dtype)
+    generation: dict[str, Any] = {"eos_token_id": config["eos_token_id"], "do_sample": True, "temperature": 1.0}
+    if os.path.isfile(os.path.join(tokenizer_dir, "config.json")):
+        if read_config(tokenizer_dir).canonical_json() == decoder.canonical_json():
+            config = _read_json(tokenizer_dir, "config.json")
+            config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config} or {"dtype": dtype}
+        if os.path.isfile(os.path.join(tokenizer_dir, "generation_config.json")):
+            generation = _read_json(tokenizer_dir, "generation_config.json")
+    _write_json(folder, "config.json", config)
+    _write_json(folder, "generation_config.json", generation)
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    with open(os.path.join(folder, name)) as file:
+        try:
+            return json.load(file)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{os.path.join(folder, name)}: {error}") from error
+
+
+def _write_json(folder: str, name: str, value: Any) -> None:
+    with open(os.path.join(folder, name), "w") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return int(np.prod(shape)) * jnp.dtype(dtype).itemsize

@@ -1,0 +1,78 @@
+"""Chunked log-probabilities against a float64 log-softmax; what they hold in memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalerl_jax.model import DecoderConfig, logits, token_logprobs
+from tests.model.toys import DECODER, every_variable, log_softmax64, params_of
+
+ROWS, LENGTH = 2, 37
+
+
+def inputs(scale=3.0):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(scale * rng.normal(size=(ROWS, LENGTH, DECODER.width)), jnp.float32)
+    return hidden, rng.integers(0, DECODER.vocabulary, (ROWS, LENGTH)).astype(np.int32)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 37, 512])
+def test_values_entropy_and_gradient_whatever_the_chunk(chunk):
+    params, (hidden, targets) = params_of(), inputs()
+    at = np.random.default_rng(1).normal(size=(ROWS, LENGTH)).astype(np.float32)
+
+    def run(params, hidden):
+        logp, entropy = token_logprobs(params, DECODER, hidden, targets, chunk=chunk, entropy=True)
+        return (logp * at).sum() + (0 * entropy).sum(), (logp, entropy)
+
+    (dparams, dhidden), (logp, entropy) = jax.jit(jax.grad(run, (0, 1), has_aux=True))(params, hidden)
+    weight = np.asarray(params["head"], np.float64)
+    exact = log_softmax64(np.asarray(hidden, np.float64) @ weight.T)
+    p = np.exp(exact)
+    one_hot = np.eye(DECODER.vocabulary)[targets]
+    np.testing.assert_allclose(logp, (exact * one_hot).sum(-1), atol=1e-5)
+    np.testing.assert_allclose(entropy, -(p * exact).sum(-1), atol=1e-5)
+    dlogits = at[..., None] * (one_hot - p)
+    np.testing.assert_allclose(dhidden, dlogits @ weight, atol=1e-5)
+    np.testing.assert_allclose(dparams["head"], np.einsum("rlv,rld->vd", dlogits, hidden), atol=1e-4)
+
+
+def test_entropy_has_no_gradient():
+    params, (hidden, targets) = params_of(), inputs()
+    grad = jax.grad(lambda h: token_logprobs(params, DECODER, h, targets, entropy=True)[1].sum())(hidden)
+    np.testing.assert_array_equal(grad, 0)
+
+
+def test_extreme_logits_stay_exact():
+    """Logits in the thousands: no overflow, and the likeliest token has log-probability 0."""
+    params, (hidden, _) = params_of(), inputs(scale=3000.0)
+    best = np.asarray(logits(params, DECODER, hidden)).argmax(-1).astype(np.int32)
+    logp = np.asarray(token_logprobs(params, DECODER, hidden, best))
+    assert np.isfinite(logp).all() and np.abs(logp).max() < 2
+
+
+def test_a_tied_head_is_the_embedding():
+    tied = DecoderConfig(**(vars(DECODER) | {"tied_embeddings": True}))
+    params, (hidden, targets) = params_of(), inputs()
+    ours = token_logprobs({"embed": params["head"]}, tied, hidden, targets)
+    np.testing.assert_array_equal(ours, token_logprobs(params, DECODER, hidden, targets))
+
+
+def test_tokens_by_vocabulary_never_exists():
+    """Forward and backward, at a vocabulary much wider than the rest: nothing near [tokens, vocabulary]."""
+    length, chunk, vocabulary = 512, 32, 4099
+    config = DecoderConfig(vocabulary=vocabulary, width=16, layers=1, heads=1, kv_heads=1, head_size=8, mlp_width=8)
+    params = {"head": jax.ShapeDtypeStruct((vocabulary, 16), jnp.float32)}
+    hidden = jax.ShapeDtypeStruct((2, length, 16), jnp.bfloat16)
+    targets = jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+    def loss(params, hidden, targets):
+        logp, entropy = token_logprobs(params, config, hidden, targets, chunk=chunk, entropy=True)
+        return logp.sum(), entropy
+
+    step = jax.grad(loss, (0, 1), has_aux=True)
+    sizes = [np.prod(v.aval.shape) for v in every_variable(jax.make_jaxpr(step)(params, hidden, targets).jaxpr)]
+    assert max(sizes) <= 2 * chunk * vocabulary
+    compiled = jax.jit(step).lower(params, hidden, targets).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * length * vocabulary * 4 / 2

@@ -1,0 +1,64 @@
+"""Small decoders, packed rows and reference values that the model and learner tests share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalerl_jax.model import DecoderConfig, init_params
+
+DECODER = DecoderConfig(vocabulary=61, width=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=48)
+
+
+def params_of(config: DecoderConfig = DECODER, *, spread: float = 0.2, seed: int = 0):
+    """Parameters whose norms' scales are not 1, so that a test sees them."""
+    params = init_params(config, jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, p: p * (1 + spread * rng.normal(size=p.shape).astype(np.float32)) if "norm" in str(path) else p,
+        params,
+    )
+
+
+def packed(lengths: list[list[int]], row_length: int, vocabulary: int = DECODER.vocabulary, seed: int = 0):
+    """(tokens, positions, segment_ids) [rows, row_length]: each row's segments from the left, the rest padding."""
+    rng = np.random.default_rng(seed)
+    tokens, positions, segment_ids = (np.zeros((len(lengths), row_length), np.int32) for _ in range(3))
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for number, length in enumerate(row_lengths, 1):
+            at = (row, slice(start, start + length))
+            tokens[at] = rng.integers(0, vocabulary, length)
+            positions[at] = np.arange(length)
+            segment_ids[at] = number
+            start += length
+    return tokens, positions, segment_ids
+
+
+def log_softmax64(logits) -> np.ndarray:
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def every_variable(jaxpr):
+    """The variables of a jaxpr and of all jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield from equation.outvars
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from every_variable(inner)
+
+
+def relative(got, wanted) -> float:
+    """Norm of the difference over all leaves, as a share of the norm of `wanted`."""
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
+    off = sum(float(np.sum((np.asarray(a, np.float64) - np.asarray(b, np.float64)) ** 2)) for a, b in pairs)
+    size = sum(float(np.sum(np.asarray(b, np.float64) ** 2)) for _, b in pairs)
+    return float(np.sqrt(off / size))
+
+
+def rounded(params):
+    """Every weight as bf16 sees it, in float32."""
+    return jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16).astype(np.float32), params)
