@@ -1,0 +1,1 @@
+"""What one update is: packing, the compiled step, the optimizer, checkpoints."""

@@ -1,0 +1,132 @@
+"""From a batch of finished groups to what the update trains on.
+
+    r = +1 right, -1 wrong;  cut by the token budget: excluded (leaves mean, std, weights and G) or fail (r = -1)
+    advantages, then one weight per loss token (objective/), then one segment per counted completion
+
+Loss tokens are the sampled ones: the forced interruption phrase is context, never trained on.
+The lag of a token is the number of the batch it is trained in minus the policy step that sampled it.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout_server.contract.codec import Completion
+from scalerl_jax.config import ObjectiveConfig
+from scalerl_jax.learner.packing import Segment
+from scalerl_jax.objective import advantages, token_weights
+
+
+class Group(Protocol):
+    """The completions of one prompt, with the verifier's word on each."""
+
+    @property
+    def prompt(self) -> Any: ...  # .index int, .token_ids [tokens] int32
+
+    @property
+    def completions(self) -> Sequence[Completion]: ...
+
+    @property
+    def verdicts(self) -> Sequence[bool]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One update's input and what there is to say of it."""
+
+    segments: list[Segment]  # empty: no prompt survives, the optimizer does not step
+    outcomes: list[tuple[int, int, int]]  # (prompt index, right, completions) for the curriculum
+    metrics: dict[str, float]
+    lags: Counter  # lag -> loss tokens, of every sampled token, trained on or not
+    rewards: np.ndarray  # [prompts, group] float64
+    sampled_tokens: int
+    prompt_tokens: int  # of the segments, prompts and forced tokens included: what the trainer computes
+
+
+def build(groups: Sequence[Group], objective: ObjectiveConfig, *, number: int) -> Batch:
+    """Batch `number` from its groups, all of one size."""
+    completions = [list(group.completions) for group in groups]
+    truncated = np.array([[c.finish_reason == "length" for c in row] for row in completions])
+    right = np.array([list(group.verdicts) for group in groups], bool) & ~truncated
+    counted = np.ones_like(right) if objective.truncated == "fail" else ~truncated
+    rewards = np.where(right, 1.0, -1.0)
+    sampled = [[c.sampled() for c in row] for row in completions]
+    loss_tokens = np.array([[int(mask.sum()) for mask in row] for row in sampled])
+
+    advantage, survives = advantages(
+        rewards, right, counted, normalisation=objective.normalisation,
+        filter_zero_variance=objective.filter_zero_variance,
+    )  # fmt: skip
+    weight = token_weights(loss_tokens, counted, survives, objective.aggregation)
+
+    segments = []
+    lags: Counter = Counter()
+    for p, group in enumerate(groups):
+        prompt = np.asarray(group.prompt.token_ids, np.int32)
+        blank = np.zeros(len(prompt), np.float32)
+        for i, completion in enumerate(completions[p]):
+            steps = completion.token_steps()[sampled[p][i]]
+            lags.update((number - steps).tolist())
+            if weight[p, i] == 0:
+                continue
+            mask = sampled[p][i].astype(np.float32)
+            segments.append(
+                Segment(
+                    tokens=np.concatenate([prompt, completion.token_ids]),
+                    weights=np.concatenate([blank, mask * np.float32(weight[p, i])]),
+                    advantages=np.concatenate([blank, np.full(len(mask), advantage[p, i], np.float32)]),
+                    generator_logprobs=np.concatenate([blank, completion.logprobs]),
+                )
+            )
+
+    lengths = loss_tokens.ravel()
+    tokens = int(lengths.sum())
+    interrupted = np.mean([[bool(c.forced) for c in row] for row in completions])
+    metrics = {
+        "pass_rate": float(right.mean()),
+        "reward": float(rewards.mean()),
+        "prompts": float(len(groups)),
+        "prompts_surviving": float(survives.sum()),
+        "completions_counted": float((counted & survives[:, None]).sum()),
+        "truncated": float(truncated.mean()),
+        "interrupted": float(interrupted),
+        "length_mean": float(lengths.mean()),
+        "length_max": float(lengths.max()),
+        "lag_mean": float(sum(lag * count for lag, count in lags.items()) / max(1, tokens)),
+        "lag_max": float(max(lags, default=0)),
+        "loss_tokens": float(sum(int((s.weights > 0).sum()) for s in segments)),
+    }
+    outcomes = [(int(g.prompt.index), int(right[p].sum()), right.shape[1]) for p, g in enumerate(groups)]
+    return Batch(
+        segments=segments,
+        outcomes=outcomes,
+        metrics=metrics,
+        lags=lags,
+        rewards=rewards,
+        sampled_tokens=tokens,
+        prompt_tokens=sum(len(s.tokens) for s in segments),
+    )
+
+
+def per_token(sums: dict[str, float]) -> dict[str, float]:
+    """The learner's sums as means over loss tokens, under the names the metrics use."""
+    tokens = max(1.0, sums["tokens"])
+    return {
+        "loss": sums["loss"],
+        "entropy": sums["entropy"] / tokens,
+        "mismatch": sums["mismatch"] / tokens,
+        "mismatch_max": sums["max_mismatch"],
+        "kl": sums["kl"] / tokens,
+        "ratio": sums["ratio"] / tokens,
+        "ratio_max": sums["max_ratio"],
+        "clipped": sums["clipped"] / tokens,
+        "masked": sums["masked"] / tokens,
+        # Kish's effective sample size of the importance ratios, as a share of the tokens.
+        "effective_sample_size": sums["ratio"] ** 2 / max(1e-30, sums["ratio_squared"] * tokens),
+        "gradient_norm": sums["gradient_norm"],
+        "micro_batches": sums["micro_batches"],
+        "row_use": sums["row_use"],
+    }

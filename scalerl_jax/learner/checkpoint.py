@@ -1,0 +1,297 @@
+"""Checkpoints of a run: written behind the training, found whole or not at all, read onto any mesh.
+
+A checkpoint is three things: `state` (a tree of arrays, sharded as they are), `arrays` (named numpy arrays: the history
+of each prompt, ...) and `manifest` (JSON). Orbax writes them; a step's folder gets its name when all of it is on disk,
+so a run killed while it saves has lost that save and nothing else.
+
+Orbax notices files that are missing or cut short, but not a flipped bit in the data. So every checkpoint also carries
+a digest of each array, taken where the array lies, independent of how it is sharded, and reading compares:
+
+    digest(x) = sum_i bits(x_i) * (2 i + 1)  mod 2^32        one changed element always changes it
+
+A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is taken. One that can be
+read but is of another model is the user's mistake and stays where it is.
+
+Left out on purpose: which steps to save and what the manifest says are the trainer's.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import logging as std_logging
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import LatestN
+
+Tree = Any
+
+_FORMAT = 1
+_CONCURRENT_GB = 2  # host memory that saving or restoring may hold at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What was saved under `step`."""
+
+    step: int
+    state: Tree
+    manifest: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+class Checkpoints:
+    """The checkpoints of one run, the newest `keep` of them; for the one process (or set of hosts) that writes them."""
+
+    def __init__(self, directory: str, *, keep: int):
+        self._directory = os.path.abspath(directory)
+        self._keep = keep
+        self._opened: ocp.CheckpointManager | None = None
+
+    def save(self, step: int, state: Tree, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Starts to save and returns once `state` may be overwritten; waits first if the last save is still going on.
+
+        Every host calls it with the same step. A step that is saved already is left as it is. Raises what the save
+        before it failed with (a full disk).
+        """
+        manager = self._manager()
+        if step in manager.all_steps():
+            return
+        record = {
+            "format": _FORMAT,
+            "manifest": dict(manifest),
+            "state": {
+                name: [list(leaf.shape), str(leaf.dtype), int(digest)]
+                for (name, leaf), digest in zip(_named(state), np.asarray(_digests(state)).tolist(), strict=True)
+            },
+            "arrays": {name: [list(x.shape), str(x.dtype), _crc(x)] for name, x in _as_numpy(arrays).items()},
+        }
+        record["crc32"] = zlib.crc32(_canonical(record))
+        items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "manifest": ocp.args.JsonSave(record)}
+        stored = {name: x for name, x in _as_numpy(arrays).items() if x.size}  # Orbax refuses empty ones
+        if stored:
+            items["arrays"] = ocp.args.StandardSave(stored)
+        manager.save(step, args=ocp.args.Composite(**items))
+
+    def restore(self, abstract: Tree) -> Checkpoint | None:
+        """The newest readable checkpoint, laid out as `abstract` (a tree of ShapeDtypeStruct) says; None: no save yet.
+
+        What is newer and cannot be read is set aside with a line in the log. Raises ValueError, one line, where the
+        checkpoint is of another model or optimizer, and where there are checkpoints but none can be read.
+        """
+        self.wait()
+        found, broken = _newest_readable(self._directory, abstract)
+        for step, why in broken.items():
+            aside = _set_aside(self._directory, step)
+            logging.warning("checkpoint %d cannot be read (%s): set aside as %s", step, why, os.path.basename(aside))
+        if broken and self._opened is not None:
+            self._opened.reload()
+        if broken and found is not None:
+            logging.warning("going on from checkpoint %d, the one before", found.step)
+        return found
+
+    def wait(self) -> None:
+        """Until what was saved is on disk; raises what saving failed with."""
+        if self._opened is not None:
+            self._opened.wait_until_finished()
+            self._opened.check_for_errors()
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self.wait()
+            self._opened.close()
+            self._opened = None
+
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:
+            handler = functools.partial(
+                ocp.StandardCheckpointHandler, save_concurrent_gb=_CONCURRENT_GB, restore_concurrent_gb=_CONCURRENT_GB
+            )
+            self._opened = ocp.CheckpointManager(
+                self._directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=LatestN(self._keep),
+                    cleanup_tmp_directories=True,
+                ),
+                item_handlers={"state": handler(), "arrays": handler(), "manifest": ocp.JsonCheckpointHandler()},
+            )
+        return self._opened
+
+
+def read_newest(directory: str, part: str) -> Checkpoint:
+    """The newest readable checkpoint, but only `part` of its state ("params"), on one device. Changes nothing on disk.
+
+    Raises ValueError, one line, where there is none.
+    """
+    directory = os.path.abspath(directory)
+    found, broken = _newest_readable(directory, None, part)
+    if found is None:
+        raise ValueError(f"{directory}: no checkpoint there")
+    for step, why in broken.items():
+        logging.warning("%s: checkpoint %d cannot be read (%s): taking the one before", directory, step, why)
+    return found
+
+
+def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> tuple[Checkpoint | None, dict[int, str]]:
+    """(the newest readable checkpoint, what is newer and broken: step -> why). Raises ValueError if all are broken."""
+    broken: dict[int, str] = {}
+    steps = sorted(ocp.utils.checkpoint_steps(directory), reverse=True) if os.path.isdir(directory) else []
+    for step in steps:
+        path = os.path.join(directory, str(step))
+        try:
+            record = _read_record(path)
+            wanted = _expected(record, part) if abstract is None else abstract
+            mismatch = None if abstract is None else _mismatch(record, abstract)
+            if mismatch is None:
+                with _quiet():
+                    return _read(step, path, record, wanted), broken
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise  # no room for it is no fault of the checkpoint's
+        except Exception as error:  # noqa: BLE001 (Orbax and tensorstore raise bare Exception, ValueError, KeyError, OSError)
+            broken[step] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
+            continue
+        raise ValueError(f"{path}: {mismatch}")
+    if broken:
+        newest = next(iter(broken))
+        raise ValueError(f"{directory}: none of its {len(broken)} checkpoints can be read ({newest}: {broken[newest]})")
+    return None, broken
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Where one read fails, the reads beside it end as pages of asyncio's "never retrieved", which say nothing new."""
+    logger = std_logging.getLogger("asyncio")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    except BaseException as error:
+        error.__traceback__ = None  # it holds those reads
+        gc.collect()
+        raise
+    finally:
+        logger.disabled = disabled
+
+
+def _read_record(path: str) -> dict[str, Any]:
+    with open(os.path.join(path, "manifest", "metadata")) as file:
+        record = json.load(file)
+    crc = record.pop("crc32")
+    if crc != zlib.crc32(_canonical(record)):
+        raise OSError("the manifest's checksum is wrong")
+    return record
+
+
+def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Checkpoint:
+    """Raises whatever reading raises, and OSError where a digest is wrong."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)) as reader:
+        stored = {name: x for name, x in record["arrays"].items() if 0 not in x[0]}
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype, _) in record["arrays"].items()}
+        if stored:
+            arrays |= reader.restore(
+                os.path.join(path, "arrays"),
+                args=ocp.args.PyTreeRestore(
+                    item={name: arrays[name] for name in stored},
+                    restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored},
+                ),
+            )
+        for name, (_, _, crc) in record["arrays"].items():
+            if _crc(arrays[name]) != crc:
+                raise OSError(f"the data of {name} is damaged")
+        state = reader.restore(
+            os.path.join(path, "state"),
+            args=ocp.args.PyTreeRestore(
+                item=abstract,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+                partial_restore=True,
+            ),
+        )
+    digests = np.asarray(_digests(state)).tolist()
+    for (name, _), digest in zip(_named(state), digests, strict=True):
+        if digest != record["state"][name][2]:
+            raise OSError(f"the data of {name} is damaged")
+    return Checkpoint(step, state, record["manifest"], arrays)
+
+
+def _expected(record: dict[str, Any], part: str) -> Tree:
+    """The saved tree below `part` (nested dicts, so its names are paths), to be read onto this host's first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    tree: dict[str, Any] = {}
+    for name, (shape, dtype, _) in record["state"].items():
+        *parents, leaf = name.split("/")
+        if name.split("/")[0] == part:
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[leaf] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
+    return tree
+
+
+def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
+    """In what the saved state is not what the run needs, as a line."""
+    needed = {name: (list(leaf.shape), str(leaf.dtype)) for name, leaf in _named(abstract)}
+    for name, (shape, dtype) in needed.items():
+        if name not in record["state"]:
+            return f"the checkpoint has no {name}, which this model and optimizer need"
+        if record["state"][name][:2] != [shape, dtype]:
+            saved_shape, saved_dtype, _ = record["state"][name]
+            return f"the checkpoint's {name} is {saved_dtype}{saved_shape}, this run's {dtype}{shape}"
+    extra = next((name for name in record["state"] if name not in needed), None)
+    return None if extra is None else f"the checkpoint has {extra}, which this model and optimizer lack"
+
+
+def _set_aside(directory: str, step: int) -> str:
+    """Renames a step's folder so that the step can be saved again; the first host does it, all wait."""
+    number = 0
+    while os.path.exists(aside := os.path.join(directory, f"unreadable-{step}-{number}")):
+        number += 1
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"set aside {step}")
+    if jax.process_index() == 0:
+        os.rename(os.path.join(directory, str(step)), aside)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"set aside {step}: done")
+    return aside
+
+
+@jax.jit
+def _digests(tree: Tree) -> jax.Array:
+    """[leaves] uint32, in the order of jax.tree.leaves."""
+    return jnp.stack([_digest(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
+def _digest(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    assert x.dtype.itemsize <= 4, f"{x.dtype} arrays are not part of a state"
+    position = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits.astype(jnp.uint32) * (2 * position + 1), dtype=jnp.uint32)
+
+
+def _named(tree: Tree) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def _as_numpy(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def _crc(x: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(x).tobytes())
+
+
+def _canonical(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True).encode()

@@ -1,0 +1,194 @@
+"""One update: `accumulate` as often as the batch has micro-batches, then `apply`.
+
+    grads = 0;  for each micro-batch: grads += d loss / d params;  params, moments = adamw(grads)
+
+Both are compiled once, for one shape, and overwrite what they carry (donated). The loss is a plain sum of weighted
+tokens, so the gradient is the same however the batch is packed, cut or laid out on the mesh. The state is one tree
+{"params", "opt_state", "step"}; `step` counts the optimizer's steps.
+
+Left out on purpose: versions and batches are the caller's count: a batch in which no prompt survives never comes here.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalerl_jax.learner.optimizer import state_shardings
+from scalerl_jax.learner.packing import MicroBatch, Segment, pack, plain
+from scalerl_jax.model.config import DecoderConfig
+from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward, param_shardings
+from scalerl_jax.model.head import token_logprobs
+from scalerl_jax.model.hf import to_hf
+from scalerl_jax.model.sharding import ROWS
+from scalerl_jax.objective.surrogate import Surrogate, policy_loss
+
+State = dict[str, Any]
+
+# Every segment of a row has at least 2 tokens, and rows of nothing else do not occur; gspo's table is this wide.
+_MINIMUM_SEGMENT = 8
+
+
+class Learner:
+    """Owns the training state and the compiled functions over it."""
+
+    def __init__(
+        self,
+        *,
+        decoder: DecoderConfig,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        precision: Precision,
+        surrogate: Surrogate,
+        row_length: int,
+        rows: int,
+        max_segment: int | None = None,
+        logprob_chunk: int = 128,
+        remat: bool = True,
+    ):
+        """`rows` is of one micro-batch on the whole mesh; it must divide over replica x fsdp.
+
+        max_segment: positions of the longest segment that will come; None: row_length.
+        Raises ValueError where rows do not divide over the mesh.
+        """
+        shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+        if rows % shards:
+            raise ValueError(f"{rows} rows of a micro-batch do not divide over {shards} shards (replica x fsdp)")
+        self.decoder, self.mesh, self.precision = decoder, mesh, precision
+        self.row_length, self.rows = row_length, rows
+        self._optimizer = optimizer
+        self._batch_sharding = NamedSharding(mesh, PartitionSpec(ROWS, None))
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        shardings = param_shardings(decoder, mesh)
+        abstract = abstract_params(decoder, mesh)
+        opt_shardings = state_shardings(optimizer, abstract, shardings, mesh)
+        self.shardings = {"params": shardings, "opt_state": opt_shardings, "step": self._whole}
+        self.state: State = {}
+
+        hidden_of = functools.partial(
+            forward, config=decoder, precision=precision, max_segment=max_segment, remat=remat, mesh=mesh
+        )
+        logprobs_of = functools.partial(
+            token_logprobs, config=decoder, precision=precision, chunk=logprob_chunk, mesh=mesh
+        )
+
+        def loss_of(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
+            hidden = hidden_of(
+                params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
+            )
+            logp, entropy = logprobs_of(params, hidden=hidden, targets=batch["targets"], entropy=True)
+            loss, sums = policy_loss(
+                logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
+                surrogate, segments=row_length // _MINIMUM_SEGMENT,
+            )  # fmt: skip
+            sums["entropy"] = jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0))
+            sums["loss"] = jax.lax.stop_gradient(loss)
+            return loss, sums
+
+        def accumulate(params: Params, carry: Any, batch: dict[str, jax.Array]) -> Any:
+            grads, sums = carry
+            new, parts = jax.grad(loss_of, has_aux=True)(params, batch)
+            grads = jax.tree.map(jnp.add, grads, new)
+            return grads, {
+                k: jnp.maximum(v, parts[k]) if k.startswith("max_") else v + parts[k] for k, v in sums.items()
+            }
+
+        def apply(state: State, grads: Params) -> tuple[State, jax.Array]:
+            updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
+            return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, optax.global_norm(grads)
+
+        def score(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
+            hidden = hidden_of(
+                params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
+            )
+            return logprobs_of(params, hidden=hidden, targets=batch["targets"])
+
+        def zeros(params: Params) -> Any:
+            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+        whole, batches = self._whole, self._batch_sharding
+        batch_shape = {
+            name: jax.ShapeDtypeStruct((rows, row_length), value.dtype, sharding=batches)
+            for name, value in pack([plain(np.zeros(2))], length=2, rows=1)[0][0].arrays().items()
+        }
+        names = jax.eval_shape(lambda p, b: loss_of(p, b)[1], abstract, batch_shape)
+        self._sums = dict.fromkeys(names, 0.0)
+        self._accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=(shardings, dict.fromkeys(names, whole)))
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
+        self._score = jax.jit(score, out_shardings=batches)
+        self._zeros = jax.jit(zeros, out_shardings=shardings)
+        self._to_wire = jax.jit(lambda params: to_hf(params, decoder, precision.wire))
+        self._init_optimizer = jax.jit(optimizer.init, out_shardings=opt_shardings)
+
+    def start(self, params: Params) -> None:
+        """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start."""
+        step = jax.device_put(jnp.zeros((), jnp.int32), self._whole)
+        self.state = {"params": params, "opt_state": self._init_optimizer(params), "step": step}
+
+    def compile(self) -> None:
+        """Compiles everything an update needs, ahead of the first batch. `start` or a restored state comes before."""
+        empty = pack([plain(np.zeros(2, np.int32))], length=self.row_length, rows=self.rows)[0]
+        carry = self.gradient(empty)
+        self._apply = self._apply.lower(self.state, carry[0]).compile()
+        self.score([np.zeros(2, np.int32)])
+        jax.block_until_ready(self.wire())
+
+    def abstract_state(self) -> State:
+        """The state as ShapeDtypeStructs with shardings: what a checkpoint is restored into."""
+        params = abstract_params(self.decoder, self.mesh)
+        state = {
+            "params": params,
+            "opt_state": jax.eval_shape(self._optimizer.init, params),
+            "step": jax.ShapeDtypeStruct((), jnp.int32),
+        }
+        return jax.tree.map(
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, self.shardings
+        )
+
+    def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:
+        return {name: jax.device_put(value, self._batch_sharding) for name, value in batch.arrays().items()}
+
+    def gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, float]]:
+        """The gradient of the whole batch (float32) and the summed statistics of policy_loss, `entropy` and `loss`."""
+        grads = self._zeros(self.state["params"])
+        sums: Any = jax.device_put({k: np.float32(v) for k, v in self._sums.items()}, self._whole)
+        for batch in batches:
+            grads, sums = self._accumulate(self.state["params"], (grads, sums), self._put(batch))
+        return grads, sums
+
+    def update(self, segments: Sequence[Segment]) -> dict[str, float]:
+        """Trains on one batch. Returns the summed statistics, `gradient_norm`, and how full the rows were.
+
+        Raises FloatingPointError where the gradient is not finite; the state is then lost: restart from a checkpoint.
+        """
+        batches, _ = pack(segments, length=self.row_length, rows=self.rows)
+        grads, sums = self.gradient(batches)
+        self.state, norm = self._apply(self.state, grads)
+        out = {name: float(value) for name, value in jax.device_get(sums).items()}
+        out["gradient_norm"] = float(norm)
+        if not np.isfinite(out["gradient_norm"]):
+            raise FloatingPointError(f"the gradient norm is {out['gradient_norm']} at step {int(self.state['step'])}")
+        filled = sum(len(s.tokens) - 1 for s in segments)
+        out["micro_batches"] = len(batches)
+        out["row_use"] = filled / (len(batches) * self.rows * self.row_length)
+        return out
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """log p of each token given those before it, at temperature 1: [t] float32 each, the first 0."""
+        batches, places = pack([plain(s) for s in sequences], length=self.row_length, rows=self.rows)
+        scored = [np.asarray(self._score(self.state["params"], self._put(batch))) for batch in batches]
+        out = []
+        for place in places:
+            row = scored[place.batch][place.row, place.start : place.start + place.positions]
+            out.append(np.concatenate([np.zeros(1, np.float32), row]))
+        return out
+
+    def wire(self) -> dict[str, jax.Array]:
+        """The weights as they are sent: Hugging Face names, wire dtype, buffers of their own (safe to keep)."""
+        return self._to_wire(self.state["params"])

@@ -1,0 +1,114 @@
+"""The surrogate losses, per token and already weighted.
+
+    rho_t = exp(logp_train_t - logp_gen_t)          logp_gen: the generator's own, whatever version sampled the token
+    cispo   - sum w_t sg(min(rho_t, cap)) A_t logp_train_t                      cap on rho itself, no floor
+    clip    - sum w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)        GRPO .2/.2, DAPO .2/.26
+    gspo    - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)                s = exp(mean log rho of a completion)
+    cross_entropy   - sum w_t logp_train_t                                      supervised warm start
+
+Masks, off by default: truncated importance sampling (a separate capped weight), the IcePop band on rho, and DPPO's
+binary total variation |p_train - p_gen| of the sampled token, where the advantage pushes further out.
+Sources: arXiv 2510.13786 eq. 2-4; GSPO arXiv 2507.18071; DPPO arXiv 2602.04879.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# exp(20) is far beyond every cap; it keeps a broken log-prob from turning the ratio into infinity.
+_MAXIMUM_LOG_RATIO = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Surrogate:
+    """What the loss is; the fields mean what the config's `objective` says of them."""
+
+    kind: str = "cispo"  # cispo | clip | gspo | cross_entropy
+    cap: float = 5.0
+    clip_low: float = 0.2
+    clip_high: float = 0.26
+    truncated_is: float = 0.0
+    icepop_low: float = 0.0
+    icepop_high: float = 0.0
+    total_variation: float = 0.0
+
+
+def policy_loss(
+    logp_train: jax.Array,
+    logp_gen: jax.Array,
+    advantages: jax.Array,
+    weights: jax.Array,
+    segment_ids: jax.Array,
+    surrogate: Surrogate,
+    *,
+    segments: int,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The loss of one micro-batch and sums for the metrics.
+
+    Args:
+      logp_train, logp_gen, advantages, weights: [rows, length] float32, at the position that predicts each token;
+        weights are 0 wherever there is no loss token.
+      segment_ids: [rows, length] int32, 1.. in each row; 0 is padding.
+      surrogate: static.
+      segments: no row has more (static; gspo).
+
+    Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
+    combined by maximum and the others by addition).
+    """
+    loss_token = weights > 0
+    difference = jnp.where(loss_token, logp_train - logp_gen, 0.0)
+    log_ratio = jnp.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
+    ratio = jnp.exp(log_ratio)
+    fixed = jax.lax.stop_gradient(ratio)
+    low, high = 1 - surrogate.clip_low, 1 + surrogate.clip_high
+    keep = loss_token
+    if surrogate.kind == "cispo":
+        objective = jnp.minimum(fixed, surrogate.cap) * advantages * logp_train
+        clipped = fixed > surrogate.cap
+    elif surrogate.kind == "clip":
+        objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
+        clipped = ((fixed < low) & (advantages < 0)) | ((fixed > high) & (advantages > 0))
+    elif surrogate.kind == "gspo":
+        sequence = _sequence_ratio(log_ratio, loss_token, segment_ids, segments)
+        objective = jnp.minimum(sequence * advantages, jnp.clip(sequence, low, high) * advantages)
+        clipped = ((sequence < low) & (advantages < 0)) | ((sequence > high) & (advantages > 0))
+    elif surrogate.kind == "cross_entropy":
+        objective = logp_train
+        clipped = jnp.zeros_like(loss_token)
+    else:
+        raise ValueError(f"surrogate {surrogate.kind!r} is not cispo, clip, gspo or cross_entropy")
+
+    if surrogate.truncated_is > 0:
+        objective = objective * jnp.minimum(fixed, surrogate.truncated_is)
+    if surrogate.icepop_high > 0:
+        keep = keep & (fixed >= surrogate.icepop_low) & (fixed <= surrogate.icepop_high)
+    if surrogate.total_variation > 0:
+        moved = jnp.exp(jax.lax.stop_gradient(logp_train)) - jnp.exp(logp_gen)
+        keep = keep & ~((jnp.abs(moved) > surrogate.total_variation) & (moved * advantages > 0))
+
+    loss = -jnp.sum(jnp.where(keep, weights * objective, 0.0))
+    count = loss_token.astype(jnp.float32)
+    exact = jax.lax.stop_gradient(difference)
+    sums = {
+        "tokens": jnp.sum(count),
+        "nats": -jnp.sum(jax.lax.stop_gradient(logp_train) * count),
+        "mismatch": jnp.sum(jnp.abs(exact) * count),
+        "ratio": jnp.sum(fixed * count),
+        "ratio_squared": jnp.sum(fixed**2 * count),
+        "kl": jnp.sum((fixed - 1 - jax.lax.stop_gradient(log_ratio)) * count),
+        "clipped": jnp.sum(clipped * count),
+        "masked": jnp.sum(loss_token & ~keep),
+        "max_mismatch": jnp.max(jnp.abs(exact)),
+        "max_ratio": jnp.max(jnp.where(loss_token, fixed, 0.0)),
+    }
+    return loss, sums
+
+
+def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: jax.Array, segments: int) -> jax.Array:
+    """exp(mean log-ratio over the loss tokens of a segment), at each of its tokens."""
+    member = jax.nn.one_hot(segment_ids, segments + 1, dtype=log_ratio.dtype)  # [R, L, segments + 1]
+    total = jnp.einsum("rl,rls->rs", jnp.where(loss_token, log_ratio, 0.0), member)
+    count = jnp.einsum("rl,rls->rs", loss_token.astype(log_ratio.dtype), member)
+    return jnp.exp(jnp.einsum("rs,rls->rl", total / jnp.maximum(count, 1.0), member))

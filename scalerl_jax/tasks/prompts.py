@@ -1,0 +1,118 @@
+"""Prompts of a run, training and held out, as token ids.
+
+JSONL files have one {"prompt": str, "answer": str} a line. No prompt may be in both files, nor twice in one: then the
+curriculum would not know it as the one prompt it is, and the held-out score would not be of held-out prompts.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from scalerl_jax.config import Config
+from scalerl_jax.tasks import arithmetic
+from scalerl_jax.tasks.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    index: int  # in its list
+    text: str
+    token_ids: np.ndarray  # [tokens] int32
+    answer: str
+
+
+def load(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+    """(training prompts, held-out prompts: at most config.evaluation.prompts of them).
+
+    Raises ValueError naming the config field, or the file and row, at fault.
+    """
+    if config.task.name == "arithmetic":
+        train, validation = (
+            [(problem.text, problem.answer, f"problem {problem.text}") for problem in _problems(config, held_out)]
+            for held_out in (False, True)
+        )
+    else:
+        train = list(_read_tasks(config.task.train_file, "config.task.train_file"))
+        validation = list(_read_tasks(config.task.validation_file, "config.task.validation_file"))
+        if not train:
+            raise ValueError(f"{config.task.train_file}: no prompts there")
+        _refuse_repeated(train, validation)
+        validation = validation[: config.evaluation.prompts]
+    prompts = _tokenize(train, config, tokenizer), _tokenize(validation, config, tokenizer)
+    assert not {p.text for p in prompts[0]} & {p.text for p in prompts[1]}, "a held-out prompt is a training prompt"
+    return prompts
+
+
+def read_jsonl(path: str, field: str, columns: tuple[str, str]) -> Iterator[tuple[str, str, str]]:
+    """The two texts of each row, and the row's name for messages: "FILE row N". Blank lines are skipped.
+
+    Raises ValueError naming file and row, or `field` of the config where there is no such file.
+    """
+    if not path:
+        raise ValueError(f"{field}: no file is given")
+    try:
+        file = open(path, encoding="utf-8")  # noqa: SIM115 (closed below; the error here is about opening only)
+    except OSError as error:
+        raise ValueError(f"{field}={path}: {error.strerror}") from error
+    with file:
+        try:
+            lines = list(file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
+    for number, line in enumerate(lines, 1):
+        where = f"{path} row {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: is not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: is not a JSON object")
+        texts = []
+        for column in columns:
+            value = row.get(column)
+            if isinstance(value, int | float) and not isinstance(value, bool) and column == "answer":
+                value = str(value)
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"{where}: {column!r} is not a text, or is empty")
+            texts.append(value)
+        yield texts[0], texts[1], where
+
+
+def _problems(config: Config, validation: bool) -> list[arithmetic.Problem]:
+    return arithmetic.problems(
+        config.evaluation.prompts if validation else config.task.train_prompts,
+        minimum_terms=config.task.minimum_terms,
+        maximum_terms=config.task.maximum_terms,
+        seed=config.seed,
+        validation=validation,
+    )
+
+
+def _read_tasks(path: str, field: str) -> Iterator[tuple[str, str, str]]:
+    return read_jsonl(path, field, ("prompt", "answer"))
+
+
+def _refuse_repeated(*files: Iterable[tuple[str, str, str]]) -> None:
+    first: dict[str, str] = {}
+    for rows in files:
+        for text, _, where in rows:
+            if text in first:
+                raise ValueError(f"{where}: the prompt is the same as in {first[text]}")
+            first[text] = where
+
+
+def _tokenize(rows: list[tuple[str, str, str]], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    prompts = []
+    for index, (text, answer, where) in enumerate(rows):
+        ids = np.asarray(tokenizer.encode_prompt(text), np.int32)
+        if len(ids) > config.rollout.prompt_limit:
+            raise ValueError(
+                f"{where}: the prompt has {len(ids)} tokens, "
+                f"config.rollout.prompt_limit is {config.rollout.prompt_limit}"
+            )
+        prompts.append(Prompt(index, text, ids, answer))
+    return prompts

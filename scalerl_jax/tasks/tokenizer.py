@@ -1,0 +1,124 @@
+"""The tokenizer of a Hugging Face folder, read with `tokenizers` alone; and one made from a corpus.
+
+Token ids are the contract between trainer and generators; text is derived from them for the verifier and for people.
+
+Left out on purpose: chat templates (a prompt file holds the rendered text), and slow tokenizers (a folder without
+tokenizer.json).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+THINK, END_OF_THINKING, END_OF_TEXT = "<think>", "</think>", "<|endoftext|>"
+SPECIAL_TOKENS = (END_OF_TEXT, THINK, END_OF_THINKING)  # ids 0, 1, 2
+FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+class Tokenizer:
+    """A tokenizer, its end-of-sequence id and the ids that stop a completion.
+
+    Raises ValueError naming the file that is missing or unusable.
+    """
+
+    def __init__(self, path: str):
+        file = os.path.join(path, "tokenizer.json")
+        if not os.path.isfile(file):
+            raise ValueError(f"{file}: no such file; a model folder needs its tokenizer in Hugging Face format")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(file)
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise ValueError(f"{file}: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.path = path
+        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)  # ids, added tokens included
+        self.stop_ids = self._read_stop_ids()  # tuple[int, ...]
+        self.eos_id = self.stop_ids[0]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` and nothing else."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt, with what the tokenizer puts before a sequence (Llama: one <|begin_of_text|>)."""
+        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        bare = self.encode(text)
+        # A rendered chat template already begins with it: then the tokenizer's own would be a second one.
+        return bare if len(ids) > len(bare) and bare and ids[0] == bare[0] else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens kept."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def decode_completion(self, ids: Sequence[int]) -> str:
+        """The text of a completion without the stop token it ends with."""
+        ids = [int(i) for i in ids]
+        return self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+
+    def _read_stop_ids(self) -> tuple[int, ...]:
+        # Where Hugging Face's own generate looks, in its order: generation_config.json, config.json, the tokenizer.
+        for name in ("generation_config.json", "config.json"):
+            ids = _read_json(os.path.join(self.path, name)).get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+        file = os.path.join(self.path, "tokenizer_config.json")
+        token = _read_json(file).get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        index = self._tokenizer.token_to_id(content) if content else None
+        if index is None:
+            raise ValueError(f"{file}: has no eos_token of the vocabulary, so nothing would end a completion")
+        return (index,)
+
+
+def make_tokenizer(*, corpus: Iterable[str], path: str, vocabulary: int) -> Tokenizer:
+    """Trains a byte-level BPE on `corpus`, writes it to the folder `path` in Hugging Face format, and returns it.
+
+    Every digit is a token of its own (numbers line up, arithmetic is per digit), and so is each of SPECIAL_TOKENS.
+    The vocabulary is at most `vocabulary`: fewer where the corpus offers no more merges.
+    Raises ValueError where `vocabulary` has no room for the bytes and the special tokens.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocabulary < len(alphabet) + len(SPECIAL_TOKENS):
+        raise ValueError(
+            f"a byte-level vocabulary needs {len(alphabet) + len(SPECIAL_TOKENS)} tokens, not {vocabulary}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer=trainer)
+    os.makedirs(path, exist_ok=True)
+    tokenizer.save(os.path.join(path, "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000,
+    }
+    with open(os.path.join(path, "tokenizer_config.json"), "w", encoding="utf-8") as file:
+        json.dump(described, file, indent=2)
+        file.write("\n")
+    return Tokenizer(path)
+
+
+def _read_json(path: str) -> dict:
+    if not os.path.isfile(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error

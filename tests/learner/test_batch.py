@@ -1,0 +1,213 @@
+"""From finished groups to segments: every number here is worked out by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rollout_server.contract.codec import Completion
+from scalerl_jax.config import ObjectiveConfig
+from scalerl_jax.learner.batch import build, per_token
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    index: int
+    token_ids: np.ndarray  # [tokens] int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    verdicts: tuple[bool, ...]
+
+
+def completion(index, tokens, *, versions=None, forced=(), finish_reason="stop"):
+    """Tokens 100, 101, ... with log-probs -0.5, -1, -1.5, ...; 0 where forced, as the contract has it."""
+    logprobs = -0.5 * np.arange(1, tokens + 1, dtype=np.float32)
+    for start, end in forced:
+        logprobs[start:end] = 0
+    return Completion(
+        incarnation=1,
+        group_id="train/0",
+        index=index,
+        token_ids=np.arange(100, 100 + tokens, dtype=np.int32),
+        logprobs=logprobs,
+        versions=versions or ((5, 0, tokens),),
+        forced=forced,
+        finish_reason=finish_reason,
+    )
+
+
+def group(index, completions, verdicts, prompt_tokens=2):
+    prompt = Prompt(index, np.arange(7, 7 + prompt_tokens, dtype=np.int32))
+    return Group(prompt, tuple(completions), tuple(verdicts))
+
+
+def mixed_groups():
+    """Prompt 30: right (4 tokens), wrong (2), wrong (3, of them 1 forced), cut (5).  Prompt 31: all right.
+    Prompt 32: right (1 token), wrong (2), and two that were cut, one of them called right by the verifier."""
+    return [
+        group(
+            30,
+            [
+                completion(0, 4),
+                completion(1, 2),
+                completion(2, 3, forced=((1, 2),)),
+                completion(3, 5, finish_reason="length"),
+            ],
+            (True, False, False, False),
+        ),
+        group(31, [completion(i, 2) for i in range(4)], (True,) * 4),
+        group(
+            32,
+            [
+                completion(0, 1),
+                completion(1, 2),
+                completion(2, 6, finish_reason="length"),
+                completion(3, 6, finish_reason="length"),
+            ],
+            (True, False, False, True),
+            prompt_tokens=3,
+        ),
+    ]
+
+
+def test_excluded_completions_leave_mean_scale_weights_and_group():
+    batch = build(mixed_groups(), ObjectiveConfig(), number=7)
+
+    # Prompt 30 counts +1, -1, -1: mean -1/3, so A = 4/3, -2/3, -2/3.  Prompt 32 counts +1, -1: A = 1, -1.
+    # mean A^2 = (16/9 + 4/9 + 4/9 + 1 + 1) / 5 = 14/15
+    scale = np.sqrt(14 / 15)
+    expected = [4 / 3 / scale, -2 / 3 / scale, -2 / 3 / scale, 1 / scale, -1 / scale]
+    # P = 2;  T_30 = 4 + 2 + 2 sampled tokens, T_32 = 1 + 2
+    weights = [1 / 16, 1 / 16, 1 / 16, 1 / 6, 1 / 6]
+    # Of each segment, the tokens of the completion: which are trained on.
+    trained = [[1, 1, 1, 1], [1, 1], [1, 0, 1], [1], [1, 1]]
+    prompts = [2, 2, 2, 3, 3]
+
+    assert len(batch.segments) == 5
+    for segment, advantage, weight, mask, prompt in zip(batch.segments, expected, weights, trained, prompts):
+        tokens = len(mask)
+        assert segment.tokens.tolist() == [*range(7, 7 + prompt), *range(100, 100 + tokens)]
+        np.testing.assert_allclose(segment.weights, [0] * prompt + [weight * m for m in mask], rtol=1e-6)
+        np.testing.assert_allclose(segment.advantages[prompt:], [advantage] * tokens, rtol=1e-6)
+        logprobs = [-0.5 * (t + 1) * m for t, m in enumerate(mask)]
+        np.testing.assert_allclose(segment.generator_logprobs, [0] * prompt + logprobs)
+    assert sum(s.weights.sum() for s in batch.segments) == pytest.approx(1)  # P prompts of 1/P each
+    assert batch.prompt_tokens == sum(prompts) + 4 + 2 + 3 + 1 + 2
+
+    assert batch.metrics["prompts_surviving"] == 2
+    assert batch.metrics["completions_counted"] == 5
+    assert batch.metrics["loss_tokens"] == 11
+    # Prompt 32's last completion was cut: what the verifier says of it does not count.
+    assert batch.metrics["pass_rate"] == pytest.approx(6 / 12)
+    assert batch.metrics["truncated"] == pytest.approx(3 / 12)
+    assert batch.metrics["interrupted"] == pytest.approx(1 / 12)
+    assert batch.metrics["length_mean"] == pytest.approx((4 + 2 + 2 + 5 + 4 * 2 + 1 + 2 + 6 + 6) / 12)
+    assert batch.metrics["length_max"] == 6
+
+
+def test_truncated_as_failures():
+    batch = build(mixed_groups(), ObjectiveConfig(truncated="fail"), number=7)
+
+    # Prompt 30: +1, -1, -1, -1: mean -1/2, A = 3/2, -1/2 three times.  Prompt 32 the same.
+    # mean A^2 = 2 (9/4 + 3/4) / 8 = 3/4
+    scale = np.sqrt(3 / 4)
+    expected = [1.5 / scale, *[-0.5 / scale] * 3] * 2
+    # T_30 = 4 + 2 + 2 + 5, T_32 = 1 + 2 + 6 + 6
+    weights = [1 / 26] * 4 + [1 / 30] * 4
+    assert len(batch.segments) == 8
+    for segment, advantage, weight in zip(batch.segments, expected, weights):
+        trained = segment.weights > 0
+        np.testing.assert_allclose(segment.advantages[trained], advantage, rtol=1e-6)
+        np.testing.assert_allclose(segment.weights[trained], weight, rtol=1e-6)
+    assert batch.rewards.tolist() == [[1, -1, -1, -1], [1, 1, 1, 1], [1, -1, -1, -1]]
+    assert batch.metrics["reward"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("truncated", ["excluded", "fail"])
+def test_the_curriculum_hears_of_every_completion(truncated):
+    """A completion that was cut counts as wrong there, excluded or not; and so does a group that does not survive."""
+    batch = build(mixed_groups(), ObjectiveConfig(truncated=truncated), number=7)
+    assert batch.outcomes == [(30, 1, 4), (31, 4, 4), (32, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("prompt", [1 / 16] * 3 + [1 / 6] * 2),
+        ("sample", [1 / (2 * 3 * n) for n in (4, 2, 2)] + [1 / (2 * 2 * n) for n in (1, 2)]),
+        ("token", [1 / 11] * 5),
+    ],
+)
+def test_aggregation_is_a_choice_of_weights(aggregation, weights):
+    batch = build(mixed_groups(), ObjectiveConfig(aggregation=aggregation), number=7)
+    found = [segment.weights.max() for segment in batch.segments]
+    np.testing.assert_allclose(found, weights, rtol=1e-6)
+    assert sum(s.weights.sum() for s in batch.segments) == pytest.approx(1)
+
+
+def test_nothing_survives():
+    """All right, all wrong, and one right completion whose fellows were all cut: P = 0."""
+    groups = [
+        group(0, [completion(i, 3) for i in range(3)], (True,) * 3),
+        group(1, [completion(i, 3) for i in range(3)], (False,) * 3),
+        group(2, [completion(0, 3), *(completion(i, 3, finish_reason="length") for i in (1, 2))], (True, False, False)),
+    ]
+    batch = build(groups, ObjectiveConfig(), number=5)
+    assert batch.segments == [] and batch.prompt_tokens == 0
+    assert batch.metrics["prompts_surviving"] == batch.metrics["loss_tokens"] == 0
+    assert batch.metrics["pass_rate"] == pytest.approx(4 / 9)
+    assert batch.outcomes == [(0, 3, 3), (1, 0, 3), (2, 1, 3)]
+    assert batch.sampled_tokens == 27 and sum(batch.lags.values()) == 27
+    assert all(np.isfinite(value) for value in batch.metrics.values())
+
+
+def test_lags_are_counted_by_token_over_everything_sampled():
+    spans = ((3, 0, 2), (5, 2, 5), (6, 5, 6))
+    groups = [
+        # 6 tokens; the forced ones, 4 and 5, were fed by versions 5 and 6: neither is counted.
+        group(0, [completion(0, 6, versions=spans, forced=((4, 6),)), completion(1, 2)], (True, False)),
+        # Not trained on, yet sampled.
+        group(1, [completion(0, 3, versions=((7, 0, 3),)), completion(1, 1)], (False, False)),
+    ]
+    batch = build(groups, ObjectiveConfig(), number=8)
+    assert batch.lags == {5: 2, 3: 2 + 2 + 1, 1: 3}
+    assert batch.metrics["lag_max"] == 5
+    assert batch.metrics["lag_mean"] == pytest.approx((5 * 2 + 3 * 5 + 1 * 3) / 10)
+    assert batch.sampled_tokens == 10
+
+
+def test_a_completion_that_is_all_forced_has_no_loss():
+    """Thinking began with its end: nothing was sampled that could be trained on."""
+    groups = [group(0, [completion(0, 3, forced=((0, 3),)), completion(1, 2)], (True, False))]
+    batch = build(groups, ObjectiveConfig(), number=5)
+    # The advantages are those of a group of two; the weight is the other's alone.
+    (segment,) = batch.segments
+    np.testing.assert_allclose(segment.advantages[2:], [-1, -1])
+    np.testing.assert_allclose(segment.weights, [0, 0, 0.5, 0.5])
+
+
+def test_sums_become_means_over_loss_tokens():
+    sums = {
+        "tokens": 4.0,
+        "loss": -0.25,
+        "entropy": 8.0,
+        "mismatch": 0.4,
+        "max_mismatch": 0.3,
+        "kl": 0.2,
+        "ratio": 4.0,
+        "ratio_squared": 5.0,
+        "max_ratio": 2.0,
+        "clipped": 1.0,
+        "masked": 2.0,
+        "gradient_norm": 3.0,
+        "micro_batches": 2,
+        "row_use": 0.5,
+    }
+    values = per_token(sums)
+    assert values["loss"] == -0.25 and values["gradient_norm"] == 3.0
+    assert (values["entropy"], values["clipped"], values["masked"]) == (2.0, 0.25, 0.5)
+    assert values["effective_sample_size"] == pytest.approx(16 / 20)  # (sum r)^2 / (n sum r^2)
