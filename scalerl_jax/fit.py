@@ -1,0 +1,270 @@
+"""scalerl-fit: from files of evaluations to the fitted law, with what it can and cannot tell.
+
+    scalerl-fit runs/a/evals.csv --x=gpu_hours --y=pass_rate --burn_in=1500 --fit_until=half --out=fits/a
+    scalerl-fit runs/a runs/b --out=fits/both                    two run folders of ours: x, y and counts are known
+    scalerl-fit sweep/*/seed*.csv --seeds=folder --x=step --y=acc --r0=fit --out=fits/sweep
+
+Reads every file, fits every run, and only then writes fit.json, fit.png and fit.svg into --out. Anything wrong with the
+input ends it with one line and exit code 2 before a file is written.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
+from scalerl_jax.scaling.fit import SEED_MARGIN
+from scalerl_jax.scaling.plot import Curve, plot_fits, short_number, write_figure
+
+_X = flags.DEFINE_string("x", None, "Column of the compute: GPU-hours, FLOPs, tokens, steps.")
+_Y = flags.DEFINE_string("y", None, "Column of the score.")
+_X_UNIT = flags.DEFINE_string("x_unit", "", "Unit of x to show, or FROM:TO to convert, for example s:h or FLOP:EFLOP.")
+_Y_SCALE = flags.DEFINE_enum("y_scale", "auto", units.SCALES, "What y is; auto: rewards if some are below 0.")
+_R0 = flags.DEFINE_string("r0", None, "Score at compute 0: a number, or 'fit'; without it the row at compute 0.")
+_BURN_IN = flags.DEFINE_float("burn_in", 0.0, "Points of less compute are dropped, in the unit shown.")
+_FIT_UNTIL = flags.DEFINE_string("fit_until", None, "Points of more compute are held out: a number, or 'half'.")
+_GRID = flags.DEFINE_enum("grid", "auto", ("auto", "paper"), "paper: the paper's procedure exactly.")
+_BOOTSTRAP = flags.DEFINE_integer("bootstrap", 0, "Refits of resampled data; 0: none.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the bootstrap.")
+_TARGET = flags.DEFINE_float("target", None, "Score whose compute is asked for.", lower_bound=0.0, upper_bound=1.0)
+_RUN_COLUMN = flags.DEFINE_string("run_column", None, "Column that tells runs apart within a file.")
+_SEED_COLUMN = flags.DEFINE_string("seed_column", None, "Column that tells the seeds of a run apart within a file.")
+_SEEDS = flags.DEFINE_enum("seeds", "none", ("none", "folder"), "folder: files of one folder are seeds of one run.")
+_PASSES = flags.DEFINE_string("passes", None, "Column of the passes of each evaluation.")
+_TRIALS = flags.DEFINE_string("trials", None, "Column of the trials of each evaluation.")
+_OUT = flags.DEFINE_string("out", None, "Folder for fit.json, fit.png and fit.svg.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    name: str
+    compute: np.ndarray  # [N] in the unit shown
+    reward: np.ndarray  # [N] accuracy
+    held: np.ndarray  # [N] bool: beyond fit_until
+    seeds: int
+    fit: SigmoidFit
+
+    @property
+    def held_error(self) -> float | None:
+        """Mean of predicted minus measured on the points held out."""
+        if not self.held.any():
+            return None
+        return float(np.mean(self.fit.predict(self.compute[self.held]) - self.reward[self.held]))
+
+
+def run() -> None:
+    run_with_arguments(main)
+
+
+def main(paths: Sequence[str]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # a log is not folded
+    # ------------------------------------------------------------------ what was asked
+    if not paths:
+        raise UserError("no files given, for example: scalerl-fit evals.csv --x=gpu_hours --y=pass_rate --out=fits")
+    if _OUT.value is None:
+        raise UserError("--out: no folder given for fit.json, fit.png and fit.svg")
+    if os.path.exists(_OUT.value) and not os.path.isdir(_OUT.value):
+        raise UserError(f"--out={_OUT.value}: is a file")
+    if (_PASSES.value is None) != (_TRIALS.value is None):
+        raise UserError("--passes and --trials go together")
+    initial = _number_or("r0", _R0.value, "fit")
+    until = _number_or("fit_until", _FIT_UNTIL.value, "half")
+    with user_mistakes():
+        factor, unit = units.conversion(_X_UNIT.value) if _X_UNIT.value else (1.0, "")
+
+    # ------------------------------------------------------------------ read
+    with user_mistakes(read.InputError):
+        evaluations = read.read_runs(
+            paths,
+            x=_X.value,
+            y=_Y.value,
+            run_column=_RUN_COLUMN.value,
+            seed_column=_SEED_COLUMN.value,
+            seeds_by_folder=_SEEDS.value == "folder",
+            passes_column=_PASSES.value,
+            trials_column=_TRIALS.value,
+        )
+    groups: dict[str, list[read.Evaluations]] = {}
+    seeded = _SEED_COLUMN.value is not None or _SEEDS.value == "folder"
+    for index, one in enumerate(evaluations):
+        same_name = sum(other.name == one.name for other in evaluations) > 1
+        name = one.name if seeded or not same_name else f"{one.name} ({one.source})"
+        groups.setdefault(name if seeded or name not in groups else f"{name} {index + 1}", []).append(one)
+
+    # ------------------------------------------------------------------ fit
+    said: list[str] = []
+    fitted = [_fit(name, members, factor, initial, until, said) for name, members in groups.items()]
+
+    # ------------------------------------------------------------------ tell
+    x_name = _X.value or read.RUN_FOLDER_X
+    label = f"{x_name}, in {unit}" if unit else x_name
+    for line in said:
+        console.print(line)
+    console.print(_table(fitted, label))
+    for result in fitted:
+        console.print(f"{result.name}: {result.fit.verdict}.", markup=False)
+        if _TARGET.value is not None:
+            console.print(f"{result.name}: {_reach(result.fit, _TARGET.value, label)}.", markup=False)
+    console.print(
+        f"Runs that differ only in their seed differ by up to {SEED_MARGIN} in A, which no interval here holds."
+    )
+
+    # ------------------------------------------------------------------ write
+    os.makedirs(_OUT.value, exist_ok=True)
+    y_label = _Y.value or read.RUN_FOLDER_Y
+    figure = plot_fits(
+        [Curve(one.name, one.compute, one.reward, one.fit, one.held) for one in fitted], x_label=label, y_label=y_label
+    )
+    for ending in ("png", "svg"):
+        write_figure(figure, os.path.join(_OUT.value, f"fit.{ending}"))
+    path = os.path.join(_OUT.value, "fit.json")
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        json.dump(_document(fitted, label, y_label), file, indent=2, allow_nan=False)
+        file.write("\n")
+    os.replace(f"{path}.tmp", path)
+    console.print(f"written: {', '.join(os.path.join(_OUT.value, f'fit.{e}') for e in ('json', 'png', 'svg'))}")
+
+
+def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
+    if text is None or text == word:
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        raise UserError(f"--{flag}={text}: must be a number or '{word}'") from None
+    if not math.isfinite(number):
+        raise UserError(f"--{flag}={text}: must be finite")
+    return number
+
+
+def _fit(name: str, members: list[read.Evaluations], factor: float, initial, until, said: list[str]) -> Fitted:
+    """Fits one run, its seeds together. said: remarks, added to once each."""
+    compute = np.concatenate([one.compute for one in members]) * factor
+    raw = np.concatenate([one.reward for one in members])
+    reward, remark = units.to_accuracy(raw, _Y_SCALE.value)
+    if remark and remark not in said:
+        said.append(remark)
+    places = [place for one in members for place in one.places]
+    outside = (reward < 0) | (reward > 1)
+    if outside.any():
+        row = int(np.argmax(outside))
+        hint = "; --y_scale=percent?" if _Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
+        raise UserError(f"{places[row]}: score {raw[row]:g} is outside its range{hint}")
+    counts: Any = None
+    passes = [one.passes for one in members if one.passes is not None]
+    trials = [one.trials for one in members if one.trials is not None]
+    if len(passes) == len(trials) == len(members):
+        width = {part.shape[1] for part in passes}
+        if len(width) > 1:  # seeds evaluated on different prompts
+            passes, trials = ([a.sum(axis=1, keepdims=True) for a in part] for part in (passes, trials))
+        counts = (np.concatenate(passes), np.concatenate(trials))
+    try:
+        fit = fit_sigmoid(
+            compute,
+            reward,
+            initial_reward=initial,
+            burn_in=_BURN_IN.value,
+            fit_until=until,
+            counts=counts,
+            run=[one.seed for one in members for _ in one.compute],
+            grid=_GRID.value,
+            bootstrap=_BOOTSTRAP.value,
+            seed=_SEED.value,
+        )
+    except ValueError as error:
+        text = str(error).replace("initial_reward", "--r0").replace("burn_in", "--burn_in")
+        raise UserError(f"{', '.join(dict.fromkeys(one.source for one in members))}: {text}") from None
+    last = compute.max() / 2 if until == "half" else math.inf if until is None else until
+    return Fitted(name, compute, reward, compute > last, len(members), fit)
+
+
+def _interval(value: float, ends: tuple[float, float], form) -> str:
+    low, high = ends
+    # The bracket is escaped: rich takes [word] for markup.
+    return f"{form(value)} \\[{form(low)}, {form(high) if math.isfinite(high) else 'open'}]"
+
+
+def _table(fitted: list[Fitted], label: str) -> Table:
+    title = f"R0 + (A - R0) / (1 + (C_mid / C)^B), C is {label}; intervals 95 %"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold")
+    for head in ("A", "B", "C_mid", "R0", "points", "residual", "tells A", "error held out"):
+        table.add_column(head, no_wrap=True)
+    for one in fitted:
+        fit = one.fit
+        error = one.held_error
+        seeds = f" of {one.seeds} seeds" if one.seeds > 1 else ""
+        table.add_row(
+            escape(one.name),
+            _interval(fit.asymptote, fit.intervals["asymptote"], "{:.3f}".format),
+            _interval(fit.exponent, fit.intervals["exponent"], "{:.2f}".format),
+            _interval(fit.midpoint, fit.intervals["midpoint"], short_number),
+            f"{fit.initial_reward:.3f}",
+            f"{fit.points}{seeds}",
+            f"{fit.ssr:.2e}",
+            "yes" if fit.identified else "no",
+            "" if error is None else f"{error:+.3f} at {int(one.held.sum())}",
+        )
+        if fit.samples is not None:
+            low_high = [fit.bootstrap_interval(name) for name in ("asymptote", "exponent", "midpoint")]
+            forms = ("{:.3f}".format, "{:.2f}".format, short_number)
+            cells = [f"\\[{form(low)}, {form(high)}]" for form, (low, high) in zip(forms, low_high)]
+            table.add_row("  bootstrap", *cells, "", f"{len(fit.samples)}", "", "", "")
+    return table
+
+
+def _reach(fit: SigmoidFit, target: float, label: str) -> str:
+    needed = fit.compute_to_reach(target)
+    if not math.isfinite(needed):
+        return f"the fitted curve never reaches {target:g}"
+    return f"the fitted curve reaches {target:g} at {short_number(needed)} {label}"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
+    fits = []
+    for one in fitted:
+        fit = one.fit
+        entry = {
+            "run": one.name,
+            "asymptote": fit.asymptote,
+            "exponent": fit.exponent,
+            "midpoint": fit.midpoint,
+            "initial_reward": fit.initial_reward,
+            "intervals_95": {name: [_finite(low), _finite(high)] for name, (low, high) in fit.intervals.items()},
+            "ssr": fit.ssr,
+            "points": fit.points,
+            "seeds": one.seeds,
+            "identified": fit.identified,
+            "verdict": fit.verdict,
+            "held_out": int(one.held.sum()),
+            "held_out_error": one.held_error,
+        }
+        if fit.samples is not None:
+            names = ("asymptote", "exponent", "midpoint")
+            entry["bootstrap_95"] = {name: [_finite(v) for v in fit.bootstrap_interval(name)] for name in names}
+        if _TARGET.value is not None:
+            entry["target"] = _TARGET.value
+            entry["compute_to_target"] = _finite(fit.compute_to_reach(_TARGET.value))
+        fits.append(entry)
+    return {"x": x_label, "y": y_label, "grid": _GRID.value, "seed_margin": SEED_MARGIN, "fits": fits}
+
+
+if __name__ == "__main__":
+    run()

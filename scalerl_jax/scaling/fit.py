@@ -1,0 +1,281 @@
+"""Fits the sigmoid to the evaluations of a run, and says how far the answer can be trusted.
+
+    fit = fit_sigmoid(gpu_hours, pass_rate, burn_in=1500, fit_until="half", counts=(passes, trials))
+    fit.asymptote, fit.intervals["asymptote"], fit.identified, fit.predict(100_000)
+
+R0 is held fixed at the score measured at compute 0, or at a number given, or is fitted on request. The fit minimises
+the sum of squared residuals in units of the score; with counts of unequal size, each point weighs as its trials do.
+
+grid="paper"  the paper's procedure exactly: a grid over A and C_mid, B by least squares from 1 in each cell
+grid="auto"   cells over the whole plane of shapes, then polished to the minimum over all A in [0, 1], B > 0, C_mid > 0
+
+Intervals are 95 % profile likelihood (profile.py) for either grid.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from scalerl_jax.scaling import law, least_squares, paper_grid, profile, resample
+from scalerl_jax.scaling.points import Points, check_points
+from scalerl_jax.scaling.precision import double_precision
+
+SEED_MARGIN = 0.02  # A of runs that differ only in the seed, as the paper found
+IDENTIFIED_WIDTH = 0.04  # widest 95 % interval of A that still tells A
+IDENTIFIED_REACH = 1.5  # the data must reach this many times the upper end of C_mid's interval
+_LEVEL = 0.95
+_CELL_ROWS = 40  # of ln B
+_CELL_COLUMNS = 64  # of ln C_mid
+_CELL_EXPONENTS = (0.05, 60.0)
+_BAND_POINTS = 128  # bands are computed at multiples of this many points, so that few shapes are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidFit:
+    """A fitted curve. Compute is in the unit it was given in."""
+
+    asymptote: float
+    exponent: float
+    midpoint: float
+    initial_reward: float
+    ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
+    points: int  # used
+    intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
+    identified: bool  # the points tell A
+    verdict: str  # one sentence: why, or why not and what would tell
+    used: np.ndarray  # [N] bool over the points given
+    dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
+    state: "FitState" = dataclasses.field(repr=False)
+    samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
+
+    def predict(self, compute) -> np.ndarray:
+        """The curve at compute (a number or an array, 0 allowed): float64 of its shape."""
+        with double_precision():
+            return np.asarray(law.sigmoid_law(np.asarray(compute, np.float64), **self.parameters))
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        names = ("asymptote", "exponent", "midpoint", "initial_reward")
+        return {name: getattr(self, name) for name in names}
+
+    def band(
+        self, compute, *, level: float = _LEVEL, evaluation_variance: float = 0.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lowest and highest curve that the points allow at each compute above 0, [M] each.
+
+        evaluation_variance widens it from where the curve can be to where an evaluation with that noise can be.
+        """
+        log_compute = np.log(np.atleast_1d(np.asarray(compute, np.float64)))
+        asked = len(log_compute)
+        log_compute = np.pad(log_compute, (0, -asked % _BAND_POINTS), mode="edge")
+        rise = min(profile.threshold(level, self.dispersion, self.state.degrees), 1e12)
+        with double_precision():
+            shapes = profile.band_shapes(self.state.found)
+            state = self.state
+            ends = profile.band(log_compute, shapes, state.data, state.constraint, state.found.best, rise)
+            low, high = (np.asarray(end)[:asked] for end in ends)
+        curve = self.predict(np.atleast_1d(compute))
+        low, high = np.minimum(low, curve), np.maximum(high, curve)
+        if evaluation_variance:
+            spread = rise * evaluation_variance
+            low, high = curve - np.hypot(curve - low, spread**0.5), curve + np.hypot(high - curve, spread**0.5)
+        return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)
+
+    def compute_to_reach(self, target: float) -> float:
+        """Compute at which the curve is at `target`; inf if it never is."""
+        with double_precision():
+            return float(law.compute_to_reach(target, **self.parameters))
+
+    def bootstrap_interval(self, name: str, *, level: float = _LEVEL) -> tuple[float, float]:
+        """Percentiles of the resamples. Raises ValueError if the fit was made with bootstrap=0."""
+        if self.samples is None:
+            raise ValueError("bootstrap_interval: the fit was made with bootstrap=0")
+        column = self.samples[:, ("asymptote", "exponent", "midpoint", "initial_reward").index(name)]
+        tail = 100 * (1 - level) / 2
+        low, high = np.percentile(column, [tail, 100 - tail])
+        return float(low), float(high)
+
+
+@dataclasses.dataclass(frozen=True)
+class FitState:
+    """What intervals and bands are computed from."""
+
+    data: least_squares.Data  # weights 1 / variance
+    constraint: least_squares.Constraint
+    found: profile.Profile
+    degrees: float  # of freedom of the t that intervals use, the counts' included
+
+
+def fit_sigmoid(
+    compute,
+    reward,
+    *,
+    initial_reward=None,
+    burn_in: float = 0.0,
+    fit_until=None,
+    counts=None,
+    run=None,
+    grid: str = "auto",
+    asymptote_grid=None,
+    midpoint_grid=None,
+    bootstrap: int = 0,
+    seed: int = 0,
+) -> SigmoidFit:
+    """Fits R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B).
+
+    compute [N] >= 0 in any unit; reward [N] in [0, 1].
+    initial_reward: R0 as a number (exact); None: the row (or the mean of the rows) at compute 0; "fit": fitted as well.
+    burn_in: points of less compute are dropped (the rows at 0 only give R0). fit_until: points of more compute are held
+        out; "half" is half of the largest.
+    counts: (passes, trials), each [N] or by prompt [N, prompts]; or an array [N, 2].
+    run: a label per point, [N]; runs that differ only in their seed are fitted by one curve, resampled as wholes.
+    asymptote_grid, midpoint_grid: the cells; None is the paper's for "paper", and for "auto" comes from the data
+        (there a grid given only adds cells to start from, and does not confine the minimum).
+    bootstrap: how many resamples to refit, from `seed`.
+    Raises ValueError on input that cannot be fitted.
+    """
+    if grid not in ("auto", "paper"):
+        raise ValueError(f"grid={grid!r}: must be 'auto' or 'paper'")
+    if grid == "paper" and isinstance(initial_reward, str):
+        raise ValueError("initial_reward='fit': the paper's grid holds R0 fixed; use grid='auto'")
+    points = check_points(
+        compute, reward, initial_reward=initial_reward, burn_in=burn_in, fit_until=fit_until, counts=counts, run=run
+    )
+    data = squares_data(points)
+    cells = search_cells(data.log_compute, midpoint_grid if grid == "auto" else None)
+    if grid == "paper":
+        estimate, ssr = _paper(points, asymptote_grid, midpoint_grid)
+    else:
+        with double_precision():
+            solution = jax.device_get(_search(cells, data, least_squares.free(), _CELL_ROWS))
+        estimate = estimate_of(solution)
+        ssr = float(solution.cost)
+    state, dispersion = likelihood(points, cells)
+    intervals = read_intervals(state.found, estimate)
+    identified, verdict = judge(intervals, estimate[3], float(points.compute.max()))
+    samples = None
+    if bootstrap:
+        samples = resample.bootstrap(points, data, cells, estimate, count=bootstrap, seed=seed)
+    return SigmoidFit(
+        *estimate,
+        ssr=ssr,
+        points=len(points.compute),
+        intervals=intervals,
+        identified=identified,
+        verdict=verdict,
+        used=points.used,
+        dispersion=dispersion,
+        state=state,
+        samples=samples,
+    )
+
+
+_search = jax.jit(least_squares.search_from_rows, static_argnums=3)
+
+
+def search_cells(log_compute: np.ndarray, midpoint_grid=None, *, coarse: bool = False) -> least_squares.Cells:
+    """The shapes tried first: midpoints from a twentieth of the least compute to 50 times the most."""
+    rows, columns = (_CELL_ROWS // 2, _CELL_COLUMNS // 2) if coarse else (_CELL_ROWS, _CELL_COLUMNS)
+    log_exponents = np.linspace(*np.log(_CELL_EXPONENTS), rows)
+    log_midpoints = np.linspace(log_compute.min() - 3.0, log_compute.max() + 4.0, columns)
+    if midpoint_grid is not None:
+        midpoints = np.asarray(midpoint_grid, np.float64)
+        if not np.all(midpoints > 0):
+            raise ValueError("midpoint_grid: must be above 0")
+        log_midpoints = np.union1d(log_midpoints, np.log(midpoints))
+    return least_squares.make_cells(log_compute, log_exponents, log_midpoints)
+
+
+def squares_data(points: Points) -> least_squares.Data:
+    """The paper's objective: residuals in units of the score, R0 fixed unless it is to be fitted."""
+    free = points.initial_mode == "free"
+    return least_squares.make_data(
+        points.compute,
+        points.reward,
+        points.trials_weight,
+        initial=points.initial,
+        initial_weight=points.initial_trials_weight if free else np.inf,
+    )
+
+
+def likelihood_data(points: Points) -> least_squares.Data:
+    """Weights 1 / variance, and R0 free within what its own evaluation allows."""
+    variance = points.initial_variance
+    return least_squares.make_data(
+        points.compute,
+        points.reward,
+        1 / points.variance,
+        initial=points.initial,
+        initial_weight=np.inf if variance == 0 else 1 / variance,
+    )
+
+
+def estimate_of(solution: least_squares.Solution) -> tuple[float, float, float, float]:
+    """A, B, C_mid, R0."""
+    exponent, midpoint = np.exp(solution.shape)
+    return float(solution.asymptote), float(exponent), float(midpoint), float(solution.initial_reward)
+
+
+def _paper(points: Points, asymptote_grid, midpoint_grid) -> tuple[tuple[float, float, float, float], float]:
+    asymptotes = paper_grid.ASYMPTOTES if asymptote_grid is None else np.asarray(asymptote_grid, np.float64)
+    midpoints = paper_grid.MIDPOINTS if midpoint_grid is None else np.asarray(midpoint_grid, np.float64)
+    if not np.all(midpoints > 0):
+        raise ValueError("midpoint_grid: must be above 0")
+    fitted = paper_grid.fit_cells(
+        points.compute,
+        points.reward,
+        initial_reward=points.initial,
+        weight=points.trials_weight,
+        asymptotes=asymptotes,
+        midpoints=midpoints,
+    )
+    cell = paper_grid.best_cell(fitted)
+    if cell is None:
+        raise ValueError("grid='paper': no cell has an exponent above 0; these scores do not rise")
+    row, column = cell
+    estimate = (float(asymptotes[row]), float(fitted.exponent[cell]), float(midpoints[column]), points.initial)
+    return estimate, float(fitted.ssr[cell])
+
+
+def likelihood(points: Points, cells: least_squares.Cells) -> tuple[FitState, float]:
+    """Profile intervals, and the dispersion of the noise."""
+    data = likelihood_data(points)
+    constraint = least_squares.free()
+    degrees = points.degrees + points.belief
+    with double_precision():
+        best = _search(cells, data, constraint, _CELL_ROWS)
+        dispersion = (points.belief + float(best.cost)) / degrees if degrees > 0 else np.inf
+        rise = profile.threshold(_LEVEL, dispersion, degrees) if degrees > 0 else np.inf
+        margin = profile.LOG_COMPUTE_RANGE
+        log_range = np.array([data.log_compute.min() - margin, data.log_compute.max() + margin])
+        starts = search_cells(data.log_compute, coarse=True)
+        found = jax.device_get(profile.profile(best, starts, data, constraint, min(rise, 1e12), log_range))
+    return FitState(data, constraint, found, degrees), dispersion
+
+
+def read_intervals(found: profile.Profile, estimate) -> dict[str, tuple[float, float]]:
+    """Intervals in the parameters' own units, 0 or infinity where the data leave them open, the estimate inside."""
+    low = np.array([found.low[0], *np.where(found.open_low[1:], 0.0, np.exp(found.low[1:]))])
+    high = np.array([found.high[0], *np.where(found.open_high[1:], np.inf, np.exp(found.high[1:]))])
+    return {
+        name: (float(min(low[i], estimate[i])), float(max(high[i], estimate[i])))
+        for i, name in enumerate(profile.PARAMETERS)
+    }
+
+
+def judge(intervals: dict[str, tuple[float, float]], initial: float, most: float) -> tuple[bool, str]:
+    """Whether points up to compute `most` tell A, and the sentence that says so."""
+    low, high = intervals["asymptote"]
+    needed = IDENTIFIED_REACH * intervals["midpoint"][1]
+    if high - low < IDENTIFIED_WIDTH and low > initial and high < 1 and most >= needed:
+        return True, f"A is told to {low:.3f} .. {high:.3f} (95 %); seeds differ by up to {SEED_MARGIN:.2f} besides"
+    if high - low >= IDENTIFIED_WIDTH or high >= 1 or low <= initial:
+        verdict = f"these points do not tell A: {low:.2f} to {high:.2f} fit as well"
+    else:
+        verdict = f"A looks like {low:.3f} .. {high:.3f}, but the bend is not behind these points"
+    if most >= needed:
+        return False, verdict + "; more or larger evaluations would tell"
+    if np.isfinite(needed):
+        return False, verdict + f"; evaluations up to compute {needed:.4g} would tell (these end at {most:.4g})"
+    return False, verdict + f"; C_mid has no upper bound yet: at least twice the compute is needed ({most:.4g} so far)"

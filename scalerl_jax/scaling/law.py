@@ -1,0 +1,52 @@
+"""The scaling law of a run: pass rate against compute.
+
+    R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)          0 <= A <= 1, B > 0
+         = R0 + (A - R0) * sigmoid(B * (ln C - ln C_mid))
+
+A      asymptote: where the run ends with unlimited compute
+B      exponent: how fast it gets there; the slope of the straightened form
+C_mid  midpoint: the compute at which half of the gain A - R0 has come
+R0     the score before any compute was spent
+
+For large C it is the power law A - D / C^B with D = (A - R0) * C_mid^B, which is here to be compared with.
+Every function is elementwise jnp and computes in the precision of its inputs. Compute may be in any unit.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def sigmoid_law(compute, *, asymptote, exponent, midpoint, initial_reward):
+    """R(C), of the broadcast shape; R0 at compute 0."""
+    rise = jax.nn.sigmoid(exponent * (jnp.log(compute) - jnp.log(midpoint)))
+    return initial_reward + (asymptote - initial_reward) * rise
+
+
+def power_law(compute, *, asymptote, coefficient, exponent):
+    """A - D / C^B, meant for C above some C_0 only: it falls without bound towards C = 0."""
+    return asymptote - coefficient * jnp.power(compute, -exponent)
+
+
+def power_law_limit(*, asymptote, exponent, midpoint, initial_reward):
+    """D of the power law that the sigmoid becomes for C far above the midpoint."""
+    return (asymptote - initial_reward) * jnp.power(midpoint, exponent)
+
+
+def straighten(reward, *, asymptote, midpoint, exponent, initial_reward):
+    """F(R) = C_mid^B / ((A - R0) / (R - R0) - 1), which is C^B on the curve: ln F against ln C has slope B.
+
+    NaN where a score is not strictly between R0 and A.
+    """
+    share = (reward - initial_reward) / (asymptote - initial_reward)
+    inside = (share > 0) & (share < 1)
+    odds = jnp.where(inside, share, 0.5) / (1 - jnp.where(inside, share, 0.5))
+    return jnp.where(inside, jnp.power(midpoint, exponent) * odds, jnp.nan)
+
+
+def compute_to_reach(target, *, asymptote, exponent, midpoint, initial_reward):
+    """The compute at which the curve is at `target`: 0 at or below R0, infinity at or above A."""
+    share = (target - initial_reward) / (asymptote - initial_reward)
+    inside = (share > 0) & (share < 1)
+    odds = jnp.where(inside, share, 0.5) / (1 - jnp.where(inside, share, 0.5))
+    reached = jnp.where(target <= initial_reward, 0.0, jnp.inf)
+    return jnp.where(inside, midpoint * jnp.power(odds, 1 / exponent), reached)

@@ -1,0 +1,143 @@
+"""The evaluations of a run as a fit wants them: checked, cut to the window, with R0 and the noise set apart."""
+
+import dataclasses
+
+import numpy as np
+
+from scalerl_jax.scaling import noise
+
+PARAMETERS = 3  # A, B, C_mid
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """N points used, all of compute above 0, and what is known of R0."""
+
+    compute: np.ndarray  # [N]
+    reward: np.ndarray  # [N]
+    counts: noise.Counts | None  # rows as the points'
+    run: np.ndarray  # [N] int, which run each point is of
+    used: np.ndarray  # [given] bool
+    initial: float  # R0: given, or the mean of the rows at compute 0
+    initial_mode: str  # exact: given as a number | measured: the rows at 0, held fixed | free: fitted
+    initial_rows: int  # rows at compute 0
+    initial_counts: noise.Counts | None  # of those rows
+
+    @property
+    def trials_weight(self) -> np.ndarray:
+        """[N] of mean 1: trials over their mean; equal evaluations all weigh 1, as in the paper."""
+        if self.counts is None:
+            return np.ones(len(self.compute))
+        return self.counts.total / self.counts.total.mean()
+
+    @property
+    def initial_trials_weight(self) -> float:
+        """Of the rows at compute 0 on the scale of trials_weight."""
+        if self.counts is None or self.initial_counts is None:
+            return float(self.initial_rows)
+        return float(self.initial_counts.total.sum() / self.counts.total.mean())
+
+    @property
+    def variance(self) -> np.ndarray:
+        """[N] of the scores with the prompts fixed; 1 without counts."""
+        return np.ones(len(self.compute)) if self.counts is None else self.counts.variance()
+
+    @property
+    def initial_variance(self) -> float:
+        """Of the measured R0 on the same scale: 0 if it is exact, infinite if nothing was measured."""
+        if self.initial_mode == "exact":
+            return 0.0
+        if not self.initial_rows:
+            return np.inf
+        if self.initial_counts is None:
+            return float(np.mean(self.variance)) / self.initial_rows
+        return float(np.sum(self.initial_counts.variance())) / self.initial_rows**2
+
+    @property
+    def belief(self) -> float:
+        """How many residuals the counts' statement of the noise is worth."""
+        if self.counts is None:
+            return 0.0
+        return noise.BELIEF_PROMPTS if self.counts.per_prompt else noise.BELIEF_TOTALS
+
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of the residuals; the measured R0 is a point and a parameter."""
+        without_rows = self.initial_mode == "free" and not self.initial_rows
+        return float(len(self.compute) - PARAMETERS - without_rows)
+
+
+def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts, run) -> Points:
+    """Arguments as of fit_sigmoid. Raises ValueError that names the row (from 0) or the argument."""
+    compute = np.asarray(compute, np.float64)
+    reward = np.asarray(reward, np.float64)
+    if compute.ndim != 1 or compute.shape != reward.shape:
+        shapes = f"have {compute.shape} and {reward.shape}"
+        raise ValueError(f"compute and reward: expected two lists of one length, {shapes}")
+    for name, values, wrong, what in (
+        ("compute", compute, ~np.isfinite(compute), "is not a finite number"),
+        ("reward", reward, ~np.isfinite(reward), "is not a finite number"),
+        ("compute", compute, compute < 0, "is negative"),
+        ("reward", reward, (reward < 0) | (reward > 1), "is outside [0, 1]"),
+    ):
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise ValueError(f"{name}: row {row}: {values[row]} {what}")
+    counts = noise.read_counts(counts, len(compute))
+    if counts is not None:
+        apart = np.abs(counts.score() - reward)
+        if apart.max() > 0.02:
+            row = int(np.argmax(apart))
+            both = f"passes / trials is {counts.score()[row]:.4f}, the reward {reward[row]:.4f}"
+            raise ValueError(f"counts: row {row}: {both}")
+    if run is None:
+        labels = np.zeros(len(compute), int)
+    else:
+        if len(run) != len(compute):
+            raise ValueError(f"run: expected {len(compute)} labels, have {len(run)}")
+        labels = np.unique([str(label) for label in run], return_inverse=True)[1]
+
+    if isinstance(fit_until, str):
+        if fit_until != "half":
+            raise ValueError(f"fit_until={fit_until!r}: must be a number or 'half'")
+        fit_until = compute.max() / 2 if len(compute) else 0.0
+    last = np.inf if fit_until is None else float(fit_until)
+    start = compute == 0
+    used = ~start & (compute >= burn_in) & (compute <= last)
+    if len(np.unique(compute[used])) < PARAMETERS:
+        raise ValueError(
+            f"{len(np.unique(compute[used]))} points of different compute above 0 are left to fit "
+            f"(burn_in={burn_in:g}, fit_until={last:g}); the law has {PARAMETERS} parameters"
+        )
+
+    initial_counts = counts.rows(start) if counts is not None and start.any() else None
+    if initial_reward is None:
+        if not start.any():
+            raise ValueError("initial_reward: no row at compute 0 to take R0 from; give it as a number, or 'fit'")
+        mode, rows = "measured", int(start.sum())
+    elif isinstance(initial_reward, str):
+        if initial_reward != "fit":
+            raise ValueError(f"initial_reward={initial_reward!r}: must be a number, None or 'fit'")
+        mode, rows = "free", int(start.sum())
+    else:
+        mode, rows = "exact", 0
+        if not 0 <= float(initial_reward) <= 1:
+            raise ValueError(f"initial_reward={initial_reward}: is outside [0, 1]")
+    if mode == "exact":
+        initial = float(initial_reward)
+    elif rows:
+        weights = initial_counts.total if initial_counts is not None else None
+        initial = float(np.average(reward[start], weights=weights))
+    else:
+        initial = float(reward[used].min())
+    return Points(
+        compute=compute[used],
+        reward=reward[used],
+        counts=None if counts is None else counts.rows(used),
+        run=labels[used],
+        used=used,
+        initial=initial,
+        initial_mode=mode,
+        initial_rows=rows,
+        initial_counts=initial_counts,
+    )

@@ -1,0 +1,161 @@
+"""Profile likelihood: for each value of one parameter, the best that the others can do.
+
+With Q the weighted sum of squares (weights 1 / variance) and phi the dispersion (noise.py), the interval of A is
+
+    { A : min over the others of Q - min Q  <=  phi * F(level; 1, nu_0 + degrees of freedom) }
+
+and likewise for B and C_mid. A step-0 score that was measured is a datum like the others: R0 moves with the rest.
+Unlike a standard error, the interval is lopsided where the data are, reaches 1 where they do not close A, and is open
+(0 or infinity) where they do not bound B or C_mid. The band is the same set seen on the curve: at each compute, the
+lowest and the highest score over all curves whose Q is within the threshold.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+from scalerl_jax.scaling import least_squares
+from scalerl_jax.scaling.least_squares import Cells, Constraint, Data, Solution
+
+PARAMETERS = ("asymptote", "exponent", "midpoint")
+LOG_EXPONENT_RANGE = (np.log(0.02), np.log(200.0))  # an interval of B that reaches an end is open there
+LOG_COMPUTE_RANGE = 7.0  # an interval of C_mid is open that far beyond the data, in ln C
+_BISECTIONS = 16
+_STEPS = 15  # of the search at each value; the next value goes on from there
+_BAND_CELLS = 64  # per axis
+
+
+class Profile(NamedTuple):
+    best: Solution
+    low: jax.Array  # [3] of A, ln B, ln C_mid
+    high: jax.Array  # [3]
+    open_low: jax.Array  # [3] bool: the range ended first
+    open_high: jax.Array  # [3]
+
+
+def threshold(level: float, dispersion: float, degrees: float) -> float:
+    """How far Q may rise; infinite without degrees of freedom."""
+    if degrees <= 0:
+        return np.inf
+    return dispersion * float(scipy.stats.f.ppf(level, 1, degrees))
+
+
+def _pinned(which, value, start, cells: Cells, data: Data, free: Constraint) -> Solution:
+    """The best with parameter `which` held at `value`, from the better of `start` and the cells."""
+    constraint = free._replace(
+        low=jnp.where(which == 0, value, free.low),
+        high=jnp.where(which == 0, value, free.high),
+        exponent_fixed=which == 1,
+        midpoint_fixed=which == 2,
+    )
+
+    def hold(shape):
+        first = jnp.where(which == 1, value, shape[..., 0])
+        return jnp.stack([first, jnp.where(which == 2, value, shape[..., 1])], axis=-1)
+
+    # A cell away from the held value says little of the cells at it: only the nearest row or column is looked at.
+    costs = least_squares.cell_costs(cells, data, constraint)
+    column = jnp.where(which == 2, 1, 0)
+    distance = jnp.abs(cells.shape[:, column] - value)
+    near = (which == 0) | (distance <= jnp.min(distance) + 1e-9)
+    candidates = jnp.stack([hold(start), hold(cells.shape[jnp.argmin(jnp.where(near, costs, jnp.inf))])])
+    squares = jax.vmap(lambda b: jnp.sum(least_squares.residuals(b, data, constraint) ** 2))(candidates)
+    start = candidates[jnp.argmin(squares)]
+    return least_squares.polish(start, data, constraint, steps=_STEPS, tolerance=1e-9)
+
+
+def _endpoint(which, side, best: Solution, rise, cells: Cells, data: Data, free: Constraint, limit):
+    """One end of one interval, and whether the range ended first. Root of sqrt(Q - min) - sqrt(rise), near linear."""
+    inside = jnp.where(which == 0, best.asymptote, best.shape[jnp.maximum(which - 1, 0)])
+    root = jnp.sqrt(rise)
+
+    def excess(value, start):
+        solution = _pinned(which, value, start, cells, data, free)
+        return jnp.sqrt(jnp.maximum(solution.cost - best.cost, 0.0)) - root, solution.shape
+
+    limit = jnp.where(side > 0, jnp.maximum(limit, inside), jnp.minimum(limit, inside))
+
+    def halve(i, state):
+        within, beyond, excess_within, excess_beyond, shape = state
+        share = jnp.clip(excess_within / (excess_within - excess_beyond), 0.05, 0.95)
+        share = jnp.where(i % 3 == 2, 0.5, share)  # false position, with a plain bisection now and then
+        value = jnp.where(i == 0, limit, within + share * (beyond - within))
+        found, shape_there = excess(value, shape)
+        holds = found <= 0
+        return (
+            jnp.where(holds, value, within),
+            jnp.where(holds, beyond, value),
+            jnp.where(holds, jnp.minimum(found, -1e-12), excess_within),
+            jnp.where(holds, excess_beyond, jnp.maximum(found, 1e-12)),
+            jnp.where(holds, shape_there, shape),
+        )
+
+    state = (inside, limit, -root - 1e-12, jnp.ones_like(root), best.shape)
+    within, *_ = jax.lax.fori_loop(0, _BISECTIONS, halve, state)
+    return within, within == limit
+
+
+def _profile(best: Solution, cells: Cells, data: Data, constraint: Constraint, rise, log_range) -> Profile:
+    which = jnp.array([0, 1, 2, 0, 1, 2])
+    side = jnp.array([-1, -1, -1, 1, 1, 1])
+    lows = jnp.stack([constraint.low, jnp.asarray(LOG_EXPONENT_RANGE[0]), log_range[0]])
+    highs = jnp.stack([constraint.high, jnp.asarray(LOG_EXPONENT_RANGE[1]), log_range[1]])
+    end = functools.partial(_endpoint, best=best, rise=rise, cells=cells, data=data, free=constraint)
+    ends, opened = jax.vmap(lambda w, s, l: end(w, s, limit=l))(which, side, jnp.concatenate([lows, highs]))
+    return Profile(best, ends[:3], ends[3:], opened[:3], opened[3:])
+
+
+profile = jax.jit(_profile)
+"""Intervals of one data set around its best. rise: [] threshold; log_range: [2] of ln C_mid."""
+
+profile_many = jax.jit(
+    jax.vmap(_profile, in_axes=(0, None, Data(None, 0, 0, 0, 0), None, 0, None)),
+)
+"""The same for many data sets that share their compute: best, rise and the other fields of data lead by [S]."""
+
+
+@jax.jit
+def band(log_compute, shapes, data: Data, constraint: Constraint, best: Solution, rise):
+    """Lowest and highest score at each compute [M] over the curves within the threshold, of shapes [K, 2]."""
+    w, y = data.weight, data.reward
+    exact = jnp.isinf(data.initial_weight)
+    known = jnp.where(exact, 0.0, data.initial_weight)
+
+    def of_shape(shape):
+        s = jax.nn.sigmoid(jnp.exp(shape[0]) * (data.log_compute - shape[1]))
+        t = jax.nn.sigmoid(jnp.exp(shape[0]) * (log_compute - shape[1]))  # [M]
+        u = 1 - s
+        # The quadratic of (R0, A) at this shape: its minimum, and how far a prediction can go for the rise left.
+        h00 = jnp.where(exact, 1.0, jnp.sum(w * u * u) + known)
+        h01 = jnp.where(exact, 0.0, jnp.sum(w * u * s))
+        h11 = jnp.maximum(jnp.sum(w * s * s), 1e-300)
+        b1 = jnp.sum(w * s * (y - jnp.where(exact, data.initial, 0.0) * u))
+        b0 = jnp.where(exact, data.initial, jnp.sum(w * u * y) + known * data.initial)
+        determinant = jnp.maximum(h00 * h11 - h01 * h01, 1e-13 * h00 * h11)
+        initial = (h11 * b0 - h01 * b1) / determinant
+        asymptote = (h00 * b1 - h01 * b0) / determinant
+        r = y - initial * u - asymptote * s
+        prior = constraint.prior_precision * (shape[0] - constraint.prior_mean) ** 2
+        left = rise + best.cost - jnp.sum(w * r * r) - known * (data.initial - initial) ** 2 - prior
+        moves = jnp.where(exact, 0.0, (1 - t) ** 2 * h11 - 2 * t * (1 - t) * h01) + t * t * h00
+        reach = jnp.sqrt(jnp.maximum(left, 0.0) * moves / determinant)
+        centre = initial * (1 - t) + asymptote * t
+        floor, ceiling = (initial * (1 - t) + bound * t for bound in (constraint.low, constraint.high))
+        low = jnp.where(left >= 0, jnp.clip(centre - reach, floor, ceiling), jnp.inf)
+        high = jnp.where(left >= 0, jnp.clip(centre + reach, floor, ceiling), -jnp.inf)
+        return low, high
+
+    low, high = jax.vmap(of_shape)(shapes)
+    t = jax.nn.sigmoid(jnp.exp(best.shape[0]) * (log_compute - best.shape[1]))
+    curve = best.initial_reward * (1 - t) + best.asymptote * t
+    return jnp.minimum(jnp.min(low, axis=0), curve), jnp.maximum(jnp.max(high, axis=0), curve)
+
+
+def band_shapes(found: Profile) -> np.ndarray:
+    """Shapes [K, 2] that fill the box of the intervals of ln B and ln C_mid."""
+    axes = [np.linspace(float(found.low[i]), float(found.high[i]), _BAND_CELLS) for i in (1, 2)]
+    return np.stack([a.ravel() for a in np.meshgrid(*axes, indexing="ij")], axis=-1)

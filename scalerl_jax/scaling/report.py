@@ -1,0 +1,70 @@
+"""What the first half of a run said of its end, beside what the end was."""
+
+import dataclasses
+
+import numpy as np
+
+from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
+
+BAND_LEVEL = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfTimeForecast:
+    """The forecast made at half of the compute, judged by the last quarter of it. N evaluations, one of them at 0."""
+
+    compute: np.ndarray  # [N]
+    reward: np.ndarray  # [N]
+    used: np.ndarray  # [N] bool: above 0 and at or below half of the final compute
+    last: np.ndarray  # [N] bool: above three quarters of it
+    fit: SigmoidFit
+    forecast: np.ndarray  # [last] the curve at the evaluations of the last quarter
+    band: tuple[np.ndarray, np.ndarray]  # [last] each, 90 %
+    forecast_mean: float
+    measured_mean: float
+    gain_ahead: float  # share of the gain from R0 to the last evaluation that was still to come at half of the compute
+
+    @property
+    def error(self) -> float:
+        """Forecast minus measured, in units of the score."""
+        return self.forecast_mean - self.measured_mean
+
+    def sentence(self) -> str:
+        """The outcome in one line."""
+        low, high = float(np.mean(self.band[0])), float(np.mean(self.band[1]))
+        return (
+            f"forecast at half of the compute for the last quarter: {self.forecast_mean:.3f} "
+            f"(90 %: {low:.3f} to {high:.3f}), measured {self.measured_mean:.3f}, error {self.error:+.3f}; "
+            f"{100 * self.gain_ahead:.0f} % of the gain was still ahead"
+        )
+
+
+def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
+    """compute [N] with a row at 0, reward [N] in [0, 1], counts as of fit_sigmoid.
+
+    Raises ValueError where the run has too few evaluations: three of different compute up to the half, one in the last
+    quarter.
+    """
+    compute = np.asarray(compute, np.float64)
+    reward = np.asarray(reward, np.float64)
+    fit = fit_sigmoid(compute, reward, fit_until="half", counts=counts)
+    last = compute > 0.75 * compute.max()
+    forecast = fit.predict(compute[last])
+    measured = float(reward[last].mean())
+    # The score at half: between its two neighbours among the evaluations, so that one noisy point weighs less.
+    order = np.argsort(compute)
+    at_half = float(np.interp(compute.max() / 2, compute[order], reward[order]))
+    final = float(reward[order[-1]])
+    gain = final - fit.initial_reward
+    return HalfTimeForecast(
+        compute=compute,
+        reward=reward,
+        used=fit.used,
+        last=last,
+        fit=fit,
+        forecast=forecast,
+        band=fit.band(compute[last], level=BAND_LEVEL),
+        forecast_mean=float(forecast.mean()),
+        measured_mean=measured,
+        gain_ahead=(final - at_half) / gain if gain else 0.0,
+    )

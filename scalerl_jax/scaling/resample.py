@@ -1,0 +1,94 @@
+"""Bootstrap: the fit repeated on data as they could have been.
+
+What is drawn anew depends on what is asked and known:
+
+fixed prompts  (default) the score of these prompts, sampled again: each evaluation moves by its own sampling noise,
+               from its counts (noise.py). The interval is about these prompts.
+population     one set of prompts, drawn with replacement and used for all evaluations of the resample, the one at
+               compute 0 included (a set per evaluation would count the difference between prompts as noise of each
+               point). The interval is about the prompts these were drawn from. Needs the passes by prompt.
+residuals      where there are no counts: the residuals of the fit, drawn with replacement around the curve, scaled up
+               for the parameters fitted.
+runs           with more than one run, runs are drawn as wholes besides, and the spread scaled up by sqrt(k / (k - 1))
+               for k runs, since so few draws of so few runs vary too little.
+"""
+
+import jax
+import numpy as np
+
+from scalerl_jax.scaling import least_squares
+from scalerl_jax.scaling.least_squares import Data
+from scalerl_jax.scaling.points import Points
+from scalerl_jax.scaling.precision import double_precision
+
+_refit = jax.jit(
+    jax.vmap(least_squares.search_from_best, in_axes=(None, Data(None, 0, 0, 0, None), None, None)),
+)
+
+
+def bootstrap(
+    points: Points, data: Data, cells, estimate, *, count: int, seed: int, population: bool = False
+) -> np.ndarray:
+    """Refits `count` resamples: [count, 4] A, B, C_mid, R0, in float64.
+
+    data, cells: of the point estimate; estimate: A, B, C_mid, R0. Raises ValueError if population is asked of points
+    without passes by prompt.
+    """
+    rng = np.random.default_rng(seed)
+    reward, initial = draw_scores(points, estimate, rng, count, population)
+    weight = np.broadcast_to(points.trials_weight, reward.shape)
+    runs = np.unique(points.run)
+    if len(runs) > 1:
+        drawn = rng.multinomial(len(runs), np.full(len(runs), 1 / len(runs)), size=count)  # [count, runs]
+        weight = weight * drawn[:, np.searchsorted(runs, points.run)]
+    pad = [(0, 0), (0, len(data.log_compute) - len(points.compute))]
+    resampled = data._replace(reward=np.pad(reward, pad), weight=np.pad(weight, pad), initial=initial)
+    with double_precision():
+        start = np.log(np.asarray(estimate[1:3]))
+        found = jax.device_get(_refit(cells, resampled, least_squares.free(), start))
+    with np.errstate(over="ignore"):
+        samples = np.column_stack([found.asymptote, np.exp(found.shape), found.initial_reward])
+    if len(runs) > 1:
+        inflate = np.sqrt(len(runs) / (len(runs) - 1))
+        logs = np.array([False, True, True, False])  # B and C_mid vary by factors
+        centre = np.where(logs, np.log(estimate), estimate)
+        spread = np.where(logs, np.log(samples), samples) - centre
+        moved = centre + inflate * spread
+        samples = np.where(logs, np.exp(moved), np.clip(moved, 0.0, 1.0))
+    return samples
+
+
+def draw_scores(points: Points, estimate, rng, count: int, population: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of the points, [count, N], and of R0, [count]."""
+    measured = points.initial_mode != "exact" and points.initial_rows > 0
+    initial = np.full(count, points.initial)
+    if population:
+        if points.counts is None or points.counts.passes.shape[1] == 1:
+            raise ValueError("population: needs the passes of every prompt")
+        prompts = points.counts.passes.shape[1]
+        share = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=count) * 1.0  # [count, prompts]
+        reward = _weighted_score(points.counts, share)
+        if measured:
+            initial = _weighted_score(points.initial_counts, share).mean(axis=1)
+        return reward, initial
+    if points.counts is not None:
+        # By the central limit: a score is a mean over thousands of completions.
+        reward = points.reward + np.sqrt(points.variance) * rng.standard_normal((count, len(points.reward)))
+        if measured:
+            initial = initial + np.sqrt(points.initial_variance) * rng.standard_normal(count)
+        return np.clip(reward, 0.0, 1.0), np.clip(initial, 0.0, 1.0)
+    asymptote, exponent, midpoint, start = estimate
+    curve = start + (asymptote - start) / (1 + (midpoint / points.compute) ** exponent)
+    residual = points.reward - curve
+    residual = (residual - residual.mean()) * np.sqrt(len(residual) / max(points.degrees, 1.0))
+    reward = curve + rng.choice(residual, size=(count, len(residual)))
+    if measured:
+        initial = initial + rng.choice(residual, size=(count, points.initial_rows)).mean(axis=1)
+    return reward, np.clip(initial, 0.0, 1.0)
+
+
+def _weighted_score(counts, share: np.ndarray) -> np.ndarray:
+    """[count, N] scores of prompts that weigh share [count, prompts]."""
+    asked = (counts.trials > 0).astype(np.float64)
+    rate = np.where(counts.trials > 0, counts.passes / np.maximum(counts.trials, 1), 0.0)
+    return (share @ rate.T) / np.maximum(share @ asked.T, 1e-9)

@@ -1,0 +1,45 @@
+"""Units of the compute axis, and the scale of a score."""
+
+import numpy as np
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}
+_FLOPS = {
+    "FLOP": 1.0,
+    "GFLOP": 1e9,
+    "TFLOP": 1e12,
+    "PFLOP": 1e15,
+    "EFLOP": 1e18,
+    "ZFLOP": 1e21,
+    "PFLOP/s-day": 1e15 * 86400,
+}
+_TOKENS = {"token": 1.0, "Ktoken": 1e3, "Mtoken": 1e6, "Gtoken": 1e9, "Ttoken": 1e12}
+_KINDS = (_SECONDS, _FLOPS, _TOKENS)
+
+
+def conversion(text: str) -> tuple[float, str]:
+    """The factor and the new unit of "s:h" (seconds to hours); "h" alone only names the unit. Raises ValueError."""
+    source, separator, target = text.partition(":")
+    if not separator:
+        return 1.0, source
+    for kind in _KINDS:
+        if source in kind and target in kind:
+            return kind[source] / kind[target], target
+    known = "; ".join(" ".join(kind) for kind in _KINDS)
+    raise ValueError(f"{text!r} is no conversion FROM:TO within one of: {known}")
+
+
+SCALES = ("auto", "accuracy", "reward", "percent")
+
+
+def to_accuracy(scores: np.ndarray, scale: str) -> tuple[np.ndarray, str]:
+    """Scores in [0, 1], and a word on what was done ("" if nothing). scale: one of SCALES.
+
+    "auto" takes scores that go below 0 for rewards in [-1, 1]. Scores out of range stay so, for the caller to refuse.
+    """
+    if scale == "auto":
+        scale = "reward" if scores.min() < 0 else "accuracy"
+    if scale == "reward":
+        return (scores + 1) / 2, "rewards in [-1, 1] are read as accuracy (reward + 1) / 2"
+    if scale == "percent":
+        return scores / 100, "percent are read as accuracy / 100"
+    return scores, ""

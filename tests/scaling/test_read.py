@@ -1,0 +1,187 @@
+"""Every kind of file that scalerl-fit reads, written by the programs that write them."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT, DT_INT64
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from scalerl_jax.scaling import read, tfevents, units
+
+
+def one(path, **options):
+    (run,) = read.read_runs([str(path)], **{"x": "x", "y": "y", **options})
+    return run
+
+
+def test_csv_and_tsv(tmp_path):
+    (tmp_path / "a.csv").write_text('\ufeffx, y ,note\n0,0.4,"first, of all"\n\n1e3,.5,\n')
+    run = one(tmp_path / "a.csv")
+    assert (run.name, run.seed) == ("a", "")
+    np.testing.assert_array_equal(run.compute, [0, 1000])
+    np.testing.assert_array_equal(run.reward, [0.4, 0.5])
+    assert run.places[1].endswith("a.csv: line 4")
+    (tmp_path / "b.tsv").write_text("x\ty\n1\t0.25\n")
+    np.testing.assert_array_equal(one(tmp_path / "b.tsv").reward, [0.25])
+
+
+def test_rows_without_the_score_are_left_out(tmp_path):
+    # The history of Weights & Biases: most steps log no evaluation.
+    (tmp_path / "history.csv").write_text("_step,loss,eval/acc\n0,,0.4\n1,2.0,\n2,1.9,0.45\n")
+    run = one(tmp_path / "history.csv", x="_step", y="eval/acc")
+    np.testing.assert_array_equal(run.compute, [0, 2])
+    rows = [
+        {"_step": 0, "eval/acc": 0.4},
+        {"_step": 1, "loss": 2.0},
+        {"_step": 2, "eval/acc": None},
+        {"_step": 5, "eval/acc": 0.6},
+    ]
+    (tmp_path / "history.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    run = one(tmp_path / "history.jsonl", x="_step", y="eval/acc")
+    np.testing.assert_array_equal(run.reward, [0.4, 0.6])
+
+
+def test_chart_export_has_a_column_for_each_run(tmp_path):
+    (tmp_path / "chart.csv").write_text(
+        '"Step","lr-1 - eval/acc","lr-1 - eval/acc__MIN","lr-2 - eval/acc"\n'
+        '"0","0.4","0.4","0.41"\n'
+        '"10","0.5","0.5",""\n'
+    )
+    runs = read.read_runs([str(tmp_path / "chart.csv")], x="Step", y="eval/acc")
+    assert [run.name for run in runs] == ["lr-1", "lr-2"]
+    np.testing.assert_array_equal(runs[0].reward, [0.4, 0.5])
+    np.testing.assert_array_equal(runs[1].reward, [0.41])
+
+
+def test_runs_and_seeds_by_column_and_by_folder(tmp_path):
+    (tmp_path / "all.csv").write_text("r,s,x,y\na,0,1,.1\na,0,2,.2\na,1,1,.3\nb,0,1,.4\n")
+    runs = read.read_runs([str(tmp_path / "all.csv")], x="x", y="y", run_column="r", seed_column="s")
+    assert [(run.name, run.seed, len(run.compute)) for run in runs] == [("a", "0", 2), ("a", "1", 1), ("b", "0", 1)]
+    for name in ("base/seed0.csv", "base/seed1.csv", "new/seed0.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x,y\n1,.1\n")
+    paths = [str(tmp_path / name) for name in ("base/seed0.csv", "base/seed1.csv", "new/seed0.csv")]
+    runs = read.read_runs(paths, x="x", y="y", seeds_by_folder=True)
+    assert [(run.name, run.seed) for run in runs] == [("base", "seed0"), ("base", "seed1"), ("new", "seed0")]
+
+
+def test_run_folder_brings_its_counts(tmp_path):
+    rows = [
+        {"step": 0, "device_hours": 0.0, "pass_rate": 0.25, "prompts": 2, "samples": 4, "passes": [0, 2]},
+        {"step": 5, "device_hours": 0.5, "pass_rate": 0.75, "prompts": 2, "samples": 4, "passes": [2, 4]},
+    ]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in (folder, folder / "evals.jsonl"):
+        run = one(path, x=None, y=None)
+        assert run.name == "mine"
+        np.testing.assert_array_equal(run.compute, [0, 0.5])
+        np.testing.assert_array_equal(run.passes, [[0, 2], [2, 4]])
+        np.testing.assert_array_equal(run.trials, [[4, 4], [4, 4]])
+    np.testing.assert_array_equal(one(folder, x="step", y=None).compute, [0, 5])
+
+
+def test_totals_where_the_prompts_change(tmp_path):
+    rows = [{"x": 0, "y": 0.5, "p": [1, 1], "n": 2}, {"x": 1, "y": 0.5, "p": [2, 1, 0], "n": [2, 2, 2]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    run = one(tmp_path / "a.jsonl", passes_column="p", trials_column="n")
+    np.testing.assert_array_equal(run.passes, [[2], [3]])
+    np.testing.assert_array_equal(run.trials, [[4], [6]])
+
+
+def scalar(tag, value):
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+
+
+def test_tensorboard_folder(tmp_path):
+    writer = EventFileWriter(str(tmp_path))
+    for step, value in ((0, 0.4), (10, 0.5), (20, 0.9)):
+        writer.add_event(Event(step=step, wall_time=1.0, summary=scalar("eval/acc", value)))
+    writer.add_event(Event(step=10, wall_time=1.0, summary=scalar("gpu_hours", 3.0)))
+    # A resumed run: what was logged from step 11 on no longer holds.
+    writer.add_event(Event(step=11, session_log=SessionLog(status=SessionLog.START)))
+    shape = TensorShapeProto()
+    for step, kind, fields in (
+        (20, DT_FLOAT, {"float_val": [0.6]}),
+        (30, DT_DOUBLE, {"tensor_content": np.float64(0.7).tobytes()}),
+        (40, DT_INT64, {"int64_val": [1]}),
+    ):
+        tensor = TensorProto(dtype=kind, tensor_shape=shape, **fields)
+        writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag="eval/acc", tensor=tensor)])))
+    writer.close()
+    run = one(tmp_path, x="step", y="eval/acc")
+    np.testing.assert_array_equal(run.compute, [0, 10, 20, 30])
+    np.testing.assert_allclose(run.reward, [0.4, 0.5, 0.6, 0.7], rtol=1e-6)
+    (path,) = tfevents.event_files(str(tmp_path))
+    np.testing.assert_allclose(one(path, x="step", y="gpu_hours").reward, [3.0])
+    # A record that is still being written is not there yet; one that is damaged is said.
+    file = pathlib.Path(path)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-30])
+    assert len(one(tmp_path, x="step", y="eval/acc").compute) == 4
+    file.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
+    with pytest.raises(read.InputError, match="damaged"):
+        read.read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "", "is empty"),
+        ("a.csv", "1,2\n3,4\n", "line 1 is no header"),
+        ("a.csv", "x,y\n", "has no rows"),
+        ("a.csv", "x,y\n1,2\n3\n", "line 3: 1 cells, but the header has 2"),
+        ("a.csv", "x,y,x\n1,2,3\n", "column 'x' appears twice"),
+        ("a.csv", "x,yy\n1,2\n", "no column 'y' (--y); did you mean 'yy'?"),
+        ("a.csv", "x,score\n1,2\n", "it has: x, score"),
+        ("a.csv", "x,y\n1,many\n", "line 2: column 'y': 'many' is not a number"),
+        ("a.csv", "x,y\n1,nan\n", "line 2: column 'y': nan is not a finite number"),
+        ("a.csv", "x,y\n2,.1\n1,.2\n", "line 3: column 'x': 1 does not increase"),
+        ("a.csv", "x,y\n-1,.1\n", "line 2: column 'x': -1 is below 0"),
+        ("a.csv", "x,y\n,.1\n", "line 2: column 'x' is empty"),
+        ("a.csv", "x,y\n1,\n", "no row has a value in column 'y'"),
+        ("a.jsonl", '{"x": 1, "y": 2}\n{"x": 1\n', "line 2: is not JSON"),
+        ("a.jsonl", '{"x": 1, "y": NaN}\n', "line 1: column 'y': nan is not a finite number"),
+        ("a.jsonl", '{"x": 1, "y": true}\n', "line 1: column 'y': true is not a number"),
+        ("a.jsonl", "[1, 2]\n", "line 1: is not a JSON object"),
+        ("a.txt", "x,y\n", "is not .csv"),
+    ],
+)
+def test_mistakes_are_named_with_file_and_row(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(read.InputError) as caught:
+        one(tmp_path / name)
+    assert said in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_mistakes(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"x,y\n1,\xff\n")
+    with pytest.raises(read.InputError, match="byte 6 is not UTF-8"):
+        one(tmp_path / "a.csv")
+    with pytest.raises(read.InputError, match="holds neither"):
+        one(tmp_path)
+    (tmp_path / "b.csv").write_text("x,y\n1,2\n")
+    with pytest.raises(read.InputError, match="--x is needed; the columns are x, y"):
+        one(tmp_path / "b.csv", x=None)
+
+
+def test_units():
+    factor, unit = units.conversion("s:h")
+    assert (factor * 7200, unit) == (2.0, "h")
+    assert units.conversion("FLOP:EFLOP")[0] * 3e18 == pytest.approx(3.0)
+    assert units.conversion("GPU-hours") == (1.0, "GPU-hours")
+    with pytest.raises(ValueError, match="no conversion"):
+        units.conversion("s:FLOP")
+    scores, said = units.to_accuracy(np.array([-0.2, 0.4]), "auto")
+    np.testing.assert_allclose(scores, [0.4, 0.7])
+    assert "reward" in said
+    assert units.to_accuracy(np.array([0.2, 0.4]), "auto")[1] == ""
