@@ -1,0 +1,11 @@
+"""The trainer's side of the contract.
+
+pacing      which group may be asked of a server that holds which version, and when a batch may be trained
+book        which groups are open, who was asked for what, what is finished
+requests    ids, seeds, budgets: what a group looks like on the wire
+connection  one server: heartbeat, leases, pushes
+publisher   versions of the weights, cut into chunks
+evaluation  one version pinned on some servers
+fleet       all of it on one thread, behind blocking calls
+probe       what is compared when trainer and server meet
+"""

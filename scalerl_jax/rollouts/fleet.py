@@ -1,0 +1,495 @@
+"""The trainer's fleet: groups in flight on all servers, batches by number, versions going out, evaluations.
+
+    asyncio loop on a thread of its own                         the trainer's thread, blocking calls
+      Connection per server  heartbeat, pushes, calls             start, batch, advance, publish, close
+      Book                   groups, leases, store                newcomers, admit, reject
+      Publisher              versions                             evaluate, result
+      pump                   who is asked for what next           status, waiting
+
+All state belongs to the loop's thread; a call from outside runs there and is waited for. The callables given to Fleet:
+`draw` runs on the loop's thread, with consecutive numbers, each once; `judge` on a thread of its own, so that it may
+block for a moment; `on_event` and `observe` on the loop's thread. None of them may call the fleet.
+
+What a dead, hanging or slow server costs is decided in Connection; here its completions are simply asked for again. A
+fault of ours (an exception of judge, of a tensors callable, of draw other than ValueError) is raised by the next call.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.config import Config
+from scalerl_jax.rollouts import connection as connection_lib
+from scalerl_jax.rollouts import report
+from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup
+from scalerl_jax.rollouts.connection import Connection, Hub
+from scalerl_jax.rollouts.evaluation import Evaluation, EvaluationLost
+from scalerl_jax.rollouts.loop_thread import LoopThread
+from scalerl_jax.rollouts.pacing import Pacing
+from scalerl_jax.rollouts.probe import ProbeError
+from scalerl_jax.rollouts.publisher import Publisher, Source
+from scalerl_jax.rollouts.requests import Requests, Tokenizer, spread_probes
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+GroupsFuture: TypeAlias = "concurrent.futures.Future[list[FinishedGroup]]"
+
+POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's `wait`
+TICK_SECONDS = 0.5
+
+
+class FleetError(ValueError):
+    """The servers given cannot be used; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Newcomer:
+    """A server that holds the trainer's version and has sampled with it; it gets no group before it is admitted."""
+
+    server: str
+    status: pb.StatusReply
+    samples: tuple[tuple[Any, codec.Completion], ...]  # (prompt, completion)
+
+
+class Fleet:
+    """See the module.
+
+    Args:
+        addresses: host:port of each server, or what gRPC understands.
+        pacing: what may be asked when; its `batches` ends the run.
+        incarnation: of this trainer process: time.time_ns() at its start.
+        draw: the prompt of training group n. ValueError: there is none; raised by the batch that needs it.
+        judge: whether a completion is right, as a concurrent future.
+        tokenizer: of the run; gives the stop ids and the interruption phrase's.
+        probe_prompts: what newcomers sample for the probe.
+        check: raises ProbeError on the status of a server that is not one for this run.
+        observe: each status of each server; whether the time since the one before was an evaluation's.
+        on_event: ("server", {server, state, reason, step}) and ("push", {server, step, payload_bytes, ...}).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        addresses: Sequence[str],
+        pacing: Pacing,
+        incarnation: int,
+        draw: Callable[[int], Any],
+        judge: Callable[[Any, codec.Completion], "concurrent.futures.Future[bool]"],
+        tokenizer: Tokenizer,
+        probe_prompts: Sequence[Any],
+        check: Callable[[str, pb.StatusReply], None] = lambda server, status: None,
+        on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
+        observe: Callable[[pb.StatusReply, bool], None] = lambda status, evaluating: None,
+    ):
+        if not addresses:
+            raise FleetError("no rollout server is given")
+        twice = [a for a, count in collections.Counter(addresses).items() if count > 1]
+        if twice:
+            raise FleetError(f"rollout server {twice[0]} is given twice")
+        self._config, self._addresses, self._pacing = config, tuple(addresses), pacing
+        self._incarnation, self._draw, self._judge = incarnation, draw, judge
+        self._requests = Requests(config, tokenizer, incarnation=incarnation)
+        self._hub = Hub(
+            target=self._target,
+            check=check,
+            probe_prompts=spread_probes(probe_prompts, config.probe.completions),
+            arrived=self._arrived,
+            returned=self._returned,
+            changed=self._changed,
+            rejected=self._rejected,
+            observe=observe,
+            event=self._event,
+            fail=self._fail,
+        )
+        self._on_event = on_event
+        self._thread = LoopThread("fleet")
+        self._judging = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-judging")
+        self._something = threading.Event()  # the caller should look
+        self._connections: list[Connection] = []
+        self._publisher = Publisher(incarnation=incarnation, chunk_bytes=config.fleet.chunk_bytes)
+        self._book: Book  # from start() on
+        self._newest: tuple[int, Source] | None = None
+        self._evaluations: collections.deque[Evaluation] = collections.deque()
+        self._pump_due = False
+        self._judged_waiting = 0
+        self._typical_seconds = 0.0  # running mean of a completion's queued and sampling seconds
+        self._waits: report.Waits | None = None
+        self._ever_admitted = False
+        self._all_lost = True
+
+    # ---- the trainer's side: start and end
+
+    def start(self, first_group: int) -> None:
+        """Connects; returns when a first server has answered.
+
+        Raises FleetError naming the addresses where none has within fleet.connect_seconds, ProbeError where one that
+        answered is not a server for this run.
+        """
+        assert first_group % self._pacing.groups == 0
+        trained = first_group // self._pacing.groups
+        self._book = Book(
+            pacing=self._pacing,
+            open_group=lambda n: self._requests.train(n, self._draw(n)),
+            group_size=self._config.rollout.group_size,
+            first=first_group,
+            trained=trained,
+        )
+        self._thread.start(self._begin)
+        try:
+            self._wait_for_the_first()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_for_the_first(self) -> None:
+        seconds = self._config.fleet.connect_seconds
+        deadline = time.monotonic() + seconds
+        while not self._thread.call(lambda: any(c.state in connection_lib.ANSWERING for c in self._connections)):
+            if time.monotonic() > deadline:
+                raise FleetError(
+                    f"no rollout server answers at {', '.join(self._addresses)} (tried for {seconds:g} s): "
+                    "is scalerl-serve running there?"
+                )
+            self._pause(0.05)
+
+    def close(self) -> None:
+        """Ends every call and the thread. Evaluations that are not done are cancelled."""
+        self._thread.close()
+        self._judging.shutdown(wait=False, cancel_futures=True)
+        self._publisher.close()
+        for evaluation in self._evaluations:
+            evaluation.future.cancel()
+
+    # ---- the trainer's side: batches and versions
+
+    def batch(self, number: int, wait: Callable[[], None] = lambda: None) -> list[FinishedGroup]:
+        """The groups of batch `number`, in order of number; blocks until all are finished.
+
+        `wait` is called on this thread at least once, and about every POLL_SECONDS while waiting: it is where newcomers
+        are admitted. Raises the ValueError of `draw` where a group of the batch has no prompt.
+        """
+        self._thread.call(self._begin_wait, number)
+        while True:
+            self._something.clear()
+            wait()
+            groups = self._thread.call(self._take, number)
+            if groups is not None:
+                return [_finished(group) for group in groups]
+            self._pause(POLL_SECONDS)
+
+    def advance(self, version: int) -> None:
+        """Batch version - 1 has been trained: later groups may be asked for."""
+
+        def advance() -> None:
+            assert version == self._book.trained + 1
+            self._book.trained = version
+            self._changed()
+
+        self._thread.call(advance)
+
+    def publish(self, version: int, tensors: Source) -> None:
+        """Begins to bring `version` to every server; returns at once. A newer version overtakes an older one.
+
+        A version that the pacing does not publish is only kept, in case it is to be evaluated.
+        tensors: Hugging Face names, complete, in wire dtype, in host memory that nobody writes to any more; or a
+        function that returns that, called on a thread of its own when the first server is ready for it.
+        """
+
+        def publish() -> None:
+            self._newest = (version, tensors)
+            if self._pacing.publishes(version):
+                self._offer_newest()
+
+        self._thread.call(publish)
+
+    # ---- the trainer's side: newcomers
+
+    def newcomers(self) -> list[Newcomer]:
+        """The servers to be probed now: each has sampled with the version that the trainer has reached."""
+
+        def newcomers() -> list[Newcomer]:
+            return [
+                Newcomer(c.address, c.status, c.samples)
+                for c in self._connections
+                if c.state == connection_lib.NEWCOMER and c.samples_step == c.step == self._book.trained
+            ]
+
+        return self._thread.call(newcomers)
+
+    def admit(self, server: str) -> None:
+        """Lets a newcomer have groups. Nothing happens if it was lost meanwhile."""
+
+        def admit() -> None:
+            connection = self._named(server)
+            if connection.state == connection_lib.NEWCOMER:
+                self._ever_admitted = True
+                connection.admit()
+
+        self._thread.call(admit)
+
+    def reject(self, server: str, why: str) -> None:
+        """Turns a newcomer away; a new process on the same address may come again."""
+        self._thread.call(lambda: self._named(server).reject(why))
+
+    # ---- the trainer's side: evaluation
+
+    def evaluate(
+        self, version: int, prompts: Sequence[Any], samples: int
+    ) -> "concurrent.futures.Future[list[FinishedGroup]]":
+        """Evaluates the version given to `publish` last, on evaluation.servers of the servers (0: all).
+
+        Evaluations run one after another.
+
+        The future gives the groups in the order of prompts, or EvaluationLost.
+        """
+
+        def evaluate() -> Evaluation:
+            assert self._newest is not None and version == self._newest[0], "evaluate what was published last"
+            self._offer_newest()
+            evaluation = Evaluation(
+                version=version,
+                prompts=prompts,
+                samples=samples,
+                servers=self._config.evaluation.servers,
+                requests=self._requests,
+            )
+            self._publisher.retain(version)
+            self._evaluations.append(evaluation)
+            self._changed()
+            return evaluation
+
+        return self._thread.call(evaluate).future
+
+    def result(self, future: "concurrent.futures.Future[T]", wait: Callable[[], None] = lambda: None) -> T:
+        """The future's result; calls `wait` as `batch` does meanwhile."""
+        while not future.done():
+            self._something.clear()
+            wait()
+            self._thread.call(lambda: None)  # raises what went wrong
+            if not future.done():
+                self._pause(POLL_SECONDS)
+        return future.result()
+
+    # ---- the trainer's side: what is going on
+
+    def waiting(self) -> str:
+        """One line: for whom the trainer waits, for how long, and how deep the queues are. Empty: it does not wait."""
+        return self._thread.call(
+            lambda: report.waiting(self._waits, self._book, self._connections, self._judged_waiting)
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Servers, queues and whom the trainer waits for, as plain values."""
+        return self._thread.call(
+            lambda: report.status(
+                *(self._waits, self._book, self._connections, self._judged_waiting),
+                evaluation=self._evaluations[0] if self._evaluations else None,
+            )
+        )
+
+    def _pause(self, seconds: float) -> None:
+        self._something.wait(seconds)
+
+    # ---- the loop's side
+
+    def _begin(self) -> list[Coroutine[Any, Any, None]]:
+        for address in self._addresses:
+            self._connections.append(
+                Connection(
+                    address,
+                    config=self._config.fleet,
+                    requests=self._requests,
+                    publisher=self._publisher,
+                    hub=self._hub,
+                    incarnation=self._incarnation,
+                )
+            )
+        return [*(c.run() for c in self._connections), self._tick()]
+
+    def _fail(self, error: BaseException) -> None:
+        self._thread.fail(error)
+        self._something.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._changed()
+
+    def _named(self, server: str) -> Connection:
+        return next(c for c in self._connections if c.address == server)
+
+    def _target(self, connection: Connection) -> int | None:
+        return connection.evaluation.version if connection.evaluation is not None else self._publisher.latest
+
+    def _offer_newest(self) -> None:
+        assert self._newest is not None
+        version, tensors = self._newest
+        if version != self._publisher.latest:
+            self._publisher.offer(version, tensors)
+            for connection in self._connections:
+                connection.retarget()
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> None:
+        self._on_event(kind, fields)
+        if kind == "server":
+            self._something.set()  # there may be a newcomer
+
+    def _begin_wait(self, number: int) -> None:
+        assert number == self._book.trained < self._pacing.batches, f"batch {number} is not the next one"
+        self._waits = report.Waits(number, time.monotonic())
+
+    def _take(self, number: int) -> list[OpenGroup] | None:
+        if self._book.ready(number) and self._wait_for_newcomer():
+            return None
+        groups = self._book.take(number)
+        if groups is not None:
+            self._waits = None
+            self._changed()
+        return groups
+
+    def _wait_for_newcomer(self) -> bool:
+        """Whether one is about to be ready. A trainer that is the slower side never waits for a batch: a newcomer would
+        always be one version behind it, and never be met."""
+        if self._publisher.latest != self._book.trained:
+            return False
+        soon = (connection_lib.UPDATING, connection_lib.PROBING, connection_lib.NEWCOMER)
+        expected = [c for c in self._connections if c.state in soon and c.patience > 0]
+        for c in expected:
+            c.patience -= POLL_SECONDS
+        return bool(expected)
+
+    def _rejected(self, connection: Connection) -> None:
+        self._something.set()
+        if not self._ever_admitted:
+            self._fail(ProbeError(connection.reason))
+        elif all(c.state == connection_lib.REJECTED for c in self._connections):
+            self._fail(FleetError(f"every rollout server was turned away; the last one: {connection.reason}"))
+        else:
+            _log.warning("turned away: %s", connection.reason)
+
+    def _arrived(self, book: Book, lease: Lease, completion: codec.Completion) -> None:
+        if not book.arrived(lease, completion):
+            return
+        seconds = completion.queued_seconds + completion.sampling_seconds
+        self._typical_seconds += 0.05 * (seconds - self._typical_seconds) if self._typical_seconds else seconds
+        self._judged_waiting += 1
+        self._judging.submit(self._ask_judge, book, lease.group, completion)
+        self._changed()
+
+    def _ask_judge(self, book: Book, group: OpenGroup, completion: codec.Completion) -> None:
+        try:
+            verdict = self._judge(group.prompt, completion)
+        except BaseException as error:  # noqa: BLE001  raised by the trainer's next call
+            self._thread.post(self._fail, error)
+            return
+        verdict.add_done_callback(lambda done: self._thread.post(self._judged, book, group, completion.index, done))
+
+    def _judged(self, book: Book, group: OpenGroup, index: int, verdict: "concurrent.futures.Future[bool]") -> None:
+        self._judged_waiting -= 1
+        error = RuntimeError("a verdict was cancelled") if verdict.cancelled() else verdict.exception()
+        if error is not None:
+            self._fail(error)
+            return
+        if book.judged(group, index, bool(verdict.result()), now=time.monotonic()):
+            self._something.set()
+            self._changed()
+
+    def _returned(self, book: Book, lease: Lease, failed: bool) -> None:
+        book.returned(lease, failed=failed)
+        self._changed()
+
+    def _changed(self) -> None:
+        if not self._pump_due:
+            self._pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Everything that may be done now is done: evaluations are advanced, servers with room are asked for more."""
+        self._pump_due = False
+        self._say_if_lost()
+        self._advance_evaluations()
+        now = time.monotonic()
+        active = [c for c in self._connections if c.state == connection_lib.ACTIVE]
+        books = {c: book for c in active if (book := self._book_of(c)) is not None}
+        sharing = collections.Counter(map(id, books.values()))
+        # One lease at a time to whoever is least loaded, so that few groups are spread over all servers.
+        heap = [(c.load, i) for i, c in enumerate(active) if c in books and c.free_at <= now]
+        heapq.heapify(heap)
+        while heap:
+            connection = active[heapq.heappop(heap)[1]]
+            book, step = books[connection], connection.step
+            assert step is not None
+            room, split = connection.room(group_size=book.group_size, typical_seconds=self._typical_seconds, now=now)
+            alone = sharing[id(book)] == 1
+            lease = book.lease(server=connection.address, step=step, room=room, split=split, alone=alone, now=now)
+            if lease is not None:
+                connection.ask(book, lease)
+                heapq.heappush(heap, (connection.load, active.index(connection)))
+
+    def _book_of(self, connection: Connection) -> Book | None:
+        evaluation = connection.evaluation
+        if connection.step is None:
+            return None
+        if evaluation is None:
+            return self._book
+        drained = not connection.works_on(self._book)
+        return evaluation.book if drained and connection.step == evaluation.version else None
+
+    def _advance_evaluations(self) -> None:
+        while self._evaluations:
+            evaluation = self._evaluations[0]
+            groups = evaluation.book.take(0)
+            latest = self._publisher.latest
+            assert latest is not None
+            patience = self._config.fleet.silence_seconds
+            if groups is None and not evaluation.lost(self._connections, latest=latest, patience=patience):
+                for connection in evaluation.assign(self._connections, latest=latest):
+                    connection.retarget()
+                return
+            self._evaluations.popleft()
+            self._publisher.release(evaluation.version)
+            for connection in self._connections:
+                if connection.evaluation is evaluation:
+                    connection.evaluation = None
+                    connection.retarget()
+            self._something.set()
+            if groups is not None:
+                evaluation.future.set_result([_finished(group) for group in groups])
+            else:
+                evaluation.future.set_exception(
+                    EvaluationLost(
+                        f"the servers that evaluated version {evaluation.version} are gone, the others are ahead"
+                    )
+                )
+
+    def _say_if_lost(self) -> None:
+        lost = not any(c.state in connection_lib.ANSWERING for c in self._connections)
+        if lost != self._all_lost:
+            self._all_lost = lost
+            if lost:
+                why = "; ".join(f"{c.address}: {c.reason}" for c in self._connections)
+                _log.warning("every rollout server is lost (%s); waiting until one answers", why)
+            else:
+                _log.info("a rollout server answers")
+
+
+def _finished(group: OpenGroup) -> FinishedGroup:
+    indices = [request.index for request in group.requests]
+    return FinishedGroup(
+        number=group.number,
+        prompt=group.prompt,
+        completions=tuple(group.completions[i] for i in indices),
+        verdicts=tuple(group.verdicts[i] for i in indices),
+        asked_at=group.opened_at,
+        finished_at=group.finished_at,
+    )

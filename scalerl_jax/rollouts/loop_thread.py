@@ -1,0 +1,91 @@
+"""An asyncio loop on a thread of its own, and blocking calls into it from any other thread."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CALL_SECONDS = 60.0  # the loop answers a call within this, or something is badly wrong
+
+
+class LoopThread:
+    """Runs `main`'s coroutines until close(). A failure reported once is raised by every later call."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._closing = threading.Lock()  # nothing is posted to a closed loop
+        self._failure: BaseException | None = None
+        self._name, self._thread = name, threading.Thread(target=self._run, name=name, daemon=True)
+        self._begin: Callable[[], list[Coroutine[Any, Any, None]]] = list
+
+    def start(self, begin: Callable[[], list[Coroutine[Any, Any, None]]]) -> None:
+        """Calls `begin` on the thread, and runs the coroutines it returns until they are cancelled by close()."""
+        self._begin = begin
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancels everything on the loop and ends the thread. Calling it twice does nothing."""
+        with self._closing:
+            if self._loop.is_closed():
+                return
+            if not self._thread.is_alive():
+                self._loop.close()
+                return
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CALL_SECONDS)
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs `function` on the loop's thread. Raises what it raises, or the failure reported earlier."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                future.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001  carried over to the caller's thread
+                future.set_exception(error)
+
+        if not self.post(run):
+            raise self._failure or RuntimeError(f"the {self._name} is closed")
+        return future.result(CALL_SECONDS)
+
+    def post(self, function: Callable[..., None], *args: Any) -> bool:
+        """Lets the loop's thread run `function` soon. False: it is closed."""
+        with self._closing:
+            if self._loop.is_closed() or self._stop.is_set():
+                return False
+            self._loop.call_soon_threadsafe(function, *args)
+            return True
+
+    def fail(self, error: BaseException) -> None:
+        """Reports a failure; the first one counts."""
+        self._failure = self._failure or error
+
+    def watch(self, task: "asyncio.Task[None]") -> None:
+        """Reports what a task raises when it is done; for Task.add_done_callback."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        finally:
+            with self._closing:
+                self._loop.close()
+
+    async def _main(self) -> None:
+        tasks = [asyncio.create_task(coroutine) for coroutine in self._begin()]
+        for task in tasks:
+            task.add_done_callback(self.watch)
+        await self._stop.wait()
+        # Again and again: a task may start others while it is cancelled, and a library may lose a cancellation.
+        while rest := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+            for task in rest:
+                task.cancel()
+            await asyncio.wait(rest, timeout=1.0)

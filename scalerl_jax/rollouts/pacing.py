@@ -1,0 +1,163 @@
+"""How far generators may run ahead of the trainer. Pure: no IO, no clock, no state.
+
+    version v    the policy after v batches
+    group n      belongs to batch b = n // groups_per_batch
+    lag          of a token = b - (the version that sampled it)
+
+A group is asked of a server only if the step s that the server has acknowledged satisfies minimum_step(n) <= s. Within
+one incarnation a server's step only grows, so every token of the group is sampled at s or later: lag <= k, whatever
+dies or hangs afterwards, because whoever is asked again must pass the same test.
+
+    Pipeline(k)  minimum_step(n) = max(start, b - k); every version goes out at once and sequences in flight go on
+    Phased(k)    batches [p k, (p + 1) k) are sampled from version p k alone, and trained when all of them are finished
+
+Neither deadlocks: batch `trained` is the next to be trained; a version that may sample its groups is published by then;
+and the store bound never holds back a group of that batch.
+"""
+
+from typing import Protocol
+
+
+class Pacing(Protocol):
+    groups: int  # per batch
+    batches: int  # of the whole run: groups beyond them are never admitted
+    k: int
+
+    def batch(self, number: int) -> int:
+        """The batch that group `number` is trained in."""
+        ...
+
+    def minimum_step(self, number: int) -> int:
+        """The oldest version that may sample any token of the group."""
+        ...
+
+    def pinned_step(self, number: int) -> int | None:
+        """The only version that may sample the group's tokens; None: any from minimum_step on."""
+        ...
+
+    def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
+        """Whether the new group `number` may be opened and asked of a server that holds version `step`.
+
+        trained: batches trained so far, so that batch `trained` is in training or waited for.
+        stored: groups of later batches than that one that are sampled.
+        """
+        ...
+
+    def last_needed(self, batch: int) -> int:
+        """The last group that must be finished before `batch` is trained."""
+        ...
+
+    def publishes(self, version: int) -> bool:
+        """Whether generators are to hold this version."""
+        ...
+
+
+def suits(pacing: Pacing, number: int, step: int) -> bool:
+    """Whether a server at version `step` may be asked for group `number`, new or asked for again."""
+    pinned = pacing.pinned_step(number)
+    return step == pinned if pinned is not None else step >= pacing.minimum_step(number)
+
+
+class Pipeline:
+    """Generators run at most k versions behind the batch they sample for.
+
+    store_batches bounds the finished groups that wait beyond the batch in training (or waited for): with a trainer that
+    is the slower side the lag stays near 2 + (groups in flight) / groups_per_batch instead of growing to k.
+    """
+
+    def __init__(self, *, k: int, groups: int, batches: int, store_batches: float = 1.0, start: int = 0):
+        _check(k=k, groups=groups, batches=batches, start=start)
+        if store_batches < 0:
+            raise ValueError(f"pacing.store_batches is {store_batches}: must not be negative")
+        self.k, self.groups, self.batches = k, groups, batches
+        self._start, self._bound = start, store_batches * groups
+
+    def batch(self, number: int) -> int:
+        return number // self.groups
+
+    def minimum_step(self, number: int) -> int:
+        return max(self._start, self.batch(number) - self.k)
+
+    def pinned_step(self, number: int) -> int | None:
+        return None
+
+    def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
+        batch = self.batch(number)
+        if batch >= self.batches or batch > trained + self.k or step < self.minimum_step(number):
+            return False
+        # The batch waited for is never held back: with store_batches 0 the run goes on, one batch at a time.
+        return batch <= trained or stored < self._bound
+
+    def last_needed(self, batch: int) -> int:
+        return (batch + 1) * self.groups - 1
+
+    def publishes(self, version: int) -> bool:
+        return True
+
+
+class Phased:
+    """k batches from one frozen version, then k updates: PPO-off-policy-k. The lag within a phase is 0 .. k-1.
+
+    A run resumed in the middle of a phase no longer has the phase's version: what is left of the phase is sampled from
+    the version resumed at (`start`), which only makes the lag smaller.
+    """
+
+    def __init__(self, *, k: int, groups: int, batches: int, start: int = 0):
+        _check(k=k, groups=groups, batches=batches, start=start)
+        self.k, self.groups, self.batches = k, groups, batches
+        self._start = start
+
+    def batch(self, number: int) -> int:
+        return number // self.groups
+
+    def minimum_step(self, number: int) -> int:
+        return max(self._start, self.batch(number) // self.k * self.k)
+
+    def pinned_step(self, number: int) -> int | None:
+        return self.minimum_step(number)
+
+    def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
+        frozen = self.minimum_step(number)
+        # trained == frozen: the phase's version exists and none of its updates has been made.
+        return self.batch(number) < self.batches and trained >= frozen and step == frozen
+
+    def last_needed(self, batch: int) -> int:
+        end = min((batch // self.k + 1) * self.k, self.batches)
+        return end * self.groups - 1
+
+    def publishes(self, version: int) -> bool:
+        return version % self.k == 0 or version == self._start
+
+
+class Pinned:
+    """`groups` groups, all of one version: what an evaluation asks for. One batch, number 0."""
+
+    def __init__(self, *, version: int, groups: int):
+        self.k, self.groups, self.batches = 0, groups, 1
+        self._version = version
+
+    def batch(self, number: int) -> int:
+        return 0
+
+    def minimum_step(self, number: int) -> int:
+        return self._version
+
+    def pinned_step(self, number: int) -> int | None:
+        return self._version
+
+    def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
+        return number < self.groups and step == self._version
+
+    def last_needed(self, batch: int) -> int:
+        return self.groups - 1
+
+    def publishes(self, version: int) -> bool:
+        return version == self._version
+
+
+def _check(*, k: int, groups: int, batches: int, start: int) -> None:
+    if k < 1:
+        raise ValueError(f"pacing.k is {k}: must be at least 1")
+    if groups < 1:
+        raise ValueError(f"rollout.groups is {groups}: must be at least 1")
+    assert 0 <= start <= batches

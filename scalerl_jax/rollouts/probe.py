@@ -1,0 +1,131 @@
+"""What is compared when trainer and server meet: are both sides going to run the same policy?
+
+    before any weight is sent   tokenizer fingerprint, the decoder's shape, dtype of the logits, dtype of the weights
+    with the weights held       the server samples, the trainer scores:  d_t = |logp_trainer(t) - logp_server(t)| over
+                                sampled tokens;  mean d and the 99th percentile of d must be under their limits
+
+The first server that fails stops the run with one line; once a server has been admitted, a later one that fails is
+turned away with the same line and the run goes on.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.codec import Completion
+from scalerl_jax.config import ProbeConfig
+
+if TYPE_CHECKING:
+    from scalerl_jax.rollouts.fleet import Fleet
+
+# Seen between XLA programs of different shape with the same weights: 1e-6 in float32; in bfloat16 about 1e-2 mean.
+LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (2e-2, 2e-1)}  # mean, 99th percentile
+
+# The prompts' ids [tokens] int32 and a completion each -> the trainer's log-probs of the completion's tokens [tokens].
+Score = Callable[[Sequence[tuple[np.ndarray, Completion]]], Sequence[np.ndarray]]
+
+
+class ProbeError(ValueError):
+    """The server would run another policy than the trainer; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What the trainer has; a server must have the same."""
+
+    tokenizer_fingerprint: str
+    model_config: str  # canonical JSON
+    wire_dtype: str
+    head_dtype: str = "float32"
+    maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """|log-prob difference| over sampled tokens, nats."""
+
+    mean: float
+    p99: float
+    tokens: int
+
+
+def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
+    """Raises ProbeError naming the first thing that differs."""
+    if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:
+        raise ProbeError(
+            f"server {server}: its tokenizer ({_short(status.tokenizer_fingerprint)}) is not the trainer's "
+            f"({_short(expected.tokenizer_fingerprint)}); serve the folder that the trainer starts from"
+        )
+    for what, theirs, ours in (
+        ("model config", status.model_config, expected.model_config),
+        ("head dtype", status.head_dtype, expected.head_dtype),
+        ("wire dtype", status.wire_dtype, expected.wire_dtype),
+    ):
+        if theirs != ours:
+            raise ProbeError(f"server {server}: its {what} is {theirs or 'unknown'}, the trainer's is {ours}")
+    if status.maximum_tokens < expected.maximum_tokens:
+        raise ProbeError(
+            f"server {server}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
+            f"{expected.maximum_tokens} (longest prompt, thinking and answer budgets, interruption phrase)"
+        )
+
+
+def mismatch(samples: Sequence[tuple[np.ndarray, Completion]], logprobs: Sequence[np.ndarray]) -> Mismatch:
+    """Compares the servers' log-probs with the trainer's, each [tokens] float32; forced tokens are left out."""
+    assert len(samples) == len(logprobs) > 0
+    parts = []
+    for (_, completion), ours in zip(samples, logprobs):
+        assert len(ours) == len(completion.token_ids)
+        sampled = completion.sampled()
+        parts.append(np.abs(np.asarray(ours, np.float64) - completion.logprobs)[sampled])
+    differences = np.concatenate(parts)
+    if not len(differences) or not np.isfinite(differences).all():
+        return Mismatch(float("inf"), float("inf"), len(differences))
+    return Mismatch(float(differences.mean()), float(np.quantile(differences, 0.99)), len(differences))
+
+
+class Probe:
+    """Both halves of the meeting. `check` runs on the fleet's thread, `admit_newcomers` on the trainer's."""
+
+    def __init__(self, config: ProbeConfig, *, expected: Expected, score: Score, dtype: str):
+        """dtype: the coarser compute dtype of the two sides, which sets the limits that config leaves at 0."""
+        mean, p99 = LIMITS[dtype]
+        self._limits = (config.mean_limit or mean, config.p99_limit or p99)
+        self._expected, self._score = expected, score
+        self._admitted = 0
+
+    def check(self, server: str, status: pb.StatusReply) -> None:
+        """Raises ProbeError where the server is not one for this run, before it is sent anything."""
+        compare(server, status, self._expected)
+
+    def admit_newcomers(self, fleet: "Fleet") -> list[tuple[str, Mismatch]]:
+        """Scores what newcomers sampled with the version the trainer holds now; admits or turns away each.
+
+        Raises ProbeError where the first server of the run fails. Returns the servers admitted.
+        """
+        admitted = []
+        for newcomer in fleet.newcomers():
+            samples = [(prompt.token_ids, completion) for prompt, completion in newcomer.samples]
+            found = mismatch(samples, self._score(samples))
+            mean, p99 = self._limits
+            if found.mean <= mean and found.p99 <= p99:
+                self._admitted += 1
+                admitted.append((newcomer.server, found))
+                fleet.admit(newcomer.server)
+                continue
+            why = (
+                f"server {newcomer.server}: its log-probs differ from the trainer's by {found.mean:.2g} on average and "
+                f"{found.p99:.2g} at the 99th percentile of {found.tokens} tokens (limits {mean:g} and {p99:g}): "
+                "the two sides do not run the same policy"
+            )
+            if not self._admitted:
+                raise ProbeError(why)
+            fleet.reject(newcomer.server, why)
+        return admitted
+
+
+def _short(fingerprint: str) -> str:
+    return fingerprint[:12] or "unknown"

@@ -1,0 +1,108 @@
+"""Who is waited for, for how long, how deep the queues are: in words and as values. Reads, changes nothing."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from scalerl_jax.rollouts import connection as connection_lib
+from scalerl_jax.rollouts.book import Book, OpenGroup
+from scalerl_jax.rollouts.connection import Connection
+from scalerl_jax.rollouts.evaluation import Evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """The trainer waits for a batch."""
+
+    batch: int
+    since: float  # time.monotonic()
+
+
+def waiting(waits: Waits | None, book: Book, connections: Sequence[Connection], verdicts: int) -> str:
+    """One line on what the trainer waits for; empty where it does not wait."""
+    if waits is None:
+        return ""
+    now = time.monotonic()
+    missing = book.missing(waits.batch)
+    unopened = max(0, book.pacing.last_needed(waits.batch) + 1 - book.next_number)
+    text = f"batch {waits.batch}, {now - waits.since:.0f} s: {len(missing) + unopened} groups missing"
+    if missing:
+        text += f"; oldest {_group(missing[0], now)}"
+    elif unopened:
+        text += f"; group {book.next_number} not asked for yet"
+    in_flight = sum(c.in_flight for c in connections)
+    queued = sum(c.status.queued for c in connections if c.state == connection_lib.ACTIVE)
+    text += f"; in flight {in_flight} completions, queued {queued}, unasked {book.unasked()}, unjudged {verdicts}"
+    states = collections.Counter(c.state for c in connections)
+    text += "; servers " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    away = [c for c in connections if c.state not in connection_lib.ANSWERING]
+    if away:
+        text += " (" + "; ".join(f"{c.address} {now - c.state_since:.0f} s: {c.reason}" for c in away) + ")"
+    return text
+
+
+def _group(group: OpenGroup, now: float) -> str:
+    text = f"{group.group_id} ({len(group.completions)} of {len(group.requests)}, {now - group.opened_at:.0f} s"
+    if group.asked:
+        text += f", on {', '.join(sorted(set(group.asked.values())))}"
+    elif group.unasked:
+        text += ", on no server"
+    else:
+        text += ", with the verifier"
+    return text + ")"
+
+
+def status(
+    waits: Waits | None,
+    book: Book,
+    connections: Sequence[Connection],
+    verdicts: int,
+    *,
+    evaluation: Evaluation | None,
+) -> dict[str, Any]:
+    """Plain values for metrics and the progress line."""
+    now = time.monotonic()
+    return {
+        "waiting": waiting(waits, book, connections, verdicts),
+        "trained": book.trained,
+        "next_group": book.next_number,
+        "open_groups": len(book.open),
+        "finished_groups": len(book.finished),
+        "in_flight": sum(c.in_flight for c in connections),
+        "unasked": book.unasked(),
+        "unjudged": verdicts,
+        "evaluation": None if evaluation is None else _evaluation(evaluation),
+        "servers": {c.address: _server(c, now) for c in connections},
+    }
+
+
+def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    book = evaluation.book
+    return {
+        "version": evaluation.version,
+        "seconds": time.monotonic() - evaluation.asked_at,
+        "prompts": book.pacing.groups,
+        "finished": len(book.finished),
+        "open": len(book.open),
+    }
+
+
+def _server(c: Connection, now: float) -> dict[str, Any]:
+    return {
+        "state": c.state,
+        "reason": c.reason,
+        "state_seconds": now - c.state_since,
+        "step": c.step,
+        "evaluating": c.evaluation is not None,
+        "in_flight": c.in_flight,
+        "slots": c.status.slots,
+        "busy_slots": c.status.busy_slots,
+        "queued": c.status.queued,
+        "silent_seconds": now - c.heard_at if c.heard_at >= 0 else None,
+        "engine": c.status.engine,
+        "sampled_tokens": c.status.sampled_tokens,
+        "busy_seconds": c.status.busy_seconds,
+        "up_seconds": c.status.up_seconds,
+    }

@@ -1,0 +1,129 @@
+"""What a group looks like on the wire: ids, seeds, budgets, sampling.
+
+    train/<group number>                   seed and budget from (run seed, group id, sample number)
+    eval/<version>/<prompt index>          the same at every evaluation: from (run seed, prompt index, sample number)
+    probe/<server>/<prompt index>
+
+Everything is a hash of names, nothing a stream of random numbers: a completion asked for again, by whatever server, on
+whatever day, is the same request.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollout_server.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
+from scalerl_jax.config import Config
+from scalerl_jax.rollouts.book import Lease, OpenGroup
+
+PROBE_SAMPLES = 4  # of one prompt
+PROBE_TOKENS = 64  # thinking and answer of a probe: enough for p99, and seconds even on a slow server
+
+
+class Tokenizer(Protocol):
+    @property
+    def stop_ids(self) -> Sequence[int]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+def stable_hash(*parts: object) -> int:
+    """64 bits that depend on `parts` alone: the same in every process, on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+class Requests:
+    """Makes the requests of one run. Raises ValueError where the interruption phrase does not end thinking."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, *, incarnation: int):
+        rollout = config.rollout
+        self._seed, self._group_size, self._incarnation = config.seed, rollout.group_size, incarnation
+        # On the wire a budget of 0 means that there is no thinking at all.
+        high = rollout.thinking_high
+        self._thinking = (max(1, rollout.thinking_low), high) if high else (0, 0)
+        self.sampling = Sampling(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            answer_budget=rollout.answer_budget,
+            stop_token_ids=tuple(int(i) for i in tokenizer.stop_ids),
+        )
+        self.interruption = Interruption()
+        if high:
+            phrase, end = tuple(tokenizer.encode(rollout.phrase)), tuple(tokenizer.encode(rollout.end_of_thinking))
+            if not end or phrase[-len(end) :] != end:
+                raise ValueError(
+                    f"config.rollout.phrase={rollout.phrase!r}: its tokens do not end with those of "
+                    f"config.rollout.end_of_thinking={rollout.end_of_thinking!r}"
+                )
+            self.interruption = Interruption(phrase, end)
+
+    @property
+    def maximum_tokens(self) -> int:
+        """The longest completion there can be, forced tokens included."""
+        return self._thinking[1] + len(self.interruption.phrase_token_ids) + self.sampling.answer_budget
+
+    def train(self, number: int, prompt: Any) -> OpenGroup:
+        """Group `number` of the run."""
+        group_id = f"train/{number}"
+        return OpenGroup(number, group_id, prompt, self._completions(group_id, self._group_size))
+
+    def evaluation(self, number: int, prompt: Any, *, version: int, samples: int) -> OpenGroup:
+        """The samples of one held-out prompt, the `number`-th of the evaluation of `version`."""
+        named = self._completions(f"eval/{prompt.index}", samples)
+        return OpenGroup(number, f"eval/{version}/{prompt.index}", prompt, named)
+
+    def of_lease(self, lease: Lease) -> GroupRequest:
+        group = lease.group
+        return GroupRequest(
+            incarnation=self._incarnation,
+            group_id=group.group_id,
+            prompt=group.prompt.token_ids,
+            completions=tuple(r for r in group.requests if r.index in lease.left),
+            sampling=self.sampling,
+            interruption=self.interruption,
+            minimum_step=lease.minimum_step,
+            pinned_step=lease.pinned_step,
+        )
+
+    def probe(self, server: str, prompt: Any, *, samples: int, version: int) -> GroupRequest:
+        """Short completions at temperature 1, every second one with so little to think that it is interrupted."""
+        group_id = f"probe/{server}/{prompt.index}"
+        high = min(self._thinking[1], PROBE_TOKENS)
+        budgets = [high if i % 2 else min(high, 1 + i) for i in range(samples)]
+        return GroupRequest(
+            incarnation=self._incarnation,
+            group_id=group_id,
+            prompt=prompt.token_ids,
+            completions=tuple(
+                CompletionRequest(i, stable_hash("seed", self._seed, group_id, i), budgets[i]) for i in range(samples)
+            ),
+            sampling=Sampling(
+                answer_budget=min(self.sampling.answer_budget, PROBE_TOKENS),
+                stop_token_ids=self.sampling.stop_token_ids,
+            ),
+            interruption=self.interruption,
+            minimum_step=version,
+            pinned_step=version,
+        )
+
+    def _completions(self, name: str, samples: int) -> tuple[CompletionRequest, ...]:
+        low, high = self._thinking
+        return tuple(
+            CompletionRequest(
+                index=i,
+                seed=stable_hash("seed", self._seed, name, i),
+                thinking_budget=low + stable_hash("thinking", self._seed, name, i) % (high - low + 1) if high else 0,
+            )
+            for i in range(samples)
+        )
+
+
+def spread_probes(prompts: Sequence[Any], completions: int) -> tuple[tuple[Any, int], ...]:
+    """`completions` samples dealt out over some of the prompts: ((prompt, samples), ...)."""
+    assert len(prompts) > 0 and completions > 0
+    # A few samples of one prompt: their shared prefill is part of what is compared.
+    used = list(prompts[: -(-completions // PROBE_SAMPLES)])
+    counts = [completions // len(used) + (i < completions % len(used)) for i in range(len(used))]
+    return tuple(zip(used, counts))

@@ -1,0 +1,251 @@
+"""Real replay servers in processes of their own, and a small trainer that lives on a real Fleet."""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_server.contract.codec import Completion, Version
+from rollout_server.engines.scripts import Scripted
+from scalerl_jax.config import Config
+from scalerl_jax.rollouts import pacing as pacing_lib
+from scalerl_jax.rollouts.book import FinishedGroup
+from scalerl_jax.rollouts.fleet import Fleet
+from scalerl_jax.rollouts.probe import Expected, Probe
+from tests.rollouts.replay_server import read_dump
+
+SHAPES = {"model.embed_tokens.weight": (64, 24), "model.norm.weight": (24,), "lm_head.weight": (64, 24)}
+VOCABULARY = 64
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    index: int
+    text: str
+    token_ids: np.ndarray  # [tokens] int32
+    answer: str
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, f"prompt {index}", np.array([10 + index % 40, 11, 12], np.int32), str(index))
+
+
+class ByteTokenizer:
+    """Ids 1 and up for the letters of a short phrase, 0 stops."""
+
+    stop_ids = (0,)
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + ord(letter) % 7 for letter in text]
+
+
+def weights(version: int) -> dict[str, np.ndarray]:
+    """The tensors of a version: random bits of finite floats."""
+    rng = np.random.default_rng(version)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def eventually(condition: Callable[[], Any], *, seconds: float = 20.0) -> Any:
+    """The first true value of `condition`; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s")
+
+
+class ReplayServer:
+    """One server process; it can be killed, stopped, and started again on its port."""
+
+    def __init__(self, folder: str, name: str, **options: Any):
+        self._base, self._options, self.port, self.process = os.path.join(folder, name), options, 0, None
+        self.launch()
+        self.touched = False  # killed or frozen at some time
+
+    def launch(self, **changes: Any) -> None:
+        """Starts the process; `wait` says when it listens."""
+        self._options |= changes
+        port_file = self._base + ".port"
+        if os.path.exists(port_file):
+            os.remove(port_file)
+        options = {"port": self.port, "port_file": port_file, "dump": self.dump, "shapes": SHAPES} | self._options
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rollouts.replay_server", json.dumps(options)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stderr=open(self._base + ".log", "ab"),  # noqa: SIM115  the process's own
+        )
+
+    def wait(self) -> "ReplayServer":
+        def port() -> int:
+            assert self.process.poll() is None, open(self._base + ".log").read()  # noqa: SIM115
+            if not os.path.exists(self._base + ".port"):
+                return 0
+            with open(self._base + ".port") as file:
+                return int(file.read())
+
+        self.port = eventually(port)
+        return self
+
+    @property
+    def dump(self) -> str:
+        return self._base + ".npz"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def held(self):
+        """(version, tensors) as the engine has them; version 0 of nobody before there was one."""
+        return read_dump(self.dump) if os.path.exists(self.dump) else (Version(0, 0), {})
+
+    def forget(self) -> None:
+        """The dump of what an earlier test sent."""
+        if os.path.exists(self.dump):
+            os.remove(self.dump)
+
+    def kill(self) -> None:
+        self.touched = True
+        self.process.kill()
+        self.process.wait()
+
+    def reserve(self) -> "ReplayServer":
+        """Kills it, so that its port is known and nobody listens there."""
+        self.kill()
+        self.forget()
+        return self
+
+    def freeze(self) -> None:
+        self.touched = True
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+
+def config(**changes: Any) -> Config:
+    """Small and quick; `changes` are dotted names with _ for the dot's first level: fleet_silence_seconds=1."""
+    made = Config(seed=3, updates=8)
+    made.rollout.groups, made.rollout.group_size = 4, 4
+    made.rollout.thinking_low, made.rollout.thinking_high, made.rollout.answer_budget = 4, 24, 16
+    made.rollout.phrase, made.rollout.end_of_thinking = "time is up>", ">"
+    made.fleet.connect_seconds, made.fleet.heartbeat_seconds = 10.0, 0.1
+    made.fleet.status_seconds, made.fleet.silence_seconds = 0.5, 1.0
+    made.fleet.completion_seconds, made.fleet.push_seconds = 10.0, 10.0
+    made.fleet.chunk_bytes = 1000  # several chunks, and tensors across their borders
+    made.evaluation.servers = 1
+    for name, value in changes.items():
+        group, _, field = name.partition("_")
+        if not field:
+            setattr(made, group, value)
+        else:
+            assert hasattr(getattr(made, group), field)
+            setattr(getattr(made, group), field, value)
+    return made
+
+
+def verdict(prompt: Prompt, completion: Completion) -> bool:
+    """What the judge of these tests says: a function of the tokens."""
+    return bool(completion.token_ids.sum() % 2)
+
+
+class Trainer:
+    """Trains nothing, but takes every batch, publishes every version and keeps what it saw."""
+
+    def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, score=None, **kwargs: Any):
+        self.config, self.version = made, start
+        maker = {"pipeline": pacing_lib.Pipeline, "phased": pacing_lib.Phased}[made.pacing.kind]
+        self.pacing = maker(k=made.pacing.k, groups=made.rollout.groups, batches=made.updates, start=start)
+        self.drawn: list[int] = []
+        self.events: list[tuple[str, dict]] = []
+        self.observed: list = []  # (status, evaluating)
+        self.batches: list[list[FinishedGroup]] = []
+        self.admitted: list[str] = []
+        self.judges = concurrent.futures.ThreadPoolExecutor(2)
+        script = Scripted(vocabulary=VOCABULARY)
+        expected = Expected(tokenizer_fingerprint="replay", model_config="{}", wire_dtype="float32")
+
+        def own_score(samples):
+            whole = [script.score(np.concatenate([ids, c.token_ids])) for ids, c in samples]
+            return [scores[len(ids) :] for scores, (ids, _) in zip(whole, samples)]
+
+        self.probe = Probe(made.probe, expected=expected, score=score or own_score, dtype="float32")
+        self.fleet = Fleet(
+            made,
+            addresses=[s.address for s in servers],
+            pacing=self.pacing,
+            incarnation=kwargs.pop("incarnation", time.time_ns()),
+            draw=kwargs.pop("draw", self.draw),
+            judge=kwargs.pop("judge", lambda p, c: self.judges.submit(verdict, p, c)),
+            tokenizer=ByteTokenizer(),
+            probe_prompts=[prompt(1000), prompt(1001)],
+            check=self.probe.check,
+            on_event=lambda kind, fields: self.events.append((kind, fields)),
+            observe=lambda status, evaluating: self.observed.append((status, evaluating)),
+            **kwargs,
+        )
+
+    def __enter__(self) -> "Trainer":
+        self.fleet.start(self.version * self.config.rollout.groups)
+        self.fleet.publish(self.version, weights(self.version))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.fleet.close()
+        self.judges.shutdown()
+
+    def draw(self, number: int) -> Prompt:
+        self.drawn.append(number)
+        return prompt(number)
+
+    def wait(self) -> None:
+        self.admitted += [server for server, _ in self.probe.admit_newcomers(self.fleet)]
+
+    def update(self) -> list[FinishedGroup]:
+        """One batch: taken, "trained", and the next version published where the pacing wants it."""
+        groups = self.fleet.batch(self.version, self.wait)
+        self.batches.append(groups)
+        self.version += 1
+        self.fleet.advance(self.version)
+        self.fleet.publish(self.version, lambda version=self.version: weights(version))
+        return groups
+
+    def states(self) -> dict[str, str]:
+        return {address: s["state"] for address, s in self.fleet.status()["servers"].items()}
+
+    def admit_until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        def look() -> bool:
+            self.wait()
+            return condition()
+
+        eventually(look, seconds=seconds)
+
+    def check(self) -> None:
+        """What must hold of everything trained so far, whatever happened."""
+        size, k = self.config.rollout.groups, self.pacing.k
+        first = self.version - len(self.batches)
+        numbers = [group.number for groups in self.batches for group in groups]
+        assert numbers == list(range(first * size, self.version * size))
+        assert self.drawn == list(range(first * size, first * size + len(self.drawn)))
+        for batch, groups in enumerate(self.batches, start=first):
+            for group in groups:
+                assert len(group.completions) == len(group.verdicts) == self.config.rollout.group_size
+                for index, completion in enumerate(group.completions):
+                    assert (completion.group_id, completion.index) == (f"train/{group.number}", index)
+                    assert 0 <= batch - int(completion.token_steps().min()) <= k
+                    assert group.verdicts[index] == verdict(group.prompt, completion)

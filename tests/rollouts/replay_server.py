@@ -1,0 +1,82 @@
+"""A replay server as a process of its own, with weights that a test can look at.
+
+    python -m tests.rollouts.replay_server '{"port": 0, "port_file": ..., "dump": ..., "shapes": {...}, ...}'
+
+`dump` is written after every version: an .npz of the tensors held, and the version, as the engine has them.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+
+import numpy as np
+
+from rollout_server.contract.codec import Version
+from rollout_server.engines.engine import QueueFull
+from rollout_server.engines.replay_engine import Faults, ReplayEngine
+from rollout_server.engines.scripts import Scripted
+from rollout_server.serve import serve
+
+
+class DumpingEngine(ReplayEngine):
+    dump = ""
+    full_every = 0  # every so many requests are refused as if the queue were full
+    lie_after = 0  # after so many completions their log-probs are nonsense
+    asked = told = 0
+
+    async def generate(self, request):
+        self.asked += 1
+        if self.full_every and self.asked % self.full_every == 0:
+            raise QueueFull("as the test wants it")
+        async with contextlib.aclosing(super().generate(request)) as completions:
+            async for completion in completions:
+                self.told += 1
+                if self.lie_after and self.told > self.lie_after:
+                    completion = dataclasses.replace(completion, logprobs=completion.logprobs + 100)
+                yield completion
+
+    async def load(self, version, tensors):
+        pause = await super().load(version, tensors)
+        with open(self.dump + ".tmp", "wb") as file:
+            held = self.status().version
+            np.savez(file, incarnation=np.uint64(held.incarnation), step=held.step, **self.weights)
+        os.replace(self.dump + ".tmp", self.dump)
+        return pause
+
+
+def read_dump(path: str) -> tuple[Version, dict[str, np.ndarray]]:
+    with np.load(path) as file:
+        tensors = {name: file[name] for name in file.files}
+    return Version(int(tensors.pop("incarnation")), int(tensors.pop("step"))), tensors
+
+
+def make_engine(options: dict) -> ReplayEngine:
+    engine = DumpingEngine(
+        Scripted(vocabulary=options.get("vocabulary", 64), mean_tokens=options.get("mean_tokens", 24.0)),
+        tensors={name: tuple(shape) for name, shape in options["shapes"].items()},
+        slots=options.get("slots", 8),
+        queue=options.get("queue", 16),
+        decode_chunk=options.get("decode_chunk", 4),
+        token_seconds=options.get("token_seconds", 0.0),
+        tokenizer_fingerprint=options.get("fingerprint", "replay"),
+        faults=Faults(crash_after=options.get("crash_after", 0), hang_after=options.get("hang_after", 0)),
+    )
+    engine.dump = options["dump"]
+    engine.full_every, engine.lie_after = options.get("full_every", 0), options.get("lie_after", 0)
+    return engine
+
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    asyncio.run(
+        serve(
+            lambda: make_engine(options),
+            host="127.0.0.1",
+            port=options["port"],
+            port_file=options["port_file"],
+            with_parent=True,
+        )
+    )

@@ -1,0 +1,267 @@
+"""A discrete-event simulation of trainer and fleet around the real Pacing and Book: no process, no wall clock.
+
+    server   slots, a FIFO queue, a speed; plays completions of some chunks, each sampled by the version held then;
+             dies, hangs (its calls time out), comes back with weights of nobody, receives versions after a delay
+    trainer  takes batches by number, trains for a while, publishes what the pacing publishes; the latest version wins
+
+Seeded by one random.Random; every chunk of every completion keeps the version that sampled it.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rollout_server.contract.codec import Completion, CompletionRequest
+from scalerl_jax.rollouts.book import Book, Lease, OpenGroup
+from scalerl_jax.rollouts.pacing import Pacing
+
+CHUNK = 4  # tokens
+
+
+@dataclasses.dataclass
+class Faults:
+    death: float = 0.0  # per completion finished: the server is gone and comes back later
+    hang: float = 0.0  # per completion finished: the server stands still until its calls time out
+    refuse: float = 0.0  # per lease: the server has no room after all
+
+
+NO_FAULTS = Faults()
+
+
+@dataclasses.dataclass(eq=False)
+class Lane:
+    lease: Lease
+    index: int
+    chunks: int
+    steps: list[int] = dataclasses.field(default_factory=list)  # version of each chunk
+
+
+class Server:
+    def __init__(self, name: str, *, slots: int, chunk_seconds: float):
+        self.name, self.slots, self.chunk_seconds = name, slots, chunk_seconds
+        self.step: int | None = None
+        self.alive, self.hanging, self.epoch = True, False, 0
+        self.lanes: list[Lane] = []
+        self.queue: list[Lane] = []
+        self.receiving = False
+        self.idle_slot_seconds = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.lanes) + len(self.queue)
+
+
+class Simulation:
+    """Runs until the trainer has trained every batch. `trained` is what it trained: [batch][group] in order."""
+
+    def __init__(
+        self,
+        *,
+        pacing: Pacing,
+        seed: int,
+        slots: list[int],
+        chunk_seconds: list[float],
+        update_seconds: float,
+        push_seconds: float,
+        group_size: int = 2,
+        mean_chunks: float = 4.0,
+        faults: Faults = NO_FAULTS,
+        start: int = 0,
+        maximum_events: int = 400_000,
+    ):
+        self.random = random.Random(seed)
+        self.pacing, self.group_size, self.mean_chunks, self.faults = pacing, group_size, mean_chunks, faults
+        self.update_seconds, self.push_seconds, self.maximum_events = update_seconds, push_seconds, maximum_events
+        self.servers = [Server(f"s{i}", slots=n, chunk_seconds=s) for i, (n, s) in enumerate(zip(slots, chunk_seconds))]
+        self.book = Book(
+            pacing=pacing, open_group=self.open_group, group_size=group_size, first=start * pacing.groups, trained=start
+        )
+        self.drawn: list[int] = []
+        self.latest = start
+        self.training: int | None = None
+        self.trained: list[list[OpenGroup]] = []
+        self.idle_checks = 0
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+
+    def at(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._events, (self.now + delay, next(self._order), action, args))
+
+    def run(self) -> None:
+        for server in self.servers:
+            self.receive(server)
+        for _ in range(self.maximum_events):
+            self.trainer_looks()
+            self.pump()
+            self.check_slots()
+            if self.book.trained == self.pacing.batches:
+                return
+            assert self._events, f"nothing will ever happen again: {self.book.trained} of {self.pacing.batches} batches"
+            when, _, action, args = heapq.heappop(self._events)
+            for server in self.servers:
+                server.idle_slot_seconds += (when - self.now) * (server.slots - len(server.lanes))
+            self.now = when
+            action(*args)
+        raise AssertionError(f"only {self.book.trained} of {self.pacing.batches} batches after {self.now:.0f} s")
+
+    # ---- trainer
+
+    def open_group(self, number: int) -> OpenGroup:
+        # What the curriculum relies on: consecutive numbers, and batches up to b - k - 1 recorded.
+        assert number == (self.drawn[-1] + 1 if self.drawn else self.book.next_number)
+        assert self.book.trained >= self.pacing.batch(number) - self.pacing.k
+        self.drawn.append(number)
+        requests = tuple(CompletionRequest(i, seed=number * 100 + i) for i in range(self.group_size))
+        return OpenGroup(number, f"train/{number}", None, requests)
+
+    def trainer_looks(self) -> None:
+        if self.training is None and self.book.trained < self.pacing.batches:
+            groups = self.book.take(self.book.trained)
+            if groups is not None:
+                self.training = self.book.trained
+                self.trained.append(groups)
+                self.at(self.update_seconds * self.random.uniform(0.5, 1.5), self.updated)
+
+    def updated(self) -> None:
+        self.training = None
+        self.book.trained += 1
+        if self.pacing.publishes(self.book.trained):
+            self.latest = self.book.trained
+            for server in self.servers:
+                self.receive(server)
+
+    # ---- weights
+
+    def receive(self, server: Server) -> None:
+        if server.alive and not server.hanging and not server.receiving and server.step != self.latest:
+            server.receiving = True
+            delay = self.push_seconds * self.random.uniform(0.2, 3.0)
+            self.at(delay, self.received, server, server.epoch, self.latest)
+
+    def received(self, server: Server, epoch: int, step: int) -> None:
+        if server.epoch == epoch:
+            server.receiving, server.step = False, step
+            self.receive(server)
+
+    # ---- servers
+
+    def pump(self) -> None:
+        live = [s for s in self.servers if s.alive and s.step is not None]
+        ready = list(live)
+        while ready:
+            server = min(ready, key=lambda s: s.in_flight / s.slots)
+            room = server.slots + self.group_size + server.slots // 4 - server.in_flight
+            lease = self.book.lease(
+                server=server.name, step=server.step, room=room, split=False, alone=len(live) == 1, now=self.now
+            )
+            if lease is None:
+                ready.remove(server)
+                continue
+            if self.random.random() < self.faults.refuse:
+                self.book.returned(lease, failed=False)
+                ready.remove(server)
+                self.at(0.1, lambda: None)
+                continue
+            for index in sorted(lease.left):
+                chunks = 1 + int(self.random.expovariate(1 / self.mean_chunks))
+                server.queue.append(Lane(lease, index, chunks))
+            self.fill(server)
+
+    def fill(self, server: Server) -> None:
+        while server.alive and not server.hanging and server.queue and len(server.lanes) < server.slots:
+            lane = server.queue.pop(0)
+            server.lanes.append(lane)
+            self.at(self.chunk_time(server), self.chunk, server, server.epoch, lane)
+
+    def chunk_time(self, server: Server) -> float:
+        return server.chunk_seconds * self.random.uniform(0.5, 1.5)
+
+    def chunk(self, server: Server, epoch: int, lane: Lane) -> None:
+        if server.epoch != epoch:
+            return
+        lane.steps.append(server.step)
+        if len(lane.steps) < lane.chunks:
+            self.at(self.chunk_time(server), self.chunk, server, epoch, lane)
+            return
+        server.lanes.remove(lane)
+        completion = self.completion(lane)
+        assert self.book.arrived(lane.lease, completion)
+        assert not self.book.arrived(lane.lease, completion), "a late duplicate must change nothing"
+        self.at(self.random.uniform(0, 0.2), self.judge, lane.lease.group, lane.index)
+        dice = self.random.random()
+        if dice < self.faults.death:
+            self.gone(server)
+            self.at(self.random.uniform(0.1, 20), self.back, server)
+        elif dice < self.faults.death + self.faults.hang:
+            server.hanging = True
+            server.epoch += 1
+            self.at(self.random.uniform(1, 10), self.timed_out, server)
+        else:
+            self.fill(server)
+
+    def judge(self, group: OpenGroup, index: int) -> None:
+        self.book.judged(group, index, self.random.random() < 0.5, now=self.now)
+
+    def gone(self, server: Server) -> None:
+        server.alive, server.hanging, server.receiving, server.step = False, False, False, None
+        server.epoch += 1
+        leases = {id(lane.lease): lane.lease for lane in (*server.lanes, *server.queue)}
+        server.lanes, server.queue = [], []
+        for lease in leases.values():
+            self.book.returned(lease, failed=True)
+
+    def timed_out(self, server: Server) -> None:
+        self.gone(server)
+        self.at(self.random.uniform(0.1, 5), self.back, server)
+
+    def back(self, server: Server) -> None:
+        server.alive = True
+        self.receive(server)
+
+    def completion(self, lane: Lane) -> Completion:
+        spans: list[tuple[int, int, int]] = []
+        for at, step in enumerate(lane.steps):
+            if spans and spans[-1][0] == step:
+                spans[-1] = (step, spans[-1][1], (at + 1) * CHUNK)
+            else:
+                spans.append((step, at * CHUNK, (at + 1) * CHUNK))
+        tokens = len(lane.steps) * CHUNK
+        return Completion(
+            incarnation=1,
+            group_id=lane.lease.group.group_id,
+            index=lane.index,
+            token_ids=np.ones(tokens, np.int32),
+            logprobs=np.zeros(tokens, np.float32),
+            versions=tuple(spans),
+            forced=(),
+            finish_reason="stop",
+        )
+
+    # ---- what must hold
+
+    def check_slots(self) -> None:
+        """A server at the latest version has an empty slot only where k, the store bound or the end forbid more."""
+        for server in self.servers:
+            if server.alive and not server.hanging and server.step == self.latest and len(server.lanes) < server.slots:
+                batch = self.book.next_number // self.pacing.groups
+                self.idle_checks += 1
+                self.slot_may_be_empty(server, batch)
+
+    def slot_may_be_empty(self, server: Server, batch: int) -> None:
+        """Overridden by tests that claim something."""
+
+    def lags(self) -> list[int]:
+        """Of every trained token."""
+        return [
+            batch - step
+            for batch, groups in enumerate(self.trained, start=self.pacing.batches - len(self.trained))
+            for group in groups
+            for completion in group.completions.values()
+            for step in completion.token_steps().tolist()
+        ]

@@ -1,0 +1,158 @@
+"""Evaluations: every token of one version, the same request each time, training goes on where servers are left."""
+
+import pytest
+
+from scalerl_jax.rollouts.evaluation import EvaluationLost
+from tests.rollouts.helpers import Trainer, config, eventually, prompt, verdict
+
+HELD_OUT = [prompt(5000 + i) for i in range(12)]
+SAMPLES = 3
+BRISK = {"token_seconds": 0.004, "mean_tokens": 12.0}
+
+
+def check(groups, version: int) -> None:
+    assert [group.prompt.index for group in groups] == [p.index for p in HELD_OUT]
+    for group in groups:
+        assert len(group.completions) == SAMPLES
+        for index, completion in enumerate(group.completions):
+            assert (completion.group_id, completion.index) == (f"eval/{version}/{group.prompt.index}", index)
+            assert set(completion.token_steps().tolist()) == {version}
+            assert group.verdicts[index] == verdict(group.prompt, completion)
+
+
+def evaluating(trainer: Trainer) -> list[str]:
+    return [address for address, s in trainer.fleet.status()["servers"].items() if s["evaluating"]]
+
+
+def test_one_server_evaluates_while_the_others_train(start):
+    servers = start(BRISK, BRISK, BRISK)
+    with Trainer(config(updates=4000), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 3)
+        for _ in range(3):
+            trainer.update()
+        future = trainer.fleet.evaluate(3, HELD_OUT, SAMPLES)
+        (evaluator,) = eventually(lambda: evaluating(trainer))
+        held = set()
+        while not future.done():
+            assert evaluating(trainer) in ([evaluator], [])
+            trainer.update()
+            held.add(trainer.fleet.status()["servers"][evaluator]["step"])
+        assert trainer.version > 4  # training went on, and the versions did not reach the evaluating server
+        check(future.result(), 3)
+        eventually(lambda: trainer.fleet.status()["servers"][evaluator]["step"] == trainer.version)
+        trainer.update()
+        trainer.check()
+        assert {evaluating for _, evaluating in trainer.observed} == {True, False}
+
+
+def test_all_servers_evaluate_and_training_waits(start):
+    servers = start(BRISK, BRISK)
+    with Trainer(config(evaluation_servers=0, updates=6), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        first = trainer.fleet.evaluate(0, HELD_OUT, SAMPLES)
+        assert sorted(evaluating(trainer)) == sorted(s.address for s in servers)
+        while trainer.version < 6:
+            trainer.update()
+        last = trainer.fleet.evaluate(6, HELD_OUT, SAMPLES)
+        check(trainer.fleet.result(first, trainer.wait), 0)
+        check(trainer.fleet.result(last, trainer.wait), 6)
+        trainer.check()
+
+
+def test_a_version_within_a_phase_is_sent_to_be_evaluated_only(start):
+    (server,) = start({})
+    with Trainer(config(pacing_kind="phased", pacing_k=4), [server]) as trainer:
+        versions = []
+        for version in range(1, 9):
+            trainer.update()
+            if version in (3, 4):
+                check(trainer.fleet.result(trainer.fleet.evaluate(version, HELD_OUT, SAMPLES), trainer.wait), version)
+            versions.append(server.held()[0].step)
+        assert versions[1] == 0  # the frozen one
+        assert versions[2:6] == [3, 4, 4, 4]
+        trainer.check()
+        steps = [{int(s) for g in groups for c in g.completions for s in c.token_steps()} for groups in trainer.batches]
+        assert steps == [{0}] * 4 + [{4}] * 4
+
+
+@pytest.mark.parametrize("samples", [16, 25])
+def test_a_prompt_has_more_samples_than_a_group_has_completions(start, samples):
+    """16 fill the queue of the server, 25 are more than fit in it, in its slots and in its queue together."""
+    with Trainer(config(), start({})) as trainer:
+        groups = trainer.fleet.result(trainer.fleet.evaluate(0, HELD_OUT[:3], samples), trainer.wait)
+        assert [[c.index for c in group.completions] for group in groups] == [list(range(samples))] * 3
+        trainer.update()
+
+
+def test_evaluations_queue_up_and_keep_their_versions(start):
+    (server,) = start(BRISK)
+    with Trainer(config(updates=12), [server]) as trainer:
+        futures = []
+        for version in range(3):
+            futures.append(trainer.fleet.evaluate(version, HELD_OUT, SAMPLES))
+            trainer.update()
+        for version, future in enumerate(futures):
+            check(trainer.fleet.result(future, trainer.wait), version)
+        trainer.check()
+
+
+def test_an_evaluating_server_that_dies_is_replaced(start):
+    servers = start(BRISK, BRISK)
+    with Trainer(config(), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        trainer.update()
+        future = trainer.fleet.evaluate(1, HELD_OUT, SAMPLES)
+        (evaluator,) = eventually(lambda: evaluating(trainer))
+        eventually(lambda: (trainer.fleet.status()["evaluation"] or {}).get("finished"))
+        server = next(s for s in servers if s.address == evaluator)
+        server.kill()
+        check(trainer.fleet.result(future, trainer.wait), 1)
+        assert evaluator not in evaluating(trainer)
+        trainer.update()
+        trainer.check()
+
+
+def test_the_only_server_dies_while_it_evaluates_and_comes_back(start):
+    (server,) = start(BRISK)
+    with Trainer(config(), [server]) as trainer:
+        trainer.update()
+        future = trainer.fleet.evaluate(1, HELD_OUT, SAMPLES)
+        eventually(lambda: (trainer.fleet.status()["evaluation"] or {}).get("finished"))
+        server.kill()
+        server.launch()
+        server.wait()
+        check(trainer.fleet.result(future, trainer.wait), 1)
+        assert len(trainer.admitted) == 2
+        trainer.update()
+        trainer.check()
+
+
+def test_an_evaluation_beyond_saving_says_so(start):
+    servers = start(BRISK, BRISK)
+    with Trainer(config(), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        # Several seconds' worth: it cannot be done before the other server holds the next version.
+        future = trainer.fleet.evaluate(0, [prompt(6000 + i) for i in range(400)], SAMPLES)
+        (evaluator,) = eventually(lambda: evaluating(trainer))
+        server, other = sorted(servers, key=lambda s: s.address != evaluator)
+        trainer.update()
+        eventually(lambda: trainer.fleet.status()["servers"][other.address]["step"] == 1)
+        server.kill()
+        with pytest.raises(EvaluationLost, match="version 0"):
+            trainer.fleet.result(future, trainer.wait)
+        check(trainer.fleet.result(trainer.fleet.evaluate(1, HELD_OUT, SAMPLES), trainer.wait), 1)
+
+
+def test_every_evaluation_asks_for_the_same(start):
+    """The thinking budget of a prompt's i-th sample is where it is interrupted, if it is, at every evaluation."""
+    with Trainer(config(), start({})) as trainer:
+        places = []
+        for version in range(2):
+            groups = trainer.fleet.result(trainer.fleet.evaluate(version, HELD_OUT, SAMPLES), trainer.wait)
+            check(groups, version)
+            completions = [(g.prompt.index, c) for g in groups for c in g.completions if c.forced]
+            places.append({(index, c.index): c.forced[0][0] for index, c in completions})
+            trainer.update()
+        both = places[0].keys() & places[1].keys()
+        assert len(both) > 5
+        assert all(places[0][name] == places[1][name] for name in both)

@@ -1,0 +1,218 @@
+"""The fleet against real servers in processes of their own, over real gRPC: nothing is lost, nothing is old."""
+
+import collections
+import concurrent.futures
+import time
+
+import numpy as np
+import pytest
+
+from scalerl_jax.rollouts import connection
+from tests.rollouts.helpers import Trainer, config, eventually, prompt, weights
+
+SLOW = {
+    "token_seconds": 0.01,
+    "mean_tokens": 12.0,
+}  # a completion takes about 0.2 s: there is something to lose at any moment
+
+
+def assert_holds(server, version: int) -> None:
+    """Bit by bit."""
+    eventually(lambda: server.held()[0].step == version)
+    tensors = server.held()[1]
+    assert tensors.keys() == weights(version).keys()
+    for name, tensor in weights(version).items():
+        np.testing.assert_array_equal(tensors[name].view(np.uint32), tensor.view(np.uint32))
+
+
+def states_seen(trainer: Trainer, server) -> list[tuple[str, str]]:
+    """(state, reason) in order."""
+    return [
+        (e["state"], e["reason"]) for kind, e in trainer.events if kind == "server" and e["server"] == server.address
+    ]
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "phased"])
+def test_batches_by_number_with_current_weights(start, kind):
+    servers = start({}, {})
+    with Trainer(config(pacing_kind=kind, pacing_k=3, updates=9), servers) as trainer:
+        for _ in range(9):
+            trainer.update()
+        trainer.check()
+        assert sorted(trainer.admitted) == sorted(s.address for s in servers)
+        for server in servers:
+            assert_holds(server, 9)
+        if kind == "phased":
+            for batch, groups in enumerate(trainer.batches):
+                steps = {int(s) for g in groups for c in g.completions for s in c.token_steps()}
+                assert steps == {batch // 3 * 3}
+        assert not any(evaluating for _, evaluating in trainer.observed)
+        assert {status.server_id for status, _ in trainer.observed} and trainer.observed[-1][0].sampled_tokens > 0
+
+
+def test_a_resumed_run_begins_with_its_first_group(start):
+    with Trainer(config(), start({}), start=5) as trainer:
+        for _ in range(3):
+            trainer.update()
+        trainer.check()
+        assert [group.number for group in trainer.batches[0]] == [20, 21, 22, 23]
+
+
+def test_a_killed_server_loses_nothing_and_comes_back(start):
+    servers = start(SLOW, SLOW, SLOW)
+    with Trainer(config(updates=4000), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 3)
+        trainer.update()
+        eventually(lambda: trainer.fleet.status()["servers"][servers[0].address]["in_flight"] > 0)
+        servers[0].kill()
+        trainer.update()
+        eventually(lambda: trainer.states()[servers[0].address] == "connecting")
+        trainer.update()
+        servers[0].launch()
+        servers[0].wait()
+        while trainer.admitted.count(servers[0].address) < 2:
+            trainer.update()
+        assert_holds(servers[0], trainer.version)
+        # It works: no other server is left to.
+        servers[1].kill()
+        servers[2].kill()
+        trainer.update()
+        trainer.check()
+
+
+def test_a_frozen_server_is_given_up_and_let_back_in(start):
+    servers = start(SLOW, SLOW)
+    with Trainer(config(updates=4000), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        eventually(lambda: trainer.fleet.status()["servers"][servers[0].address]["in_flight"] > 0)
+        servers[0].freeze()
+        trainer.update()  # needs what it was asked for
+        assert any("no answer for" in reason for _, reason in states_seen(trainer, servers[0]))
+        trainer.update()
+        servers[0].thaw()
+        while trainer.admitted.count(servers[0].address) < 2:
+            trainer.update()
+        assert_holds(servers[0], trainer.version)
+        trainer.check()
+
+
+def test_a_server_that_answers_but_no_longer_decodes(start, monkeypatch):
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.5)
+    # Two groups and the probe's completions, then silence in the middle of the third.
+    servers = start({"hang_after": 18}, {})
+    with Trainer(config(fleet_completion_seconds=1.0, fleet_connect_seconds=1.0), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        for _ in range(8):
+            trainer.update()
+        trainer.check()
+        assert any("finished nothing" in reason for _, reason in states_seen(trainer, servers[0]))
+
+
+def test_a_crash_and_a_full_queue_in_mid_run(start):
+    servers = start({"crash_after": 30}, {"full_every": 3}, {"queue": 0, "slots": 3, "token_seconds": 0.001})
+    with Trainer(config(updates=12), servers) as trainer:
+        for _ in range(12):
+            trainer.update()
+        trainer.check()
+        eventually(lambda: servers[0].process.poll() is not None)
+
+
+def test_a_slow_server_gets_less(start):
+    servers = start({"token_seconds": 0.02, "mean_tokens": 8.0}, {"token_seconds": 0.001, "mean_tokens": 8.0})
+    with Trainer(config(pacing_store_batches=2.0), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        for _ in range(8):
+            trainer.update()
+        trainer.check()
+        eventually(lambda: sum(s["in_flight"] for s in trainer.fleet.status()["servers"].values()) == 0)
+        time.sleep(0.3)  # three heartbeats: the counters
+        tokens = [trainer.fleet.status()["servers"][s.address]["sampled_tokens"] for s in servers]
+        assert tokens[0] < tokens[1] / 2
+
+
+def test_a_server_that_breaks_the_contract_is_turned_away(start):
+    servers = start({"lie_after": 20}, {})
+    with Trainer(config(), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        for _ in range(8):
+            trainer.update()
+        trainer.check()
+        state, reason = states_seen(trainer, servers[0])[-1]
+        assert state == "rejected"
+        assert "breaks the contract" in reason
+        assert "log-probabilities" in reason
+
+
+def test_all_servers_lost_it_says_so_and_waits(start, caplog):
+    (server,) = start(SLOW)
+    with Trainer(config(), [server]) as trainer:
+        trainer.update()
+        server.kill()
+        texts = []
+
+        def wait():
+            texts.append(trainer.fleet.waiting())
+            if "1 connecting" in texts[-1] and server.process.poll() is not None:
+                server.launch()
+            trainer.wait()
+
+        trainer.fleet.batch(1, wait)
+        server.wait()
+        assert any("groups missing; oldest train/" in text and "on no server" in text for text in texts)
+        assert any(server.address in text and "the connection is broken" in text for text in texts)
+        assert sum("every rollout server is lost" in r.message for r in caplog.records) == 1
+        assert trainer.fleet.waiting() == ""
+
+
+def test_the_store_stays_short_while_the_trainer_is_busy(start):
+    with Trainer(config(), start({})) as trainer:
+        trainer.update()
+        size = trainer.config.rollout.groups
+
+        def idle() -> bool:
+            status = trainer.fleet.status()
+            return status["in_flight"] == status["unjudged"] == 0
+
+        eventually(idle)
+        finished = trainer.fleet.status()["finished_groups"]
+        # The next batch, one stored beyond it, and the groups in flight when the store was full; not the 32 of k.
+        assert 2 * size <= finished <= 2 * size + 8
+
+
+def test_no_prompt_is_left(start):
+    def draw(number):
+        if number >= 10:
+            raise ValueError("every prompt is retired")
+        return prompt(number)
+
+    with Trainer(config(), start({}), draw=draw) as trainer:
+        trainer.update()
+        trainer.update()
+        with pytest.raises(ValueError, match="every prompt is retired"):
+            trainer.update()
+
+
+def test_a_failing_judge_stops_the_run(start):
+    def judge(prompt, completion):
+        future = concurrent.futures.Future()
+        future.set_exception(RuntimeError("the verifier is broken"))
+        return future
+
+    with Trainer(config(), start({}), judge=judge) as trainer:
+        with pytest.raises(RuntimeError, match="the verifier is broken"):
+            trainer.update()
+
+
+def test_completions_are_the_same_whoever_is_asked(start):
+    """One server and three faulty ones give the same tokens for every id: ids and seeds do not depend on the fleet."""
+    seen: dict[tuple[str, int], bytes] = {}
+    servers = start({}, {"crash_after": 25}, {"full_every": 2})
+    for fleet in (servers[:1], servers):
+        with Trainer(config(updates=5), fleet) as trainer:
+            for _ in range(5):
+                for group in trainer.update():
+                    for c in group.completions:
+                        assert seen.setdefault((c.group_id, c.index), c.token_ids.tobytes()) == c.token_ids.tobytes()
+            trainer.check()
+    counts = collections.Counter(group_id for group_id, _ in seen)
+    assert set(counts.values()) == {4}

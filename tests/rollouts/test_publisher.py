@@ -1,0 +1,123 @@
+"""The wire form of a version, and pushes over real gRPC with chunks damaged on the way."""
+
+import threading
+import zlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rollout_server.contract.codec import Version
+from rollout_server.contract.rollout_pb2 import WeightMessage
+from scalerl_jax.rollouts.publisher import Payload
+from tests.rollouts.helpers import Trainer, config, eventually, weights
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1000, 1 << 20])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_chunks_are_the_tensors_one_after_another(chunk_bytes, dtype):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "a": rng.normal(size=(3, 5)).astype(dtype),
+        "b": rng.normal(size=(4, 2)).astype(dtype).T,  # not contiguous
+        "scalar": np.array(-0.0, dtype),
+        "empty": np.zeros((0, 4), dtype),
+        "c": rng.normal(size=(17,)).astype(dtype),
+    }
+    payload = Payload(version=Version(5, 6), tensors=tensors, chunk_bytes=chunk_bytes)
+    chunks = [payload.chunk(i).chunk for i in range(payload.chunks)]
+    whole = b"".join(np.ascontiguousarray(t).tobytes() for t in tensors.values())
+    assert b"".join(c.data for c in chunks) == whole
+    assert [c.index for c in chunks] == list(range(len(chunks)))
+    assert all(len(c.data) == chunk_bytes for c in chunks[:-1])
+    assert all(c.crc32 == zlib.crc32(c.data) for c in chunks)
+    assert payload.header.payload_bytes == len(whole)
+    assert [(t.name, t.dtype, tuple(t.shape)) for t in payload.header.tensors] == [
+        (name, np.dtype(dtype).name, tensor.shape) for name, tensor in tensors.items()
+    ]
+
+
+def damage(monkeypatch, times: int) -> list[int]:
+    """The first `times` chunks sent have a bit flipped, after their checksum was taken."""
+    damaged: list[int] = []
+    good = Payload.chunk
+
+    def chunk(self, index):
+        message = good(self, index)
+        if len(damaged) < times:
+            damaged.append(index)
+            data = bytearray(message.chunk.data)
+            data[len(data) // 2] ^= 16
+            message = WeightMessage(chunk=type(message.chunk)(index=index, data=bytes(data), crc32=message.chunk.crc32))
+        return message
+
+    monkeypatch.setattr(Payload, "chunk", chunk)
+    return damaged
+
+
+def test_a_flipped_bit_is_asked_for_again(start, monkeypatch):
+    damaged = damage(monkeypatch, 3)
+    (server,) = start({})
+    with Trainer(config(), [server]) as trainer:
+        trainer.update()
+        version, tensors = eventually(server.held)
+        assert len(damaged) == 3
+        np.testing.assert_array_equal(tensors["lm_head.weight"], weights(version.step)["lm_head.weight"])
+        pushes = [fields for kind, fields in trainer.events if kind == "push"]
+        assert pushes[0]["resent_chunks"] == 3
+        assert pushes[0]["payload_bytes"] == sum(w.nbytes for w in weights(0).values())
+        assert pushes[0]["seconds"] > 0 <= pushes[0]["pause_seconds"]
+
+
+def test_a_push_that_failed_for_good_is_begun_again(start, monkeypatch):
+    # A chunk damaged eight times is refused by the server; the next attempt succeeds.
+    damaged = damage(monkeypatch, 60)
+    (server,) = start({})
+    with Trainer(config(), [server]) as trainer:
+        trainer.update()
+        assert len(damaged) == 60
+        trainer.check()
+
+
+def test_the_latest_version_wins_and_others_are_never_made(start):
+    (server,) = start({"token_seconds": 0.002})
+    made, gate = [], threading.Event()
+
+    def tensors(version):
+        def make():
+            gate.wait(10)
+            made.append((version, threading.current_thread().name))
+            return weights(version)
+
+        return make
+
+    with Trainer(config(updates=20), [server]) as trainer:
+        trainer.admit_until(lambda: trainer.admitted)
+        for version in range(1, 6):
+            trainer.fleet.publish(version, tensors(version))  # returns at once
+        gate.set()
+        eventually(lambda: server.held()[0].step == 5)
+        np.testing.assert_array_equal(server.held()[1]["model.norm.weight"], weights(5)["model.norm.weight"])
+        # The first may have been begun before the second was offered; those between have no taker.
+        assert {version for version, _ in made} <= {1, 5}
+        assert all(name.startswith("publisher-staging") for _, name in made)
+
+
+def test_what_making_the_tensors_raises_stops_the_run(start):
+    def broken():
+        raise RuntimeError("the device is gone")
+
+    with Trainer(config(), start({})) as trainer:
+        trainer.update()
+        trainer.fleet.publish(2, broken)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            trainer.admit_until(lambda: False)
+
+
+def test_all_servers_receive_at_once(start):
+    servers = start({}, {}, {})
+    with Trainer(config(), servers) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 3)
+        trainer.fleet.publish(1, lambda: weights(1))
+        for server in servers:
+            eventually(lambda server=server: server.held()[0].step == 1)

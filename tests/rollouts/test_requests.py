@@ -1,0 +1,59 @@
+"""Ids, seeds and budgets: functions of names alone."""
+
+import numpy as np
+import pytest
+
+from rollout_server.contract.codec import request_from_proto, request_to_proto
+from scalerl_jax.rollouts.book import Lease
+from scalerl_jax.rollouts.requests import Requests, stable_hash
+from tests.rollouts.helpers import ByteTokenizer, config, prompt
+
+
+def make(**changes) -> Requests:
+    return Requests(config(**changes), ByteTokenizer(), incarnation=7)
+
+
+def test_the_hash_does_not_depend_on_process_or_machine():
+    assert stable_hash("seed", 3, "train/5", 0) == 6993987469532788911
+    assert stable_hash("a", "bc") != stable_hash("ab", "c")
+
+
+def test_a_group_is_the_same_whenever_it_is_made():
+    assert make().train(5, prompt(1)).requests == make().train(5, prompt(2)).requests
+    assert make().train(5, prompt(1)).requests != make(seed=4).train(5, prompt(1)).requests
+    requests = [r for n in range(200) for r in make().train(n, prompt(n)).requests]
+    assert len({r.seed for r in requests}) == len(requests)
+    budgets = np.bincount([r.thinking_budget for r in requests], minlength=25)
+    assert budgets[:4].sum() == 0 == budgets[25:].sum()
+    # Uniform over 21 values: 800 draws, five sigma.
+    assert np.abs(budgets[4:25] - 800 / 21).max() < 5 * np.sqrt(800 / 21)
+
+
+def test_evaluations_differ_in_their_names_only():
+    first = make().evaluation(0, prompt(9), version=10, samples=4)
+    later = make().evaluation(3, prompt(9), version=20, samples=4)
+    assert (first.group_id, later.group_id) == ("eval/10/9", "eval/20/9")
+    assert first.requests == later.requests
+    assert later.number == 3
+
+
+def test_without_thinking():
+    requests = make(rollout_thinking_low=0, rollout_thinking_high=0)
+    group = requests.train(0, prompt(0))
+    assert {r.thinking_budget for r in group.requests} == {0}
+    lease = Lease(group, "server", 3, None, {0, 2})
+    sent = request_from_proto(request_to_proto(requests.of_lease(lease)))
+    assert sent.interruption.phrase_token_ids == ()
+    assert [c.index for c in sent.completions] == [0, 2]
+    assert (sent.incarnation, sent.minimum_step, sent.pinned_step) == (7, 3, None)
+    assert requests.maximum_tokens == 16
+
+
+def test_a_budget_of_nothing_is_not_the_absence_of_thinking():
+    group = make(rollout_thinking_low=0, rollout_thinking_high=1).train(0, prompt(0))
+    assert {r.thinking_budget for r in group.requests} == {1}
+
+
+def test_a_phrase_that_does_not_end_thinking_is_named():
+    with pytest.raises(ValueError, match=r"config\.rollout\.phrase='time is up'"):
+        make(rollout_phrase="time is up")
