@@ -1,0 +1,52 @@
+"""A policy that learns arithmetic on a laptop, with the whole recipe switched on.
+
+Command    make quickstart
+           (scalerl-sft  --config=configs/quickstart.py --workdir=runs/quickstart-warm-start
+            scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart)
+Hardware   2 CPU cores, 4 GB of memory
+Time       about 10 minutes, installation included
+Expect     held-out pass rate from under 0.40 to over 0.85 by RL alone; the sigmoid fitted on the first half of the
+           compute forecasts the last quarter within 0.05
+"""
+
+from scalerl_jax.config import Config
+
+
+def get_config() -> Config:
+    config = Config(updates=120)
+    config.model.path = "runs/quickstart-warm-start/model"
+    config.model.compute_dtype = "float32"
+    config.model.wire_dtype = "float32"
+    config.model.remat = False
+
+    # Chains of 6 to 10 terms; a fifth of the steps in the warm start's traces are slips. About two epochs of prompts.
+    config.task.minimum_terms = 6
+    config.task.maximum_terms = 10
+    config.task.train_prompts = 1536
+    config.sft.updates = 220
+    config.sft.learning_rate = 6e-3
+    config.sft.slip_rate = 0.2
+
+    # The longest chain takes 38 tokens to think: a few of them are interrupted.
+    config.rollout.groups = 24
+    config.rollout.group_size = 8
+    config.rollout.prompt_limit = 24
+    config.rollout.thinking_low = 36
+    config.rollout.thinking_high = 52
+    config.rollout.answer_budget = 8
+
+    config.optimizer.learning_rate = 8e-5
+    config.optimizer.warmup = 45
+    config.optimizer.beta2 = 0.99
+
+    config.learner.row_length = 512
+    config.learner.rows = 8
+
+    config.fleet.slots = 64
+    config.fleet.queue = 128
+
+    config.evaluation.every = 5
+    config.evaluation.prompts = 256
+    config.evaluation.samples = 8
+    config.checkpoint.every = 5
+    return config

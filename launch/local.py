@@ -1,0 +1,278 @@
+"""Generators on this machine, as child processes that are kept alive.
+
+What it promises:
+1. `addresses` hold as long as the object lives: a server that dies is started again on the port it had, after a pause
+   that doubles with every early death (a server that stood for STEADY_SECONDS starts again at the shortest pause).
+2. No server outlives its parent, not even one killed with SIGKILL: each reads a pipe whose only other end the parent
+   holds, and exits at its end (`scalerl-serve --exit_with_parent`).
+3. What a server writes goes to <workdir>/logs/server-<i>.log, appended to; its port to <workdir>/servers/<i>.port.
+4. A server that cannot even start the first time ends the run, with the last line of its log: that is a mistake to be
+   mended (a bad model folder), not a fault to be survived.
+
+Each server gets `threads` XLA threads, so that the processes of one machine share its cores rather than fight for
+them. It runs in a process group of its own: Ctrl-C goes to the trainer alone, which then stops the servers.
+
+Left out on purpose: this neither speaks gRPC nor knows whether a server is healthy. The trainer's fleet finds that out,
+here as with servers that nobody supervises.
+"""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from scalerl_jax.config import Config
+
+STEADY_SECONDS = 60.0  # a server that lived this long did not die of how it was started
+LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is started again
+STOP_SECONDS = 5.0  # between asking a server to stop and killing it
+_POLL_SECONDS = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class StartError(RuntimeError):
+    """A server died, or gave no sign, before it served for the first time. The message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerState:
+    """One server, for the status line and the tests."""
+
+    address: str  # host:port
+    process_id: int  # of the process that runs or ran last
+    alive: bool
+    starts: int  # 1 + how often it was started again
+
+
+def serve_command(config: Config, *, model: str, maximum_tokens: int) -> list[str]:
+    """The command of one local server, less what LocalServers itself adds (port, port file, life line).
+
+    Args:
+        config: of the run.
+        model: Hugging Face folder of the policy.
+        maximum_tokens: of the longest sequence that can be asked for, prompt and forced phrase included.
+    """
+    fleet = config.fleet
+    return [
+        sys.executable,
+        "-m",
+        "rollout_server.serve",
+        f"--engine={fleet.engine}",
+        f"--model={model}",
+        f"--slots={fleet.slots}",
+        f"--queue={fleet.queue}",
+        f"--decode_chunk={fleet.decode_chunk}",
+        f"--compute_dtype={fleet.compute_dtype}",
+        f"--wire_dtype={config.model.wire_dtype}",
+        f"--head_precision={config.model.head_precision}",
+        f"--maximum_tokens={maximum_tokens}",
+    ]
+
+
+def server_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a server that computes on `threads` cores (on a CPU; accelerators are not concerned).
+
+    Args:
+        threads: at least 1.
+        base: what it is made from; default: this process's own environment.
+    """
+    environment = dict(os.environ if base is None else base)
+    environment["NPROC"] = str(threads)  # the size of XLA's thread pools on a CPU
+    for library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment[library] = str(threads)
+    if threads == 1:
+        # Splitting one product over a pool of one thread is pure overhead.
+        flags = [environment.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false"]
+        environment["XLA_FLAGS"] = " ".join(flag for flag in flags if flag)
+    environment["PYTHONUNBUFFERED"] = "1"  # the log's last lines are there when a server dies
+    return environment
+
+
+class _Server:
+    """One supervised process. Its thread starts it, waits for its end, and starts it again."""
+
+    def __init__(
+        self, index: int, command: Sequence[str], environment: Mapping[str, str], workdir: str, first_pause: float
+    ):
+        self.index = index
+        self.port_file = os.path.join(workdir, "servers", f"{index}.port")
+        self.log_file = os.path.join(workdir, "logs", f"server-{index}.log")
+        self.port = 0  # chosen by the system at the first start, kept from then on
+        self.starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._first_pause = first_pause
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # no process is started once stopping is set
+        self._thread = threading.Thread(target=self._supervise, name=f"local-server-{index}", daemon=True)
+
+    def start(self) -> None:
+        os.makedirs(os.path.dirname(self.port_file), exist_ok=True)
+        os.makedirs(os.path.dirname(self.log_file), exist_ok=True)
+        self._spawn()
+
+    def wait_for_port(self, deadline: float) -> None:
+        """Reads the port that the first process serves on, then begins to supervise. Raises StartError."""
+        assert self.process is not None
+        while not os.path.exists(self.port_file):
+            code = self.process.poll()
+            if code is not None:
+                raise StartError(
+                    f"local server {self.index} ended with code {code} before it served: {self._last_line()}"
+                )
+            if time.monotonic() > deadline:
+                raise StartError(f"local server {self.index} does not serve yet, and time is up: see {self.log_file}")
+            time.sleep(_POLL_SECONDS)
+        with open(self.port_file, encoding="ascii") as file:
+            self.port = int(file.read())
+        self._thread.start()
+
+    def ask_to_stop(self) -> None:
+        """From here on no process is started; the one that runs gets SIGTERM and the end of its life line."""
+        with self._lock:
+            self._stopping.set()
+        if self.process is not None:
+            self.process.terminate()
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
+    def stop(self, deadline: float) -> None:
+        """Returns when the process has ended; it is killed at the deadline."""
+        assert self._stopping.is_set()
+        if self.process is None:
+            return
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("local server %d did not stop within %.0f s: killed", self.index, STOP_SECONDS)
+            self.process.kill()
+            self.process.wait()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def state(self) -> ServerState:
+        process = self.process
+        assert process is not None
+        return ServerState(
+            address=f"127.0.0.1:{self.port}",
+            process_id=process.pid,
+            alive=process.poll() is None,
+            starts=self.starts,
+        )
+
+    def _spawn(self) -> None:
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            if os.path.exists(self.port_file):
+                os.remove(self.port_file)
+            with open(self.log_file, "ab") as output:
+                self.process = subprocess.Popen(
+                    [*self._command, f"--port={self.port}", f"--port_file={self.port_file}", "--exit_with_parent"],
+                    stdin=subprocess.PIPE,  # the life line: nothing is ever written to it
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            self.starts += 1
+
+    def _supervise(self) -> None:
+        pause, born = self._first_pause, time.monotonic()
+        while True:
+            assert self.process is not None
+            code = self.process.wait()
+            if self._stopping.is_set():
+                return
+            if time.monotonic() - born > STEADY_SECONDS:
+                pause = self._first_pause
+            log.warning(
+                "local server %d (127.0.0.1:%d) ended with code %d: started again in %.1f s; its log: %s",
+                *(self.index, self.port, code, pause, self.log_file),
+            )
+            if self._stopping.wait(pause):
+                return
+            pause = min(2 * pause, LONGEST_PAUSE)
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self._spawn()
+            born = time.monotonic()
+
+    def _last_line(self) -> str:
+        with open(self.log_file, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 4096))
+            lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"nothing in {self.log_file}"
+
+
+class LocalServers:
+    """`count` supervised servers. Use as a context manager, or call close()."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        count: int,
+        workdir: str,
+        threads: int = 0,
+        start_seconds: float = 120.0,
+        first_pause: float = 0.5,
+    ):
+        """Starts all servers at once and returns when each of them serves.
+
+        Args:
+            command: of one server, see serve_command; it is given --port, --port_file and --exit_with_parent.
+            count: how many, at least 1.
+            workdir: of the run; logs/ and servers/ are made in it.
+            threads: XLA threads of each server; 0: this machine's cores divided by `count`, at least 1.
+            start_seconds: how long the slowest may take until it serves.
+            first_pause: seconds before a server that died is started again; doubled for each early death after it.
+
+        Raises:
+            StartError: one of them ended or did not serve in time; all are stopped by then.
+        """
+        if count < 1:
+            raise ValueError(f"count={count}: at least one local server is needed")
+        if threads < 0:
+            raise ValueError(f"threads={threads}: must be 0 or more")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment = server_environment(threads or max(1, cores // count))
+        self._servers = [_Server(i, command, environment, os.path.abspath(workdir), first_pause) for i in range(count)]
+        deadline = time.monotonic() + start_seconds
+        try:
+            for server in self._servers:
+                server.start()
+            for server in self._servers:
+                server.wait_for_port(deadline)
+        except BaseException:  # Ctrl-C while they start, too: none is left behind
+            self.close()
+            raise
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """host:port of each server, the same for as long as this object lives."""
+        return tuple(server.state().address for server in self._servers)
+
+    def states(self) -> tuple[ServerState, ...]:
+        return tuple(server.state() for server in self._servers)
+
+    def close(self) -> None:
+        """Stops every server and waits for it; those that do not stop are killed after STOP_SECONDS."""
+        deadline = time.monotonic() + STOP_SECONDS
+        for server in self._servers:
+            server.ask_to_stop()
+        for server in self._servers:
+            server.stop(deadline)
+
+    def __enter__(self) -> "LocalServers":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

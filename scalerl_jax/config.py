@@ -1,0 +1,369 @@
+"""The typed config tree: every number a run depends on, with its unit.
+
+A config file is Python: it defines `get_config() -> Config`, its docstring gives the command, the hardware, the time
+and the result to expect, and it says only what differs from the defaults here, which are the paper's where the paper
+gives one (README, "Where the paper is silent", lists the rest). Flags override any leaf: --config.objective.cap=4.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import typing
+from collections.abc import Sequence
+
+PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a config file or flag; the message is one line that names it."""
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    path: str = ""  # Hugging Face folder of the policy to start from, tokenizer included
+    compute_dtype: str = "bfloat16"  # of the trainer's matrix products: bfloat16 | float32
+    wire_dtype: str = "bfloat16"  # what the weights are rounded to, on both sides: bfloat16 | float32
+    head_precision: str = (
+        "default"  # default: operands in compute_dtype, float32 accumulation | highest: float32 operands
+    )
+    remat: bool = True  # recompute each block in the backward pass
+
+
+@dataclasses.dataclass
+class TaskConfig:
+    name: str = "arithmetic"  # arithmetic (made here) | jsonl (train_file, validation_file)
+    train_file: str = ""  # JSONL of {"prompt": str, "answer": str}
+    validation_file: str = ""
+    train_prompts: int = 512  # arithmetic: how many distinct training prompts
+    minimum_terms: int = 3  # arithmetic: terms of the shortest chain
+    maximum_terms: int = 8
+    verifier_processes: int = 1
+    verifier_seconds: float = 5.0  # one answer is judged wrong after this long
+
+
+@dataclasses.dataclass
+class SftConfig:
+    updates: int = 400
+    rows: int = 16  # packed rows per update
+    row_length: int = 256
+    learning_rate: float = 3e-3  # peak; linear warm-up, cosine to 10 %
+    warmup: int = 40
+    weight_decay: float = 0.01
+    traces_file: str = ""  # JSONL of {"prompt": str, "completion": str}; empty: traces of the built-in task
+    slip_rate: float = 0.2  # built-in task: share of steps with a wrong result
+    model_path: str = ""  # Hugging Face folder to start from, tokenizer included; empty: a new decoder
+    model_file: str = ""  # config.json of the decoder to make; empty: the sizes below
+    layers: int = 3
+    width: int = 96
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 32
+    mlp_width: int = 256
+    vocabulary: int = 384
+    checkpoint_every: int = 100
+    log_every: int = 20
+
+
+@dataclasses.dataclass
+class CurriculumConfig:
+    retire_at: float = 0.9  # a prompt whose latest pass rate is at or over this is not drawn again; above 1: off
+
+
+@dataclasses.dataclass
+class RolloutConfig:
+    groups: int = 48  # prompts per update
+    group_size: int = 16  # completions per prompt
+    temperature: float = 1.0  # anything but 1 and 1 makes the ratio biased
+    top_p: float = 1.0
+    top_k: int = 0
+    prompt_limit: int = 2048  # tokens; longer prompts are refused at the start
+    thinking_low: int = 10_000  # the thinking budget is uniform in [low, high], per completion; 0 and 0: no thinking
+    thinking_high: int = 12_000
+    answer_budget: int = 2048
+    phrase: str = PHRASE
+    end_of_thinking: str = "</think>"
+
+
+@dataclasses.dataclass
+class ObjectiveConfig:
+    surrogate: str = "cispo"  # cispo | clip | gspo
+    cap: float = 5.0  # cispo: on the ratio itself
+    clip_low: float = 0.2  # clip, gspo: ratio in [1 - low, 1 + high]
+    clip_high: float = 0.26
+    aggregation: str = "prompt"  # prompt | sample | token
+    normalisation: str = "batch"  # batch | prompt | none
+    truncated: str = "excluded"  # excluded | fail
+    filter_zero_variance: bool = True
+    truncated_is: float = 0.0  # cap of a separate importance weight; 0: off
+    icepop_low: float = 0.0  # tokens with a ratio outside [low, high] are masked; 0 and 0: off
+    icepop_high: float = 0.0
+    total_variation: float = 0.0  # tokens whose sampled probability moved further than this are masked; 0: off
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    learning_rate: float = 5e-7
+    warmup: int = 100  # updates
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-15
+    weight_decay: float = 0.01
+    gradient_clip: float = 0.0  # global norm; 0: off
+
+
+@dataclasses.dataclass
+class LearnerConfig:
+    replica: int = 1  # mesh axes; fsdp 0: all remaining devices
+    fsdp: int = 0
+    tensor: int = 1
+    row_length: int = 16_384  # tokens of a packed row
+    rows: int = 1  # rows of a micro-batch, per replica x fsdp shard
+    logprob_chunk: int = 128  # tokens per chunk of the head
+
+
+@dataclasses.dataclass
+class PacingConfig:
+    kind: str = "pipeline"  # pipeline | phased
+    k: int = 8  # updates
+    store_batches: float = 1.0  # finished, untrained groups beyond the batch in training, in batches
+
+
+@dataclasses.dataclass
+class FleetConfig:
+    servers: int = 2  # local ones, when --servers is not given
+    engine: str = "jax"
+    slots: int = 64  # local servers: completions sampled at once
+    queue: int = 128  # local servers: completions that may wait
+    decode_chunk: int = 8  # local servers: tokens between two looks at the queue and at the weights
+    compute_dtype: str = "float32"  # local servers
+    threads: int = 0  # local servers: cores that each computes on; 0: those there are, divided by servers
+    connect_seconds: float = 60.0
+    heartbeat_seconds: float = 1.0
+    status_seconds: float = 5.0  # deadline of a status call
+    silence_seconds: float = 15.0  # no status for this long: the server is given up until it answers again
+    completion_seconds: float = 600.0  # deadline of one request for a group
+    push_seconds: float = 600.0  # deadline of one version's transfer
+    chunk_bytes: int = 2**20
+
+
+@dataclasses.dataclass
+class ProbeConfig:
+    completions: int = 8
+    mean_limit: float = 0.0  # of |log-prob difference|; 0: by dtype (1e-3 in float32, 2e-2 in bfloat16)
+    p99_limit: float = 0.0  # 0: by dtype (1e-2 in float32, 2e-1 in bfloat16)
+
+
+@dataclasses.dataclass
+class EvaluationConfig:
+    every: int = 100  # updates; also at step 0 and at the end
+    prompts: int = 1000
+    samples: int = 16
+    servers: int = 0  # how many of the servers evaluate; 0: all, and training waits
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    every: int = 20  # updates
+    keep: int = 2
+
+
+@dataclasses.dataclass
+class TelemetryConfig:
+    tensorboard: bool = True
+    wandb_project: str = ""  # empty: off
+    samples_every: int = 10  # updates between samples of rollouts written down
+    samples: int = 8  # completions written each time
+
+
+@dataclasses.dataclass
+class Config:
+    seed: int = 0
+    updates: int = 1000
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    sft: SftConfig = dataclasses.field(default_factory=SftConfig)
+    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+    pacing: PacingConfig = dataclasses.field(default_factory=PacingConfig)
+    fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
+    probe: ProbeConfig = dataclasses.field(default_factory=ProbeConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
+
+
+_CHOICES = {
+    "model.compute_dtype": ("bfloat16", "float32"),
+    "model.wire_dtype": ("bfloat16", "float32"),
+    "model.head_precision": ("default", "highest"),
+    "task.name": ("arithmetic", "jsonl"),
+    "objective.surrogate": ("cispo", "clip", "gspo"),
+    "objective.aggregation": ("prompt", "sample", "token"),
+    "objective.normalisation": ("batch", "prompt", "none"),
+    "objective.truncated": ("excluded", "fail"),
+    "pacing.kind": ("pipeline", "phased"),
+    "fleet.engine": ("jax", "replay"),
+    "fleet.compute_dtype": ("bfloat16", "float32"),
+}
+
+
+def load_file(path: str) -> Config:
+    """The config that a file's get_config() returns. Raises ConfigError naming the file."""
+    if not os.path.isfile(path):
+        raise ConfigError(f"--config={path}: no such file")
+    spec = importlib.util.spec_from_file_location("scalerl_config_file", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config={path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except (AttributeError, TypeError, SyntaxError, NameError, ImportError) as error:
+        raise ConfigError(f"--config={path}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"--config={path}: get_config() returns {type(config).__name__}, not a Config")
+    check(config)
+    return config
+
+
+def override(config: Config, path: str, text: str) -> None:
+    """Sets the leaf `path` ("objective.cap") from a flag's text. Raises ConfigError naming the flag."""
+    node: typing.Any = config
+    parts = path.split(".")
+    for depth, part in enumerate(parts):
+        names = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+        if part not in names:
+            where = ".".join(["config", *parts[:depth]])
+            raise ConfigError(f"--config.{path}: {where} has no field {part!r} (it has: {', '.join(names) or 'none'})")
+        if depth < len(parts) - 1:
+            node = getattr(node, part)
+    current = getattr(node, parts[-1])
+    if dataclasses.is_dataclass(current):
+        raise ConfigError(f"--config.{path}: is a group of fields, not a value")
+    setattr(node, parts[-1], _convert(f"--config.{path}", type(current), text))
+
+
+def _convert(name: str, kind: type, text: str) -> typing.Any:
+    if kind is bool:
+        lowered = text.lower()
+        if lowered not in ("true", "false", "1", "0"):
+            raise ConfigError(f"{name}={text}: is not true or false")
+        return lowered in ("true", "1")
+    if kind is str:
+        return text
+    try:
+        if kind is int:
+            return int(text.replace("_", ""))
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text}: is not a number of type {kind.__name__}") from None
+
+
+def parse_argv(argv: Sequence[str]) -> tuple[Config, list[str]]:
+    """Reads --config=FILE and every --config.a.b=value out of argv; returns the config and the other arguments.
+
+    Raises ConfigError on a missing or unreadable file, an unknown field, or a value of the wrong type.
+    """
+    path, overrides, rest = None, [], []
+    items = iter(argv)
+    for item in items:
+        bare = item[1:] if item.startswith("--") else item
+        if not bare.startswith("-config"):
+            rest.append(item)
+            continue
+        key, equals, text = bare[1:].partition("=")
+        if key != "config" and not key.startswith("config."):
+            rest.append(item)
+            continue
+        if not equals:
+            following = next(items, None)
+            if following is None:
+                raise ConfigError(f"--{key}: no value given")
+            text = following
+        if key == "config":
+            path = text
+        else:
+            overrides.append((key.removeprefix("config."), text))
+    if path is None:
+        raise ConfigError("--config: no config file given, for example --config=configs/quickstart.py")
+    config = load_file(path)
+    for key, text in overrides:
+        override(config, key, text)
+    check(config)
+    return config, rest
+
+
+def leaves(config: typing.Any, prefix: str = "") -> dict[str, typing.Any]:
+    """Every value under its dotted name."""
+    out = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            out.update(leaves(value, f"{prefix}{field.name}."))
+        else:
+            out[prefix + field.name] = value
+    return out
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError where a value has the wrong type, or values do not fit together."""
+    defaults = leaves(Config())
+    values = leaves(config)
+    for name, value in values.items():
+        if name not in defaults:
+            raise ConfigError(f"config.{name}: is not a field of the config")
+        kind = type(defaults[name])
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            continue
+        if type(value) is not kind:
+            raise ConfigError(f"config.{name}={value!r}: is not of type {kind.__name__}")
+    for name, choices in _CHOICES.items():
+        if values[name] not in choices:
+            raise ConfigError(f"config.{name}={values[name]!r}: is not one of {', '.join(choices)}")
+    positive = (
+        "updates rollout.groups rollout.answer_budget pacing.k learner.row_length learner.rows learner.logprob_chunk "
+        "learner.replica learner.tensor fleet.slots fleet.decode_chunk evaluation.prompts evaluation.samples "
+        "evaluation.every checkpoint.every checkpoint.keep fleet.chunk_bytes objective.cap optimizer.learning_rate"
+    )
+    for name in positive.split():
+        if not values[name] > 0:
+            raise ConfigError(f"config.{name}={values[name]}: must be above 0")
+    if config.rollout.group_size < 2:
+        raise ConfigError(
+            f"config.rollout.group_size={config.rollout.group_size}: a group needs at least 2 completions"
+        )
+    if not 0 <= config.rollout.thinking_low <= config.rollout.thinking_high:
+        raise ConfigError("config.rollout.thinking_low: must be between 0 and config.rollout.thinking_high")
+    if config.objective.surrogate == "gspo" and config.objective.aggregation != "sample":
+        raise ConfigError("config.objective.surrogate=gspo: goes with config.objective.aggregation=sample only")
+    if config.model.compute_dtype == "float32" and config.model.wire_dtype == "bfloat16":
+        pass  # allowed: the policy is the rounded one, computed in float32
+    if config.model.compute_dtype == "bfloat16" and config.model.wire_dtype == "float32":
+        raise ConfigError(
+            "config.model.wire_dtype=float32: the trainer computes in bfloat16, so it would train another policy"
+        )
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The inverse of to_json. Raises ConfigError on fields that do not exist."""
+    return _from_dict(Config, json.loads(text), "config")
+
+
+def _from_dict(kind: type, values: dict, where: str) -> typing.Any:
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigError(f"{where}.{unknown[0]}: is not a field of the config")
+    made = {}
+    for name, value in values.items():
+        default = getattr(kind(), name)
+        made[name] = _from_dict(type(default), value, f"{where}.{name}") if dataclasses.is_dataclass(default) else value
+    return kind(**made)

@@ -1,0 +1,62 @@
+"""What every command does around its main: read flags, turn a user's mistake into one line, leave with a code."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from absl import app, flags, logging
+
+from scalerl_jax.config import Config, ConfigError, parse_argv
+
+
+class UserError(ValueError):
+    """A mistake of the user's that is no config field: a folder, a file, an address. The message is one line."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a command without a config file. A UserError or ConfigError is printed as one line; exit code 2."""
+    app.run(lambda _: _guarded(main))
+
+
+def run_with_arguments(main: Callable[[list[str]], None]) -> None:
+    """The same, for a command whose arguments that are no flags are its input."""
+    app.run(lambda argv: _guarded(lambda: main(argv[1:])))
+
+
+def run_with_config(main: Callable[[Config], None]) -> None:
+    """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
+    if any(item in ("--help", "-h", "--helpfull", "-help") for item in sys.argv[1:]):
+        app.run(lambda _: None)
+    try:
+        config, rest = parse_argv(sys.argv[1:])
+    except ConfigError as error:
+        fail(str(error))
+    app.run(lambda _: _guarded(lambda: main(config)), argv=[sys.argv[0], *rest])
+
+
+def fail(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    raise SystemExit(2)
+
+
+def _guarded(main: Callable[[], None]) -> None:
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO; --verbosity=0 brings it back
+    try:
+        main()
+    except (UserError, ConfigError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:  # everything that was open is closed by now, and what was saved is on disk
+        sys.stderr.write("interrupted: the same command goes on where this one stopped\n")
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+@contextlib.contextmanager
+def user_mistakes(*kinds: type[Exception]) -> Iterator[None]:
+    """Around code that reads what the user gave: errors of these kinds (none: ValueError) become a UserError."""
+    caught = kinds or (ValueError,)
+    try:
+        yield
+    except caught as error:
+        raise UserError(str(error)) from error

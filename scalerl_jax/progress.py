@@ -1,0 +1,114 @@
+"""One line that says how a run is doing: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """What the line shows; None where there is nothing to show yet."""
+
+    step: int = 0
+    pass_rate: float | None = None  # of the latest batch
+    reward: float | None = None  # mean, in [-1, 1]
+    lag: float | None = None  # mean of the trained tokens, in updates
+    trained_per_second: float | None = None  # tokens
+    sampled_per_second: float | None = None  # tokens, all servers
+    note: str = ""  # the evaluation's result, or whatever comes once in a while
+    waiting: str = ""  # who waits for whom, and for how long
+
+    def line(self) -> str:
+        parts = []
+        if self.pass_rate is not None:
+            parts.append(f"pass {self.pass_rate:.3f}")
+        if self.reward is not None:
+            parts.append(f"reward {self.reward:+.3f}")
+        if self.lag is not None:
+            parts.append(f"lag {self.lag:.1f}")
+        if self.trained_per_second is not None:
+            parts.append(f"train {_short(self.trained_per_second)} tok/s")
+        if self.sampled_per_second is not None:
+            parts.append(f"sample {_short(self.sampled_per_second)} tok/s")
+        parts.extend(part for part in (self.note, self.waiting) if part)
+        return "  ".join(parts)
+
+
+class ProgressLine:
+    """A context manager. `say` prints a line above the bar and leaves it there."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        updates: int,
+        step: int = 0,
+        every_seconds: float = 5.0,
+        stream: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
+        self._what, self._updates, self._every, self._clock = what, updates, every_seconds, clock
+        self._standing = Standing(step=step)
+        self._printed_at: float | None = None
+        self._printed = ""
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn(f"{what} {{task.completed:.0f}}/{{task.total:.0f}}", markup=False),
+                BarColumn(bar_width=16),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+                console=self._console,
+                refresh_per_second=2,
+            )
+            self._task = self._bar.add_task(what, total=updates, completed=step, line="")
+
+    def __enter__(self) -> "ProgressLine":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._text() != self._printed:
+            self._print()
+
+    def update(self, **changes: object) -> None:
+        """Changes some fields of the standing; the rest stays. `waiting` must be given anew each time."""
+        self._standing = dataclasses.replace(self._standing, **{"waiting": "", **changes})  # type: ignore[arg-type]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._standing.step, line=self._standing.line())
+            return
+        due = self._printed_at is None or self._clock() - self._printed_at >= self._every
+        if due and self._text() != self._printed:
+            self._print()
+
+    def say(self, line: str) -> None:
+        self._console.print(line)
+
+    def _text(self) -> str:
+        return f"{self._what} {self._standing.step}/{self._updates}  {self._standing.line()}".rstrip()
+
+    def _print(self) -> None:
+        self._printed_at, self._printed = self._clock(), self._text()
+        self._console.print(self._printed)
+        self._console.file.flush()
+
+
+def _short(number: float) -> str:
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.1f}{letter}"
+    return f"{number:.0f}"

@@ -1,0 +1,365 @@
+"""scalerl-sft: the supervised warm start, from JSONL traces or from the built-in task's.
+
+    scalerl-sft --config=configs/quickstart.py --workdir=runs/quickstart-warm-start [--config.a.b=v]
+
+    loss = - (1 / loss tokens of the update) * sum of log p over the completions' tokens
+
+Trains a new decoder (config.sft.model_file, or the sizes in config.sft) with a tokenizer made from its traces, or the
+policy in config.sft.model_path, and writes WORKDIR/model: a Hugging Face folder, whole or not at all. Everything random
+is a function of (seed, update), so a run killed and started again goes on and ends with the model it would have made.
+The workdir remembers only the fields that the warm start depends on: others may change, and the model stays.
+
+Left out on purpose: an evaluation; scalerl-train makes one at step 0.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+import optax
+from absl import flags
+
+from scalerl_jax import entry
+from scalerl_jax.config import Config, ConfigError
+from scalerl_jax.learner import optimizer
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.packing import Segment, pack
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.model import DecoderConfig, Precision, init_params, load_hf
+from scalerl_jax.model.decoder import Params
+from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.objective.surrogate import Surrogate
+from scalerl_jax.progress import ProgressLine
+from scalerl_jax.tasks import arithmetic
+from scalerl_jax.tasks.prompts import read_jsonl
+from scalerl_jax.tasks.tokenizer import Tokenizer, make_tokenizer
+from scalerl_jax.telemetry import RunFolder
+
+_GRADIENT_CLIP = 1.0  # global norm: the first updates of a new decoder are steep
+_BETA2 = 0.95
+_EPSILON = 1e-8
+_FINAL_RATE = 0.1  # of the peak, at the end of the cosine
+_TRACES, _INITIAL = 3, 4  # streams of random numbers, beside those of tasks/arithmetic.py
+
+
+# ---- Traces: (prompt, pieces of the completion) to segments --------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A trace in tokens."""
+
+    tokens: np.ndarray  # [t] int32, prompt, completion, end of sequence
+    trained: np.ndarray  # [t] bool, the loss tokens
+
+
+def tokenize(prompt: str, pieces: Sequence[arithmetic.Piece], tokenizer: Tokenizer) -> Example:
+    """The prompt is context, and so are pieces that are not trained on; the completion ends with the stop token."""
+    tokens = tokenizer.encode_prompt(prompt)
+    trained = [False] * len(tokens)
+    for piece in pieces:
+        ids = tokenizer.encode(piece.text)
+        tokens += ids
+        trained += [piece.trained] * len(ids)
+    if tokens[-1] not in tokenizer.stop_ids:
+        tokens.append(tokenizer.eos_id)
+        trained.append(True)
+    return Example(np.asarray(tokens, np.int32), np.asarray(trained))
+
+
+def fill(examples: Iterator[Example], *, rows: int, length: int) -> list[Example]:
+    """Takes from the stream what fills `rows` rows of `length` positions, and no more than packing puts there."""
+    taken: list[Example] = []
+    row, room = 1, length
+    for example in examples:
+        positions = len(example.tokens) - 1
+        if positions > room:
+            row, room = row + 1, length
+            if row > rows:
+                break
+        room -= positions
+        taken.append(example)
+    # Taken row by row; packing places the longest first, which now and then needs one row more.
+    while max(place.row for place in pack(segments(taken), length=length, rows=len(taken))[1]) >= rows:
+        taken.pop()
+    return taken
+
+
+def segments(examples: Sequence[Example]) -> list[Segment]:
+    """Each loss token weighs 1 / all loss tokens of the update."""
+    weight = 1.0 / sum(int(example.trained.sum()) for example in examples)
+    out = []
+    for example in examples:
+        blank = np.zeros(len(example.tokens), np.float32)
+        out.append(Segment(example.tokens, (weight * example.trained).astype(np.float32), blank, blank))
+    return out
+
+
+class ArithmeticTraces:
+    """The built-in task's traces, made as they are needed, from training problems only."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        # Interruptions are part of what is taught only where the run will interrupt.
+        self._phrase = config.rollout.phrase if config.rollout.thinking_high else ""
+        term = len(tokenizer.encode("+9=9")) + len(tokenizer.encode("+9"))
+        fixed = tokenize("9=", [arithmetic.Piece("<think>9" + self._phrase + "</think>9")], tokenizer)
+        self.longest = len(fixed.tokens) + term * (config.task.maximum_terms - 1)  # tokens
+
+    def batch(self, update: int) -> list[Example]:
+        config = self._config
+        rng = np.random.default_rng([config.seed, _TRACES, update])
+
+        def examples() -> Iterator[Example]:
+            while True:
+                problem = arithmetic.draw(
+                    rng,
+                    minimum_terms=config.task.minimum_terms,
+                    maximum_terms=config.task.maximum_terms,
+                    validation=False,
+                )
+                pieces = arithmetic.trace(problem, rng, slip_rate=config.sft.slip_rate, phrase=self._phrase)
+                yield tokenize(problem.text, pieces, self._tokenizer)
+
+        return fill(examples(), rows=config.sft.rows, length=config.sft.row_length)
+
+
+class FileTraces:
+    """The rows of a JSONL file of {"prompt", "completion"}, epoch after epoch, each in an order of its own.
+
+    Raises ValueError naming a row that does not fit into config.sft.row_length.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        self._config = config
+        self._examples = []
+        for prompt, completion, where in read_traces(config.sft.traces_file):
+            example = tokenize(prompt, [arithmetic.Piece(completion)], tokenizer)
+            if len(example.tokens) - 1 > config.sft.row_length:
+                raise ValueError(
+                    f"{where}: has {len(example.tokens)} tokens, a row holds {config.sft.row_length + 1} "
+                    "(config.sft.row_length)"
+                )
+            self._examples.append(example)
+        if not self._examples:
+            raise ValueError(f"{config.sft.traces_file}: no traces there")
+        self.longest = max(len(example.tokens) for example in self._examples)
+        self._next, self._taken = 0, 0  # update that comes next; examples taken before it
+
+    def batch(self, update: int) -> list[Example]:
+        if update < self._next:
+            self._next, self._taken = 0, 0
+        while True:  # what an update takes depends on those before it
+            taken = fill(self._stream(self._taken), rows=self._config.sft.rows, length=self._config.sft.row_length)
+            self._next, self._taken = self._next + 1, self._taken + len(taken)
+            if self._next > update:
+                return taken
+
+    def _stream(self, start: int) -> Iterator[Example]:
+        count = len(self._examples)
+        for epoch in itertools.count(start // count):
+            order = np.random.default_rng([self._config.seed, _TRACES, epoch]).permutation(count)
+            for at in range(start % count if epoch == start // count else 0, count):
+                yield self._examples[order[at]]
+
+
+def read_traces(path: str) -> Iterator[tuple[str, str, str]]:
+    return read_jsonl(path, "config.sft.traces_file", ("prompt", "completion"))
+
+
+# ---- The decoder and its tokenizer ---------------------------------------------------------------------------------
+
+
+def corpus(config: Config) -> Iterator[str]:
+    """What a new tokenizer is made from: the traces, and the interruption phrase as often as its words need."""
+    if not config.sft.traces_file:
+        yield from arithmetic.corpus(
+            minimum_terms=config.task.minimum_terms,
+            maximum_terms=config.task.maximum_terms,
+            seed=config.seed,
+            phrase=config.rollout.phrase,
+        )
+        return
+    for prompt, completion, _ in read_traces(config.sft.traces_file):
+        yield prompt + completion
+        yield config.rollout.phrase
+
+
+def settle_tokenizer(config: Config, folder: RunFolder) -> str:
+    """The folder of the tokenizer: the start model's, or one made here (whole or not at all)."""
+    if config.sft.model_path:
+        return config.sft.model_path
+    out = folder.path("tokenizer")
+    if not os.path.isdir(out):
+        temporary = f"{out}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
+        make_tokenizer(corpus=corpus(config), path=temporary, vocabulary=config.sft.vocabulary)
+        os.replace(temporary, out)
+    return out
+
+
+def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
+    """The decoder to train. Raises ValueError naming the field or file at fault."""
+    sft = config.sft
+    if sft.model_path:
+        return read_config(sft.model_path)
+    if sft.model_file:
+        try:
+            with open(sft.model_file) as file:
+                decoder = DecoderConfig.from_hf(json.load(file))
+        except OSError as error:
+            raise ValueError(f"config.sft.model_file={sft.model_file}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"config.sft.model_file={sft.model_file}: {error}") from error
+    else:
+        decoder = DecoderConfig(
+            vocabulary=sft.vocabulary,
+            width=sft.width,
+            layers=sft.layers,
+            heads=sft.heads,
+            kv_heads=sft.kv_heads,
+            head_size=sft.head_size,
+            mlp_width=sft.mlp_width,
+            tied_embeddings=True,  # at these sizes a head of its own would be a third of the parameters
+        )
+    if decoder.vocabulary < tokenizer.vocabulary:
+        raise ValueError(f"the decoder has {decoder.vocabulary} tokens, the tokenizer {tokenizer.vocabulary}")
+    return dataclasses.replace(decoder, stop_token_ids=tokenizer.stop_ids)
+
+
+def make_learner(config: Config, decoder: DecoderConfig, *, longest: int) -> Learner:
+    """`longest`: tokens of the longest example."""
+    sft, mesh = config.sft, make_mesh(
+        replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor
+    )  # fmt: skip
+    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, sft.learning_rate, sft.warmup, max(sft.updates, sft.warmup + 1), sft.learning_rate * _FINAL_RATE
+    )
+    return Learner(
+        decoder=decoder,
+        optimizer=optimizer.adamw(
+            schedule,
+            beta1=0.9,
+            beta2=_BETA2,
+            epsilon=_EPSILON,
+            weight_decay=sft.weight_decay,
+            clip=_GRADIENT_CLIP,
+        ),
+        mesh=mesh,
+        precision=Precision(config.model.compute_dtype, config.model.wire_dtype, config.model.head_precision),
+        surrogate=Surrogate(kind="cross_entropy"),
+        row_length=sft.row_length,
+        # As many rows at once as an RL update computes, and no more than there are.
+        rows=shards * min(config.learner.rows, -(-sft.rows // shards)),
+        max_segment=min(longest, sft.row_length),
+        logprob_chunk=config.learner.logprob_chunk,
+        remat=config.model.remat,
+    )
+
+
+def initial_params(config: Config, decoder: DecoderConfig, learner: Learner) -> Params:
+    if config.sft.model_path:
+        return load_hf(config.sft.model_path, learner.mesh)[1]
+    return init_params(decoder, jax.random.key(_fold(config.seed)), learner.mesh)
+
+
+def _fold(seed: int) -> int:
+    return int(np.random.default_rng([seed, _INITIAL]).integers(2**31))
+
+
+def relevant(config: Config) -> Config:
+    """The fields that the warm start depends on; the rest at their defaults, so that it may change between runs."""
+    kept = Config(seed=config.seed, sft=config.sft, telemetry=config.telemetry)
+    if not config.sft.traces_file:
+        kept.task.minimum_terms, kept.task.maximum_terms = config.task.minimum_terms, config.task.maximum_terms
+    kept.rollout.phrase = config.rollout.phrase
+    kept.rollout.thinking_high = int(config.rollout.thinking_high > 0)
+    kept.rollout.thinking_low = 0
+    kept.model.compute_dtype, kept.model.wire_dtype = config.model.compute_dtype, config.model.wire_dtype
+    return kept
+
+
+# ---- The run -------------------------------------------------------------------------------------------------------
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError on numbers that no warm start can have."""
+    for name in ("updates", "rows", "row_length", "learning_rate", "checkpoint_every", "log_every"):
+        if not getattr(config.sft, name) > 0:
+            raise ConfigError(f"config.sft.{name}={getattr(config.sft, name)}: must be above 0")
+    if not 0 <= config.sft.slip_rate <= 1:
+        raise ConfigError(f"config.sft.slip_rate={config.sft.slip_rate}: must be between 0 and 1")
+
+
+def main(config: Config, workdir: str) -> None:
+    check(config)
+    with contextlib.ExitStack() as stack:
+        # ---- 1. The run folder; nothing to do where the model is there ---------------------------------------------
+        folder = stack.enter_context(RunFolder(workdir, relevant(config)))
+        out = folder.path("model")
+        if os.path.isdir(out):
+            print(f"warm start: {out} is there already")
+            return
+
+        # ---- 2. Tokenizer, traces, decoder -------------------------------------------------------------------------
+        with entry.user_mistakes():
+            tokenizer_folder = settle_tokenizer(config, folder)
+            tokenizer = Tokenizer(tokenizer_folder)
+            decoder = decoder_config(config, tokenizer)
+            traces = (FileTraces if config.sft.traces_file else ArithmeticTraces)(config, tokenizer)
+            learner = make_learner(config, decoder, longest=traces.longest)
+
+        # ---- 3. Begin, or go on ------------------------------------------------------------------------------------
+        checkpoints = Checkpoints(folder.path("checkpoints"), keep=2)
+        stack.callback(checkpoints.close)
+        with entry.user_mistakes():
+            found = checkpoints.restore(learner.abstract_state())
+            if found is None:
+                learner.start(initial_params(config, decoder, learner))
+        if found is not None:
+            learner.state = found.state
+        start = found.step if found else 0
+        folder.resume(start)
+        line = stack.enter_context(ProgressLine("warm start", updates=config.sft.updates, step=start))
+        parameters = sum(x.size for x in jax.tree.leaves(learner.state["params"]))
+        line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.updates} updates, from update {start}")
+
+        # ---- 4. The loop -------------------------------------------------------------------------------------------
+        for update in range(start, config.sft.updates):
+            examples = traces.batch(update)
+            sums = learner.update(segments(examples))
+            step = update + 1
+            if step % config.sft.log_every == 0 or step == config.sft.updates:
+                values = {"loss": sums["loss"], "gradient_norm": sums["gradient_norm"], "row_use": sums["row_use"]}
+                folder.metrics(step, {**values, "examples": len(examples), "tokens": sums["tokens"]})
+            line.update(step=step, note=f"loss {sums['loss']:.3f}")
+            if step % config.sft.checkpoint_every == 0 and step < config.sft.updates:
+                checkpoints.save(step, learner.state, manifest={"update": step}, arrays={"update": np.asarray([step])})
+
+        # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
+        write_model_folder(
+            out,
+            params=learner.state["params"],
+            decoder=decoder,
+            tokenizer_dir=tokenizer_folder,
+            dtype=config.model.wire_dtype,
+        )
+        line.say(f"warm start: wrote {out}")
+
+
+def run() -> None:
+    flags.DEFINE_string("workdir", None, "Folder of the warm start; the model will be WORKDIR/model.", required=True)
+    entry.run_with_config(lambda config: main(config, flags.FLAGS.workdir))
+
+
+if __name__ == "__main__":
+    run()

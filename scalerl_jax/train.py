@@ -1,0 +1,255 @@
+"""scalerl-train: trains a policy with the ScaleRL recipe, or goes on where a run stopped.
+
+    scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart [--config.a.b=v]
+                  [--servers=host:port,... | file:PATH | dns:///name:port]
+
+One loop over batches. Batch b is trained on when the policy is version b, and makes version b + 1:
+
+    groups   <- fleet.batch(b)          by number, waiting for stragglers and saying for whom
+    batch    <- verdicts to rewards, advantages, one weight per loss token      learner/batch.py
+    update   <- accumulate as often as the batch needs, then apply              learner/step.py
+    publish  <- version b + 1 goes out to all servers while the next batch is awaited
+    evaluate, checkpoint, write down
+
+Without --servers, local ones are started and supervised as config.fleet says.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+from absl import flags
+
+from launch.local import LocalServers, StartError, serve_command
+from rollout_server.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax import entry, summary
+from scalerl_jax.config import Config
+from scalerl_jax.learner import optimizer
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.ledger import Ledger, ModelShape
+from scalerl_jax.model import Precision, load_hf
+from scalerl_jax.model.config import DecoderConfig
+from scalerl_jax.model.hf import Tensors, read_config
+from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.objective.surrogate import Surrogate
+from scalerl_jax.progress import ProgressLine
+from scalerl_jax.rollouts import pacing as pacing_lib
+from scalerl_jax.rollouts.addresses import parse as parse_addresses
+from scalerl_jax.rollouts.fleet import Fleet, FleetError
+from scalerl_jax.rollouts.probe import Expected, Probe, ProbeError
+from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.tasks import prompts as tasks
+from scalerl_jax.tasks.curriculum import Curriculum, NoPromptLeft
+from scalerl_jax.tasks.tokenizer import Tokenizer
+from scalerl_jax.tasks.verifiers import Verifier
+from scalerl_jax.telemetry import RunFolder
+from scalerl_jax.trainer import Draws, Pushes, Trainer, observe, score
+
+FLAGS = flags.FLAGS
+
+
+def make_learner(config: Config, decoder: DecoderConfig, *, max_segment: int) -> Learner:
+    """The learner of a run on all devices there are."""
+    mesh = make_mesh(replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor)
+    objective = config.objective
+    return Learner(
+        decoder=decoder,
+        optimizer=optimizer.from_config(config.optimizer),
+        mesh=mesh,
+        precision=Precision(config.model.compute_dtype, config.model.wire_dtype, config.model.head_precision),
+        surrogate=Surrogate(
+            kind=objective.surrogate,
+            cap=objective.cap,
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            truncated_is=objective.truncated_is,
+            icepop_low=objective.icepop_low,
+            icepop_high=objective.icepop_high,
+            total_variation=objective.total_variation,
+        ),
+        row_length=config.learner.row_length,
+        rows=config.learner.rows * mesh.shape["replica"] * mesh.shape["fsdp"],
+        max_segment=max_segment,
+        logprob_chunk=config.learner.logprob_chunk,
+        remat=config.model.remat,
+    )
+
+
+def make_pacing(config: Config, *, start: int) -> pacing_lib.Pacing:
+    """The run's pacing, from version `start` on."""
+    common = {"k": config.pacing.k, "groups": config.rollout.groups, "batches": config.updates, "start": start}
+    if config.pacing.kind == "phased":
+        return pacing_lib.Phased(**common)
+    return pacing_lib.Pipeline(**common, store_batches=config.pacing.store_batches)
+
+
+def start_servers(config: Config, workdir: str, *, maximum_tokens: int) -> LocalServers:
+    """Local generators, supervised; returns when they serve. Raises entry.UserError where one cannot start."""
+    command = serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens)
+    try:
+        return LocalServers(command, count=config.fleet.servers, workdir=workdir, threads=config.fleet.threads)
+    except StartError as error:
+        raise entry.UserError(str(error)) from error
+
+
+def main(config: Config) -> None:
+    with contextlib.ExitStack() as stack:
+        # ---- 1. The run folder; the policy, the tokenizer and the task to start from ---------------------------------
+        folder = stack.enter_context(RunFolder(FLAGS.workdir, config))
+        with entry.user_mistakes():
+            decoder = read_config(config.model.path)
+            Tensors(config.model.path)  # a folder without weights is found before anything is started
+            tokenizer = Tokenizer(config.model.path)
+            train_prompts, validation_prompts = tasks.load(config, tokenizer)
+            requests = Requests(config, tokenizer, incarnation=folder.incarnation)
+            given = parse_addresses(FLAGS.servers) if FLAGS.servers else []
+        held_out = config.evaluation.prompts
+        if len(validation_prompts) < held_out:
+            raise entry.UserError(f"config.evaluation.prompts={held_out}: only {len(validation_prompts)} are held out")
+        maximum_tokens = config.rollout.prompt_limit + requests.maximum_tokens
+        if maximum_tokens > config.learner.row_length + 1:
+            raise entry.UserError(
+                f"config.learner.row_length={config.learner.row_length}: a prompt and its completion may have "
+                f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
+            )
+
+        # Everything from here on is compute of the run.
+        with entry.user_mistakes():
+            ledger = Ledger(
+                folder.path("ledger.json"),
+                trainer_devices=jax.device_count(),
+                shape=ModelShape.decoder(
+                    vocabulary=decoder.vocabulary,
+                    width=decoder.width,
+                    layers=decoder.layers,
+                    heads=decoder.heads,
+                    kv_heads=decoder.kv_heads,
+                    head_size=decoder.head_size,
+                    mlp_width=decoder.mlp_width,
+                ),
+            )
+
+        # ---- 2. Local servers start while the update is compiled -----------------------------------------------------
+        starter = stack.enter_context(ThreadPoolExecutor(1))
+        local: Future[LocalServers] | None = None
+        if not given:
+            local = starter.submit(start_servers, config, folder.workdir, maximum_tokens=maximum_tokens)
+        with entry.user_mistakes():
+            learner = make_learner(config, decoder, max_segment=maximum_tokens)
+
+        # ---- 3. Begin, or go on: parameters, optimizer, history of every prompt, logs --------------------------------
+        curriculum = Curriculum(
+            prompts=len(train_prompts),
+            retire_at=config.curriculum.retire_at,
+            k=config.pacing.k,
+            groups_per_batch=config.rollout.groups,
+            seed=config.seed,
+        )
+        checkpoints = Checkpoints(folder.path("checkpoints"), keep=config.checkpoint.keep)
+        stack.callback(checkpoints.close)
+        with entry.user_mistakes():
+            found = checkpoints.restore(learner.abstract_state())
+            if found is None:
+                learner.start(load_hf(config.model.path, learner.mesh)[1])
+            else:
+                learner.state = found.state
+                curriculum.restore(found.arrays)
+        start = found.step if found else 0
+        folder.resume(start)
+        draws = Draws(curriculum, train_prompts)
+        learner.compile()
+        if local is not None:
+            stack.callback(local.result().close)
+            addresses: Sequence[str] = local.result().addresses
+        else:
+            addresses = given
+
+        # ---- 4. Meet the fleet ---------------------------------------------------------------------------------------
+        probe = Probe(
+            config.probe,
+            expected=Expected(
+                tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
+                model_config=decoder.canonical_json(),
+                wire_dtype=config.model.wire_dtype,
+                maximum_tokens=maximum_tokens,
+            ),
+            score=functools.partial(score, learner),
+            dtype=config.model.compute_dtype
+            if config.model.compute_dtype == "bfloat16"
+            else config.fleet.compute_dtype,
+        )
+        pushes = Pushes()
+        thinking = config.rollout.thinking_high > 0
+        verifier = stack.enter_context(
+            Verifier(
+                processes=config.task.verifier_processes,
+                seconds=config.task.verifier_seconds,
+                end_of_thinking=config.rollout.end_of_thinking if thinking else "",
+            )
+        )
+        fleet = Fleet(
+            config,
+            addresses=addresses,
+            pacing=make_pacing(config, start=start),
+            incarnation=folder.incarnation,
+            draw=draws.draw,
+            judge=lambda prompt, c: verifier.submit(tokenizer.decode_completion(c.token_ids.tolist()), prompt.answer),
+            tokenizer=tokenizer,
+            probe_prompts=train_prompts,
+            check=probe.check,
+            on_event=pushes.event,
+            observe=functools.partial(observe, ledger),
+        )
+        stack.callback(fleet.close)
+        line = stack.enter_context(ProgressLine("train", updates=config.updates, step=start))
+        trainer = Trainer(
+            config=config,
+            folder=folder,
+            ledger=ledger,
+            learner=learner,
+            checkpoints=checkpoints,
+            tokenizer=tokenizer,
+            draws=draws,
+            validation=validation_prompts[:held_out],
+            fleet=fleet,
+            probe=probe,
+            pushes=pushes,
+            line=line,
+        )
+        if found:
+            line.say(f"going on from step {start} of {config.updates}")
+
+        # ---- 5. The loop ---------------------------------------------------------------------------------------------
+        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft):
+            fleet.start(start * config.rollout.groups)
+            trainer.begin(start)
+            saved, save_due = start, False
+            for number in range(start, config.updates):
+                trainer.train_on(number)
+                step = number + 1
+                if step % config.evaluation.every == 0 or step == config.updates:
+                    trainer.evaluate(step)
+                if step == config.updates:
+                    trainer.finish_evaluations()
+                # Not before the rows of its evaluations are written: a run that goes on from it would lack them. But an
+                # evaluation that takes longer than the updates between two checkpoints does not hold them up.
+                save_due |= step % config.checkpoint.every == 0 or step == config.updates
+                if save_due and (not trainer.evaluating or step - saved >= 2 * config.checkpoint.every):
+                    trainer.save(step)
+                    saved, save_due = step, False
+
+    # ---- 6. What came of it ------------------------------------------------------------------------------------------
+    summary.show(FLAGS.workdir)
+
+
+def run() -> None:
+    flags.DEFINE_string("workdir", None, "Folder of the run; a run found there goes on.", required=True)
+    flags.DEFINE_string("servers", "", "host:port,..., file:PATH or dns:///name:port; none: local ones are started.")
+    entry.run_with_config(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,286 @@
+"""What the training loop works with: one method for each thing that happens to a batch or a version.
+
+`Trainer` is the trainer's thread. `Draws` and `Pushes` are shared with the fleet's thread, and hold a lock each.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.codec import Completion
+from scalerl_jax.config import Config
+from scalerl_jax.learner.batch import Batch, build, per_token
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.ledger import Ledger, ServerCounters
+from scalerl_jax.progress import ProgressLine
+from scalerl_jax.rollouts.evaluation import EvaluationLost
+from scalerl_jax.rollouts.fleet import FinishedGroup, Fleet
+from scalerl_jax.rollouts.probe import Probe
+from scalerl_jax.tasks.curriculum import Curriculum
+from scalerl_jax.tasks.prompts import Prompt
+from scalerl_jax.tasks.tokenizer import Tokenizer
+from scalerl_jax.telemetry import RolloutSample, RunFolder
+
+
+class Draws:
+    """The curriculum, shared between the fleet's thread, which draws, and the trainer's, which records."""
+
+    def __init__(self, curriculum: Curriculum, prompts: Sequence[Prompt]):
+        self._curriculum, self._prompts = curriculum, prompts
+        self._lock = threading.Lock()
+
+    def draw(self, number: int) -> Prompt:
+        with self._lock:
+            return self._prompts[self._curriculum.draw(number)]
+
+    def record(self, batch: int, outcomes: Sequence[tuple[int, int, int]]) -> None:
+        with self._lock:
+            self._curriculum.record(batch, outcomes)
+
+    def state(self) -> dict[str, np.ndarray]:
+        with self._lock:
+            return self._curriculum.state()
+
+    def retired(self) -> int:
+        with self._lock:
+            return self._curriculum.retired()
+
+
+class Pushes:
+    """What the publisher reports between two rows of metrics. `event` is called on the fleet's thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reports: list[dict[str, Any]] = []
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "push":
+            with self._lock:
+                self._reports.append(fields)
+        else:
+            logging.info("%s: %s", kind, fields)
+
+    def take(self) -> dict[str, float]:
+        """Of the versions applied since the last call, by all servers."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+        names = ("payload_bytes", "resent_chunks", "seconds", "staging_seconds", "pause_seconds")
+        return {"applied": len(reports), **{name: sum(r[name] for r in reports) for name in names}}
+
+
+def observe(ledger: Ledger, status: pb.StatusReply, evaluating: bool) -> None:
+    """Books what a server did since its last status."""
+    counters = ServerCounters(
+        devices=status.devices,
+        up_seconds=status.up_seconds,
+        busy_seconds=status.busy_seconds,
+        sampled_tokens=status.sampled_tokens,
+        forced_tokens=status.forced_tokens,
+        prefill_tokens=status.prefill_tokens,
+    )
+    ledger.observe(status.server_id, counters, evaluating=evaluating)
+
+
+def host_arrays(weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value) for name, value in weights.items()}
+
+
+def score(learner: Learner, samples: Sequence[tuple[np.ndarray, Completion]]) -> list[np.ndarray]:
+    """The trainer's log-probs of each completion's tokens after its prompt."""
+    scored = learner.score([np.concatenate([prompt, completion.token_ids]) for prompt, completion in samples])
+    return [logprobs[len(prompt) :] for (prompt, _), logprobs in zip(samples, scored, strict=True)]
+
+
+class Trainer:
+    """What the loop works with. Each method is one sentence of the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        folder: RunFolder,
+        ledger: Ledger,
+        learner: Learner,
+        checkpoints: Checkpoints,
+        tokenizer: Tokenizer,
+        draws: Draws,
+        validation: Sequence[Prompt],
+        fleet: Fleet,
+        probe: Probe,
+        pushes: "Pushes",
+        line: ProgressLine,
+    ):
+        self.config, self.folder, self.ledger, self.learner = config, folder, ledger, learner
+        self.checkpoints, self.tokenizer, self.draws, self.validation = checkpoints, tokenizer, draws, validation
+        self.fleet, self.probe, self.pushes, self.line = fleet, probe, pushes, line
+        self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
+
+    def begin(self, start: int) -> None:
+        """The first version goes out; the servers are met; version `start` is evaluated if it is due."""
+        weights = self.learner.wire()
+        self.fleet.publish(start, lambda: host_arrays(weights))
+        if start % self.config.evaluation.every == 0:
+            self.evaluate(start)
+        self.ledger.begin()
+
+    def serve_fleet(self) -> None:
+        """What the trainer's thread owes the fleet while it waits: newcomers are scored, the line is redrawn."""
+        for server, found in self.probe.admit_newcomers(self.fleet):
+            self.line.say(
+                f"{server} joined: |log-prob difference| {found.mean:.1e} on average, {found.p99:.1e} at p99, "
+                f"over {found.tokens} tokens"
+            )
+        self.line.update(waiting=self.fleet.waiting())
+        for step, began, compute, future in [e for e in self._evaluations if e[3].done()]:
+            self._evaluations = [e for e in self._evaluations if e[0] != step]
+            if isinstance(future.exception(), EvaluationLost):
+                self.line.say(f"step {step}: {future.exception()}")
+                continue
+            self._write_evaluation(step, began, compute, future.result())
+
+    def train_on(self, number: int) -> None:
+        """Batch `number`: wait, build, update, publish, write down."""
+        began = time.monotonic()
+        groups = self.fleet.batch(number, wait=self.serve_fleet)
+        waited = time.monotonic() - began
+        self._book(groups, evaluation=False)
+        with self.ledger.trainer("busy"):
+            batch = build(groups, self.config.objective, number=number)
+            sums = self.learner.update(batch.segments) if batch.segments else {}
+            self.ledger.trained([len(segment.tokens) for segment in batch.segments])
+            weights = self.learner.wire()
+        seconds = time.monotonic() - began - waited
+        step = number + 1
+        self.draws.record(number, batch.outcomes)
+        self.publish(step, weights)
+        self._write_metrics(step, groups, batch, sums, waited=waited, seconds=seconds)
+
+    def publish(self, step: int, weights: dict[str, jax.Array]) -> None:
+        """Version `step` exists from here on; its bytes come to the host when a server is ready for them."""
+        self.fleet.publish(step, lambda: host_arrays(weights))
+        self.fleet.advance(step)
+
+    def evaluate(self, step: int) -> None:
+        """Asks for the evaluation of version `step`; waits for it where it takes all servers."""
+        if any(row["step"] == step for row in self.folder.evaluations()):
+            return
+        compute = self.ledger.snapshot()
+        future = self.fleet.evaluate(step, self.validation, self.config.evaluation.samples)
+        self._evaluations.append((step, time.monotonic(), compute, future))
+        if self.config.evaluation.servers == 0:
+            self.finish_evaluations()
+
+    @property
+    def evaluating(self) -> bool:
+        return bool(self._evaluations)
+
+    def finish_evaluations(self) -> None:
+        with self.ledger.trainer("evaluation"):
+            for *_, future in list(self._evaluations):
+                with contextlib.suppress(EvaluationLost):  # serve_fleet says so
+                    self.fleet.result(future, wait=self.serve_fleet)
+            self.serve_fleet()
+
+    def save(self, step: int) -> None:
+        manifest = {"version": step, "incarnation": self.folder.incarnation, "seed": self.config.seed}
+        self.checkpoints.save(step, self.learner.state, manifest=manifest, arrays=self.draws.state())
+
+    def _book(self, groups: Sequence[FinishedGroup], *, evaluation: bool) -> None:
+        for group in groups:
+            self.ledger.finished(
+                prompt_tokens=len(group.prompt.token_ids),
+                completion_tokens=[len(completion.token_ids) for completion in group.completions],
+                evaluation=evaluation,
+            )
+
+    def _write_evaluation(self, step: int, began: float, compute: dict[str, Any], groups: list[FinishedGroup]) -> None:
+        self._book(groups, evaluation=True)
+        cut = [c.finish_reason == "length" for g in groups for c in g.completions]
+        row = self.folder.evaluation(
+            step=step,
+            version=step,
+            passes=[sum(group.verdicts) for group in groups],
+            samples=self.config.evaluation.samples,
+            seconds=time.monotonic() - began,
+            compute=compute,
+            values={
+                "truncated": float(np.mean(cut)),
+                "length_mean": float(np.mean([len(c.token_ids) for g in groups for c in g.completions])),
+            },
+        )
+        self.line.say(
+            f"step {step}: held-out pass rate {row['pass_rate']:.3f} ({len(groups)} prompts x "
+            f"{self.config.evaluation.samples}), {compute['device_hours'] * 3600:.0f} device-seconds, "
+            f"evaluated in {row['seconds']:.1f} s"
+        )
+        self.line.update(note=f"held-out {row['pass_rate']:.3f} at {step}")
+
+    def _write_metrics(
+        self,
+        step: int,
+        groups: list[FinishedGroup],
+        batch: Batch,
+        sums: dict[str, float],
+        *,
+        waited: float,
+        seconds: float,
+    ) -> None:
+        values: dict[str, Any] = {
+            **batch.metrics,
+            **(per_token(sums) if sums else {}),
+            "groups": [(group.number, group.prompt.index) for group in groups],
+            "lags": {str(lag): count for lag, count in sorted(batch.lags.items())},
+            "waited_seconds": waited,
+            "update_seconds": seconds,
+            "group_seconds": float(np.mean([g.finished_at - g.asked_at for g in groups])),
+            "prompts_retired": self.draws.retired(),
+            "optimizer_step": int(self.learner.state["step"]),
+            "compute": self.ledger.snapshot(),
+            "pushes": self.pushes.take(),
+        }
+        self.folder.metrics(step, values)
+        if self.folder.wants_rollouts(step):
+            self.folder.rollouts(step, self._samples(groups, batch))
+        elapsed = max(1e-9, waited + seconds)
+        self.line.update(
+            step=step,
+            pass_rate=batch.metrics["pass_rate"],
+            reward=batch.metrics["reward"],
+            lag=batch.metrics["lag_mean"],
+            trained_per_second=batch.prompt_tokens / max(1e-9, seconds),
+            sampled_per_second=batch.sampled_tokens / elapsed,
+            waiting=self.fleet.waiting(),
+        )
+
+    def _samples(self, groups: list[FinishedGroup], batch: Batch) -> list[RolloutSample]:
+        """One completion of each group, a different one each time, so that right and wrong ones are seen."""
+        out = []
+        for p, group in enumerate(groups):
+            completion = group.completions[p % len(group.completions)]
+            out.append(self._sample(group, completion, float(batch.rewards[p, completion.index])))
+        return out
+
+    def _sample(self, group: FinishedGroup, completion: Completion, reward: float) -> RolloutSample:
+        return RolloutSample(
+            group=group.number,
+            index=completion.index,
+            prompt=group.prompt.text,
+            answer=group.prompt.answer,
+            completion=self.tokenizer.decode(completion.token_ids.tolist()),
+            token_ids=completion.token_ids.tolist(),
+            logprobs=completion.logprobs.tolist(),
+            versions=completion.versions,
+            forced=completion.forced,
+            verdict=bool(group.verdicts[completion.index]),
+            reward=reward,
+            finish_reason=completion.finish_reason,
+        )

@@ -1,0 +1,196 @@
+"""The supervision of local servers: ports that hold, restarts, and nobody left behind."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from launch import local
+from launch.local import LocalServers, StartError
+from scalerl_jax.config import Config
+
+STAND_IN = [sys.executable, str(pathlib.Path(__file__).with_name("stand_in_server.py"))]
+
+
+def ask(address: str, line: str) -> str:
+    """Sends a line to a stand-in; returns its answer, or "" where it died on it."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection, connection.makefile("rw") as stream:
+        stream.write(line + "\n")
+        stream.flush()
+        return stream.readline().strip()
+
+
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        time.sleep(0.02)
+
+
+def runs(process_id: int) -> bool:
+    """False for a zombie as well: on Linux it counts as ended."""
+    try:
+        with open(f"/proc/{process_id}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def answers(address: str) -> bool:
+    try:
+        return ask(address, "ping") == "ok"
+    except OSError:
+        return False
+
+
+def test_servers_serve_on_ports_of_their_own_and_stop_with_close(tmp_path: pathlib.Path) -> None:
+    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path)) as servers:
+        addresses = servers.addresses
+        assert len(set(addresses)) == 2
+        assert all(answers(address) for address in addresses)
+        ids = [state.process_id for state in servers.states()]
+        assert all(runs(process_id) for process_id in ids)
+        for i in range(2):
+            assert (tmp_path / "logs" / f"server-{i}.log").read_text() == "serving\n"
+    assert not any(runs(process_id) for process_id in ids)
+    assert not any(answers(address) for address in addresses)
+
+
+def test_a_server_that_dies_comes_back_on_its_port_and_the_other_is_left_alone(tmp_path: pathlib.Path) -> None:
+    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path), first_pause=0.05) as servers:
+        addresses, before = servers.addresses, servers.states()
+        for death in range(1, 4):
+            assert ask(addresses[0], "die") == ""
+            until(lambda death=death: servers.states()[0].starts == 1 + death and answers(addresses[0]))
+        os.kill(servers.states()[0].process_id, signal.SIGKILL)
+        until(lambda: servers.states()[0].starts == 5 and answers(addresses[0]))
+        assert servers.addresses == addresses
+        assert servers.states()[1] == before[1]
+        assert (tmp_path / "logs" / "server-0.log").read_text() == "serving\n" * 5
+
+
+def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(tmp_path: pathlib.Path) -> None:
+    pause = 0.2
+    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=pause) as servers:
+        (address,) = servers.addresses
+        waited = []
+        for death in range(1, 4):
+            start = time.monotonic()
+            ask(address, "die")
+            until(lambda death=death: servers.states()[0].starts == 1 + death)
+            waited.append(time.monotonic() - start)
+            until(lambda: answers(address))
+        assert waited[0] >= pause
+        assert waited[1] >= 2 * pause
+        assert waited[2] >= 4 * pause
+
+
+def test_close_while_a_server_waits_to_be_started_again_starts_nothing(tmp_path: pathlib.Path) -> None:
+    servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=60.0)
+    ask(servers.addresses[0], "die")
+    until(lambda: not servers.states()[0].alive)
+    start = time.monotonic()
+    servers.close()
+    assert time.monotonic() - start < 5
+    assert servers.states()[0].starts == 1
+
+
+def test_a_server_deaf_to_every_request_to_stop_is_killed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.3)
+    servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path))
+    (state,) = servers.states()
+    assert ask(state.address, "hang") == "ok"
+    servers.close()
+    assert not runs(state.process_id)
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(tmp_path: pathlib.Path) -> None:
+    command = [*STAND_IN, "--refuse=/no/such/model: no config.json there"]
+    with pytest.raises(StartError, match=r"server 0 ended with code 2 .*error: /no/such/model: no config.json there$"):
+        LocalServers(command, count=2, workdir=str(tmp_path))
+
+
+def test_a_server_that_never_serves_is_given_up_and_stopped(tmp_path: pathlib.Path) -> None:
+    before = children()
+    with pytest.raises(StartError, match=r"server 0 does not serve yet"):
+        LocalServers([*STAND_IN, "--never_serve"], count=2, workdir=str(tmp_path), start_seconds=0.5)
+    assert children() == before
+
+
+def children() -> set[int]:
+    """The process ids of this process's living children."""
+    path = pathlib.Path(f"/proc/{os.getpid()}/task")
+    return {int(child) for task in path.iterdir() for child in (task / "children").read_text().split()}
+
+
+def test_servers_end_with_a_parent_that_is_killed(tmp_path: pathlib.Path) -> None:
+    program = f"""
+import time
+from launch.local import LocalServers
+servers = LocalServers({STAND_IN!r}, count=2, workdir={str(tmp_path)!r})
+print(*[state.process_id for state in servers.states()], flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(ids) == 2
+        assert all(runs(process_id) for process_id in ids)
+        parent.kill()
+    until(lambda: not any(runs(process_id) for process_id in ids))
+
+
+def test_the_cores_are_shared_out(tmp_path: pathlib.Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path)) as servers:
+        assert ask(servers.addresses[1], "env NPROC") == str(max(1, cores // 2))
+    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), threads=3) as servers:
+        assert ask(servers.addresses[0], "env NPROC") == "3"
+    one = local.server_environment(1, {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
+    assert one["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+
+
+@pytest.mark.parametrize(("count", "threads"), [(0, 0), (1, -1)])
+def test_impossible_numbers_are_refused(tmp_path: pathlib.Path, count: int, threads: int) -> None:
+    with pytest.raises(ValueError, match=r"count=0|threads=-1"):
+        LocalServers(STAND_IN, count=count, workdir=str(tmp_path), threads=threads)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_path: pathlib.Path) -> None:
+    config = Config()
+    config.fleet.engine, config.model.wire_dtype = "replay", "float32"
+    command = local.serve_command(config, model="", maximum_tokens=256)
+    with LocalServers(command, count=2, workdir=str(tmp_path), first_pause=0.05) as servers:
+        assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]
+        os.kill(servers.states()[0].process_id, signal.SIGKILL)
+        until(lambda: servers.states()[0].starts == 2)
+        assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]
+        ids = [state.process_id for state in servers.states()]
+    assert not any(runs(process_id) for process_id in ids)
+
+
+def health_of(address: str) -> str:
+    """What grpc.health.v1 says of the server as a whole, waiting up to 30 s for it to be there."""
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=30, wait_for_ready=True)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+
+
+def test_a_real_server_without_a_model_says_so_in_one_line(tmp_path: pathlib.Path) -> None:
+    config = Config()
+    command = local.serve_command(config, model=str(tmp_path / "nowhere"), maximum_tokens=256)
+    with pytest.raises(StartError, match=r"ended with code 2 .*nowhere: no such folder$"):
+        LocalServers(command, count=1, workdir=str(tmp_path))

@@ -1,0 +1,43 @@
+import pytest
+
+from scalerl_jax.tasks.tokenizer import Tokenizer
+from tests.train import helpers
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    """A tiny policy, as a Hugging Face folder."""
+    return helpers.write_model(str(tmp_path_factory.mktemp("policy") / "model"))
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> list[str]:
+    """The flags that name the task's files."""
+    return helpers.write_task(str(tmp_path_factory.mktemp("task")))
+
+
+@pytest.fixture(scope="session")
+def flags(model, task) -> list[str]:
+    """What every run of these tests has on its command line."""
+    return [f"--config={helpers.CONFIG}", f"--config.model.path={model}", *task]
+
+
+@pytest.fixture(scope="session")
+def rollouts(tmp_path_factory, model) -> str:
+    """Completions for replay servers, as a JSONL file."""
+    path = str(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
+    return helpers.write_rollouts(path, Tokenizer(model), helpers.config_of([]))
+
+
+@pytest.fixture
+def start():
+    """Starts runs; none of them outlives the test."""
+    runs: list[helpers.Run] = []
+
+    def begin(*arguments) -> helpers.Run:
+        runs.append(helpers.Run(*arguments))
+        return runs[-1].start()
+
+    yield begin
+    for run in runs:
+        run.close()

@@ -1,0 +1,104 @@
+"""A few updates with the real generator, which outlives a trainer that is killed."""
+
+import json
+import os
+
+import grpc
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.model import load_hf
+from scalerl_jax.model.hf import read_config
+from scalerl_jax.tasks.tokenizer import Tokenizer
+from scalerl_jax.telemetry import read_rows
+from scalerl_jax.train import make_learner
+from tests.train import helpers
+from tests.train.helpers import config_of, serve
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+
+def held(address: str) -> pb.Version:
+    """The version a server decodes with."""
+    with grpc.insecure_channel(address) as channel:
+        return RolloutStub(channel).Status(pb.StatusRequest(), timeout=60).version
+
+
+def saved_steps(run: helpers.Run) -> list[int]:
+    folder = run.path("checkpoints")
+    return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
+
+
+def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model, start):
+    flags = [*flags, "--config.updates=6", "--config.checkpoint.every=3", "--config.evaluation.every=6"]
+    config = config_of(flags)
+    with serve(tmp_path, 2, "--engine=jax", f"--model={model}") as addresses:
+        run = start(tmp_path / "run", *flags, f"--servers={','.join(addresses)}")
+        run.until(lambda: saved_steps(run) == [3], "the checkpoint of step 3 is written")
+        run.until(lambda: all(held(address).step > 3 for address in addresses), "both servers hold later weights")
+        run.kill()
+        assert saved_steps(run) == [3]
+        first = run.metrics[0]["incarnation"]
+        ahead = [held(address) for address in addresses]
+        assert all(version.incarnation == first and version.step > 3 for version in ahead)
+
+        run.start()
+        run.finish()
+        second = run.metrics[-1]["incarnation"]
+        assert second > first
+        assert all(held(address) == pb.Version(incarnation=second, step=6) for address in addresses)
+
+    # 1. One timeline: every group once, no token older than k updates or than its trainer.
+    rows = run.metrics
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [number for row in rows for number, _ in row["groups"]] == list(range(6 * config.rollout.groups))
+    assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 6]
+    for row in rows:
+        lags = [int(lag) for lag in row["lags"]]
+        assert min(lags) >= 0 and max(lags) <= config.pacing.k
+        assert row["incarnation"] == (first if row["step"] <= 3 else second)
+        if row["step"] > 3:
+            assert max(lags) <= row["step"] - 1 - 3
+    assert rows[-1]["optimizer_step"] > 0
+
+    # 2. The weights that sampled are those of the timeline that survived: what the rollouts say of a token, who sampled
+    #    it and with what probability, agrees with the checkpoint of that version. The first span of a completion has no
+    #    older weights in its cache.
+    learner = make_learner(config, read_config(model), max_segment=64)
+    learner.start(load_hf(model, learner.mesh)[1])
+    states = {0: learner.state}
+    for step in saved_steps(run):
+        found = Checkpoints(only(tmp_path, run, step), keep=1).restore(learner.abstract_state())
+        assert found is not None and found.step == step
+        states[step] = found.state
+    tokenizer = Tokenizer(model)
+    compared, moved = 0, 0.0
+    for name in sorted(os.listdir(run.path("rollouts"))):
+        for sample in read_rows(run.path("rollouts", name)):
+            version, _, end = sample["versions"][0]
+            if version not in states:
+                continue
+            prompt = tokenizer.encode_prompt(sample["prompt"])
+            tokens = np.array(prompt + sample["token_ids"][:end], np.int32)
+            sampled = np.array([not any(a <= t < b for a, b in sample["forced"]) for t in range(end)])
+            recorded = np.array(sample["logprobs"][:end])[sampled]
+            learner.state = states[version]
+            scored = learner.score([tokens])[0][len(prompt) :][sampled]
+            np.testing.assert_allclose(scored, recorded, atol=1e-4, err_msg=json.dumps(sample["versions"]))
+            learner.state = states[6]
+            moved = max(moved, float(jnp.abs(learner.score([tokens])[0][len(prompt) :][sampled] - recorded).max()))
+            compared += int(sampled.sum())
+    assert compared > 50
+    assert moved > 1e-2  # other weights would have been noticed
+
+
+def only(tmp_path, run: helpers.Run, step: int) -> str:
+    """A checkpoint folder in which `step` is the newest."""
+    folder = tmp_path / f"only-{step}"
+    folder.mkdir()
+    os.symlink(run.path("checkpoints", str(step)), folder / str(step))
+    return str(folder)

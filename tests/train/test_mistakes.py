@@ -1,0 +1,124 @@
+"""What a user may get wrong: one line on stderr names it, exit code 2, and the next try can have the workdir."""
+
+import pathlib
+import socket
+
+import pytest
+
+from scalerl_jax.telemetry import RunFolder
+from tests.train import helpers
+from tests.train.helpers import serve
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+
+def refused(run: helpers.Run) -> str:
+    """The line that scalerl-train ends with. It must be the only one, apart from the progress line."""
+    code, said = run.wait(), run.output()
+    assert code == 2, said
+    lines = [line for line in said.splitlines() if not line.startswith("train 0/")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), said
+    return lines[0].removeprefix("error: ")
+
+
+def check_usable(workdir: pathlib.Path) -> None:
+    """Nothing was half-written, and a run of another config may have the folder."""
+    if not workdir.exists():
+        return
+    left = [path for path in workdir.rglob("*") if path.is_file() and path.stat().st_size]
+    kept = {"config.json", "lock", "ledger.json"}
+    assert {path.name for path in left} <= kept | {f"server-{i}.log" for i in range(9)}
+    other = helpers.config_of([])
+    other.seed = 77
+    RunFolder(str(workdir), other).close()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (
+            "--config.objective.capp=4",
+            "--config.objective.capp: config.objective has no field 'capp' (it has: surrogate, cap,",
+        ),
+        ("--config.updates=many", "--config.updates=many: is not a number of type int"),
+        ("--config.model.path={}/nowhere", "{}/nowhere"),
+        ("--config.model.path={}/weightless", "{}/weightless: "),
+        ("--config.evaluation.prompts=7", "config.evaluation.prompts=7: only 6 are held out"),
+        ("--config.learner.row_length=16", "config.learner.row_length=16: "),
+    ],
+)
+def test_a_config_that_cannot_be(tmp_path, flags, model, start, flag, message):
+    weightless = tmp_path / "weightless"
+    weightless.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (weightless / name).write_bytes((pathlib.Path(model) / name).read_bytes())
+    line = refused(start(tmp_path / "run", *flags, flag.format(tmp_path), "--servers=127.0.0.1:1"))
+    assert line.startswith(message.format(tmp_path)), line
+    check_usable(tmp_path / "run")
+
+
+def test_nobody_listens(tmp_path, flags, start):
+    with socket.socket() as taken:  # bound, but it does not listen
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = refused(start(tmp_path / "run", *flags, f"--servers={address}", "--config.fleet.connect_seconds=1"))
+    assert line == f"no rollout server answers at {address} (tried for 1 s): is scalerl-serve running there?"
+    check_usable(tmp_path / "run")
+
+
+def test_another_tokenizer(tmp_path, flags, start):
+    """The same decoder, the same ids: only the text they stand for differs."""
+    other = helpers.write_model(str(tmp_path / "other"), words=("what else",))
+    with serve(tmp_path, 1, "--engine=replay", f"--model={other}") as addresses:
+        line = refused(start(tmp_path / "run", *flags, f"--servers={addresses[0]}"))
+    assert line.startswith(f"server {addresses[0]}: its tokenizer (")
+    check_usable(tmp_path / "run")
+
+
+def test_a_workdir_of_another_config(tmp_path, flags, start):
+    config = helpers.config_of(flags)
+    config.objective.cap = 4.0
+    with RunFolder(str(tmp_path / "run"), config) as folder:
+        folder.resume(0)
+        folder.metrics(1, {"loss": 0.0})
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert refused(start(tmp_path / "run", *flags)) == (
+        f"--workdir={tmp_path / 'run'}: holds a run of another config: config.objective.cap is 4.0 there and 5.0 now"
+    )
+    changed = {path.name for path, data in before.items() if path.read_bytes() != data}
+    assert changed <= {"lock"}
+
+
+def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, start):
+    """One flipped bit in the newest: the run goes on from the one before, and says so."""
+    flags = [*flags, "--config.checkpoint.every=2", "--config.probe.mean_limit=100", "--config.probe.p99_limit=100"]
+    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        flags.append(f"--servers={addresses[0]}")
+        run = start(tmp_path / "run", *flags, "--config.updates=4").finish()
+        data = max(
+            (path for path in pathlib.Path(run.path("checkpoints", "4", "state")).rglob("*") if path.is_file()),
+            key=lambda path: path.stat().st_size,
+        )
+        damaged = bytearray(data.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        data.write_bytes(damaged)
+
+        again = start(run.workdir, *flags, "--config.updates=6").finish()
+    said = again.output()
+    assert "checkpoint 4 cannot be read" in said and "going on from checkpoint 2, the one before" in said
+    assert "going on from step 2 of 6" in said
+    assert [row["step"] for row in again.metrics] == [1, 2, 3, 4, 5, 6]
+    assert {row["incarnation"] == again.metrics[-1]["incarnation"] for row in again.metrics[2:]} == {True}
+    assert again.metrics[1]["incarnation"] < again.metrics[2]["incarnation"]
+
+
+def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
+    """The task is solved before the run is over, or what counts as solved is a mistake."""
+    flags = [*flags, "--config.curriculum.retire_at=0", "--config.probe.mean_limit=100", "--config.probe.p99_limit=100"]
+    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
+        assert run.wait() == 2, run.output()
+    assert run.output().splitlines()[-1].startswith("error: every prompt is retired: all 14 have")
+    assert "Traceback" not in run.output()
+    # The 14 prompts are all seen in batches 0 to 3; a draw for batch 7 is the first that knows it (k = 3).
+    assert run.metrics[-1]["step"] == 7
