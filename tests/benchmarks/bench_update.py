@@ -2,16 +2,18 @@
 
     python tests/benchmarks/bench_update.py [--case=short|long|both] [--repeats=9] [--width=96 --layers=3 ...]
 
-Both sides get the same sequences, start from the same parameters and do the same work: forward, CISPO with prompt weights,
-backward, AdamW. Before anything is timed, their gradients are compared. A repeat times one update of each, in turn, so that a
-slow moment of the machine hits both. Printed: tokens/s of both (real tokens, padding not counted) and the ratio of the medians.
+Both sides get the same sequences, start from the same parameters and do the same work: forward, CISPO with prompt
+weights, backward, AdamW. Before anything is timed, their gradients are compared. A repeat times one update of each, in
+turn, so that a slow moment of the machine hits both. Printed: tokens/s of both (real tokens, padding not counted) and
+the ratio of the medians.
 
   long    rows of one segment each
   short   many segments of 32 to 100 tokens, as arithmetic traces have
 
-The PyTorch side is written as one would by hand for speed: sequences sorted by length and padded to the longest of their
-micro-batch (`padded`), so that scaled_dot_product_attention takes its causal flash kernel without a mask; or packed in
-the trainer's rows with a block-diagonal mask (`packed`). The faster of the two counts. Fused cross entropy, fused AdamW.
+The PyTorch side is written as one would by hand for speed: sequences sorted by length and padded to the longest of
+their micro-batch (`padded`), so that scaled_dot_product_attention takes its causal flash kernel without a mask; or
+packed in the trainer's rows with a block-diagonal mask (`packed`). The faster of the two counts. Fused cross entropy,
+fused AdamW.
 """
 
 import dataclasses
@@ -227,7 +229,9 @@ def compare(case: str) -> None:
         loss = torch_gradient(policy, batches)
         norm = np.sqrt(sum(float((g**2).sum()) for g in ours.values()))
         off = np.sqrt(sum(float(((policy.weights[n].grad.numpy() - g) ** 2).sum()) for n, g in ours.items()))
-        print(f"{case}: {name}: loss {float(sums['loss']):+.6f} here, {loss:+.6f} there; gradient differs by {off / norm:.1e}")
+        print(
+            f"{case}: {name}: loss {float(sums['loss']):+.6f}, PyTorch's {loss:+.6f}; gradients {off / norm:.1e} apart"
+        )
         if off > 1e-4 * norm:
             raise SystemExit("the two sides do not compute the same gradient")
 
@@ -252,7 +256,8 @@ def compare(case: str) -> None:
             if repeat >= 2:  # compilation, allocator
                 timed[name].seconds.append(clock() - start)
     for name, times in timed.items():
-        print(f"{case}: {name:13s} {tokens / times.median:8,.0f} tokens/s   {times.median * 1e3:6.0f} ms an update of {tokens} tokens")
+        speed = f"{tokens / times.median:8,.0f} tokens/s   {times.median * 1e3:6.0f} ms an update"
+        print(f"{case}: {name:13s} {speed} of {tokens} tokens")
     best = min((t.median, name) for name, t in timed.items() if name.startswith("torch"))
     print(f"{case}: ratio to {best[1]}: {best[0] / timed['jax'].median:.2f}")
 
