@@ -3,6 +3,7 @@
     scalerl-fit runs/a/evals.csv --x=gpu_hours --y=pass_rate --burn_in=1500 --fit_until=half --out=fits/a
     scalerl-fit runs/a runs/b --out=fits/both                    two run folders of ours: x, y and counts are known
     scalerl-fit sweep/*/seed*.csv --seeds=folder --x=step --y=acc --r0=fit --out=fits/sweep
+    scalerl-fit runs/a --watch --out=fits/a                      again whenever an evaluation arrives
 
 Reads every file, fits every run, and only then writes fit.json, fit.png and fit.svg into --out. Anything wrong with the
 input ends it with one line and exit code 2 before a file is written.
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from scalerl_jax import watch
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
 from scalerl_jax.scaling.fit import SEED_MARGIN
@@ -54,6 +56,7 @@ class Fitted:
     held: np.ndarray  # [N] bool: beyond fit_until
     seeds: int
     fit: SigmoidFit
+    window: dict[str, Any]  # what fit_sigmoid was told besides compute and reward: R0, window, counts, seeds
 
     @property
     def held_error(self) -> float | None:
@@ -64,26 +67,88 @@ class Fitted:
 
 
 def run() -> None:
-    run_with_arguments(main)
+    watch.define_flags()
+    run_with_arguments(once_or_watching)
+
+
+def once_or_watching(paths: Sequence[str]) -> None:
+    if flags.FLAGS.watch:
+        watch.watch(paths, main, every=flags.FLAGS.watch_every, console=make_console())
+    else:
+        main(paths)
 
 
 def main(paths: Sequence[str]) -> None:
+    console = make_console()
+    out = check_arguments(paths, "fit")
+    said: list[str] = []
+    fitted = read_and_fit(paths, said)
+
+    # ------------------------------------------------------------------ tell
+    label, y_label = axis_labels()
+    for line in said:
+        console.print(line)
+    console.print(_table(fitted, label))
+    for result in fitted:
+        console.print(f"{result.name}: {result.fit.verdict}.", markup=False)
+        if _TARGET.value is not None:
+            console.print(f"{result.name}: {_reach(result.fit, _TARGET.value, label)}.", markup=False)
+    console.print(
+        f"Runs that differ only in their seed differ by up to {SEED_MARGIN} in A, which no interval here holds."
+    )
+
+    # ------------------------------------------------------------------ write
+    os.makedirs(out, exist_ok=True)
+    figure = plot_fits(
+        [Curve(one.name, one.compute, one.reward, one.fit, one.held) for one in fitted], x_label=label, y_label=y_label
+    )
+    for ending in ("png", "svg"):
+        write_figure(figure, os.path.join(out, f"fit.{ending}"))
+    path = os.path.join(out, "fit.json")
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        json.dump(_document(fitted, label, y_label), file, indent=2, allow_nan=False)
+        file.write("\n")
+    os.replace(f"{path}.tmp", path)
+    console.print(f"written: {', '.join(os.path.join(out, f'fit.{e}') for e in ('json', 'png', 'svg'))}")
+
+
+def make_console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140  # a log is not folded
-    # ------------------------------------------------------------------ what was asked
+    return console
+
+
+def check_arguments(paths: Sequence[str], name: str) -> str:
+    """The folder to write NAME.json, NAME.png and NAME.svg into. Raises UserError where it or the files are missing."""
     if not paths:
-        raise UserError("no files given, for example: scalerl-fit evals.csv --x=gpu_hours --y=pass_rate --out=fits")
+        raise UserError(f"no files given, for example: scalerl-{name} evals.csv --x=gpu_hours --y=pass_rate --out=fits")
     if _OUT.value is None:
-        raise UserError("--out: no folder given for fit.json, fit.png and fit.svg")
+        raise UserError(f"--out: no folder given for {name}.json, {name}.png and {name}.svg")
     if os.path.exists(_OUT.value) and not os.path.isdir(_OUT.value):
         raise UserError(f"--out={_OUT.value}: is a file")
+    return _OUT.value
+
+
+def axis_labels() -> tuple[str, str]:
+    """Of compute and of the score, as the flags name them."""
+    x_name = _X.value or read.RUN_FOLDER_X
+    unit = units.conversion(_X_UNIT.value)[1] if _X_UNIT.value else ""
+    return f"{x_name}, in {unit}" if unit else x_name, _Y.value or read.RUN_FOLDER_Y
+
+
+def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
+    """One fit for each run in the files, its seeds together, as the flags say. said: remarks, added to once each.
+
+    Raises UserError.
+    """
+    # ------------------------------------------------------------------ what was asked
     if (_PASSES.value is None) != (_TRIALS.value is None):
         raise UserError("--passes and --trials go together")
     initial = _number_or("r0", _R0.value, "fit")
     until = _number_or("fit_until", _FIT_UNTIL.value, "half")
     with user_mistakes():
-        factor, unit = units.conversion(_X_UNIT.value) if _X_UNIT.value else (1.0, "")
+        factor = units.conversion(_X_UNIT.value)[0] if _X_UNIT.value else 1.0
 
     # ------------------------------------------------------------------ read
     with user_mistakes(read.InputError):
@@ -105,37 +170,7 @@ def main(paths: Sequence[str]) -> None:
         groups.setdefault(name if seeded or name not in groups else f"{name} {index + 1}", []).append(one)
 
     # ------------------------------------------------------------------ fit
-    said: list[str] = []
-    fitted = [_fit(name, members, factor, initial, until, said) for name, members in groups.items()]
-
-    # ------------------------------------------------------------------ tell
-    x_name = _X.value or read.RUN_FOLDER_X
-    label = f"{x_name}, in {unit}" if unit else x_name
-    for line in said:
-        console.print(line)
-    console.print(_table(fitted, label))
-    for result in fitted:
-        console.print(f"{result.name}: {result.fit.verdict}.", markup=False)
-        if _TARGET.value is not None:
-            console.print(f"{result.name}: {_reach(result.fit, _TARGET.value, label)}.", markup=False)
-    console.print(
-        f"Runs that differ only in their seed differ by up to {SEED_MARGIN} in A, which no interval here holds."
-    )
-
-    # ------------------------------------------------------------------ write
-    os.makedirs(_OUT.value, exist_ok=True)
-    y_label = _Y.value or read.RUN_FOLDER_Y
-    figure = plot_fits(
-        [Curve(one.name, one.compute, one.reward, one.fit, one.held) for one in fitted], x_label=label, y_label=y_label
-    )
-    for ending in ("png", "svg"):
-        write_figure(figure, os.path.join(_OUT.value, f"fit.{ending}"))
-    path = os.path.join(_OUT.value, "fit.json")
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        json.dump(_document(fitted, label, y_label), file, indent=2, allow_nan=False)
-        file.write("\n")
-    os.replace(f"{path}.tmp", path)
-    console.print(f"written: {', '.join(os.path.join(_OUT.value, f'fit.{e}') for e in ('json', 'png', 'svg'))}")
+    return [_fit(name, members, factor, initial, until, said) for name, members in groups.items()]
 
 
 def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
@@ -171,24 +206,27 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
         if len(width) > 1:  # seeds evaluated on different prompts
             passes, trials = ([a.sum(axis=1, keepdims=True) for a in part] for part in (passes, trials))
         counts = (np.concatenate(passes), np.concatenate(trials))
+    window = {
+        "initial_reward": initial,
+        "burn_in": _BURN_IN.value,
+        "fit_until": until,
+        "counts": counts,
+        "run": [one.seed for one in members for _ in one.compute],
+    }
     try:
         fit = fit_sigmoid(
             compute,
             reward,
-            initial_reward=initial,
-            burn_in=_BURN_IN.value,
-            fit_until=until,
-            counts=counts,
-            run=[one.seed for one in members for _ in one.compute],
+            **window,
             grid=_GRID.value,
             bootstrap=_BOOTSTRAP.value,
             seed=_SEED.value,
         )
     except ValueError as error:
         text = str(error).replace("initial_reward", "--r0").replace("burn_in", "--burn_in")
-        raise UserError(f"{', '.join(dict.fromkeys(one.source for one in members))}: {text}") from None
+        raise UserError(f"{', '.join(dict.fromkeys(one.source for one in members))}: {text}") from error
     last = compute.max() / 2 if until == "half" else math.inf if until is None else until
-    return Fitted(name, compute, reward, compute > last, len(members), fit)
+    return Fitted(name, compute, reward, compute > last, len(members), fit, window)
 
 
 def _interval(value: float, ends: tuple[float, float], form) -> str:

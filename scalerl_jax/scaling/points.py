@@ -9,6 +9,10 @@ from scalerl_jax.scaling import noise
 PARAMETERS = 3  # A, B, C_mid
 
 
+class TooFewPoints(ValueError):
+    """What is left in the window is not enough for the law; more evaluations would be."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Points:
     """N points used, all of compute above 0, and what is known of R0."""
@@ -105,7 +109,7 @@ def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts,
     start = compute == 0
     used = ~start & (compute >= burn_in) & (compute <= last)
     if len(np.unique(compute[used])) < PARAMETERS:
-        raise ValueError(
+        raise TooFewPoints(
             f"{len(np.unique(compute[used]))} points of different compute above 0 are left to fit "
             f"(burn_in={burn_in:g}, fit_until={last:g}); the law has {PARAMETERS} parameters"
         )
