@@ -27,7 +27,7 @@ from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax import entry, summary
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer
-from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.ledger import Ledger, ModelShape
 from scalerl_jax.model import Precision, load_hf
@@ -99,6 +99,9 @@ def main(config: Config) -> None:
     with contextlib.ExitStack() as stack:
         # ---- 1. The run folder; the policy, the tokenizer and the task to start from ---------------------------------
         folder = stack.enter_context(RunFolder(FLAGS.workdir, config))
+        if newest_step(folder.path("checkpoints")) == config.updates:  # the last thing a run writes
+            summary.show(FLAGS.workdir)
+            return
         with entry.user_mistakes():
             decoder = read_config(config.model.path)
             Tensors(config.model.path)  # a folder without weights is found before anything is started

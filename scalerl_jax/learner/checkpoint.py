@@ -142,6 +142,11 @@ def read_newest(directory: str, part: str) -> Checkpoint:
     return found
 
 
+def newest_step(directory: str) -> int | None:
+    """The step of the newest checkpoint, readable or not; None: no save yet."""
+    return max(ocp.utils.checkpoint_steps(directory), default=None) if os.path.isdir(directory) else None
+
+
 def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> tuple[Checkpoint | None, dict[int, str]]:
     """(the newest readable checkpoint, what is newer and broken: step -> why). Raises ValueError if all are broken."""
     broken: dict[int, str] = {}

@@ -76,6 +76,11 @@ def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, 
     os.mkdir(tmp_path / "servers")
     with serve(tmp_path / "servers", 2, *replay) as addresses:
         whole = start(tmp_path / "whole", *flags, f"--servers={addresses[0]}").finish()
+        # The same command says again what came of it, and needs no server for that.
+        ended = {name: helpers.read(whole.path(name)) for name in ("metrics.jsonl", "evals.jsonl", "ledger.json")}
+        again = start(tmp_path / "whole", *flags, "--servers=127.0.0.1:1").finish()
+        assert again.output().count("pass rate after") == 2
+        assert {name: helpers.read(whole.path(name)) for name in ended} == ended
 
         rng = random.Random(0)
         stopped = start(tmp_path / "stopped", *flags, f"--servers={','.join(addresses)}")
