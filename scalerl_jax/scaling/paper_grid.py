@@ -8,6 +8,10 @@ and all cells walk at once.
     x_i = ln C_i - ln C_mid              s_i = sigmoid(B x_i)
     r_i = y_i - R0 - (A - R0) s_i        j_i = (A - R0) x_i s_i (1 - s_i)
 
+MINPACK takes j from differences of the curve. Where the curve is level to the last bits of a float64, on the plateau of
+a midpoint far from the data, those bits decide whether it stops there or walks back. No other program can follow such a
+walk, so the cells that come upon one (about 1 in 100) are handed to MINPACK itself.
+
 Legend: N points, K cells.
 """
 
@@ -17,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.optimize import leastsq
 
 from scalerl_jax.scaling.precision import double_precision
 
@@ -27,7 +32,7 @@ _TOLERANCE = 1.49012e-8  # ftol and xtol of scipy.optimize.leastsq
 _TRUST = 100.0  # its `factor`: the first trust region, in units of the start
 _EVALUATIONS = 400  # curve_fit's limit for one parameter
 _EPSILON = float(np.finfo(np.float64).eps)
-_DIFFERENCE = _EPSILON**0.5  # relative step of its differences
+_DOUBT = 1e-2  # relative error of MINPACK's j from which on its walk is not followed
 _TINY = float(np.finfo(np.float64).tiny)
 _FIRST_ROUND = 8  # steps that all cells take together; most have ended by then
 _POCKET = 1024  # cells that go on are gathered into pockets of this many
@@ -48,35 +53,35 @@ class _Cells(NamedTuple):
     evaluations: jax.Array
     first: jax.Array  # no step taken yet
     ended: jax.Array
-    failed: jax.Array  # ended by the limit of evaluations, where curve_fit raises
+    handed_over: jax.Array  # ended for MINPACK to walk
 
 
 def _sums(exponent, log_midpoint, gain, log_compute, reward, weight, initial_reward):
     """Sums of r^2, j^2 and j r, each [K], in one pass over the points so that nothing of size [K, N] is stored."""
-    h = _DIFFERENCE * jnp.where(exponent == 0, 1.0, jnp.abs(exponent))
 
     def add(sums, point):
         log_c, y, w = point
         x = log_c - log_midpoint
         s = 1 / (1 + jnp.exp(-exponent * x))
-        score = initial_reward + gain * s
-        r = y - score
-        # MINPACK's j is (r(B + h) - r(B)) / h: where the curve is level to the last bit of a float64 it is 0, and the
-        # walk ends there. The same loss of digits is had without a second curve by adding h j to the score.
-        j = ((score + gain * x * s * (1 - s) * h) - score) / h
+        r = y - initial_reward - gain * s
+        j = gain * x * s * (1 - s)
         return (sums[0] + w * r * r, sums[1] + w * j * j, sums[2] + w * j * r), None
 
     zero = jnp.zeros_like(exponent)
     return jax.lax.scan(add, (zero, zero, zero), (log_compute, reward, weight))[0]
 
 
+def _doubtful(exponent, curvature, gain, points):
+    """Where differences tell j no better than to _DOUBT: scores below 1 have steps of eps, and h is sqrt(eps) |B|."""
+    error = _EPSILON * jnp.sum(points[2]) / jnp.where(exponent == 0, 1.0, exponent) ** 2  # sum of w (eps / h)^2
+    return (curvature * _DOUBT**2 <= error) & (gain != 0)
+
+
 def _step(cells: _Cells, points) -> _Cells:
     """One step of MINPACK's lmdif in every cell that has not ended."""
     norm = jnp.sqrt(cells.ssr)
-    jacobian = jnp.sqrt(cells.curvature)
-    flat = cells.curvature == 0
-    curvature = jnp.where(flat, 1.0, cells.curvature)
-    scale = jnp.maximum(cells.scale, jacobian)
+    curvature = cells.curvature
+    scale = jnp.maximum(cells.scale, jnp.sqrt(curvature))
     length = jnp.abs(scale * cells.exponent)
     trust = cells.trust
 
@@ -88,7 +93,7 @@ def _step(cells: _Cells, points) -> _Cells:
     kept = jnp.clip(cells.damping, exact, pull / scale**2 / trust)
     kept_close = jnp.abs(pull / (curvature + kept * scale**2) - trust) <= 0.1 * trust
     damping = jnp.where(whole - trust <= 0.1 * trust, 0.0, jnp.where(kept_close, kept, exact))
-    move = jnp.where(flat, 0.0, cells.slope / (curvature + damping * scale**2))
+    move = cells.slope / (curvature + damping * scale**2)
     moved = jnp.abs(scale * move)
     trust = jnp.where(cells.first, jnp.minimum(trust, moved), trust)
 
@@ -97,7 +102,7 @@ def _step(cells: _Cells, points) -> _Cells:
     new_norm = jnp.sqrt(ssr)
     safe_norm = jnp.maximum(norm, _TINY)
     actual = jnp.where(0.1 * new_norm < norm, 1 - (new_norm / safe_norm) ** 2, -1.0)
-    linear = cells.curvature * (move / safe_norm) ** 2
+    linear = curvature * (move / safe_norm) ** 2
     damped = damping * (moved / safe_norm) ** 2
     predicted = linear + 2 * damped
     descent = -(linear + damped)
@@ -116,6 +121,7 @@ def _step(cells: _Cells, points) -> _Cells:
     settled = (jnp.abs(actual) <= _TOLERANCE) & (predicted <= _TOLERANCE) & (0.5 * ratio <= 1)
     settled |= trust <= _TOLERANCE * length
     settled |= (cells.slope == 0) | (norm == 0)
+    doubtful = taken & _doubtful(exponent, new_curvature, cells.gain, points)
     evaluations = cells.evaluations + 1 + taken  # MINPACK spends one more on the differences after each step taken
     exhausted = evaluations >= _EVALUATIONS
     exhausted |= (jnp.abs(actual) <= _EPSILON) & (predicted <= _EPSILON) & (0.5 * ratio <= 1)
@@ -133,19 +139,19 @@ def _step(cells: _Cells, points) -> _Cells:
         damping=damping,
         evaluations=evaluations,
         first=cells.first & ~taken,
-        ended=settled | exhausted,
-        failed=exhausted & ~settled,
+        ended=settled | exhausted | doubtful,
+        handed_over=(exhausted & ~settled) | doubtful,
     )
     return jax.tree.map(lambda old, new: jnp.where(cells.ended, old, new), cells, stepped)
 
 
 @functools.partial(jax.jit, static_argnames=("pocket",))
 def _walk(points, log_midpoint, gain, pocket):
-    """The end of the walk from B = 1 in every cell: exponent, ssr and failed, each [K]."""
+    """The end of the walk from B = 1 in every cell: exponent, ssr and handed_over, each [K]."""
     start = jnp.ones_like(gain)
     ssr, curvature, slope = _sums(start, log_midpoint, gain, *points)
     scale = jnp.where(curvature == 0, 1.0, jnp.sqrt(curvature))
-    false = jnp.zeros(gain.shape, bool)
+    doubtful = _doubtful(start, curvature, gain, points)
     cells = _Cells(
         log_midpoint=log_midpoint,
         gain=gain,
@@ -157,9 +163,9 @@ def _walk(points, log_midpoint, gain, pocket):
         trust=_TRUST * scale * start,
         damping=jnp.zeros_like(gain),
         evaluations=jnp.full(gain.shape, 2),
-        first=~false,
-        ended=(slope == 0) | (ssr == 0),
-        failed=false,
+        first=jnp.ones(gain.shape, bool),
+        ended=(slope == 0) | (ssr == 0) | doubtful,
+        handed_over=doubtful,
     )
     step = functools.partial(_step, points=points)
     cells = jax.lax.fori_loop(0, _FIRST_ROUND, lambda _, c: step(c), cells)
@@ -171,7 +177,20 @@ def _walk(points, log_midpoint, gain, pocket):
         return jax.tree.map(lambda field, new: field.at[chosen].set(new, mode="drop"), cells, few)
 
     cells = jax.lax.while_loop(lambda c: ~jnp.all(c.ended), finish_pocket, cells)
-    return cells.exponent, cells.ssr, cells.failed
+    return cells.exponent, cells.ssr, cells.handed_over
+
+
+def _minpack(compute, reward, root_weight, initial_reward: float, asymptote: float, midpoint: float):
+    """Exponent and ssr of one cell as curve_fit(law, compute, reward, sigma=1 / root_weight) has them."""
+
+    def residuals(exponent):
+        law = initial_reward + (asymptote - initial_reward) / (1 + (midpoint / compute) ** exponent)
+        return root_weight * (law - reward)
+
+    with np.errstate(all="ignore"):  # a step may go where the power is infinite
+        (exponent,), _, found, _, why = leastsq(residuals, 1.0, full_output=True)
+    # curve_fit raises where the limit of evaluations or of precision ended the walk.
+    return (exponent, found["fvec"] @ found["fvec"]) if why in (1, 2, 3, 4) else (np.nan, np.nan)
 
 
 class PaperGrid(NamedTuple):
@@ -189,17 +208,24 @@ def fit_cells(
     midpoints: np.ndarray = MIDPOINTS,
 ) -> PaperGrid:
     """Fits the exponent in every cell. compute (above 0), reward, weight: [N]; the grids are one-dimensional."""
-    gain, log_midpoint = np.meshgrid(np.asarray(asymptotes) - initial_reward, np.log(midpoints), indexing="ij")
-    weight = np.ones(len(compute)) if weight is None else weight
+    compute, reward, asymptotes, midpoints = (
+        np.asarray(a, np.float64) for a in (compute, reward, asymptotes, midpoints)
+    )
+    weight = np.ones(len(compute)) if weight is None else np.asarray(weight, np.float64)
+    gain, log_midpoint = np.meshgrid(asymptotes - initial_reward, np.log(midpoints), indexing="ij")
     with double_precision():
         ended = _walk(
-            (np.log(compute), np.asarray(reward, np.float64), np.asarray(weight, np.float64), float(initial_reward)),
+            (np.log(compute), reward, weight, float(initial_reward)),
             log_midpoint.ravel(),
             gain.ravel(),
             pocket=min(_POCKET, gain.size),
         )
-        exponent, ssr, failed = (np.asarray(a).reshape(gain.shape) for a in ended)
-    return PaperGrid(np.where(failed, np.nan, exponent), np.where(failed, np.nan, ssr))
+        exponent, ssr, handed_over = (np.array(a).reshape(gain.shape) for a in ended)
+    for row, column in np.argwhere(handed_over):
+        exponent[row, column], ssr[row, column] = _minpack(
+            compute, reward, np.sqrt(weight), initial_reward, asymptotes[row], midpoints[column]
+        )
+    return PaperGrid(exponent, ssr)
 
 
 def best_cell(grid: PaperGrid) -> tuple[int, int] | None:
