@@ -8,6 +8,7 @@ gives one (README, "Where the paper is silent", lists the rest). Flags override 
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import typing
 from collections.abc import Sequence
@@ -212,7 +213,7 @@ _CHOICES = {
 
 
 def load_file(path: str) -> Config:
-    """The config that a file's get_config() returns. Raises ConfigError naming the file."""
+    """The config that a file's get_config() returns. Raises ConfigError naming the file and the field."""
     if not os.path.isfile(path):
         raise ConfigError(f"--config={path}: no such file")
     spec = importlib.util.spec_from_file_location("scalerl_config_file", path)
@@ -226,7 +227,10 @@ def load_file(path: str) -> Config:
         raise ConfigError(f"--config={path}: {type(error).__name__}: {error}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"--config={path}: get_config() returns {type(config).__name__}, not a Config")
-    check(config)
+    try:
+        check(config)
+    except ConfigError as error:
+        raise ConfigError(f"--config={path}: {error}") from None
     return config
 
 
@@ -237,14 +241,18 @@ def override(config: Config, path: str, text: str) -> None:
     for depth, part in enumerate(parts):
         names = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
         if part not in names:
-            where = ".".join(["config", *parts[:depth]])
-            raise ConfigError(f"--config.{path}: {where} has no field {part!r} (it has: {', '.join(names) or 'none'})")
+            raise ConfigError(f"--config.{path}: {_no_field('.'.join(['config', *parts[:depth]]), part, names)}")
         if depth < len(parts) - 1:
             node = getattr(node, part)
-    current = getattr(node, parts[-1])
-    if dataclasses.is_dataclass(current):
+    # Of the default: where a file gives a float field an integer, the value that stands there has another type.
+    kind = type(getattr(type(node)(), parts[-1]))
+    if dataclasses.is_dataclass(kind):
         raise ConfigError(f"--config.{path}: is a group of fields, not a value")
-    setattr(node, parts[-1], _convert(f"--config.{path}", type(current), text))
+    setattr(node, parts[-1], _convert(f"--config.{path}", kind, text))
+
+
+def _no_field(where: str, name: str, names: Sequence[str]) -> str:
+    return f"{where} has no field {name!r} (it has: {', '.join(names) or 'none'})"
 
 
 def _convert(name: str, kind: type, text: str) -> typing.Any:
@@ -310,17 +318,9 @@ def leaves(config: typing.Any, prefix: str = "") -> dict[str, typing.Any]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where a value has the wrong type, or values do not fit together."""
-    defaults = leaves(Config())
+    """Raises ConfigError where a field does not exist, a value has the wrong type, or values do not fit together."""
+    _check_types(config, Config(), "config")
     values = leaves(config)
-    for name, value in values.items():
-        if name not in defaults:
-            raise ConfigError(f"config.{name}: is not a field of the config")
-        kind = type(defaults[name])
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            continue
-        if type(value) is not kind:
-            raise ConfigError(f"config.{name}={value!r}: is not of type {kind.__name__}")
     for name, choices in _CHOICES.items():
         if values[name] not in choices:
             raise ConfigError(f"config.{name}={values[name]!r}: is not one of {', '.join(choices)}")
@@ -332,6 +332,18 @@ def check(config: Config) -> None:
     for name in positive.split():
         if not values[name] > 0:
             raise ConfigError(f"config.{name}={values[name]}: must be above 0")
+    not_negative = (
+        "objective.clip_low objective.clip_high objective.truncated_is objective.icepop_low objective.total_variation "
+        "optimizer.warmup optimizer.weight_decay optimizer.gradient_clip"
+    )
+    for name in not_negative.split():
+        if values[name] < 0:
+            raise ConfigError(f"config.{name}={values[name]}: must not be below 0")
+    if config.objective.icepop_low > config.objective.icepop_high:
+        raise ConfigError(
+            f"config.objective.icepop_low={config.objective.icepop_low}: must not be above "
+            f"config.objective.icepop_high, {config.objective.icepop_high}"
+        )
     if config.rollout.group_size < 2:
         raise ConfigError(
             f"config.rollout.group_size={config.rollout.group_size}: a group needs at least 2 completions"
@@ -340,12 +352,26 @@ def check(config: Config) -> None:
         raise ConfigError("config.rollout.thinking_low: must be between 0 and config.rollout.thinking_high")
     if config.objective.surrogate == "gspo" and config.objective.aggregation != "sample":
         raise ConfigError("config.objective.surrogate=gspo: goes with config.objective.aggregation=sample only")
-    if config.model.compute_dtype == "float32" and config.model.wire_dtype == "bfloat16":
-        pass  # allowed: the policy is the rounded one, computed in float32
+    # The other way round is allowed: the policy is the rounded one, computed in float32.
     if config.model.compute_dtype == "bfloat16" and config.model.wire_dtype == "float32":
         raise ConfigError(
             "config.model.wire_dtype=float32: the trainer computes in bfloat16, so it would train another policy"
         )
+
+
+def _check_types(node: typing.Any, default: typing.Any, where: str) -> None:
+    """Every value of `node` against that of `default`; a config file may assign to names that are no fields."""
+    kind = type(default)
+    if type(node) is not kind and not (kind is float and type(node) is int):
+        raise ConfigError(f"{where}={node!r}: is not of type {kind.__name__}")
+    if kind is float and not math.isfinite(node):
+        raise ConfigError(f"{where}={node}: is not a finite number")
+    if dataclasses.is_dataclass(node):
+        names = [field.name for field in dataclasses.fields(kind)]
+        for name, value in vars(node).items():
+            if name not in names:
+                raise ConfigError(_no_field(where, name, names))
+            _check_types(value, getattr(default, name), f"{where}.{name}")
 
 
 def to_json(config: Config) -> str:
@@ -353,17 +379,25 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """The inverse of to_json. Raises ConfigError on fields that do not exist."""
-    return _from_dict(Config, json.loads(text), "config")
+    """The inverse of to_json. Raises ConfigError on text that is no JSON, unknown fields and values of another type."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config.json: is not JSON ({error})") from error
+    config = _from_dict(Config, values, "config")
+    _check_types(config, Config(), "config")
+    return config
 
 
-def _from_dict(kind: type, values: dict, where: str) -> typing.Any:
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise ConfigError(f"{where}.{unknown[0]}: is not a field of the config")
+def _from_dict(kind: type, values: typing.Any, where: str) -> typing.Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}={values!r}: is not of type {kind.__name__}")
+    default = kind()
+    names = [field.name for field in dataclasses.fields(kind)]
     made = {}
     for name, value in values.items():
-        default = getattr(kind(), name)
-        made[name] = _from_dict(type(default), value, f"{where}.{name}") if dataclasses.is_dataclass(default) else value
+        if name not in names:
+            raise ConfigError(_no_field(where, name, names))
+        inner = type(getattr(default, name))
+        made[name] = _from_dict(inner, value, f"{where}.{name}") if dataclasses.is_dataclass(inner) else value
     return kind(**made)

@@ -30,9 +30,6 @@ from scalerl_jax.objective.surrogate import Surrogate, policy_loss
 
 State = dict[str, Any]
 
-# Every segment of a row has at least 2 tokens, and rows of nothing else do not occur; gspo's table is this wide.
-_MINIMUM_SEGMENT = 8
-
 
 class Learner:
     """Owns the training state and the compiled functions over it."""
@@ -84,7 +81,7 @@ class Learner:
             logp, entropy = logprobs_of(params, hidden=hidden, targets=batch["targets"], entropy=True)
             loss, sums = policy_loss(
                 logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
-                surrogate, segments=row_length // _MINIMUM_SEGMENT,
+                surrogate,
             )  # fmt: skip
             sums["entropy"] = jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0))
             sums["loss"] = jax.lax.stop_gradient(loss)
@@ -101,7 +98,7 @@ class Learner:
         def apply(state: State, grads: Params) -> tuple[State, jax.Array]:
             updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
             params = optax.apply_updates(state["params"], updates)
-            return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, optax.global_norm(grads)
+            return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, optax.tree.norm(grads)
 
         def score(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
             hidden = hidden_of(

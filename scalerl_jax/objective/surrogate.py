@@ -42,23 +42,22 @@ def policy_loss(
     weights: jax.Array,
     segment_ids: jax.Array,
     surrogate: Surrogate,
-    *,
-    segments: int,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The loss of one micro-batch and sums for the metrics.
 
     Args:
       logp_train, logp_gen, advantages, weights: [rows, length] float32, at the position that predicts each token;
-        weights are 0 wherever there is no loss token.
+        weights are 0 wherever there is no loss token, and whatever else stands there has no part in anything.
       segment_ids: [rows, length] int32, 1.. in each row; 0 is padding.
       surrogate: static.
-      segments: no row has more (static; gspo).
 
     Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
     combined by maximum and the others by addition).
+    Raises ValueError on a surrogate of another kind.
     """
     loss_token = weights > 0
-    difference = jnp.where(loss_token, logp_train - logp_gen, 0.0)
+    logp_train, logp_gen, advantages = (jnp.where(loss_token, x, 0.0) for x in (logp_train, logp_gen, advantages))
+    difference = logp_train - logp_gen
     log_ratio = jnp.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
     fixed = jax.lax.stop_gradient(ratio)
@@ -71,7 +70,7 @@ def policy_loss(
         objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
         clipped = ((fixed < low) & (advantages < 0)) | ((fixed > high) & (advantages > 0))
     elif surrogate.kind == "gspo":
-        sequence = _sequence_ratio(log_ratio, loss_token, segment_ids, segments)
+        sequence = _sequence_ratio(log_ratio, loss_token, segment_ids)
         objective = jnp.minimum(sequence * advantages, jnp.clip(sequence, low, high) * advantages)
         clipped = ((sequence < low) & (advantages < 0)) | ((sequence > high) & (advantages > 0))
     elif surrogate.kind == "cross_entropy":
@@ -93,7 +92,7 @@ def policy_loss(
     exact = jax.lax.stop_gradient(difference)
     sums = {
         "tokens": jnp.sum(count),
-        "nats": -jnp.sum(jax.lax.stop_gradient(logp_train) * count),
+        "nats": -jnp.sum(jax.lax.stop_gradient(logp_train)),
         "mismatch": jnp.sum(jnp.abs(exact) * count),
         "ratio": jnp.sum(fixed * count),
         "ratio_squared": jnp.sum(fixed**2 * count),
@@ -106,9 +105,13 @@ def policy_loss(
     return loss, sums
 
 
-def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: jax.Array, segments: int) -> jax.Array:
-    """exp(mean log-ratio over the loss tokens of a segment), at each of its tokens."""
-    member = jax.nn.one_hot(segment_ids, segments + 1, dtype=log_ratio.dtype)  # [R, L, segments + 1]
-    total = jnp.einsum("rl,rls->rs", jnp.where(loss_token, log_ratio, 0.0), member)
-    count = jnp.einsum("rl,rls->rs", loss_token.astype(log_ratio.dtype), member)
-    return jnp.exp(jnp.einsum("rs,rls->rl", total / jnp.maximum(count, 1.0), member))
+def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """exp(mean log-ratio over the loss tokens of a segment), at each of its tokens. log_ratio is 0 at the others."""
+    segments = segment_ids.shape[1] + 1  # as many as a row has positions, and padding
+
+    def mean(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        total = jax.ops.segment_sum(log_ratio, segment_ids, num_segments=segments)
+        count = jax.ops.segment_sum(loss_token.astype(log_ratio.dtype), segment_ids, num_segments=segments)
+        return (total / jnp.maximum(count, 1.0))[segment_ids]
+
+    return jnp.exp(jax.vmap(mean)(log_ratio, loss_token, segment_ids))

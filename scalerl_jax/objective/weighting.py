@@ -4,6 +4,8 @@
     sample   1 / (P G_p |y_i|)  G_p counted completions of the prompt, |y_i| loss tokens of the completion
     token    1 / (all loss tokens)
 
+A completion without loss tokens has no mean of its own: it is none of G_p, and a prompt of nothing else none of P.
+
 The loss is then a plain sum over tokens, so that no packing, sharding or micro-batching can change it.
 """
 

@@ -1,0 +1,124 @@
+"""Advantages against the formulas as loops, and what must not change them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_jax.objective import advantages
+from tests.objective import reference
+
+NORMALISATIONS = ["batch", "prompt", "none"]
+seeds = st.integers(0, 2**32 - 1)
+
+
+def draw(seed: int, *, prompts: int = 7, group: int = 5, shaped: bool = True):
+    """(rewards, right, counted) [prompts, group]; some prompts all right or all wrong, some completions excluded."""
+    rng = np.random.default_rng(seed)
+    right = rng.random((prompts, group)) < rng.choice([0.0, 0.3, 0.7, 1.0], (prompts, 1))
+    rewards = np.where(right, 1.0, -1.0) + (0.5 * rng.normal(size=right.shape) if shaped else 0.0)
+    counted = rng.random(right.shape) > rng.choice([0.0, 0.3, 0.9], (prompts, 1))
+    return rewards, right, counted
+
+
+def as_lists(rewards, right, counted) -> reference.Batch:
+    return [
+        [reference.Completion(float(r), bool(ok), not kept, [], [], []) for r, ok, kept in zip(*rows)]
+        for rows in zip(rewards, right, counted)
+    ]
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@given(seed=seeds)
+def test_equal_the_formulas(normalisation, filtered, seed):
+    rewards, right, counted = draw(seed)
+    batch = as_lists(rewards, right, counted)
+    got, survives = advantages(
+        rewards, right, counted, normalisation=normalisation, filter_zero_variance=filtered
+    )  # fmt: skip
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, reference.advantages(batch, normalisation, filtered=filtered), rtol=1e-12)
+    assert survives.tolist() == [bool(reference.counted(group, filtered=filtered)) for group in batch]
+
+
+def test_by_hand():
+    """A = 4/3, -2/3, -2/3 and 1, -1; the third prompt has one completion left, the others no variance."""
+    rewards = np.array([[1, -1, -1], [1, -1, 1], [1, -1, -1], [1, 1, 1], [-1, -1, -1]], float)
+    counted = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]], bool)
+    centred = np.array([[4 / 3, -2 / 3, -2 / 3], [1, -1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    for normalisation, scale in (
+        ("none", np.ones((5, 1))),
+        ("batch", np.full((5, 1), np.sqrt((16 + 4 + 4 + 9 + 9) / 9 / 5))),
+        ("prompt", np.array([[np.sqrt(24 / 9 / 3) + 1e-6], [1 + 1e-6], [1], [1], [1]])),
+    ):
+        got, survives = advantages(rewards, rewards > 0, counted, normalisation=normalisation)
+        np.testing.assert_allclose(got, centred / scale, rtol=1e-12)
+        assert survives.tolist() == [True, True, False, False, False]
+
+
+@given(seed=seeds)
+def test_a_batch_has_mean_zero_and_mean_square_one(seed):
+    rewards, right, counted = draw(seed)
+    got, survives = advantages(rewards, right, counted)
+    kept = counted & survives[:, None]
+    np.testing.assert_allclose(got.sum(axis=1), 0, atol=1e-12)
+    if kept.any():
+        assert (got[kept] ** 2).mean() == pytest.approx(1)
+    assert not got[~kept].any()
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@given(seed=seeds)
+def test_what_does_not_count_has_no_part(normalisation, seed):
+    """The rewards of excluded completions and of dropped prompts may be anything at all."""
+    rewards, right, counted = draw(seed)
+    got, survives = advantages(rewards, right, counted, normalisation=normalisation)
+    kept = counted & survives[:, None]
+    for nonsense in (np.nan, np.inf, 1e300):
+        other, same = advantages(np.where(kept, rewards, nonsense), right, counted, normalisation=normalisation)
+        np.testing.assert_array_equal(other, got)
+        np.testing.assert_array_equal(same, survives)
+    flipped, _ = advantages(rewards, right ^ ~counted, counted, normalisation=normalisation)
+    np.testing.assert_array_equal(flipped, got)
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@given(seed=seeds)
+def test_order_and_a_constant_in_the_rewards_change_nothing(normalisation, seed):
+    rewards, right, counted = draw(seed)
+    got, survives = advantages(rewards, right, counted, normalisation=normalisation)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(rewards))
+    moved = (rewards + rng.normal(size=(len(rewards), 1)))[order]
+    other, other_survives = advantages(moved, right[order], counted[order], normalisation=normalisation)
+    np.testing.assert_allclose(other, got[order], atol=1e-12)
+    np.testing.assert_array_equal(other_survives, survives[order])
+
+
+def test_right_is_the_verifiers_word_and_not_the_reward():
+    """Shaped rewards that differ do not save a prompt without variance, nor do equal ones drop one that has it."""
+    rewards = np.array([[1.0, 0.4, 0.9], [0.5, 0.5, 0.5]])
+    right = np.array([[True, True, True], [True, False, False]])
+    got, survives = advantages(rewards, right, np.ones_like(right))
+    assert survives.tolist() == [False, True]
+    assert not got.any()  # equal rewards: nothing to learn, and no division by zero
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_nothing_survives(normalisation, filtered):
+    """P = 0: no completion counts, or (where the filter is on) none differs."""
+    shape = (3, 4)
+    for counted, right in ((np.zeros(shape, bool), np.eye(*shape) > 0), (np.ones(shape, bool), np.ones(shape, bool))):
+        rewards = np.where(right, 1.0, -1.0)
+        got, survives = advantages(
+            rewards, right, counted, normalisation=normalisation, filter_zero_variance=filtered
+        )  # fmt: skip
+        np.testing.assert_array_equal(got, np.zeros(shape))
+        assert survives.tolist() == [bool(counted.all()) and not filtered] * 3
+
+
+def test_an_unknown_normalisation_is_named():
+    with pytest.raises(ValueError, match="'std' is not batch, prompt or none"):
+        advantages(np.ones((1, 2)), np.ones((1, 2), bool), np.ones((1, 2), bool), normalisation="std")
