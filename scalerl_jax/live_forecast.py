@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 class LiveForecast:
-    """`say` gets a line where no forecast can be made. All methods are for the trainer's thread."""
+    """A context manager; `say` gets a line where no forecast can be made. All methods are for the trainer's thread."""
 
     def __init__(self, *, updates: int, say: Callable[[str], None]):
         self._updates, self._say = updates, say
@@ -55,6 +55,12 @@ class LiveForecast:
     def close(self) -> None:
         """Waits for a fit that is running: seconds at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "LiveForecast":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _start(self) -> None:
         if self._running is None and self._next is not None:
