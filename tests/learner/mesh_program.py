@@ -1,0 +1,195 @@
+"""What test_mesh.py compares: one batch on meshes of 8 virtual CPU devices, and on one. Writes OUT.npz and OUT.json.
+
+    python -m tests.learner.mesh_program OUT
+
+A process of its own, because the number of virtual devices is fixed when JAX starts. Each mesh compiles the update
+once; micro-batches and packing orders are made by giving `pack` the segments in parts.
+"""
+
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from scalerl_jax.learner import optimizer
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.packing import MicroBatch, Segment, pack
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.model import DecoderConfig, init_params
+from scalerl_jax.model.decoder import Precision
+from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.objective.surrogate import Surrogate, policy_loss
+from tests.learner.segments import make_segments
+from tests.model.toys import params_of
+
+# Heads, MLP and vocabulary divide over 2, the width over 8; two query heads share a key/value head.
+DECODER = DecoderConfig(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=48)
+LENGTH, ROWS = 48, 8
+LENGTHS = (49, 40, 33, 21, 21, 21, 17, 17, 17, 17, 9, 9, 9, 9, 9, 9, 5, 5, 5, 5, 3, 2)  # 22 segments, 7 rows full
+MESHES = {
+    "one": {"fsdp": 1},
+    "fsdp8": {"fsdp": 8},
+    "fsdp4-tensor2": {"fsdp": 4, "tensor": 2},
+    "replica2-fsdp2-tensor2": {"replica": 2, "fsdp": 2, "tensor": 2},
+}
+MICRO_BATCHES = (1, 2, 4)
+ORDERS = 2
+# Nearly all of the time goes into compiling, and nothing here needs fast code.
+XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
+
+
+def mesh_of(name: str):
+    axes = MESHES[name]
+    return make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+
+
+@functools.cache
+def params() -> Any:
+    """The parameters that everything starts from, on the host."""
+    return jax.device_get(params_of(DECODER))
+
+
+def make_learner(name: str, *, compute: str = "float32") -> Learner:
+    """With an epsilon as large as the gradients: else a first step is their sign, which rounding turns near 0."""
+    learner = Learner(
+        decoder=DECODER,
+        optimizer=optimizer.adamw(
+            optax.constant_schedule(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-2, weight_decay=0.01, clip=0.05
+        ),
+        mesh=mesh_of(name),
+        precision=Precision(compute=compute, wire=compute),
+        surrogate=Surrogate(cap=1.2),
+        row_length=LENGTH,
+        rows=ROWS,
+        logprob_chunk=16,
+    )
+    learner.start(jax.device_put(params(), learner.shardings["params"]))
+    return learner
+
+
+def arranged(segments: list[Segment], micro_batches: int, order: int) -> list[MicroBatch]:
+    """The whole batch in so many micro-batches; which segments share a row or a micro-batch depends on the order."""
+    shuffled = np.random.default_rng(order).permutation(len(segments))
+    out = []
+    for part in np.array_split(shuffled, micro_batches):
+        made, _ = pack([segments[i] for i in part], length=LENGTH, rows=ROWS)
+        assert len(made) == 1
+        out += made
+    return out
+
+
+class Results:
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self.facts: dict[str, Any] = {}
+
+    def tree(self, name: str, tree: Any) -> None:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            self.arrays[name + jax.tree_util.keystr(path)] = np.asarray(leaf)
+
+    def shards(self, name: str, tree: Any) -> None:
+        """[shape on one device, dtype] of every array, and that all its devices hold as much."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            shapes = {shard.data.shape for shard in leaf.addressable_shards}
+            assert len(shapes) == 1 and len(leaf.addressable_shards) == leaf.sharding.mesh.size
+            self.facts[name + jax.tree_util.keystr(path)] = [*shapes.pop()], str(leaf.dtype)
+
+    def sums(self, name: str, sums: Any) -> None:
+        self.facts[name] = {key: float(value) for key, value in sums.items()}
+
+
+def float32_on(name: str, segments: list[Segment], results: Results) -> Learner:
+    """Gradients of every arrangement, then one update."""
+    learner = make_learner(name)
+    for micro_batches in MICRO_BATCHES:
+        for order in range(ORDERS):
+            key = f"gradient/{name}/{micro_batches}/{order}"
+            grads, sums = learner.gradient(arranged(segments, micro_batches, order))
+            results.tree(key, grads)
+            results.sums(key, sums)
+    results.shards(f"shards/{name}/gradient", grads)
+    if name == "one":
+        for i, segment in enumerate(segments):
+            results.tree(f"alone/{i}", learner.gradient(pack([segment], length=LENGTH, rows=ROWS)[0])[0])
+    results.sums(f"update/{name}", learner.update(segments))
+    results.tree(f"state1/{name}", learner.state)
+    results.shards(f"shards/{name}/state", learner.state)
+    return learner
+
+
+def gspo_on(learner: Learner, batch: MicroBatch) -> Any:
+    """(loss, d loss / d logp) with rows laid out as an update has them."""
+    rows = learner._put(batch)
+    logp = rows["generator_logprobs"] + 0.1 * rows["tokens"] / DECODER.vocabulary
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(logp: jax.Array) -> jax.Array:
+        surrogate = Surrogate(kind="gspo", clip_low=0.05, clip_high=0.05)
+        names = ("generator_logprobs", "advantages", "weights", "segment_ids")
+        return policy_loss(logp, *(rows[name] for name in names), surrogate)[0]
+
+    return loss(logp)
+
+
+def main(out: str) -> None:
+    assert jax.device_count() == 8
+    results = Results()
+    segments = make_segments(LENGTHS, vocabulary=DECODER.vocabulary)
+    following = make_segments(LENGTHS, vocabulary=DECODER.vocabulary, seed=1)
+
+    learners = {name: float32_on(name, segments, results) for name in MESHES}
+
+    # A checkpoint of one mesh goes on on another, and on its own.
+    checkpoints = Checkpoints(f"{out}-checkpoints", keep=1)
+    checkpoints.save(1, learners["fsdp4-tensor2"].state, manifest={}, arrays={})
+    for name in ("fsdp4-tensor2", "fsdp8"):
+        found = checkpoints.restore(learners[name].abstract_state())
+        assert found is not None
+        continued, learners[name].state = learners[name].state, found.state
+        learners[name].update(following)
+        results.tree(f"restored/{name}", learners[name].state)
+        learners[name].state = continued
+    checkpoints.close()
+    for name in MESHES:
+        learners[name].update(following)
+        results.tree(f"state2/{name}", learners[name].state)
+
+    # What leaves the mesh: weights under their names, scores.
+    mesh = "replica2-fsdp2-tensor2"
+    results.tree("wire", learners[mesh].wire())
+    for name in ("one", mesh):
+        results.tree(f"score/{name}", learners[name].score([segment.tokens for segment in segments]))
+
+    # Fresh parameters are made where they lie; params() began with those of the same key, made on one device.
+    fresh = init_params(DECODER, jax.random.key(0), mesh_of("fsdp4-tensor2"))
+    results.tree("fresh", fresh)
+    results.shards("shards/fresh", fresh)
+    results.tree("start", params())
+
+    # The one surrogate in which tokens of a row meet.
+    for name in ("one", "fsdp4-tensor2"):
+        results.tree(f"gspo/{name}", gspo_on(learners[name], arranged(segments, 1, 0)[0]))
+
+    for name in ("one", "fsdp8", "fsdp4-tensor2"):
+        learner = make_learner(name, compute="bfloat16")
+        for micro_batches in (1, 4):
+            grads, _ = learner.gradient(arranged(segments, micro_batches, 0))
+            results.tree(f"bfloat16/{name}/{micro_batches}", grads)
+
+    np.savez(f"{out}.npz", **results.arrays)
+    with open(f"{out}.json", "w") as file:
+        json.dump(results.facts, file)
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = XLA_FLAGS  # read when the devices are first asked for
+    main(sys.argv[1])

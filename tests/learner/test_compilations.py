@@ -1,0 +1,204 @@
+"""After warm-up nothing is compiled or traced again, whatever a batch looks like; what is carried is overwritten."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from scalerl_jax.config import OptimizerConfig
+from scalerl_jax.learner import optimizer
+from scalerl_jax.learner.packing import pack
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.model import init_params
+from scalerl_jax.model.decoder import Precision
+from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.objective.surrogate import Surrogate
+from tests.learner.segments import make_segments
+from tests.model.toys import DECODER, relative
+
+LENGTH, ROWS = 32, 2
+
+
+def segments(lengths, seed: int = 0):
+    return make_segments(lengths, vocabulary=DECODER.vocabulary, seed=seed)
+
+
+@dataclasses.dataclass
+class Work:
+    """Traces, lowerings and compilations since the last look."""
+
+    events: list[str] = dataclasses.field(default_factory=list)
+
+    def take(self) -> list[str]:
+        taken, self.events[:] = list(self.events), []
+        return taken
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Work]:
+    work = Work()
+
+    def listen(event: str, seconds: float, **_) -> None:
+        if event.startswith("/jax/core/compile/"):
+            work.events.append(event.removeprefix("/jax/core/compile/"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield work
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@dataclasses.dataclass
+class Warm:
+    """A learner after its warm-up, with what that did."""
+
+    learner: Learner
+    events: list[str]
+    before: dict  # the state, on the host
+    after: dict
+
+
+@pytest.fixture(scope="module")
+def warm() -> Warm:
+    learner = Learner(
+        decoder=DECODER,
+        optimizer=optimizer.from_config(OptimizerConfig(learning_rate=1e-2, warmup=2)),
+        mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
+        precision=Precision(),
+        surrogate=Surrogate(),
+        row_length=LENGTH,
+        rows=ROWS,
+        logprob_chunk=16,
+    )
+    learner.start(init_params(DECODER, jax.random.key(0), learner.mesh))
+    before = jax.device_get(learner.state)
+    with counted() as work:
+        learner.compile()
+        return Warm(learner, work.take(), before, jax.device_get(learner.state))
+
+
+@pytest.fixture
+def learner(warm) -> Learner:
+    return warm.learner
+
+
+# ---- Compilations --------------------------------------------------------------------------------------------------
+
+
+def test_the_warm_up_compiles_and_changes_nothing(warm):
+    """Accumulate, apply, score and wire: so the count below is not of a listener that hears nothing."""
+    assert warm.events.count("backend_compile_duration") >= 4
+    assert warm.events.count("jaxpr_trace_duration") >= 4
+    jax.tree.map(np.testing.assert_array_equal, warm.after, warm.before)
+
+
+def test_nothing_compiles_after_the_warm_up(learner):
+    """Few and many segments, short and long ones, one micro-batch and several: nor is anything traced again."""
+    first, micro_batches = int(learner.state["step"]), set()
+    with counted() as work:
+        for seed, lengths in enumerate(([5], [33, 33], [9] * 3, [17, 20, 33, 4, 4], [2, 3, 4] * 9, [33] * 7)):
+            sums = learner.update(segments(lengths, seed))
+            micro_batches.add(sums["micro_batches"])
+            scored = learner.score([s.tokens for s in segments(lengths, seed)])
+            assert len(scored) == len(lengths)
+            jax.block_until_ready(learner.wire())
+            assert int(learner.state["step"]) == first + seed + 1
+            assert work.take() == [], lengths
+        jax.jit(lambda x: x + first)(np.float32(1))
+        assert "backend_compile_duration" in work.take()  # the listener still hears
+    assert micro_batches >= {1, 2, 4}
+
+
+def test_nothing_compiles_where_a_run_goes_on(learner):
+    """The state comes from a checkpoint then: other arrays, laid out as abstract_state says."""
+    learner.state = restored(learner, jax.device_get(learner.state))
+    with counted() as work:
+        for seed in range(2):
+            learner.update(segments([33, 33, 33, 12], seed))
+            learner.score([np.arange(5)])
+            learner.wire()
+        assert work.take() == []
+
+
+def restored(learner: Learner, saved: dict) -> dict:
+    return jax.tree.map(
+        lambda value, abstract: jax.device_put(value, abstract.sharding), saved, learner.abstract_state()
+    )  # fmt: skip
+
+
+# ---- Donation ------------------------------------------------------------------------------------------------------
+
+
+def test_the_old_state_is_overwritten(learner):
+    """Parameters and moments of before the update are gone: never two of them in memory."""
+    old = jax.tree.leaves(learner.state)
+    learner.update(segments([20, 33, 5]))
+    assert old and all(leaf.is_deleted() for leaf in old)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(learner.state))
+
+
+def test_the_sum_of_gradients_is_overwritten(learner):
+    """One gradient's worth of memory however many micro-batches, and the parameters stay."""
+    batch = pack(segments([20, 33]), length=LENGTH, rows=ROWS)[0]
+    carry = learner.gradient(batch)
+    after = learner._accumulate(learner.state["params"], carry, learner._put(batch[0]))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(carry))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((after, learner.state)))
+
+
+def test_weights_on_the_wire_are_their_own(learner):
+    """They are read on another thread while the next update overwrites the parameters they were made from."""
+    weights = learner.wire()
+    before = {name: np.array(value) for name, value in weights.items()}
+    learner.update(segments([20, 33, 5]))
+    for name, value in weights.items():
+        assert not value.is_deleted(), name
+        np.testing.assert_array_equal(np.asarray(value), before[name])
+    for name, value in learner.wire().items():
+        assert not np.array_equal(np.asarray(value), before[name]), name
+
+
+# ---- What an update and a score are --------------------------------------------------------------------------------
+
+
+def test_a_batch_of_several_micro_batches_is_the_sum_of_them(learner):
+    """`update` packs, accumulates and applies what `gradient` computes; and says how full its rows were."""
+    many = segments([33, 33, 17, 17, 9, 9, 9], seed=4)
+    grads, _ = learner.gradient(pack(many, length=LENGTH, rows=ROWS)[0])
+    alone = [learner.gradient(pack([segment], length=LENGTH, rows=ROWS)[0])[0] for segment in many]
+    assert relative(grads, jax.tree.map(lambda *parts: sum(np.asarray(p) for p in parts), *alone)) < 1e-5
+    norm = np.sqrt(sum(float((np.asarray(leaf, np.float64) ** 2).sum()) for leaf in jax.tree.leaves(grads)))
+    sums = learner.update(many)
+    assert sums["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+    assert sums["micro_batches"] == 2
+    assert sums["row_use"] == pytest.approx((32 * 2 + 16 * 2 + 8 * 3) / (2 * ROWS * LENGTH))
+    assert sums["tokens"] == sum((segment.weights > 0).sum() for segment in many)
+
+
+def test_scores_come_back_in_the_order_asked_for(learner):
+    sequences = [segment.tokens for segment in segments([5, 33, 9, 33, 20, 2, 33], seed=2)]
+    together = learner.score(sequences)
+    for tokens, scored in zip(sequences, together, strict=True):
+        assert scored.shape == tokens.shape and scored.dtype == np.float32 and scored[0] == 0
+        np.testing.assert_allclose(scored, learner.score([tokens])[0], atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(learner):
+    broken = [dataclasses.replace(s, advantages=s.advantages * np.float32(np.inf)) for s in segments([20, 9])]
+    saved = jax.device_get(learner.state)
+    with pytest.raises(FloatingPointError, match=f"the gradient norm is nan at step {int(saved['step']) + 1}"):
+        learner.update(broken)
+    learner.state = restored(learner, saved)  # as the docstring says: from a checkpoint
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_named():
+    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("replica", "fsdp", "tensor"))
+    with pytest.raises(ValueError, match=r"6 rows of a micro-batch do not divide over 4 shards \(replica x fsdp\)"):
+        Learner(
+            decoder=DECODER, optimizer=optimizer.from_config(OptimizerConfig()), mesh=mesh, precision=Precision(),
+            surrogate=Surrogate(), row_length=LENGTH, rows=6,
+        )  # fmt: skip
