@@ -171,7 +171,7 @@ class FileTraces:
                 yield self._examples[order[at]]
 
 
-def read_traces(path: str) -> Iterator[tuple[str, str, str]]:
+def read_traces(path: str) -> Iterator[tuple[str, ...]]:
     return read_jsonl(path, "config.sft.traces_file", ("prompt", "completion"))
 
 

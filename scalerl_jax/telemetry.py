@@ -49,6 +49,8 @@ class RolloutSample:
     verdict: bool
     reward: float
     finish_reason: str
+    task: str = ""  # of the prompt
+    pieces: Sequence[str] = ()  # [tokens] the part of `completion` that each token adds; empty: it cannot be told
 
 
 class RunFolder:
@@ -240,7 +242,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 def write_whole(path: str, text: str) -> None:
     """Writes a file so that it is there whole or, after a crash, as it was before."""
     temporary = f"{path}.tmp"
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(temporary, path)
 

@@ -245,6 +245,8 @@ def test_samples_of_rollouts(tmp_path):
         verdict=True,
         reward=1.0,
         finish_reason="stop",
+        task="hard",
+        pieces=["<think>", "é</think>", "2"],
     )
     with RunFolder(tmp_path, make_config(telemetry__samples=2, telemetry__samples_every=10)) as run:
         run.resume(0)
@@ -266,4 +268,6 @@ def test_samples_of_rollouts(tmp_path):
         "verdict": True,
         "reward": 1.0,
         "finish_reason": "stop",
+        "task": "hard",
+        "pieces": ["<think>", "é</think>", "2"],
     }

@@ -43,6 +43,23 @@ def waiting(waits: Waits | None, book: Book, connections: Sequence[Connection], 
     return text
 
 
+def waits_for(waits: Waits | None, book: Book) -> list[str]:
+    """Who has the oldest group that the trainer waits for: server addresses, or one of the names below. [] no wait.
+
+    "verifier": every completion has come, a verdict is missing
+    "a free server": nobody is asked for what is missing
+    "new weights": the group is not opened yet, because no server may sample it
+    """
+    if waits is None:
+        return []
+    missing = book.missing(waits.batch)
+    if not missing:
+        return [] if book.ready(waits.batch) else ["new weights"]
+    if missing[0].asked:
+        return sorted(set(missing[0].asked.values()))
+    return ["a free server"] if missing[0].unasked else ["verifier"]
+
+
 def _group(group: OpenGroup, now: float) -> str:
     text = f"{group.group_id} ({len(group.completions)} of {len(group.requests)}, {now - group.opened_at:.0f} s"
     if group.asked:
@@ -66,6 +83,7 @@ def status(
     now = time.monotonic()
     return {
         "waiting": waiting(waits, book, connections, verdicts),
+        "waits_for": waits_for(waits, book),
         "trained": book.trained,
         "next_group": book.next_number,
         "open_groups": len(book.open),

@@ -1,12 +1,14 @@
 """Prompts of a run, training and held out, as token ids.
 
-JSONL files have one {"prompt": str, "answer": str} a line. No prompt may be in both files, nor twice in one: then the
-curriculum would not know it as the one prompt it is, and the held-out score would not be of held-out prompts.
+JSONL files have one {"prompt": str, "answer": str} a line, and may name a "task" there, the part of a mixture that the
+prompt is from: evaluations are then also reported part by part (arithmetic: by the number of terms). No prompt may be
+in both files, nor twice in one: then the curriculum would not know it as the one prompt it is, and the held-out score
+would not be of held-out prompts.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,6 +23,7 @@ class Prompt:
     text: str
     token_ids: np.ndarray  # [tokens] int32
     answer: str
+    task: str = ""  # the part of a mixture it is from
 
 
 def load(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
@@ -28,9 +31,14 @@ def load(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Promp
 
     Raises ValueError naming the config field, or the file and row, at fault.
     """
+    train: Sequence[tuple[str, ...]]  # prompt, answer, task, name of the row
+    validation: Sequence[tuple[str, ...]]
     if config.task.name == "arithmetic":
         train, validation = (
-            [(problem.text, problem.answer, f"problem {problem.text}") for problem in _problems(config, held_out)]
+            [
+                (problem.text, problem.answer, f"{len(problem.terms) + 1} terms", f"problem {problem.text}")
+                for problem in _problems(config, held_out)
+            ]
             for held_out in (False, True)
         )
     else:
@@ -45,8 +53,12 @@ def load(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Promp
     return prompts
 
 
-def read_jsonl(path: str, field: str, columns: tuple[str, str]) -> Iterator[tuple[str, str, str]]:
-    """The two texts of each row, and the row's name for messages: "FILE row N". Blank lines are skipped.
+def read_jsonl(
+    path: str, field: str, columns: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[str, ...]]:
+    """The texts of each row, and the row's name for messages: "FILE row N". Blank lines are skipped.
+
+    A column of `optional` is "" where a row has none.
 
     Raises ValueError naming file and row, or `field` of the config where there is no such file.
     """
@@ -72,14 +84,17 @@ def read_jsonl(path: str, field: str, columns: tuple[str, str]) -> Iterator[tupl
         if not isinstance(row, dict):
             raise ValueError(f"{where}: is not a JSON object")
         texts = []
-        for column in columns:
+        for column in (*columns, *optional):
             value = row.get(column)
+            if value is None and column in optional:
+                texts.append("")
+                continue
             if isinstance(value, int | float) and not isinstance(value, bool) and column == "answer":
                 value = str(value)
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{where}: {column!r} is not a text, or is empty")
             texts.append(value)
-        yield texts[0], texts[1], where
+        yield *texts, where
 
 
 def _problems(config: Config, validation: bool) -> list[arithmetic.Problem]:
@@ -92,27 +107,27 @@ def _problems(config: Config, validation: bool) -> list[arithmetic.Problem]:
     )
 
 
-def _read_tasks(path: str, field: str) -> Iterator[tuple[str, str, str]]:
-    return read_jsonl(path, field, ("prompt", "answer"))
+def _read_tasks(path: str, field: str) -> Iterator[tuple[str, ...]]:
+    return read_jsonl(path, field, ("prompt", "answer"), optional=("task",))
 
 
-def _refuse_repeated(*files: Iterable[tuple[str, str, str]]) -> None:
+def _refuse_repeated(*files: Iterable[tuple[str, ...]]) -> None:
     first: dict[str, str] = {}
     for rows in files:
-        for text, _, where in rows:
+        for text, _, _, where in rows:
             if text in first:
                 raise ValueError(f"{where}: the prompt is the same as in {first[text]}")
             first[text] = where
 
 
-def _tokenize(rows: list[tuple[str, str, str]], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+def _tokenize(rows: Sequence[tuple[str, ...]], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     prompts = []
-    for index, (text, answer, where) in enumerate(rows):
+    for index, (text, answer, task, where) in enumerate(rows):
         ids = np.asarray(tokenizer.encode_prompt(text), np.int32)
         if len(ids) > config.rollout.prompt_limit:
             raise ValueError(
                 f"{where}: the prompt has {len(ids)} tokens, "
                 f"config.rollout.prompt_limit is {config.rollout.prompt_limit}"
             )
-        prompts.append(Prompt(index, text, ids, answer))
+        prompts.append(Prompt(index, text, ids, answer, task))
     return prompts

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 THINK, END_OF_THINKING, END_OF_TEXT = "<think>", "</think>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, THINK, END_OF_THINKING)  # ids 0, 1, 2
 FILES = ("tokenizer.json", "tokenizer_config.json")
+_LONGEST_CHARACTER = 32  # tokens; whatever is no character after that many never becomes one
 
 
 class Tokenizer:
@@ -53,6 +54,30 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens kept."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The part of decode(ids) that each token adds; together they are that text exactly.
+
+        "" for a token that ends within a character: the whole character is with the token that completes it, and what
+        is never completed is with the last one. Empty list: this text cannot be told apart token by token (some
+        decoders read bytes that are no text in another way where they stand alone).
+        """
+        whole = self.decode(ids)
+        parts: list[str] = []
+        context, done = 0, 0  # tokens before `done` have their part; those from `context` on are decoded along
+        for end in range(1, len(ids) + 1):
+            before, text = self.decode(ids[context:done]), self.decode(ids[context:end])
+            unfinished = text.endswith("\ufffd") or not text.startswith(before)
+            if unfinished and end - done < _LONGEST_CHARACTER:
+                parts.append("")
+                continue
+            parts.append(text[len(before) :])
+            context, done = done, end
+        said = "".join(parts)
+        if not parts or not whole.startswith(said):
+            return []
+        parts[-1] += whole[len(said) :]
+        return parts
 
     def decode_completion(self, ids: Sequence[int]) -> str:
         """The text of a completion without the stop token it ends with."""

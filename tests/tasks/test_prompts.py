@@ -121,12 +121,13 @@ def test_files(tokenizer, tmp_path):
     config = file_config(
         tmp_path,
         [{"prompt": "one?", "answer": "1"}, "\n", {"prompt": "half?", "answer": 0.5, "source": "kept out"}],
-        [{"prompt": f"{i}?", "answer": str(i)} for i in range(5)],
+        [{"prompt": f"{i}?", "answer": str(i), "task": "algebra"} for i in range(5)],
     )
     config.evaluation.prompts = 3
     train, validation = prompts.load(config, tokenizer)
     assert [(p.index, p.text, p.answer) for p in train] == [(0, "one?", "1"), (1, "half?", "0.5")]
     assert [p.text for p in validation] == ["0?", "1?", "2?"]
+    assert {p.task for p in train} == {""} and {p.task for p in validation} == {"algebra"}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_files(tokenizer, tmp_path):
         ({"prompt": "x?"}, r"train\.jsonl row 2: 'answer' is not a text"),
         ({"prompt": "x?", "answer": True}, r"train\.jsonl row 2: 'answer' is not a text"),
         ({"prompt": "  ", "answer": "1"}, r"train\.jsonl row 2: 'prompt' is not a text, or is empty"),
+        ({"prompt": "x?", "answer": "1", "task": 3}, r"train\.jsonl row 2: 'task' is not a text"),
         ({"prompt": ["x?"], "answer": "1"}, r"train\.jsonl row 2: 'prompt' is not a text"),
         ({"prompt": "one?", "answer": "1"}, r"train\.jsonl row 2: the prompt is the same as in .*train\.jsonl row 1"),
     ],

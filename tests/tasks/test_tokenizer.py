@@ -4,6 +4,10 @@ import json
 import shutil
 
 import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.config import PHRASE
@@ -34,6 +38,43 @@ def test_any_text_comes_back(folder):
     tokenizer = Tokenizer(str(folder))
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(data=st.data())
+def test_pieces_are_the_text_token_by_token(folder, data):
+    """Also of what a policy says that is no text: bytes that never become a character."""
+    tokenizer = Tokenizer(str(folder))
+    texts = data.draw(st.lists(st.sampled_from(TEXTS) | st.text(max_size=5), max_size=6))
+    ids = [i for text in texts for i in tokenizer.encode(text)]
+    ids += data.draw(st.lists(st.integers(0, tokenizer.vocabulary - 1), max_size=20))
+    pieces = tokenizer.pieces(ids)
+    assert len(pieces) == len(ids) and "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_the_pieces_of_characters_of_several_tokens(folder):
+    tokenizer = Tokenizer(str(folder))
+    smile = tokenizer.encode("😀")
+    assert len(smile) == 4
+    assert tokenizer.pieces([*tokenizer.encode("7"), *smile, *tokenizer.encode("8")]) == ["7", "", "", "", "😀", "8"]
+    assert tokenizer.pieces([*tokenizer.encode("7"), *smile[:2]]) == ["7", "", "\ufffd"]
+    assert tokenizer.pieces([]) == []
+
+
+def test_pieces_where_a_decoder_treats_bytes_and_spaces_in_its_own_way(tmp_path):
+    """As Llama 2's: the first space is dropped, characters that have no token are bytes."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁", "▁def"]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<unk>"}))
+    tokenizer = Tokenizer(str(tmp_path))
+    letter = [1 + byte for byte in "é".encode()]
+    assert tokenizer.pieces([257, 258, 260, *letter, 257]) == ["a", "b", " def", "", "é", " a"]
+    # Half a character before another: together the three bytes are no text, and whoever comes next shows it.
+    assert tokenizer.pieces([257, letter[0], *letter, 258]) == ["a", "", "", "", "\ufffd\ufffd\ufffdb"]
 
 
 def test_digits_and_special_tokens_are_single_tokens(folder):
