@@ -13,6 +13,7 @@ from tests.objective.batches import LENGTH, NAMES, ROWS, rows
 SURROGATES = {
     "cispo": Surrogate(),
     "cispo, low cap": Surrogate(cap=1.1),
+    "cispo, cap under 1": Surrogate(cap=0.9),
     "clip, GRPO": Surrogate(kind="clip", clip_low=0.2, clip_high=0.2),
     "clip, DAPO": Surrogate(kind="clip", clip_low=0.2, clip_high=0.26),
     "gspo": Surrogate(kind="gspo", clip_low=0.1, clip_high=0.15),
@@ -55,7 +56,7 @@ def tokens(*, train, gen, advantage, weight=1.0, segment=1, surrogate):
 
 
 @every
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=seeds)
 def test_equal_the_formulas(surrogate, seed):
     arrays = rows(seed, surrogate)
@@ -78,7 +79,7 @@ def test_the_random_rows_reach_every_branch():
         expects_masks = surrogate.icepop_high > 0 or surrogate.total_variation > 0
         assert (total["masked"] > 20) == expects_masks and total["masked"] < total["tokens"] / 2, name
         if surrogate.kind != "cross_entropy" and surrogate.cap < 5:
-            assert 20 < total["clipped"] < total["tokens"] / 2, name
+            assert 20 < total["clipped"] < 0.7 * total["tokens"], name
 
 
 @every
