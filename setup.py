@@ -45,6 +45,7 @@ EXTRAS = {
         *TRAIN,
         "hypothesis>=6.130",
         "mypy>=2.0",
+        "playwright>=1.60",  # drives the Chromium that the machine has; it brings none
         "psutil>=6",
         "pytest>=9.0",
         "pytest-timeout>=2.4",
@@ -66,7 +67,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["scalerl_jax*", "rollout_server*", "launch*"]),
-    package_data={"rollout_server.contract": ["rollout.proto", "*.pyi"]},
+    package_data={
+        "rollout_server.contract": ["rollout.proto", "*.pyi"],
+        "scalerl_jax.report_page": ["assets/*", "uplot/*"],
+    },
     install_requires=BASE,
     extras_require=EXTRAS,
     entry_points={
@@ -76,6 +80,7 @@ setup(
             "scalerl-serve = rollout_server.serve:run",
             "scalerl-fit = scalerl_jax.fit:run",
             "scalerl-export = scalerl_jax.export:run",
+            "scalerl-report = scalerl_jax.report:run",
         ]
     },
 )

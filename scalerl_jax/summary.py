@@ -1,6 +1,7 @@
 """What a run says at its end: a table, curve.png with the forecast made at half of the compute, completions to read.
 
-Everything is read from the run folder, so the same page can be shown again later.
+The last lines are the forecast beside the outcome, and where the report is. Everything is read from the run folder, so
+the same can be shown again later.
 """
 
 import os
@@ -10,20 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scalerl_jax.report_page.page import write_report
+from scalerl_jax.report_page.score import half_time
 from scalerl_jax.scaling.plot import plot_forecast
-from scalerl_jax.scaling.report import HalfTimeForecast, half_time_forecast
+from scalerl_jax.scaling.report import HalfTimeForecast
 from scalerl_jax.telemetry import read_rows
 
 
 def show(workdir: str, console: Console | None = None) -> None:
-    """Prints the table and three completions of the latest sample, and writes curve.png."""
+    """Prints the table and three completions of the latest sample, and writes curve.png and report.html."""
     if console is None:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = 140  # a log is not folded
     evals = read_rows(os.path.join(workdir, "evals.jsonl"))
     metrics = read_rows(os.path.join(workdir, "metrics.jsonl"))
-    forecast, why_not = _forecast(evals)
+    forecast, why_not = half_time(evals)
     console.print(table(evals, metrics, forecast))
     if why_not:
         console.print(f"no forecast: {why_not}", markup=False)
@@ -38,21 +41,13 @@ def show(workdir: str, console: Console | None = None) -> None:
         console.print(f"curve: {path}", markup=False, soft_wrap=True)
     for sample in last_samples(workdir, 3):
         console.print(_completion(sample))
-
-
-def _forecast(evals: list[dict[str, Any]]) -> tuple[HalfTimeForecast | None, str]:
-    """The forecast, or why there is none; nothing at all for a run too short to ask."""
-    if len(evals) < 8:
-        return None, ""
+    console.print()
+    if forecast is not None:
+        console.print(forecast.sentence(), soft_wrap=True)
     try:
-        forecast = half_time_forecast(
-            [row["device_hours"] for row in evals],
-            [row["pass_rate"] for row in evals],
-            ([sum(row["passes"]) for row in evals], [row["prompts"] * row["samples"] for row in evals]),
-        )
-    except ValueError as error:  # the run is done and well, whatever its curve looks like
-        return None, str(error)
-    return forecast, ""
+        console.print(f"report: {write_report([workdir])}", markup=False, soft_wrap=True)
+    except (OSError, ValueError) as error:  # the run is done and well without it
+        console.print(f"no report.html: {error}", markup=False, soft_wrap=True)
 
 
 def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: HalfTimeForecast | None) -> Table:

@@ -30,12 +30,14 @@ from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.ledger import Ledger, ModelShape
+from scalerl_jax.live_forecast import LiveForecast
 from scalerl_jax.model import Precision, load_hf
 from scalerl_jax.model.config import DecoderConfig
 from scalerl_jax.model.hf import Tensors, read_config
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective.surrogate import Surrogate
 from scalerl_jax.progress import ProgressLine
+from scalerl_jax.report_page.writer import ReportWriter
 from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts.addresses import parse as parse_addresses
 from scalerl_jax.rollouts.fleet import Fleet, FleetError
@@ -208,6 +210,8 @@ def main(config: Config) -> None:
         )
         stack.callback(fleet.close)
         line = stack.enter_context(ProgressLine("train", updates=config.updates, step=start))
+        report = stack.enter_context(ReportWriter(folder.workdir))
+        forecast = stack.enter_context(LiveForecast(updates=config.updates, say=line.say))
         trainer = Trainer(
             config=config,
             folder=folder,
@@ -221,6 +225,8 @@ def main(config: Config) -> None:
             probe=probe,
             pushes=pushes,
             line=line,
+            report=report,
+            forecast=forecast,
         )
         if found:
             line.say(f"going on from step {start} of {config.updates}")

@@ -6,7 +6,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +21,9 @@ from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.ledger import Ledger, ServerCounters
+from scalerl_jax.live_forecast import LiveForecast
 from scalerl_jax.progress import ProgressLine
+from scalerl_jax.report_page.writer import ReportWriter
 from scalerl_jax.rollouts.evaluation import EvaluationLost
 from scalerl_jax.rollouts.fleet import FinishedGroup, Fleet
 from scalerl_jax.rollouts.probe import Probe
@@ -77,6 +79,32 @@ class Pushes:
         return {"applied": len(reports), **{name: sum(r[name] for r in reports) for name in names}}
 
 
+class Waits:
+    """Whom the trainer waited for, in seconds: what it sees at one look holds until the next one.
+
+    The clock is monotonic seconds. Used by the trainer's thread alone.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._held_by: Sequence[str] = ()
+        self._since = 0.0
+
+    def look(self, held_by: Sequence[str]) -> None:
+        """These hold the trainer up now, in equal parts; none: it does not wait."""
+        now = self._clock()
+        for name in self._held_by:
+            self._seconds[name] = self._seconds.get(name, 0.0) + (now - self._since) / len(self._held_by)
+        self._held_by, self._since = held_by, now
+
+    def take(self) -> list[tuple[str, float]]:
+        """(name, seconds) since the last call, the longest first; the wait ends now."""
+        self.look(())
+        seconds, self._seconds = self._seconds, {}
+        return sorted(seconds.items(), key=lambda item: -item[1])
+
+
 def observe(ledger: Ledger, status: pb.StatusReply, evaluating: bool) -> None:
     """Books what a server did since its last status."""
     counters = ServerCounters(
@@ -88,6 +116,19 @@ def observe(ledger: Ledger, status: pb.StatusReply, evaluating: bool) -> None:
         prefill_tokens=status.prefill_tokens,
     )
     ledger.observe(status.server_id, counters, evaluating=evaluating)
+
+
+def by_task(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
+    """Prompts and pass rate of each part of a mixture, in order of name; empty where there is only one."""
+    verdicts: dict[str, list[tuple[bool, ...]]] = {}
+    for group in groups:
+        verdicts.setdefault(group.prompt.task, []).append(group.verdicts)
+    if len(verdicts) < 2:
+        return {}
+    return {
+        task or "other": {"prompts": len(rows), "pass_rate": float(np.mean(np.concatenate(rows)))}
+        for task, rows in sorted(verdicts.items())
+    }
 
 
 def host_arrays(weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -118,11 +159,15 @@ class Trainer:
         probe: Probe,
         pushes: "Pushes",
         line: ProgressLine,
+        report: ReportWriter,
+        forecast: LiveForecast,
     ):
         self.config, self.folder, self.ledger, self.learner = config, folder, ledger, learner
         self.checkpoints, self.tokenizer, self.draws, self.validation = checkpoints, tokenizer, draws, validation
-        self.fleet, self.probe, self.pushes, self.line = fleet, probe, pushes, line
+        self.fleet, self.probe, self.pushes, self.line, self.report = fleet, probe, pushes, line, report
+        self.forecast = forecast
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
+        self._waits = Waits()
 
     def begin(self, start: int) -> None:
         """The first version goes out; the servers are met; version `start` is evaluated if it is due."""
@@ -139,7 +184,9 @@ class Trainer:
                 f"{server} joined: |log-prob difference| {found.mean:.1e} on average, {found.p99:.1e} at p99, "
                 f"over {found.tokens} tokens"
             )
-        self.line.update(waiting=self.fleet.waiting())
+        status = self.fleet.status()
+        self._waits.look(status["waits_for"])
+        self.line.update(waiting=status["waiting"])
         for step, began, compute, future in [e for e in self._evaluations if e[3].done()]:
             self._evaluations = [e for e in self._evaluations if e[0] != step]
             if isinstance(future.exception(), EvaluationLost):
@@ -151,7 +198,7 @@ class Trainer:
         """Batch `number`: wait, build, update, publish, write down."""
         began = time.monotonic()
         groups = self.fleet.batch(number, wait=self.serve_fleet)
-        waited = time.monotonic() - began
+        waited, waited_for = time.monotonic() - began, self._waits.take()
         self._book(groups, evaluation=False)
         with self.ledger.trainer("busy"):
             batch = build(groups, self.config.objective, number=number)
@@ -162,7 +209,7 @@ class Trainer:
         step = number + 1
         self.draws.record(number, batch.outcomes)
         self.publish(step, weights)
-        self._write_metrics(step, groups, batch, sums, waited=waited, seconds=seconds)
+        self._write_metrics(step, groups, batch, sums, waited=waited, waited_for=waited_for, seconds=seconds)
 
     def publish(self, step: int, weights: dict[str, jax.Array]) -> None:
         """Version `step` exists from here on; its bytes come to the host when a server is ready for them."""
@@ -215,6 +262,7 @@ class Trainer:
             values={
                 "truncated": float(np.mean(cut)),
                 "length_mean": float(np.mean([len(c.token_ids) for g in groups for c in g.completions])),
+                "tasks": by_task(groups),
             },
         )
         self.line.say(
@@ -223,6 +271,8 @@ class Trainer:
             f"evaluated in {row['seconds']:.1f} s"
         )
         self.line.update(note=f"held-out {row['pass_rate']:.3f} at {step}")
+        self.forecast.evaluated(self.folder.evaluations())
+        self.report.request()
 
     def _write_metrics(
         self,
@@ -232,6 +282,7 @@ class Trainer:
         sums: dict[str, float],
         *,
         waited: float,
+        waited_for: list[tuple[str, float]],
         seconds: float,
     ) -> None:
         values: dict[str, Any] = {
@@ -240,6 +291,7 @@ class Trainer:
             "groups": [(group.number, group.prompt.index) for group in groups],
             "lags": {str(lag): count for lag, count in sorted(batch.lags.items())},
             "waited_seconds": waited,
+            "waited_for": waited_for,
             "update_seconds": seconds,
             "group_seconds": float(np.mean([g.finished_at - g.asked_at for g in groups])),
             "prompts_retired": self.draws.retired(),
@@ -247,6 +299,9 @@ class Trainer:
             "compute": self.ledger.snapshot(),
             "pushes": self.pushes.take(),
         }
+        forecast = self.forecast.take()
+        if forecast is not None:
+            values["forecast"] = forecast
         self.folder.metrics(step, values)
         if self.folder.wants_rollouts(step):
             self.folder.rollouts(step, self._samples(groups, batch))
@@ -270,17 +325,20 @@ class Trainer:
         return out
 
     def _sample(self, group: FinishedGroup, completion: Completion, reward: float) -> RolloutSample:
+        ids = completion.token_ids.tolist()
         return RolloutSample(
             group=group.number,
             index=completion.index,
             prompt=group.prompt.text,
             answer=group.prompt.answer,
-            completion=self.tokenizer.decode(completion.token_ids.tolist()),
-            token_ids=completion.token_ids.tolist(),
+            completion=self.tokenizer.decode(ids),
+            token_ids=ids,
             logprobs=completion.logprobs.tolist(),
             versions=completion.versions,
             forced=completion.forced,
             verdict=bool(group.verdicts[completion.index]),
             reward=reward,
             finish_reason=completion.finish_reason,
+            task=group.prompt.task,
+            pieces=self.tokenizer.pieces(ids),
         )

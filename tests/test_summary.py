@@ -121,6 +121,17 @@ def test_the_forecast_and_its_picture(run):
     assert f"curve: {workdir}/curve.png" in text.replace("\n", "")
 
 
+def test_it_ends_with_the_forecast_beside_the_outcome_and_the_report(run):
+    workdir, text = run
+    sentence, report = text.strip().splitlines()[-2:]
+    assert sentence.startswith("forecast at half of the compute for the last quarter: ")
+    measured = float(sentence.partition(" measured ")[2].partition(",")[0])
+    assert measured == pytest.approx(np.mean([sigmoid(step) for step in range(48, 61, 3)]), abs=0.005)
+    assert report == f"report: {workdir}/report.html"
+    with open(f"{workdir}/report.html", encoding="utf-8") as file:
+        assert file.read().startswith("<!doctype html>")
+
+
 def test_three_completions_of_the_latest_sample(run):
     """Whatever they say, brackets included, stands there as it is."""
     _, text = run

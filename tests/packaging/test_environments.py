@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 
 import grpc
@@ -51,6 +52,13 @@ def test_the_fitter_installs_alone_and_fits(built: pathlib.Path, tmp_path: pathl
     assert (tmp_path / "fitted" / "fit.png").stat().st_size > 0
     program = "import sys, scalerl_jax.fit; print(*[m for m in ('flax', 'grpc', 'transformers') if m in sys.modules])"
     assert run([str(python), "-c", program], where=tmp_path).split() == []
+
+
+def test_the_wheel_brings_the_parts_of_the_report(built: pathlib.Path) -> None:
+    parts = [path for path in (ROOT / "scalerl_jax" / "report_page").rglob("*") if path.suffix not in ("", ".pyc")]
+    with zipfile.ZipFile(built) as packed:
+        assert {str(path.relative_to(ROOT)) for path in parts} <= set(packed.namelist())
+    assert len(parts) > 15
 
 
 @pytest.fixture(params=sorted(PROTOBUFS))

@@ -7,7 +7,9 @@ import pytest
 
 from tests.packaging.sources import PACKAGES, imports_of, modules, others, reached_from
 
-ENTRIES = "compare evaluate export fit launch live_forecast plan sft study summary train trainer watch"
+ENTRIES = (
+    "compare evaluate export fit launch live_forecast plan report report_page sft study summary train trainer watch"
+)
 FLOORS = {
     # floor: rooms, by the dotted name of a package or of a single file
     0: "rollout_server.contract scalerl_jax.config scalerl_jax.entry scalerl_jax.telemetry scalerl_jax.ledger "

@@ -60,6 +60,7 @@ def test_every_declared_package_of_the_trainer_is_imported() -> None:
     [
         *[(module, "torch transformers vllm ray tensorflow") for module in TRAINER],
         ("scalerl_jax.fit", "flax optax orbax tokenizers transformers torch grpc"),
+        ("scalerl_jax.report", "flax optax orbax tokenizers transformers torch grpc playwright"),
         ("rollout_server.serve", "jax flax scipy torch vllm scalerl_jax"),
         ("rollout_server.service", "jax flax scipy torch vllm scalerl_jax"),
         ("rollout_server.engines.replay_engine", "jax flax torch vllm scalerl_jax"),

@@ -1,0 +1,371 @@
+"""The report's data and its file, without a browser: what is in it, what is left out, what can go wrong."""
+
+import base64
+import hashlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from absl import logging
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_jax.entry import UserError
+from scalerl_jax.report import report
+from scalerl_jax.report_page import numbers, page, rollouts, time_line, writer
+from scalerl_jax.report_page.page import as_json, render, write_report
+from scalerl_jax.report_page.run import read_run, read_settings
+from tests.report import runs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    hostile = runs.sample(5, 50, runs.HOSTILE, prompt=runs.HOSTILE, answer=runs.HOSTILE, task=runs.HOSTILE)
+    return runs.write_run(folder, samples=[hostile])
+
+
+@pytest.fixture(scope="module")
+def data(run) -> dict:
+    return read_run(run)
+
+
+def embedded(text: str) -> dict:
+    """The data of a page, read as a browser finds it: up to the first end of a script."""
+    (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(block)
+
+
+# ---- what the page says of a run -----------------------------------------------------------------------------------
+
+
+def test_the_evaluations_and_the_forecast(data):
+    rows = data["score"]["evaluations"]
+    assert rows["step"] == list(range(0, 31, 2))
+    assert rows["pass_rate"][-1] == pytest.approx(runs.rate(0.3), abs=1 / runs.PROMPTS / runs.SAMPLES)
+    assert rows["device_hours"] == pytest.approx([0.02 * i for i in range(16)])
+    for axis, scale in (("device_hours", 1.0), ("model_flops", 3e13)):
+        curve = data["score"]["curves"][axis]["all"]
+        assert curve["asymptote"] == pytest.approx(0.9, abs=0.02)
+        assert curve["midpoint"] == pytest.approx(0.2 * scale, rel=0.08)
+        assert curve["x"][0] == 0 and curve["x"][-1] == pytest.approx(0.6 * scale) and np.all(np.diff(curve["x"]) > 0)
+        drawn = [runs.rate(x / scale) for x in curve["x"]]
+        assert curve["y"] == pytest.approx(drawn, abs=0.01)
+        assert np.all(np.array(curve["low"]) <= curve["y"]) and np.all(np.array(curve["y"]) <= curve["high"])
+    half = data["score"]["curves"]["device_hours"]["half"]
+    assert half["until"] == pytest.approx(0.14)
+    last = np.mean([runs.rate(0.01 * step) for step in range(24, 31, 2)])
+    assert half["measured"] == pytest.approx(last, abs=0.002)
+    assert half["error"] == pytest.approx(half["forecast"][0] - half["measured"], abs=1e-4)
+    assert {task["name"]: task["prompts"] for task in data["score"]["tasks"]} == runs.TASKS
+
+
+def test_the_alarms(data):
+    charts = {chart["key"]: chart for chart in data["health"]["charts"]}
+    over = {key: [line["label"] for line in chart["lines"] if line["over"]] for key, chart in charts.items()}
+    assert {key: labels for key, labels in over.items() if labels} == {"truncated": ["5%", "10%"]}
+    assert charts["truncated"]["latest"] == pytest.approx(0.12)
+    assert [line["label"] for line in charts["lag"]["lines"]] == ["k = 8"]
+    # Updates without a gradient have no entropy: a gap, not a 0.
+    entropy = charts["entropy"]["series"][0]["mean"]
+    assert entropy[9] is entropy[19] is entropy[29] is None and min(v for v in entropy if v is not None) > 0
+
+
+def test_the_time_line_and_the_hours(data):
+    time = data["time"]
+    assert [one["step"] for one in time["intervals"]] == list(range(1, 31))
+    assert not any(one["restart"] for one in time["intervals"])
+    for one in time["intervals"]:
+        assert sum(one["trainer"]) == pytest.approx(1) and sum(one["generators"]) == pytest.approx(1)
+    update, waiting, evaluation, _, other = time["intervals"][10]["trainer"]
+    whole = 0.005 + 0.003  # device-hours of an update's interval, by runs.compute
+    assert (update, evaluation) == pytest.approx((0.004 / whole, 0.003 / whole), rel=1e-3)
+    assert waiting + other == pytest.approx(0.001 / whole, rel=1e-3)
+    assert time["names"] == [["127.0.0.1:4001", pytest.approx(4.5)], ["verifier", pytest.approx(1.5)]]
+    hours = data["totals"]["hours"]
+    assert hours["trainer"] == pytest.approx({"busy": 0.12, "idle": 0.03, "evaluation": 0.09, "setup": 0.02})
+    assert data["totals"]["device_hours"] == pytest.approx(0.3)
+
+
+def test_a_restart_is_a_gap():
+    rows = [
+        {
+            "step": step,
+            "time": when,
+            "incarnation": incarnation,
+            "waited_seconds": 1,
+            "update_seconds": 2,
+            "compute": {},
+        }
+        for step, when, incarnation in ((1, 10.0, 1), (2, 14.0, 1), (3, 1000.0, 2))
+    ]
+    drawn = time_line.time_line(rows, [])["intervals"]
+    assert [(one["start"], one["end"], one["restart"]) for one in drawn] == [
+        (0, 3, False),
+        (3, 7, False),
+        (990, 993, True),
+    ]
+
+
+def test_where_things_lie_is_not_told(run, data):
+    assert str(pathlib.Path(run).parent) not in json.dumps(data)
+    assert ["telemetry.samples_every", "5"] in data["config"]
+
+
+# ---- completions, to the character ---------------------------------------------------------------------------------
+
+
+def completion_of(drawn: dict) -> str:
+    return "".join(drawn["text"])
+
+
+@settings(max_examples=200)
+@given(st.lists(st.text(max_size=4), max_size=30), st.data())
+def test_spans_are_the_completion(pieces, data):
+    """Whatever its tokens are: empty ones, a marker across tokens, forced ones, several versions."""
+    marker = "</t>"
+    at = data.draw(st.integers(0, len(pieces)))
+    pieces = [*pieces[:at], *data.draw(st.sampled_from([[], ["</t>"], ["x<", "/t", ">y"]])), *pieces[at:]]
+    count, text = len(pieces), "".join(pieces)
+    cut = data.draw(st.integers(0, count))
+    row = {
+        "step": 9, "group": 3, "index": 1, "prompt": "p", "answer": "a", "completion": text, "verdict": True,
+        "reward": 1.0, "finish_reason": "stop", "token_ids": list(range(count)), "logprobs": [-0.25] * count,
+        "pieces": pieces, "versions": [[4, 0, cut], [6, cut, count]], "forced": [[0, cut]],
+    }  # fmt: skip
+    drawn = rollouts.sample(row, marker)
+    assert completion_of(drawn) == text
+    thinking, _, answer = text.rpartition(marker)
+    if marker in text:
+        assert "".join(drawn["text"][: drawn["answer_from"]]) == thinking + marker
+        assert "".join(drawn["text"][drawn["answer_from"] :]) == answer
+    else:
+        assert drawn["answer_from"] == len(drawn["text"])
+    sampled = {i for i in range(count) if i >= cut}
+    for place, ids in enumerate(drawn["ids"]):
+        inside = sampled & set(ids)
+        expected = pytest.approx(-0.25 * len(inside)) if inside else None
+        assert drawn["logprob"][place] == expected
+    assert sorted({i for ids in drawn["ids"] for i in ids}) == list(range(count))
+
+
+def test_pieces_that_are_not_the_completion_are_refused():
+    row = {**runs.sample(5, 1).__dict__, "step": 5, "pieces": ["something else"]}
+    with pytest.raises(ValueError, match="rollouts of step 5: group 1, completion 1: pieces"):
+        rollouts.sample(row, "</think>")
+
+
+def test_a_long_completion_keeps_its_ends(monkeypatch):
+    monkeypatch.setattr(rollouts, "MOST_SPANS", 30)
+    text = "".join(chr(97 + i % 26) for i in range(90)) + "</think>yes"
+    drawn = rollouts.sample({**runs.sample(5, 1, text).__dict__, "step": 5}, "</think>")
+    assert drawn["left_out"] == [20, 71, 0] and drawn["tokens"] == 101
+    assert completion_of(drawn) == text[:20] + text[-10:]
+    assert "".join(drawn["text"][drawn["answer_from"] :]) == "yes"
+
+
+def test_a_sample_without_token_texts_is_still_text():
+    drawn = rollouts.sample({**runs.sample(5, 1).__dict__, "step": 5, "pieces": []}, "</think>")
+    assert drawn["text"] == ["<think>1+1=2</think>", "2"] and drawn["logprob"] == [None, None] and not drawn["pieces"]
+
+
+# ---- the file ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rollout_says_stays_data(run, tmp_path):
+    text = pathlib.Path(write_report([run], str(tmp_path / "page.html"))).read_text(encoding="utf-8")
+    assert len(re.findall(r"<script", text)) == 3 and len(re.findall(r"</script", text)) == 3
+    assert "onerror" not in text.replace(as_json(runs.HOSTILE)[1:-1], "")
+    assert not {"\u2028", "\u2029", "\x00"} & set(text)
+    told = [one for one in embedded(text)["runs"][0]["rollouts"]["samples"] if one["group"] == 50]
+    assert told and all(completion_of(one) == one["prompt"] == one["expected"] == runs.HOSTILE for one in told)
+
+
+@given(
+    st.recursive(
+        st.text() | st.floats(allow_nan=False, allow_infinity=False), lambda inner: st.lists(inner, max_size=4)
+    )
+)
+def test_json_in_a_page_is_json_without_markup(value):
+    text = as_json(value)
+    assert json.loads(text) == value and text.isascii() and "<" not in text
+
+
+def test_the_policy_names_what_is_in_the_page(data):
+    text = render({"written": 0.0, "runs": [data]})
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
+    allowed = set(re.findall(r"sha256-([\w+/=]+)", policy))
+    blocks = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", text, re.DOTALL)
+    hashes = {base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() for block in blocks}
+    assert len(hashes) == 3 and hashes == allowed
+    assert policy.startswith("default-src &#x27;none&#x27;;")
+    assert not re.search(r'\b(src|href)="(?!#|data:)', text) and "@import" not in text and "url(" not in text
+    assert "Copyright (c) 2022 Leon Sorokin" in text and "(v1.6.32)" in text
+
+
+def test_names_are_told_apart_and_escaped(tmp_path):
+    folders = [runs.write_run(tmp_path / side / "<b>&", updates=2) for side in ("one", "two")]
+    text = pathlib.Path(write_report(folders, str(tmp_path / "page.html"))).read_text(encoding="utf-8")
+    assert "<title>one/&lt;b&gt;&amp;, two/&lt;b&gt;&amp; - scalerl-jax</title>" in text and "<b>" not in text
+    assert [one["name"] for one in embedded(text)["runs"]] == ["one/<b>&", "two/<b>&"]
+
+
+def test_the_page_is_there_whole_or_as_it_was(run, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    damaged = runs.write_run(tmp_path / "damaged", updates=2)
+    pathlib.Path(damaged, "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: row 1 is not JSON"):
+        write_report([run, damaged], str(path))
+    assert path.read_text() == "before"
+
+
+# ---- within a size -------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5000), st.integers(1, 500))
+def test_groups_hold_every_point_once(count, most):
+    groups = numbers.groups_of(count, most)
+    assert len(groups) <= most
+    assert [i for group in groups for i in range(group.start, group.stop)] == list(range(count))
+
+
+def test_many_points_become_their_mean_least_and_most():
+    values = [None if i == 3 else float(i) for i in range(1000)]
+    drawn = numbers.thinned(values, numbers.groups_of(1000, 250))
+    assert len(drawn["mean"]) == 250
+    assert [drawn[name][0] for name in ("mean", "low", "high")] == [1.0, 0.0, 2.0]
+    assert [drawn[name][-1] for name in ("mean", "low", "high")] == [997.5, 996.0, 999.0]
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_an_even_choice_has_the_last(count, wanted):
+    chosen = rollouts.evenly(list(range(count)), wanted)
+    assert len(chosen) == min(count, wanted) and chosen[-1] == count - 1 and chosen == sorted(set(chosen))
+    if wanted > 1:
+        assert chosen[0] == 0
+
+
+def test_samples_are_bounded_and_it_is_said(run, monkeypatch):
+    everything = rollouts.rollouts(run, read_settings(run))
+    assert (
+        everything["whole"] and everything["written"] == everything["shown"] == 6 and len(everything["samples"]) == 48
+    )
+    size = len(json.dumps(everything["samples"]))
+    halved = [rollouts.rollouts(run, read_settings(run), page_bytes=size // 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(rollouts, "READ_BYTES", size // 2)
+        halved.append(rollouts.rollouts(run, read_settings(run)))
+    for fewer in halved:
+        assert fewer["written"] == 6 and 1 <= fewer["shown"] < 6
+        assert len(json.dumps(fewer["samples"])) <= size // 2
+        assert fewer["samples"][-1]["step"] == 30
+    one = rollouts.rollouts(run, read_settings(run), page_bytes=size // 9)
+    assert (
+        not one["whole"]
+        and one["shown"] == 1
+        and 1 <= len(one["samples"]) < 8
+        and len(json.dumps(one["samples"])) <= size // 9
+    )
+    monkeypatch.setattr(rollouts, "MOST_SAMPLES", 3)
+    few = rollouts.rollouts(run, read_settings(run))
+    assert len(few["samples"]) == 3 * 6 and not few["whole"]
+
+
+# ---- runs that have hardly begun, folders that are none ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "evals.jsonl", "rollouts"])
+def test_a_run_that_lacks_something_has_a_page(tmp_path, missing):
+    workdir = pathlib.Path(runs.write_run(tmp_path / "run", updates=5, every=5))
+    target = workdir / missing
+    if target.is_dir():
+        for file in target.iterdir():
+            file.unlink()
+    else:
+        target.write_text("")
+    path = report([str(workdir)], None)
+    assert path == str(workdir / "report.html") and embedded(pathlib.Path(path).read_text())["runs"][0]["name"] == "run"
+
+
+def test_a_run_of_few_evaluations_says_why_there_is_no_curve(tmp_path):
+    workdir = runs.write_run(tmp_path / "run", updates=6, every=2)
+    curves = read_run(workdir)["score"]["curves"]["device_hours"]
+    assert curves == {"all": {"why": "3 evaluations above compute 0, of at least 4 that a curve needs"}}
+
+
+def test_mistakes_have_one_line(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    begun = runs.write_run(tmp_path / "begun", updates=1)
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        pathlib.Path(begun, name).write_text("")
+    for workdirs, out, message in (
+        ([], None, "no run folder given"),
+        ([run, begun], None, "--out: no file given for the page of 2 runs"),
+        ([run, run], "x.html", "is given twice"),
+        ([str(tmp_path / "nowhere")], None, "no such folder"),
+        ([str(tmp_path / "empty")], None, "is no run folder: it has no config.json"),
+        ([begun], None, "holds no run yet"),
+        ([run], str(tmp_path / "no" / "page.html"), "No such file or directory"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)) as caught:
+            report(workdirs, out)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_command(tmp_path):
+    run, out = runs.write_run(tmp_path / "run", updates=4), tmp_path / "pages"
+    out.mkdir()
+    for arguments, code, said in (
+        ([str(tmp_path), f"--out={out}"], 2, f"error: {tmp_path}: is no run folder: it has no config.json\n"),
+        ([run, f"--out={out}"], 0, f"report: {out}/report.html\n"),
+    ):
+        command = [sys.executable, "-m", "scalerl_jax.report", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+        assert (result.returncode, result.stderr if code else result.stdout) == (code, said)
+        assert (out / "report.html").exists() == (code == 0)
+
+
+# ---- beside a training ---------------------------------------------------------------------------------------------
+
+
+def test_the_writer_puts_requests_together_and_outlives_what_may_fail(monkeypatch, tmp_path):
+    calls: list[list[str]] = []
+    warned: list[str] = []
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def write(workdirs):
+        calls.append(workdirs)
+        begun.release()
+        assert go_on.acquire(timeout=60)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_report", write)
+    monkeypatch.setattr(logging, "warning", lambda form, *values: warned.append(form % values))
+    with writer.ReportWriter(str(tmp_path)) as reports:
+        reports.request()
+        assert begun.acquire(timeout=60)
+        for _ in range(5):
+            reports.request()  # while a page is being made: one more, not five
+        go_on.release()
+        assert begun.acquire(timeout=60)
+        go_on.release()
+    assert calls == [[str(tmp_path)]] * 2
+    assert warned == ["no report.html: [Errno 28] No space left on device; the training goes on"]
+
+
+def test_a_page_is_written_in_the_trainers_process(tmp_path):
+    workdir = runs.write_run(tmp_path / "run", updates=4)
+    with writer.ReportWriter(workdir) as reports:
+        reports.request()
+        for _ in range(6000):
+            if os.path.exists(os.path.join(workdir, page.FILE)):
+                break
+            threading.Event().wait(0.01)
+    assert embedded(pathlib.Path(workdir, page.FILE).read_text())["runs"][0]["updates"] == 4
