@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,19 +34,30 @@ _X = flags.DEFINE_string("x", None, "Column of the compute: GPU-hours, FLOPs, to
 _Y = flags.DEFINE_string("y", None, "Column of the score.")
 _X_UNIT = flags.DEFINE_string("x_unit", "", "Unit of x to show, or FROM:TO to convert, for example s:h or FLOP:EFLOP.")
 _Y_SCALE = flags.DEFINE_enum("y_scale", "auto", units.SCALES, "What y is; auto: rewards if some are below 0.")
-_R0 = flags.DEFINE_string("r0", None, "Score at compute 0: a number, or 'fit'; without it the row at compute 0.")
+_R0 = flags.DEFINE_string("r0", None, "Accuracy at compute 0: a number, or 'fit'; without it the row at compute 0.")
 _BURN_IN = flags.DEFINE_float("burn_in", 0.0, "Points of less compute are dropped, in the unit shown.")
 _FIT_UNTIL = flags.DEFINE_string("fit_until", None, "Points of more compute are held out: a number, or 'half'.")
 _GRID = flags.DEFINE_enum("grid", "auto", ("auto", "paper"), "paper: the paper's procedure exactly.")
 _BOOTSTRAP = flags.DEFINE_integer("bootstrap", 0, "Refits of resampled data; 0: none.", lower_bound=0)
+_PROMPTS = flags.DEFINE_enum(
+    "bootstrap_prompts", "fixed", ("fixed", "population"),
+    "population: every resample draws the prompts too, one set for all its evaluations.",
+)  # fmt: skip
 _SEED = flags.DEFINE_integer("seed", 0, "Of the bootstrap.")
-_TARGET = flags.DEFINE_float("target", None, "Score whose compute is asked for.", lower_bound=0.0, upper_bound=1.0)
+_TARGET = flags.DEFINE_float("target", None, "Accuracy whose compute is asked for.", lower_bound=0.0, upper_bound=1.0)
 _RUN_COLUMN = flags.DEFINE_string("run_column", None, "Column that tells runs apart within a file.")
 _SEED_COLUMN = flags.DEFINE_string("seed_column", None, "Column that tells the seeds of a run apart within a file.")
 _SEEDS = flags.DEFINE_enum("seeds", "none", ("none", "folder"), "folder: files of one folder are seeds of one run.")
 _PASSES = flags.DEFINE_string("passes", None, "Column of the passes of each evaluation.")
 _TRIALS = flags.DEFINE_string("trials", None, "Column of the trials of each evaluation.")
 _OUT = flags.DEFINE_string("out", None, "Folder for fit.json, fit.png and fit.svg.")
+
+
+_PARAMETERS = ("asymptote", "exponent", "midpoint")
+_WIDE = 160  # columns that a table with its intervals beside the values takes
+
+# What fit_sigmoid's messages call its arguments, and the flags that they come from.
+_FLAG_OF = {"initial_reward": "--r0", "burn_in": "--burn_in", "fit_until": "--fit_until", "grid=": "--grid="}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,34 +100,39 @@ def main(paths: Sequence[str]) -> None:
     label, y_label = axis_labels()
     for line in said:
         console.print(line)
-    console.print(_table(fitted, label))
+    console.print(_table(fitted, label, console.width))
     for result in fitted:
-        console.print(f"{result.name}: {result.fit.verdict}.", markup=False)
+        console.print(f"{result.name}: {result.fit.verdict}.", markup=False, soft_wrap=True)
         if _TARGET.value is not None:
-            console.print(f"{result.name}: {_reach(result.fit, _TARGET.value, label)}.", markup=False)
+            console.print(f"{result.name}: {_reach(result.fit, _TARGET.value, label)}.", markup=False, soft_wrap=True)
     console.print(
-        f"Runs that differ only in their seed differ by up to {SEED_MARGIN} in A, which no interval here holds."
+        f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
+        "does not hold it; that of --bootstrap does where there are several seeds.",
+        soft_wrap=True,
     )
 
     # ------------------------------------------------------------------ write
-    os.makedirs(out, exist_ok=True)
     figure = plot_fits(
         [Curve(one.name, one.compute, one.reward, one.fit, one.held) for one in fitted], x_label=label, y_label=y_label
     )
-    for ending in ("png", "svg"):
-        write_figure(figure, os.path.join(out, f"fit.{ending}"))
+    text = json.dumps(_document(fitted, label, y_label), indent=2, allow_nan=False)
     path = os.path.join(out, "fit.json")
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        json.dump(_document(fitted, label, y_label), file, indent=2, allow_nan=False)
-        file.write("\n")
-    os.replace(f"{path}.tmp", path)
+    try:
+        os.makedirs(out, exist_ok=True)
+        for ending in ("png", "svg"):
+            write_figure(figure, os.path.join(out, f"fit.{ending}"))
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        raise UserError(f"--out={out}: {error.strerror}") from error
     console.print(f"written: {', '.join(os.path.join(out, f'fit.{e}') for e in ('json', 'png', 'svg'))}")
 
 
 def make_console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 140  # a log is not folded
+        console.width = max(console.width, _WIDE)  # a log is not folded
     return console
 
 
@@ -162,15 +179,32 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
             passes_column=_PASSES.value,
             trials_column=_TRIALS.value,
         )
-    groups: dict[str, list[read.Evaluations]] = {}
-    seeded = _SEED_COLUMN.value is not None or _SEEDS.value == "folder"
-    for index, one in enumerate(evaluations):
-        same_name = sum(other.name == one.name for other in evaluations) > 1
-        name = one.name if seeded or not same_name else f"{one.name} ({one.source})"
-        groups.setdefault(name if seeded or name not in groups else f"{name} {index + 1}", []).append(one)
+    groups = _seeds_together(evaluations)
 
     # ------------------------------------------------------------------ fit
-    return [_fit(name, members, factor, initial, until, said) for name, members in groups.items()]
+    # One scale for all: a run whose rewards never fall below 0 is on that of the run beside it whose rewards do.
+    every = np.concatenate([one.reward for one in evaluations])
+    scale, remark = units.find_scale(every, _Y_SCALE.value)
+    said += [remark] if remark and remark not in said else []
+    return [_fit(name, members, factor, initial, until, scale) for name, members in groups.items()]
+
+
+def _seeds_together(evaluations: list[read.Evaluations]) -> dict[str, list[read.Evaluations]]:
+    """The runs by a name that no two of them share, each with its seeds."""
+    groups: dict[tuple[str, ...], list[read.Evaluations]] = {}
+    for index, one in enumerate(evaluations):
+        place = os.path.dirname(os.path.abspath(one.source))
+        if os.path.basename(one.source) == read.RUN_FOLDER_FILE:
+            place = os.path.dirname(place)
+        seed_of = ((one.name,) if _SEED_COLUMN.value else ()) + ((place,) if _SEEDS.value == "folder" else ())
+        groups.setdefault((one.name, *seed_of) if seed_of else (one.name, str(index)), []).append(one)
+    named: dict[str, list[read.Evaluations]] = {}
+    names = [key[0] for key in groups]
+    for (name, *_), members in groups.items():
+        apart = f"{name} ({members[0].source})" if names.count(name) > 1 else name
+        again = f"{apart} {len(named) + 1}" if apart in named else apart  # the same file twice
+        named[again] = members
+    return named
 
 
 def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
@@ -185,19 +219,18 @@ def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
     return number
 
 
-def _fit(name: str, members: list[read.Evaluations], factor: float, initial, until, said: list[str]) -> Fitted:
-    """Fits one run, its seeds together. said: remarks, added to once each."""
+def _fit(name: str, members: list[read.Evaluations], factor: float, initial, until, scale: str) -> Fitted:
+    """Fits one run, its seeds together."""
     compute = np.concatenate([one.compute for one in members]) * factor
     raw = np.concatenate([one.reward for one in members])
-    reward, remark = units.to_accuracy(raw, _Y_SCALE.value)
-    if remark and remark not in said:
-        said.append(remark)
+    reward = units.to_accuracy(raw, scale)
     places = [place for one in members for place in one.places]
     outside = (reward < 0) | (reward > 1)
     if outside.any():
         row = int(np.argmax(outside))
         hint = "; --y_scale=percent?" if _Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
-        raise UserError(f"{places[row]}: score {raw[row]:g} is outside its range{hint}")
+        ends = {"accuracy": "0 to 1", "reward": "-1 to 1", "percent": "0 to 100"}[scale]
+        raise UserError(f"{places[row]}: {scale} {raw[row]:g} is outside its range, {ends}{hint}")
     counts: Any = None
     passes = [one.passes for one in members if one.passes is not None]
     trials = [one.trials for one in members if one.trials is not None]
@@ -211,7 +244,7 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
         "burn_in": _BURN_IN.value,
         "fit_until": until,
         "counts": counts,
-        "run": [one.seed for one in members for _ in one.compute],
+        "run": [index for index, one in enumerate(members) for _ in one.compute],
     }
     try:
         fit = fit_sigmoid(
@@ -220,48 +253,61 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
             **window,
             grid=_GRID.value,
             bootstrap=_BOOTSTRAP.value,
+            population=_PROMPTS.value == "population",
             seed=_SEED.value,
         )
     except ValueError as error:
-        text = str(error).replace("initial_reward", "--r0").replace("burn_in", "--burn_in")
-        raise UserError(f"{', '.join(dict.fromkeys(one.source for one in members))}: {text}") from error
+        text = str(error)
+        for argument, flag in _FLAG_OF.items():
+            text = text.replace(argument, flag)
+        named = re.search(r"row (\d+): ", text)
+        if named is None:
+            place = ", ".join(dict.fromkeys(one.source for one in members))
+        else:
+            place, text = places[int(named[1])], text.replace(named[0], "")
+        raise UserError(f"{place}: {text}") from error
     last = compute.max() / 2 if until == "half" else math.inf if until is None else until
     return Fitted(name, compute, reward, compute > last, len(members), fit, window)
 
 
-def _interval(value: float, ends: tuple[float, float], form) -> str:
-    low, high = ends
-    # The bracket is escaped: rich takes [word] for markup.
-    return f"{form(value)} \\[{form(low)}, {form(high) if math.isfinite(high) else 'open'}]"
-
-
-def _table(fitted: list[Fitted], label: str) -> Table:
+def _table(fitted: list[Fitted], label: str, width: int) -> Table:
     title = f"R0 + (A - R0) / (1 + (C_mid / C)^B), C is {label}; intervals 95 %"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("run", overflow="fold")
-    for head in ("A", "B", "C_mid", "R0", "points", "residual", "tells A", "error held out"):
-        table.add_column(head, no_wrap=True)
+    table.add_column("run", overflow="fold", min_width=10)
+    for head in ("A", "seeds", "B", "C_mid", "R0", "points", "residual", "identified", "error held out"):
+        table.add_column(head, overflow="fold")
+    # Intervals stand beside the value where there is room, below it where not.
+    between = " " if width >= _WIDE else "\n"
+    forms = ("{:.3f}".format, "{:.2f}".format, short_number)
     for one in fitted:
         fit = one.fit
         error = one.held_error
-        seeds = f" of {one.seeds} seeds" if one.seeds > 1 else ""
+        a, b, c = (
+            f"{form(getattr(fit, name))}{between}{_ends(fit.intervals[name], form)}"
+            for name, form in zip(_PARAMETERS, forms)
+        )
         table.add_row(
             escape(one.name),
-            _interval(fit.asymptote, fit.intervals["asymptote"], "{:.3f}".format),
-            _interval(fit.exponent, fit.intervals["exponent"], "{:.2f}".format),
-            _interval(fit.midpoint, fit.intervals["midpoint"], short_number),
+            a,
+            f"±{SEED_MARGIN:g}" if one.seeds == 1 else f"{one.seeds} here",
+            b,
+            c,
             f"{fit.initial_reward:.3f}",
-            f"{fit.points}{seeds}",
+            f"{fit.points}",
             f"{fit.ssr:.2e}",
             "yes" if fit.identified else "no",
             "" if error is None else f"{error:+.3f} at {int(one.held.sum())}",
         )
         if fit.samples is not None:
-            low_high = [fit.bootstrap_interval(name) for name in ("asymptote", "exponent", "midpoint")]
-            forms = ("{:.3f}".format, "{:.2f}".format, short_number)
-            cells = [f"\\[{form(low)}, {form(high)}]" for form, (low, high) in zip(forms, low_high)]
-            table.add_row("  bootstrap", *cells, "", f"{len(fit.samples)}", "", "", "")
+            a, b, c = (_ends(fit.bootstrap_interval(name), form) for name, form in zip(_PARAMETERS, forms))
+            table.add_row(f"  {len(fit.samples)} resamples", a, "", b, c)
     return table
+
+
+def _ends(ends: tuple[float, float], form) -> str:
+    low, high = ends
+    # The bracket is escaped: rich takes [word] for markup.
+    return f"\\[{form(low)}, {form(high) if math.isfinite(high) else 'open'}]"
 
 
 def _reach(fit: SigmoidFit, target: float, label: str) -> str:
@@ -290,18 +336,28 @@ def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
             "points": fit.points,
             "seeds": one.seeds,
             "identified": fit.identified,
+            "compute_to_identify": _finite(fit.compute_to_identify),
             "verdict": fit.verdict,
             "held_out": int(one.held.sum()),
             "held_out_error": one.held_error,
         }
         if fit.samples is not None:
-            names = ("asymptote", "exponent", "midpoint")
-            entry["bootstrap_95"] = {name: [_finite(v) for v in fit.bootstrap_interval(name)] for name in names}
+            entry["bootstrap_95"] = {name: [_finite(v) for v in fit.bootstrap_interval(name)] for name in _PARAMETERS}
         if _TARGET.value is not None:
             entry["target"] = _TARGET.value
             entry["compute_to_target"] = _finite(fit.compute_to_reach(_TARGET.value))
         fits.append(entry)
-    return {"x": x_label, "y": y_label, "grid": _GRID.value, "seed_margin": SEED_MARGIN, "fits": fits}
+    return {
+        "x": x_label,
+        "y": y_label,
+        "grid": _GRID.value,
+        "burn_in": _BURN_IN.value,
+        "fit_until": _number_or("fit_until", _FIT_UNTIL.value, "half"),
+        "bootstrap": _BOOTSTRAP.value,
+        "bootstrap_prompts": _PROMPTS.value,
+        "seed_margin": SEED_MARGIN,
+        "fits": fits,
+    }
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ paper_grid.py     the paper's fit, cell by cell
 least_squares.py  the fit over the whole plane of shapes
 profile.py        intervals and bands by profile likelihood
 resample.py       bootstrap
-fit.py            fit_sigmoid: all of these, and the verdict whether the points tell A
+identify.py       whether the points tell A, and what compute would
+fit.py            fit_sigmoid: all of these
 report.py         the forecast made at half time beside the outcome
 plot.py           pictures of both
 """

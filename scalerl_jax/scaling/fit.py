@@ -17,13 +17,12 @@ import dataclasses
 import jax
 import numpy as np
 
-from scalerl_jax.scaling import law, least_squares, paper_grid, profile, resample
+from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample
+from scalerl_jax.scaling.identify import IDENTIFIED_REACH as IDENTIFIED_REACH
+from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
 from scalerl_jax.scaling.points import Points, check_points
 from scalerl_jax.scaling.precision import double_precision
 
-SEED_MARGIN = 0.02  # A of runs that differ only in the seed, as the paper found
-IDENTIFIED_WIDTH = 0.04  # widest 95 % interval of A that still tells A
-IDENTIFIED_REACH = 1.5  # the data must reach this many times the upper end of C_mid's interval
 _LEVEL = 0.95
 _CELL_ROWS = 40  # of ln B
 _CELL_COLUMNS = 64  # of ln C_mid
@@ -42,12 +41,13 @@ class SigmoidFit:
     ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
     points: int  # used
     intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
-    identified: bool  # the points tell A
-    verdict: str  # one sentence: why, or why not and what would tell
+    identified: bool  # the points tell A (identify.py)
+    verdict: str  # one sentence: that they do, or what fits as well and what compute would tell
     used: np.ndarray  # [N] bool over the points given
     dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
     state: "FitState" = dataclasses.field(repr=False)
     samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
+    compute_to_identify: float = np.inf  # evaluated up to here the points tell A: where they end, if they do already
 
     def predict(self, compute) -> np.ndarray:
         """The curve at compute (a number or an array, 0 allowed): float64 of its shape."""
@@ -82,6 +82,11 @@ class SigmoidFit:
             low, high = curve - np.hypot(curve - low, spread**0.5), curve + np.hypot(high - curve, spread**0.5)
         return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)
 
+    def interval(self, name: str, *, level: float) -> tuple[float, float]:
+        """Profile interval of asymptote, exponent or midpoint at another level than 95 %."""
+        found = self.state.profile(min(profile.threshold(level, self.dispersion, self.state.degrees), 1e12))
+        return read_intervals(found, tuple(self.parameters.values()))[name]
+
     def compute_to_reach(self, target: float) -> float:
         """Compute at which the curve is at `target`; inf if it never is."""
         with double_precision():
@@ -106,6 +111,9 @@ class FitState:
     found: profile.Profile
     degrees: float  # of freedom of the t that intervals use, the counts' included
 
+    def profile(self, rise: float) -> profile.Profile:
+        return _profile(self.found.best, self.data, self.constraint, rise)
+
 
 def fit_sigmoid(
     compute,
@@ -120,6 +128,7 @@ def fit_sigmoid(
     asymptote_grid=None,
     midpoint_grid=None,
     bootstrap: int = 0,
+    population: bool = False,
     seed: int = 0,
 ) -> SigmoidFit:
     """Fits R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B).
@@ -132,7 +141,7 @@ def fit_sigmoid(
     run: a label per point, [N]; runs that differ only in their seed are fitted by one curve, resampled as wholes.
     asymptote_grid, midpoint_grid: the cells; None is the paper's for "paper", and for "auto" comes from the data
         (there a grid given only adds cells to start from, and does not confine the minimum).
-    bootstrap: how many resamples to refit, from `seed`.
+    bootstrap: how many resamples to refit, from `seed`. population: these draw the prompts too (resample.py).
     Raises ValueError on input that cannot be fitted.
     """
     if grid not in ("auto", "paper"):
@@ -153,21 +162,30 @@ def fit_sigmoid(
         ssr = float(solution.cost)
     state, dispersion = likelihood(points, cells)
     intervals = read_intervals(state.found, estimate)
-    identified, verdict = judge(intervals, estimate[3], float(points.compute.max()))
+    most = float(points.compute.max())
+    identified = bool(
+        identify.is_identified(*intervals["asymptote"], intervals["midpoint"][1], initial=estimate[3], most=most)
+    )
+    needed = most
+    if not identified:
+        needed = identify.compute_that_tells(
+            state.data, estimate, intervals, level=_LEVEL, dispersion=dispersion, degrees=state.degrees
+        )
     samples = None
     if bootstrap:
-        samples = resample.bootstrap(points, data, cells, estimate, count=bootstrap, seed=seed)
+        samples = resample.bootstrap(points, data, cells, estimate, count=bootstrap, seed=seed, population=population)
     return SigmoidFit(
         *estimate,
         ssr=ssr,
         points=len(points.compute),
         intervals=intervals,
         identified=identified,
-        verdict=verdict,
+        verdict=identify.sentence(identified, intervals["asymptote"], most=most, needed=needed),
         used=points.used,
         dispersion=dispersion,
         state=state,
         samples=samples,
+        compute_to_identify=needed,
     )
 
 
@@ -246,12 +264,17 @@ def likelihood(points: Points, cells: least_squares.Cells) -> tuple[FitState, fl
     with double_precision():
         best = _search(cells, data, constraint, _CELL_ROWS)
         dispersion = (points.belief + float(best.cost)) / degrees if degrees > 0 else np.inf
-        rise = profile.threshold(_LEVEL, dispersion, degrees) if degrees > 0 else np.inf
-        margin = profile.LOG_COMPUTE_RANGE
-        log_range = np.array([data.log_compute.min() - margin, data.log_compute.max() + margin])
-        starts = search_cells(data.log_compute, coarse=True)
-        found = jax.device_get(profile.profile(best, starts, data, constraint, min(rise, 1e12), log_range))
+    rise = min(profile.threshold(_LEVEL, dispersion, degrees), 1e12)
+    found = _profile(best, data, constraint, rise)
     return FitState(data, constraint, found, degrees), dispersion
+
+
+def _profile(best: least_squares.Solution, data: least_squares.Data, constraint, rise: float) -> profile.Profile:
+    margin = profile.LOG_COMPUTE_RANGE
+    log_range = np.array([data.log_compute.min() - margin, data.log_compute.max() + margin])
+    starts = search_cells(data.log_compute, coarse=True)
+    with double_precision():
+        return jax.device_get(profile.profile(best, starts, data, constraint, rise, log_range))
 
 
 def read_intervals(found: profile.Profile, estimate) -> dict[str, tuple[float, float]]:
@@ -262,20 +285,3 @@ def read_intervals(found: profile.Profile, estimate) -> dict[str, tuple[float, f
         name: (float(min(low[i], estimate[i])), float(max(high[i], estimate[i])))
         for i, name in enumerate(profile.PARAMETERS)
     }
-
-
-def judge(intervals: dict[str, tuple[float, float]], initial: float, most: float) -> tuple[bool, str]:
-    """Whether points up to compute `most` tell A, and the sentence that says so."""
-    low, high = intervals["asymptote"]
-    needed = IDENTIFIED_REACH * intervals["midpoint"][1]
-    if high - low < IDENTIFIED_WIDTH and low > initial and high < 1 and most >= needed:
-        return True, f"A is told to {low:.3f} .. {high:.3f} (95 %); seeds differ by up to {SEED_MARGIN:.2f} besides"
-    if high - low >= IDENTIFIED_WIDTH or high >= 1 or low <= initial:
-        verdict = f"these points do not tell A: {low:.2f} to {high:.2f} fit as well"
-    else:
-        verdict = f"A looks like {low:.3f} .. {high:.3f}, but the bend is not behind these points"
-    if most >= needed:
-        return False, verdict + "; more or larger evaluations would tell"
-    if np.isfinite(needed):
-        return False, verdict + f"; evaluations up to compute {needed:.4g} would tell (these end at {most:.4g})"
-    return False, verdict + f"; C_mid has no upper bound yet: at least twice the compute is needed ({most:.4g} so far)"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from scalerl_jax.scaling.fit import SigmoidFit
@@ -127,54 +128,111 @@ class Curve:
     held: np.ndarray  # [N] bool
 
 
-_BANDS = 4  # more bands than this hide each other: then only curves and points are drawn
+_TOGETHER = 3  # more runs than this hide each other: then each has a panel of its own
+_PANEL = (2.7, 2.1)  # inches
 
 
 def plot_fits(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
-    """Runs with their curves over a logarithmic compute axis, up to twice the compute that there is."""
-    figure = Figure(figsize=(8, 4.8) if len(curves) <= 6 else (10, 5.6), layout="constrained")
-    axes = figure.subplots()
-    style_axes(axes, x_label=x_label, y_label=y_label)
+    """Runs with their curves over a logarithmic compute axis, up to twice the compute that there is.
+
+    Up to three runs share one picture; more are drawn as panels with one scale, each before the curves of the others.
+    """
     positive = np.concatenate([one.compute[one.compute > 0] for one in curves])
     x = np.geomspace(positive.min() / 1.5, positive.max() * 2, 300)
-    few = len(curves) == 1
-    for index, one in enumerate(curves):
-        colour = COLOURS[index % len(COLOURS)]
-        line = ("-", "--", "-.", ":")[index // len(COLOURS) % 4]
-        if len(curves) <= _BANDS:
-            low, high = one.fit.band(x)
-            label = "95 % of the curves that fit" if few else None
-            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, label=label)
+    if len(curves) > _TOGETHER:
+        return _panels(curves, x, x_label=x_label, y_label=y_label)
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    style_axes(axes, x_label=x_label, y_label=y_label)
+    alone = len(curves) == 1
+    for one, colour in zip(curves, COLOURS):
         label = f"A {one.fit.asymptote:.3f}  B {one.fit.exponent:.2f}  C_mid {short_number(one.fit.midpoint)}"
-        label = label if few else f"{one.name}   {label}"
-        axes.plot(x, one.fit.predict(x), color=colour, linestyle=line, linewidth=1.8, label=label)
-        if len(curves) <= _BANDS:
-            axes.axhline(one.fit.asymptote, color=colour, linewidth=1, linestyle=(0, (1, 2)))
-        used = one.fit.used
-        size = 5 if len(curves) <= _BANDS else 3.5
-        dropped = ~used & ~one.held & (one.compute > 0)
-        for chosen, face, edge, what in (
-            (used, colour, colour, "used"),
-            (one.held, "white", colour, "held out"),
-            (dropped, _GREY, _GREY, "before the burn-in"),
-        ):
-            if chosen.any():
-                axes.plot(
-                    one.compute[chosen], one.reward[chosen], "o", markerfacecolor=face, markeredgecolor=edge,
-                    markersize=size, label=what if few else None, zorder=3,
-                )  # fmt: skip
+        _draw_run(axes, one, x, colour, label=label if alone else f"{one.name}   {label}", parts_labelled=alone)
     axes.set_xlim(x[0], x[-1])
     log_compute_axis(axes)
-    if few:
+    if alone:
+        axes.annotate(
+            f"A {curves[0].fit.asymptote:.3f}", (x[0], curves[0].fit.asymptote), xytext=(4, 3),
+            textcoords="offset points", color=COLOURS[0], fontsize=9,
+        )  # fmt: skip
         axes.set_title(curves[0].name, loc="left", fontsize=11, color=_INK)
         axes.legend(loc="lower right", frameon=False, fontsize=9)
     else:
         figure.legend(
-            loc="outside upper left" if len(curves) <= 3 else "outside right center",
-            frameon=False,
-            fontsize=9 if len(curves) <= 12 else 7.5,
-            title="filled: used by the fit, open: held out",
-            title_fontsize=9,
-            alignment="left",
+            loc="outside upper left", frameon=False, fontsize=9, title=_KEY, title_fontsize=9, alignment="left"
         )
     return figure
+
+
+_KEY = "filled: used by the fit, open: held out, grey: before the burn-in; shaded: 95 % band, dotted: A"
+
+
+def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: str) -> Figure:
+    columns = min(len(curves), max(4, int(np.ceil(np.sqrt(len(curves))))))
+    rows = -(-len(curves) // columns)
+    size = (max(8.0, columns * _PANEL[0]), rows * _PANEL[1] + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    predicted = [one.fit.predict(x) for one in curves]
+    for index, axes in enumerate(grid.flat):
+        if index >= len(curves):
+            axes.set_axis_off()
+            continue
+        one = curves[index]
+        style_axes(axes, x_label="", y_label="")
+        axes.tick_params(labelsize=8)
+        for other in predicted:
+            axes.plot(x, other, color="#d4d4d4", linewidth=0.8, zorder=1)
+        _draw_run(axes, one, x, COLOURS[0], points_colour=_INK)  # the points must not drown in the line
+        low, high = one.fit.intervals["asymptote"]
+        axes.set_title(one.name, loc="left", fontsize=9, color=_INK)
+        axes.annotate(
+            f"A {one.fit.asymptote:.3f}\n[{low:.3f}, {high:.3f}]", (0.97, 0.05), xycoords="axes fraction", ha="right",
+            fontsize=8, color=COLOURS[0], path_effects=[withStroke(linewidth=2.5, foreground="white")], zorder=5,
+        )  # fmt: skip
+        if index + columns >= len(curves):
+            axes.xaxis.set_tick_params(labelbottom=True)  # the lowest of its column, also where the last row is short
+    grid[0, 0].set_xlim(x[0], x[-1])
+    scores = np.concatenate([one.reward for one in curves] + [one.fit.predict(x) for one in curves])
+    margin = 0.06 * (scores.max() - scores.min())
+    grid[0, 0].set_ylim(scores.min() - margin, scores.max() + margin)
+    for axes in grid.flat[: len(curves)]:
+        log_compute_axis(axes, ticks_at=(1,) if x[-1] / x[0] > 30 else (1, 3))
+    figure.supxlabel(x_label, fontsize=10, color=_INK)
+    figure.supylabel(y_label, fontsize=10, color=_INK)
+    figure.suptitle(f"{_KEY}; behind: the other runs", x=0.01, ha="left", fontsize=9, color=_INK)
+    return figure
+
+
+def _draw_run(
+    axes,
+    one: Curve,
+    x: np.ndarray,
+    colour: str,
+    *,
+    label: str | None = None,
+    parts_labelled: bool = False,
+    points_colour: str | None = None,
+) -> None:
+    """Band, asymptote, points and curve of one run."""
+    low, high = one.fit.band(x)
+    band_label = "95 % band of the curve" if parts_labelled else None
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, label=band_label)
+    axes.plot(x, one.fit.predict(x), color=colour, linewidth=1.5, label=label, zorder=3)
+    axes.axhline(one.fit.asymptote, color=colour, linewidth=1, linestyle=(0, (1, 2)))
+    points_colour = points_colour or colour
+    used = one.fit.used
+    points = int(np.sum(one.compute > 0))
+    wide = axes.get_position().width * axes.figure.get_figwidth()  # inches
+    size = float(np.clip(60 * wide / 7 / points**0.6, 2.0, 5.0))
+    dropped = ~used & ~one.held & (one.compute > 0)
+    for chosen, face, edge, what in (
+        (used, points_colour, points_colour, "used"),
+        (one.held, "white", points_colour, "held out"),
+        (dropped, _GREY, _GREY, "before the burn-in"),
+    ):
+        if chosen.any():
+            axes.plot(
+                one.compute[chosen], one.reward[chosen], "o", markerfacecolor=face, markeredgecolor=edge,
+                markersize=size, markeredgewidth=min(1.0, size / 4), label=what if parts_labelled else None, zorder=4,
+            )  # fmt: skip

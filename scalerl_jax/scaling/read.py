@@ -8,6 +8,7 @@ is said with file and row. A run folder of ours (it holds evals.jsonl) brings it
 import csv
 import dataclasses
 import difflib
+import io
 import json
 import math
 import os
@@ -72,8 +73,11 @@ def read_table(path: str) -> Table:
 
 
 def _text(path: str) -> str:
-    with open(path, "rb") as file:
-        raw = file.read()
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -81,8 +85,11 @@ def _text(path: str) -> str:
 
 
 def _separated(path: str, separator: str) -> Table:
-    reader = csv.reader(_text(path).splitlines(), delimiter=separator)
-    lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
+    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=separator)
+    try:
+        lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
+    except csv.Error as error:
+        raise InputError(f"{path}: line {reader.line_num}: {error}") from None
     if not lines:
         raise InputError(f"{path}: is empty")
     header = tuple(cell.strip() for cell in lines[0][1])
@@ -104,7 +111,7 @@ def _separated(path: str, separator: str) -> Table:
 
 def _json_lines(path: str) -> Table:
     rows, places = [], []
-    for line, text in enumerate(_text(path).splitlines(), start=1):
+    for line, text in enumerate(_text(path).split("\n"), start=1):
         if not text.strip():
             continue
         try:

@@ -64,7 +64,7 @@ def draw_scores(points: Points, estimate, rng, count: int, population: bool) -> 
     initial = np.full(count, points.initial)
     if population:
         if points.counts is None or points.counts.passes.shape[1] == 1:
-            raise ValueError("population: needs the passes of every prompt")
+            raise ValueError("resamples of the prompts need the passes of every prompt in every evaluation")
         prompts = points.counts.passes.shape[1]
         share = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=count) * 1.0  # [count, prompts]
         reward = _weighted_score(points.counts, share)

@@ -31,15 +31,22 @@ def conversion(text: str) -> tuple[float, str]:
 SCALES = ("auto", "accuracy", "reward", "percent")
 
 
-def to_accuracy(scores: np.ndarray, scale: str) -> tuple[np.ndarray, str]:
-    """Scores in [0, 1], and a word on what was done ("" if nothing). scale: one of SCALES.
+def find_scale(scores: np.ndarray, scale: str) -> tuple[str, str]:
+    """One of SCALES but "auto", and a word on what it makes of the scores ("" if nothing).
 
-    "auto" takes scores that go below 0 for rewards in [-1, 1]. Scores out of range stay so, for the caller to refuse.
+    "auto" takes scores that go below 0 for rewards in [-1, 1].
     """
     if scale == "auto":
         scale = "reward" if scores.min() < 0 else "accuracy"
+    said = {
+        "reward": "rewards in [-1, 1] are read as accuracy (reward + 1) / 2",
+        "percent": "percent are read as accuracy / 100",
+    }
+    return scale, said.get(scale, "")
+
+
+def to_accuracy(scores: np.ndarray, scale: str) -> np.ndarray:
+    """Scores in [0, 1] from those of a scale that find_scale gave; what is out of range stays so, to be refused."""
     if scale == "reward":
-        return (scores + 1) / 2, "rewards in [-1, 1] are read as accuracy (reward + 1) / 2"
-    if scale == "percent":
-        return scores / 100, "percent are read as accuracy / 100"
-    return scores, ""
+        return (scores + 1) / 2
+    return scores / 100 if scale == "percent" else scores

@@ -46,8 +46,12 @@ def curve(compute, midpoint, exponent, asymptote, initial):
         return initial + (asymptote - initial) / (1 + (midpoint / compute) ** exponent)
 
 
-def sampled_passes(rng, scores, *, runs, prompts=1000, samples=16, spread=2.5):
-    """Passes of every prompt: int [runs, N, prompts] for true scores [N]; the same difficulties in every run."""
+def sampled_passes(rng, scores, *, runs, prompts=1000, samples=16, spread=2.5, redrawn=False):
+    """Passes of every prompt: int [runs, N, prompts] for true scores [N].
+
+    The difficulties are the same in every run and the scores are theirs; or `redrawn` for every run from a population
+    whose scores these are.
+    """
     difficulty = spread * scipy.special.ndtri((np.arange(prompts) + 0.5) / prompts)
     levels = np.linspace(-15, 15, 6001)
     means = scipy.special.expit(levels[:, None] + difficulty[None, ::10]).mean(axis=1)
@@ -55,5 +59,7 @@ def sampled_passes(rng, scores, *, runs, prompts=1000, samples=16, spread=2.5):
     # On all prompts, one Newton step makes the mean exact to far below the noise.
     rate = scipy.special.expit(level[:, None] + difficulty)
     level = level + (scores - rate.mean(axis=1)) / (rate * (1 - rate)).mean(axis=1)
+    if redrawn:
+        difficulty = spread * rng.standard_normal((runs, 1, prompts))
     rate = scipy.special.expit(level[:, None] + difficulty)
     return rng.binomial(samples, rate, size=(runs, len(scores), prompts)).astype(np.int16)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from absl.testing import flagsaver
 
 from scalerl_jax import fit
 from scalerl_jax.entry import UserError
-from tests.scaling.runs import TABLE_1, curve
+from tests.scaling.runs import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.concatenate([[0.0], np.linspace(250, 16_000, 64)])
 
@@ -36,6 +37,7 @@ def folder(tmp_path_factory):
     (path / "table.csv").write_text("\n".join(lines) + "\n")
     scores = 2 * curve(COMPUTE, *TABLE_1["ScaleRL"]) - 1
     rows = [f"{c * 3600:.3f}\t{s:.9f}" for c, s in zip(COMPUTE, scores)]
+    (path / "counts.csv").write_text("x,y,p,n\n0,.5,1,2\n1,.5,3,2\n2,.5,1,2\n3,.5,1,2\n")
     (path / "rewards.tsv").write_text("seconds\treward\n" + "\n".join(rows) + "\n")
     return path
 
@@ -62,6 +64,11 @@ def test_half_of_published_runs_tells_their_end(folder):
     assert fits["8gen"]["compute_to_target"] is None
     assert "8gen: the fitted curve never reaches 0.6" in done.stdout
     assert fits["ScaleRL"]["identified"] and not fits["bs2048"]["identified"]
+    assert re.search(r"ScaleRL +0\.610 \[0\.610, 0\.610\] +±0\.02 ", done.stdout)
+    assert "ScaleRL: these points tell A: 0.610 to 0.610 (95 %), and 0.02 either way between seeds.\n" in done.stdout
+    assert re.search(
+        r"\nbs2048: these points do not tell A: .* fit as well; evaluations up to about 1\d000 would tell", done.stdout
+    )
     assert (folder / "out/table/fit.png").read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in (folder / "out/table/fit.svg").read_text()
     assert sorted(os.listdir(folder / "out/table")) == ["fit.json", "fit.png", "fit.svg"]
@@ -80,6 +87,62 @@ def test_rewards_units_and_bootstrap(folder):
     assert found["bootstrap_95"]["asymptote"] == pytest.approx([0.61, 0.61], abs=1e-3)
 
 
+def run_here(monkeypatch, folder, paths, **given):
+    """The command in this process; what it wrote to fit.json."""
+    monkeypatch.chdir(folder)
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(**given):
+        fit.main(paths)
+    return {one["run"]: one for one in json.loads((folder / given["out"] / "fit.json").read_text())["fits"]}
+
+
+def test_seeds_are_those_of_one_folder(tmp_path, monkeypatch):
+    """Folders of one name in two places are two runs, and a seed's label does not make two runs one."""
+    for sweep, row in (("old", "ScaleRL"), ("new", "8gen")):
+        for seed in range(2):
+            path = tmp_path / sweep / "base" / f"seed{seed}.csv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scores = curve(COMPUTE[::2], *TABLE_1[row])
+            path.write_text("x,y\n" + "".join(f"{c},{s:.6f}\n" for c, s in zip(COMPUTE[::2], scores)))
+    paths = [f"{sweep}/base/seed{seed}.csv" for sweep in ("old", "new") for seed in range(2)]
+    fits = run_here(monkeypatch, tmp_path, paths, x="x", y="y", seeds="folder", bootstrap=20, out="out")
+    assert list(fits) == ["base (old/base/seed0.csv)", "base (new/base/seed0.csv)"]
+    for entry, row in zip(fits.values(), ("ScaleRL", "8gen")):
+        assert entry["seeds"] == 2
+        assert entry["points"] == 64
+        assert entry["asymptote"] == pytest.approx(TABLE_1[row][2], abs=1e-3)
+
+
+def test_one_scale_for_all_runs_of_a_call(tmp_path, monkeypatch):
+    """A run whose rewards all lie above 0 is still on the scale of the one beside it."""
+    for name, asymptote, initial in (("low", 0.6, 0.4), ("high", 0.9, 0.55)):
+        scores = 2 * curve(COMPUTE, 2542, 1.92, asymptote, initial) - 1
+        (tmp_path / f"{name}.csv").write_text("x,y\n" + "".join(f"{c},{s:.6f}\n" for c, s in zip(COMPUTE, scores)))
+    fits = run_here(monkeypatch, tmp_path, ["low.csv", "high.csv"], x="x", y="y", out="out")
+    assert fits["low"]["asymptote"] == pytest.approx(0.6, abs=1e-3)
+    assert fits["high"]["asymptote"] == pytest.approx(0.9, abs=1e-3)
+
+
+def test_bootstrap_over_the_prompts_too(tmp_path, monkeypatch):
+    passes = sampled_passes(np.random.default_rng(0), curve(COMPUTE, *TABLE_1["ScaleRL"]), runs=1, prompts=100)[0]
+    rows = [{"x": c, "y": p.mean() / 16, "passes": p.tolist(), "samples": 16} for c, p in zip(COMPUTE, passes)]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"x": "x", "y": "y", "passes": "passes", "trials": "samples", "bootstrap": 20}
+    width = {}
+    for prompts in ("fixed", "population"):
+        fits = run_here(monkeypatch, tmp_path, ["run.jsonl"], **given, bootstrap_prompts=prompts, out=prompts)
+        low, high = fits["run"]["bootstrap_95"]["asymptote"]
+        width[prompts] = high - low
+    assert width["population"] > 3 * width["fixed"]
+
+
+def test_a_folder_that_cannot_be_written_is_said(folder, monkeypatch):
+    (folder / "file").write_text("")
+    with pytest.raises(UserError, match="--out=file/below: Not a directory"):
+        run_here(monkeypatch, folder, ["rewards.tsv"], x="seconds", y="reward", out="file/below")
+
+
 def test_a_mistake_ends_with_code_2_one_line_and_no_file(folder):
     done = command("table.csv", "--x=gpu_hour", "--y=accuracy", "--out=out/never", folder=folder)
     assert done.returncode == 2
@@ -91,7 +154,7 @@ def test_a_mistake_ends_with_code_2_one_line_and_no_file(folder):
     ("paths", "given", "said"),
     [
         (["table.csv"], {"x": "gpu_hours", "y": "accuracy"}, r"table.csv: line 67: .* does not increase"),
-        (["rewards.tsv"], {"y_scale": "accuracy"}, r"rewards.tsv: line 2: score -0.2 is outside"),
+        (["rewards.tsv"], {"y_scale": "accuracy"}, r"rewards.tsv: line 2: accuracy -0.2 is outside its range, 0 to 1"),
         (["rewards.tsv"], {"burn_in": 1e9}, r"rewards.tsv: 0 points of different compute"),
         (["rewards.tsv"], {"x_unit": "s:FLOP"}, "no conversion"),
         (["rewards.tsv"], {"r0": "low"}, "--r0=low: must be a number or 'fit'"),
@@ -100,6 +163,13 @@ def test_a_mistake_ends_with_code_2_one_line_and_no_file(folder):
         (["rewards.tsv"], {"passes": "n"}, "--passes and --trials go together"),
         (["none.csv"], {}, "none.csv: no such file"),
         ([], {}, "no files given"),
+        (["rewards.tsv"], {"grid": "paper", "r0": "fit"}, "--r0='fit': the paper's grid holds R0 fixed"),
+        (
+            ["counts.csv"],
+            {"x": "x", "y": "y", "passes": "p", "trials": "n"},
+            "counts.csv: line 3: counts: passes must be",
+        ),
+        (["rewards.tsv"], {"bootstrap": 5, "bootstrap_prompts": "population"}, "need the passes of every prompt"),
         (["rewards.tsv"], {"out": None}, "--out: no folder"),
         (["rewards.tsv"], {"out": "table.csv"}, "--out=table.csv: is a file"),
     ],

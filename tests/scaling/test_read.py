@@ -181,7 +181,9 @@ def test_units():
     assert units.conversion("GPU-hours") == (1.0, "GPU-hours")
     with pytest.raises(ValueError, match="no conversion"):
         units.conversion("s:FLOP")
-    scores, said = units.to_accuracy(np.array([-0.2, 0.4]), "auto")
-    np.testing.assert_allclose(scores, [0.4, 0.7])
-    assert "reward" in said
-    assert units.to_accuracy(np.array([0.2, 0.4]), "auto")[1] == ""
+    scores = np.array([-0.2, 0.4])
+    scale, said = units.find_scale(scores, "auto")
+    assert scale == "reward" and "reward" in said
+    np.testing.assert_allclose(units.to_accuracy(scores, scale), [0.4, 0.7])
+    assert units.find_scale(np.array([0.2, 0.4]), "auto") == ("accuracy", "")
+    np.testing.assert_allclose(units.to_accuracy(np.array([40.0]), "percent"), [0.4])

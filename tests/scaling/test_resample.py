@@ -84,6 +84,26 @@ def test_population_interval_moves_all_evaluations_together(passes):
         resample.bootstrap(totals, data, cells, estimate, count=3, seed=0, population=True)
 
 
+@pytest.mark.parametrize("runs", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_population_intervals_hold_the_populations_a(runs):
+    """Where every run draws prompts of its own, only intervals that draw them too hold the population's A."""
+    rng = np.random.default_rng(11)
+    passes = sampled_passes(rng, curve(COMPUTE, *TABLE_1["ScaleRL"]), runs=runs, prompts=400, redrawn=True)
+    held = {}
+    for population in (False, True):
+        inside = 0
+        for one in passes:
+            fit = fit_sigmoid(
+                COMPUTE, one.mean(axis=1) / 16, counts=(one, 16), bootstrap=200, population=population, seed=1
+            )
+            low, high = fit.bootstrap_interval("asymptote", level=0.90)
+            inside += low <= 0.61 <= high
+        held[population] = inside / runs
+    print(f"of {runs} runs hold the population's A: {held[True]:.3f}, with the prompts held fixed {held[False]:.3f}")
+    assert 0.90 - 3 * np.sqrt(0.09 / runs) <= held[True] <= min(1.0, 0.90 + 3 * np.sqrt(0.09 / runs))
+    assert held[False] < 0.7
+
+
 def test_seeds_are_drawn_as_wholes():
     rng = np.random.default_rng(0)
     asymptotes = 0.61 + 0.02 * rng.standard_normal(6)

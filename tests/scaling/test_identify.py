@@ -1,0 +1,75 @@
+"""When points tell A, and whether the compute said to tell it does."""
+
+import numpy as np
+import pytest
+
+from scalerl_jax.scaling import fit_sigmoid, identify
+from tests.scaling import many
+from tests.scaling.runs import TABLE_1
+
+
+@pytest.mark.parametrize(
+    ("changed", "identified"),
+    [
+        ({}, True),
+        ({"high": 0.6391}, False),  # 0.04 wide
+        ({"high": 0.6389}, True),
+        ({"low": 0.98, "high": 1.0}, False),  # closes at 1, not inside
+        ({"initial": 0.5999}, False),  # nor at R0
+        ({"most": 4499.0}, False),  # the data end before 1.5 times the upper end of C_mid
+        ({"highest_midpoint": np.inf}, False),
+    ],
+)
+def test_each_condition_counts(changed, identified):
+    told = {"low": 0.5991, "high": 0.62, "highest_midpoint": 3000.0, "initial": 0.4, "most": 4500.0, **changed}
+    assert identify.is_identified(**told) == identified
+    together = identify.is_identified(**{name: np.array([value] * 2) for name, value in told.items()})
+    np.testing.assert_array_equal(together, [identified] * 2)
+
+
+@pytest.mark.parametrize(("name", "end"), [("ScaleRL", 4600), ("bs2048", 16_000)])
+def test_the_compute_said_to_tell_does(name, end):
+    """Half of the runs that go on as far are identified there, and hardly any well before."""
+    compute = many.schedule(name, 8 * end)
+    runs = many.simulate(np.random.default_rng(1), TABLE_1[name], compute, 14)
+    there, before = [], []
+    for i, passes in enumerate(runs.passes):
+        at = np.append(0, compute)
+        reward = np.append(runs.initial[i], runs.reward[i])
+
+        def fit(until, at=at, reward=reward, passes=passes):
+            return fit_sigmoid(at[at <= until], reward[at <= until], counts=(passes[at <= until], many.SAMPLES))
+
+        early = fit(end)
+        if early.identified:
+            assert early.compute_to_identify == at[at <= end].max()
+            continue
+        needed = early.compute_to_identify
+        assert needed > at[at <= end].max()
+        if needed <= compute.max():
+            there.append(fit(needed).identified)
+            before.append(fit(end + 0.4 * (needed - end)).identified)
+    assert len(there) >= 8
+    assert np.mean(there) >= 0.5
+    assert np.mean(before) <= 0.3
+
+
+def test_nothing_is_named_where_nothing_would_tell():
+    """Scores that only fall, and a curve whose end is 1, where no interval closes."""
+    compute = np.linspace(0, 8000, 17)
+    falling = fit_sigmoid(compute, np.linspace(0.6, 0.4, 17))
+    to_one = fit_sigmoid(compute, np.minimum(0.2 + compute / 11_000, 1.0))
+    for fit in (falling, to_one):
+        assert not fit.identified
+        assert fit.compute_to_identify == np.inf
+        assert "would not tell either" in fit.verdict
+
+
+def test_sentences():
+    told = identify.sentence(True, (0.6012, 0.6189), most=8000, needed=8000)
+    assert told == "these points tell A: 0.601 to 0.619 (95 %), and 0.02 either way between seeds"
+    not_told = identify.sentence(False, (0.6213, 0.8), most=8000, needed=31_840)
+    assert not_told == (
+        "these points do not tell A: 0.62 to 0.80 fit as well; evaluations up to about 32000 would tell, if the curve "
+        "is as fitted (these end at 8000)"
+    )
