@@ -1,0 +1,233 @@
+"""scalerl-compare: which of several runs ends higher, which gets there faster, and what to run next.
+
+    scalerl-compare runs/a runs/b --out=compared                        two run folders of ours
+    scalerl-compare sweep.csv --x=gpu_hours --y=pass_rate --run_column=recipe --burn_in=1500 --fit_until=8000
+        --baseline=ScaleRL --out=compared                               a leave-one-out table
+    scalerl-compare runs/a runs/b --forecast --target=0.6 --budget=16000 --out=compared
+    scalerl-compare runs/a runs/b --budget=16000 --plan_budget=8000 --out=compared
+
+Reads as scalerl-fit does, with its flags, fits every run, and only then writes compare.json, compare.png and
+compare.svg into --out. A first; where no difference is shown, B with one A for all (scaling/compare.py). --forecast:
+compute to a target, score at a budget, gain of a doubling, stop or go on (scaling/forecast.py). --plan_budget: which
+run to extend by how much so that the choice between them is safest (scaling/decide.py).
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from absl import flags
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from scalerl_jax import fit as fit_command
+from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
+from scalerl_jax.scaling import decide, posterior
+from scalerl_jax.scaling import forecast as forecast_lib
+from scalerl_jax.scaling.compare import Comparison, Difference, Run, compare
+from scalerl_jax.scaling.compare_json import (
+    VERDICTS,
+    comparison_document,
+    forecast_document,
+    plan_document,
+    run_document,
+)
+from scalerl_jax.scaling.compare_plot import plot_comparison
+from scalerl_jax.scaling.fit import SEED_MARGIN
+from scalerl_jax.scaling.forecast import Estimate, Forecast
+from scalerl_jax.scaling.plot import short_number, write_figure
+from scalerl_jax.scaling.points import check_points
+
+_BASELINE = flags.DEFINE_string("baseline", None, "Run that the others are compared with; without it the first.")
+_MARGIN = flags.DEFINE_float("margin", SEED_MARGIN, "A's (or scores) closer than this do not differ.", lower_bound=0.0)
+_COMMON = flags.DEFINE_float(
+    "common_asymptote", None, "A to refit with where A's do not differ; without it their mean.", lower_bound=0.0,
+    upper_bound=1.0,
+)  # fmt: skip
+_FORECAST = flags.DEFINE_bool("forecast", False, "What more compute will buy each run; --target, --budget.")
+_BUDGET = flags.DEFINE_float("budget", None, "Compute of a whole run, at which scores are forecast and compared.")
+_PLAN_BUDGET = flags.DEFINE_float("plan_budget", None, "Extra compute: which run to extend with it is asked.")
+_CURVES = 4000  # drawn for the plan
+_SHOWN = 8  # extensions in the table of the plan
+
+
+def run() -> None:
+    run_with_arguments(main)
+
+
+def main(paths: Sequence[str]) -> None:
+    console = fit_command.make_console()
+    # ------------------------------------------------------------------ what was asked
+    out = fit_command.check_arguments(paths, "compare")
+    target, grid, seed = flags.FLAGS.target, flags.FLAGS.grid, flags.FLAGS.seed
+    if target is not None and not _FORECAST.value:
+        raise UserError("--target: is asked of a forecast; add --forecast")
+    for flag in (_BUDGET, _PLAN_BUDGET):
+        if flag.value is not None and not (math.isfinite(flag.value) and flag.value > 0):
+            raise UserError(f"--{flag.name}={flag.value:g}: must be a compute above 0")
+    if _BUDGET.value is not None and not _FORECAST.value and _PLAN_BUDGET.value is None:
+        raise UserError("--budget: is asked of a forecast or of a plan; add --forecast or --plan_budget")
+
+    # ------------------------------------------------------------------ read, fit, compare
+    said: list[str] = []
+    fitted = fit_command.read_and_fit(paths, said)
+    runs = [Run(one.name, check_points(one.compute, one.reward, **one.window), one.fit) for one in fitted]
+    names = [run.name for run in runs]
+    if len(runs) < 2 and not (_FORECAST.value and _PLAN_BUDGET.value is None):
+        raise UserError(
+            f"{paths[0]}: holds one run, {names[0]!r}; a comparison needs two (--run_column tells runs apart)"
+        )
+    if _BASELINE.value is not None and _BASELINE.value not in names:
+        raise UserError(f"--baseline={_BASELINE.value}: no such run; there are {', '.join(names)}")
+    baseline = 0 if _BASELINE.value is None else names.index(_BASELINE.value)
+    with user_mistakes():
+        found = None
+        if len(runs) > 1:
+            found = compare(
+                runs, baseline=baseline, margin=_MARGIN.value, common_asymptote=_COMMON.value, grid=grid, seed=seed
+            )
+        forecasts = [_forecast(run, target) for run in runs] if _FORECAST.value else []
+        plan = None if _PLAN_BUDGET.value is None else _plan(runs, _PLAN_BUDGET.value, seed)
+
+    # ------------------------------------------------------------------ tell
+    label, y_label = fit_command.axis_labels()
+    for line in said:
+        console.print(line)
+    if found is not None:
+        console.print(_table(found, label))
+        for pair in found.pairs:
+            console.print(f"{pair.sentence}.", markup=False, soft_wrap=True)
+    if forecasts:
+        console.print(_forecast_table(runs, forecasts, label))
+        for run, forecast in zip(runs, forecasts):
+            console.print(f"{run.name}: {forecast.advice}: {forecast.reason}.", markup=False, soft_wrap=True)
+    if plan is not None:
+        console.print(_plan_table(plan, label))
+        console.print(f"{plan.reason}.", markup=False, soft_wrap=True)
+
+    # ------------------------------------------------------------------ write
+    os.makedirs(out, exist_ok=True)
+    written = []
+    if found is not None:
+        evaluations = {one.name: (one.compute, one.reward) for one in fitted}
+        figure = plot_comparison(found, evaluations, x_label=label, y_label=y_label)
+        for ending in ("png", "svg"):
+            written.append(os.path.join(out, f"compare.{ending}"))
+            write_figure(figure, written[-1])
+    path = os.path.join(out, "compare.json")
+    document = {"x": label, "y": y_label, "grid": grid, "runs": [run_document(run) for run in runs]}
+    if found is not None:
+        document |= comparison_document(found)
+    if forecasts:
+        document["forecasts"] = [forecast_document(run, one) for run, one in zip(runs, forecasts)]
+    if plan is not None:
+        document["plan"] = plan_document(plan)
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=2, allow_nan=False)
+        file.write("\n")
+    os.replace(f"{path}.tmp", path)
+    console.print(f"written: {', '.join([*written, path])}", markup=False, soft_wrap=True)
+
+
+def _forecast(run: Run, target: float | None) -> Forecast:
+    try:
+        return forecast_lib.forecast(run.fit, run.reached, target=target, budget=_BUDGET.value, worth=_MARGIN.value)
+    except ValueError as error:
+        raise UserError(f"{run.name}: --{error}") from error
+
+
+def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
+    contenders = []
+    for index, run in enumerate(runs):
+        try:
+            curves = posterior.draw_curves(run.points, count=_CURVES, seed=seed + index)
+        except ValueError as error:
+            raise UserError(f"{run.name}: {error}") from error
+        spacing = float(np.median(np.diff(np.unique(run.points.compute))))
+        contenders.append(decide.Contender(run.name, curves, run.reached, spacing, run.seeds))
+    return decide.plan(contenders, budget, at=_BUDGET.value, margin=_MARGIN.value, seed=seed)
+
+
+# ---------------------------------------------------------------------- on the terminal
+
+
+def _new_table(title: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold")
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    return table
+
+
+def _ends(interval: tuple[float, float], form: str) -> str:
+    low, high = (f"{end:{form}}" if math.isfinite(end) else "open" for end in interval)
+    return f"\\[{low}, {high}]"  # escaped: rich takes [word] for markup
+
+
+def _table(found: Comparison, label: str) -> Table:
+    common = "" if found.common_asymptote is None else f" with A = {found.common_asymptote:.3f}"
+    title = f"against {escape(found.baseline.name)}; C is {label}; intervals 95 %, margin {found.margin:g}"
+    table = _new_table(title, "A", "difference", "A is", "B", f"B{common}", "difference", "C_mid")
+    for row in found.table:
+        slope = row.slope
+        table.add_row(
+            escape(row.run.name),
+            f"{row.run.fit.asymptote:.3f} {_ends(row.interval_95, '.3f')}",
+            _difference(row.asymptote, 3),
+            VERDICTS[row.verdict],
+            f"{row.run.fit.exponent:.2f}",
+            "" if slope is None else f"{slope.exponent:.2f} {_ends(slope.exponent_95, '.2f')}",
+            _difference(row.exponent, 2),
+            "" if slope is None else short_number(slope.midpoint),
+        )
+    return table
+
+
+def _difference(found: Difference | None, digits: int) -> str:
+    return "" if found is None else f"{found.value:+.{digits}f} {_ends(found.interval_95, f'+.{digits}f')}"
+
+
+def _estimate(found: Estimate | None, form) -> str:
+    if found is None:
+        return ""
+    value, low, high = (form(x) if math.isfinite(x) else "never" for x in (found.value, found.low, found.high))
+    return f"{value} \\[{low}, {high}]"
+
+
+def _forecast_table(runs: Sequence[Run], forecasts: Sequence[Forecast], label: str) -> Table:
+    target, budget = forecasts[0].target, forecasts[0].budget
+    heads = ["reached", "score there", "gain of a doubling"]
+    heads += [] if target is None else [f"{target:g} at"]
+    heads += [] if budget is None else [f"score at {short_number(budget)}"]
+    table = _new_table(f"what more compute will buy; C is {label}; intervals 95 %", *heads, "advice")
+    for run, one in zip(runs, forecasts):
+        cells = [short_number(one.reached), _estimate(one.score, "{:.3f}".format)]
+        cells.append(_estimate(one.doubling, "{:+.3f}".format))
+        cells += [] if target is None else [_estimate(one.to_target, short_number)]
+        cells += [] if budget is None else [_estimate(one.at_budget, "{:.3f}".format)]
+        table.add_row(escape(run.name), *cells, one.advice)
+    return table
+
+
+def _plan_table(plan: decide.Plan, label: str) -> Table:
+    what = "A" if plan.at is None else f"score at {short_number(plan.at)}"
+    title = f"the next experiment: the choice is by {what}, wrong where another is better by more than {plan.margin:g}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in (f"extend by (C is {label})", "compute", "wrong afterwards", "expected shortfall", ""):
+        table.add_column(head, no_wrap=True)
+    table.add_row("nothing", "0", f"{plan.wrong:.1%}", f"{plan.regret:.4f}", f"now: {escape(plan.best)}")
+    shown = sorted(plan.extensions, key=lambda one: one.wrong)[:_SHOWN]
+    if plan.recommended is not None and plan.recommended not in shown:
+        shown.append(plan.recommended)
+    for one in sorted(shown, key=lambda one: one.cost):
+        names = ", ".join(f"{escape(name)} {short_number(extra)}" for name, extra in one.extra.items())
+        mark = "<- this" if one is plan.recommended else ""
+        table.add_row(names, short_number(one.cost), f"{one.wrong:.1%}", f"{one.regret:.4f}", mark)
+    return table
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,240 @@
+"""Which of two runs ends higher, and if neither does, which gets there faster: the paper's comparison, with intervals.
+
+    1. A first. Two runs differ in A if the 95 % interval of the difference leaves out 0 and the difference exceeds the
+       margin (0.02: what runs that differ only in their seed show).
+    2. Where they are within the margin, both are refitted with the mean of their A's and B is compared (slopes.py).
+       Where they are further apart but the interval holds 0, the points do not tell, and no B is compared: one A for
+       both may be one that neither has.
+
+The interval of a difference comes from the two runs' own intervals, lopsided as they are (MOVER; Zou and Donner 2008):
+
+    low  = d - sqrt((a - a_low)^2 + (b_high - b)^2)        d = a - b
+    high = d + sqrt((a_high - a)^2 + (b - b_low)^2)
+
+The runs' own are profile likelihood; where a run has seeds, widened to what a bootstrap of whole seeds gives.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scalerl_jax.scaling import fit as fit_module
+from scalerl_jax.scaling import resample, slopes
+from scalerl_jax.scaling.fit import SEED_MARGIN, SigmoidFit
+from scalerl_jax.scaling.points import Points
+
+Interval = tuple[float, float]
+_SEED_RESAMPLES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One recipe: its points (check_points) and the fit of them, its seeds together."""
+
+    name: str
+    points: Points
+    fit: SigmoidFit
+
+    @property
+    def seeds(self) -> int:
+        return len(np.unique(self.points.run))
+
+    @property
+    def reached(self) -> float:
+        """Compute of the last point used."""
+        return float(self.points.compute.max())
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """first minus second, with intervals."""
+
+    value: float
+    interval_95: Interval
+    interval_90: Interval
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.interval_95[0] > 0 or self.interval_95[1] < 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two runs. verdict: "first" or "second" ends higher | "none": no difference shown | "open": not told."""
+
+    first: Run
+    second: Run
+    asymptote: Difference
+    verdict: str
+    slopes: tuple[slopes.Slope, slopes.Slope] | None  # with one A, where no difference is shown
+    exponent: Difference | None
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """One row of the leave-one-out table."""
+
+    run: Run
+    interval_95: Interval  # of A
+    asymptote: Difference | None  # to the baseline; None: the baseline itself
+    verdict: str  # "" for the baseline, else as of Pair with the run as first
+    slope: slopes.Slope | None  # with the common A; None where A differs from the baseline's or is not told
+    exponent: Difference | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    runs: Sequence[Run]
+    baseline: Run
+    margin: float
+    common_asymptote: float | None  # given, or mean A of the runs that do not differ from the baseline; None: no other
+    table: Sequence[LeftOut]
+    pairs: Sequence[Pair]
+
+
+def compare(
+    runs: Sequence[Run],
+    *,
+    baseline: int = 0,
+    margin: float = SEED_MARGIN,
+    common_asymptote: float | None = None,
+    grid: str = "auto",
+    seed: int = 0,
+) -> Comparison:
+    """All pairs of two or more runs, and the table against runs[baseline].
+
+    common_asymptote: the A that runs which do not differ are refitted with; None: the mean of theirs. grid: of those
+    refits. seed: of the bootstrap of runs with seeds.
+    """
+    assert len(runs) >= 2
+    own = {id(run): asymptote_intervals(run, seed=seed) for run in runs}
+    base = runs[baseline]
+    refits: dict[tuple[int, float], slopes.Slope] = {}
+
+    def refit(run: Run, asymptote: float) -> slopes.Slope:
+        key = (id(run), asymptote)
+        if key not in refits:
+            refits[key] = slopes.refit(run.points, asymptote, grid=grid)
+        return refits[key]
+
+    def differ(first: Run, second: Run) -> tuple[Difference, str]:
+        found = difference(first.fit.asymptote, own[id(first)], second.fit.asymptote, own[id(second)])
+        return found, verdict(found, margin)
+
+    alike = [run for run in runs if run is base or differ(run, base)[1] == "none"]
+    common = None
+    if len(alike) > 1:
+        mean = float(np.mean([run.fit.asymptote for run in alike]))
+        common = mean if common_asymptote is None else common_asymptote
+    table = []
+    for run in runs:
+        slope = refit(run, common) if common is not None and any(run is one for one in alike) else None
+        if run is base:
+            table.append(LeftOut(run, own[id(run)][0], None, "", slope, None))
+            continue
+        found, word = differ(run, base)
+        exponent = None
+        if slope is not None and common is not None:
+            exponent = exponent_difference(slope, refit(base, common))
+        table.append(LeftOut(run, own[id(run)][0], found, word, slope, exponent))
+
+    pairs = []
+    for i, one in enumerate(runs):
+        for other in runs[i + 1 :]:
+            # The one that looks better comes first, so that sentences read well.
+            first, second = (one, other) if one.fit.asymptote >= other.fit.asymptote else (other, one)
+            found, word = differ(first, second)
+            both, exponent = None, None
+            if word == "none":
+                in_table = common is not None and all(any(run is a for a in alike) for run in (first, second))
+                mean = (first.fit.asymptote + second.fit.asymptote) / 2
+                chosen = common if in_table else mean if common_asymptote is None else common_asymptote
+                assert chosen is not None
+                both = (refit(first, chosen), refit(second, chosen))
+                exponent = exponent_difference(*both)
+            text = _sentence(first, second, found, word, both, exponent, margin)
+            pairs.append(Pair(first, second, found, word, both, exponent, text))
+    return Comparison(runs, base, margin, common, table, pairs)
+
+
+def verdict(found: Difference, margin: float) -> str:
+    """Of A's: "first", "second", "none" (no difference shown), or "open" (apart by more than the margin, not told)."""
+    if abs(found.value) <= margin + 1e-9:  # A's off the paper's grid are often exactly the margin apart
+        return "none"
+    if not found.excludes_zero:
+        return "open"
+    return "first" if found.value > 0 else "second"
+
+
+def difference(first: float, own: tuple[Interval, Interval], second: float, others: tuple[Interval, Interval]):
+    """first - second from their values and their (95 %, 90 %) intervals."""
+    ends = [_mover(first, a, second, b) for a, b in zip(own, others)]
+    return Difference(first - second, ends[0], ends[1])
+
+
+def exponent_difference(first: slopes.Slope, second: slopes.Slope) -> Difference:
+    """Of B with one A."""
+    own = (first.exponent_95, first.exponent_90)
+    return difference(first.exponent, own, second.exponent, (second.exponent_95, second.exponent_90))
+
+
+def _mover(first: float, own: Interval, second: float, others: Interval) -> Interval:
+    d = first - second
+    low = d - math.hypot(first - own[0], others[1] - second)
+    return low, d + math.hypot(own[1] - first, second - others[0])
+
+
+def asymptote_intervals(run: Run, *, seed: int = 0) -> tuple[Interval, Interval]:
+    """95 % and 90 % of A: the profile's, widened to the bootstrap of whole seeds where there are some."""
+    fit = run.fit
+    samples = None
+    if run.seeds > 1:
+        data = fit_module.squares_data(run.points)
+        estimate = (fit.asymptote, fit.exponent, fit.midpoint, fit.initial_reward)
+        cells = fit_module.search_cells(data.log_compute)
+        samples = resample.bootstrap(run.points, data, cells, estimate, count=_SEED_RESAMPLES, seed=seed)[:, 0]
+    both = []
+    for level in (0.95, 0.90):
+        low, high = fit.intervals["asymptote"] if level == 0.95 else fit.interval("asymptote", level=level)
+        if samples is not None:
+            tail = 50 * (1 - level)
+            ends = np.percentile(samples, [tail, 100 - tail])
+            low, high = min(low, float(ends[0])), max(high, float(ends[1]))
+        both.append((low, high))
+    return both[0], both[1]
+
+
+def _sentence(first: Run, second: Run, found: Difference, word: str, both, exponent, margin: float) -> str:
+    """One plain sentence of a pair; first has the higher A."""
+    a, b = first.fit.asymptote, second.fit.asymptote
+    apart = f"A {a:.3f} against {b:.3f}, difference {_signed(found)}"
+    if word == "first":
+        return f"{first.name} ends higher than {second.name}: {apart}"
+    if word == "open":
+        vague = " and ".join(run.name for run in (first, second) if not run.fit.identified)
+        more = f"; A of {vague} is not identified yet" if vague else ""
+        return f"these points do not tell which of {first.name} and {second.name} ends higher: {apart}{more}"
+    start = f"no difference shown in A between {first.name} and {second.name}: {apart}, margin {margin:g}"
+    slope_first, slope_second = both
+    faster, slower = (first, second) if exponent.value >= 0 else (second, first)
+    high, low = max(slope_first.exponent, slope_second.exponent), min(slope_first.exponent, slope_second.exponent)
+    turned = exponent if exponent.value >= 0 else _turn(exponent)
+    with_one = f"with A = {slope_first.asymptote:.3f} for both"
+    values = f"B {high:.2f} against {low:.2f}, difference {_signed(turned, 2)}"
+    if exponent.excludes_zero:
+        return f"{start}; {with_one}, {faster.name} climbs faster than {slower.name}: {values}"
+    return f"{start}; {with_one}, no difference shown in B either: {values}"
+
+
+def _turn(found: Difference) -> Difference:
+    """The same difference seen from the other side."""
+    (low, high), (low_90, high_90) = found.interval_95, found.interval_90
+    return Difference(-found.value, (-high, -low), (-high_90, -low_90))
+
+
+def _signed(found: Difference, digits: int = 3) -> str:
+    low, high = (f"{end:+.{digits}f}" if math.isfinite(end) else "open" for end in found.interval_95)
+    return f"{found.value:+.{digits}f} (95 %: {low} to {high})"

@@ -1,0 +1,204 @@
+"""The next experiment: which run, extended by how much, makes the choice between runs safest.
+
+The choice is the run whose quantity is highest: its score at a stated compute, or A. It is wrong if another run's is
+higher by more than the margin. What an extension will show is not known, so it is simulated:
+
+    1. draw curves of every run from what its points leave possible                       posterior.py
+    2. take one drawn curve as the truth; simulate the extension's evaluations, noise included
+    3. weigh all drawn curves by how well they fit these evaluations (importance weights); choose; note the chance that
+       the choice is wrong under the weights
+    4. average over many truths: the chance of a wrong choice after the extension
+
+It never exceeds the chance now, up to the simulation's own noise. Runs are independent; all candidates share draws and
+noise, so that they differ by what they are and not by luck. One step ahead only: what a third experiment could add
+after the second is left out.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalerl_jax.scaling.fit import SEED_MARGIN
+from scalerl_jax.scaling.posterior import Curves
+from scalerl_jax.scaling.precision import double_precision
+
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the budget
+DECIDED = 0.05  # a choice whose chance to be wrong is below this needs no experiment
+_CONTENDERS = 4  # runs whose extension is looked at: those that are most often best
+_TRUTHS = 128
+_STEPS = 32  # simulated evaluations, whose noise is scaled to as many as the extension will have
+_GRID = 384  # values of the quantity
+_GAIN_NOISE = 0.005  # differences of chances below this are the simulation's
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A run as the choice sees it."""
+
+    name: str
+    curves: Curves
+    reached: float  # compute of its last evaluation
+    spacing: float  # compute between two evaluations
+    seeds: int = 1  # all are extended, so compute costs this many times
+
+
+@dataclasses.dataclass(frozen=True)
+class Extension:
+    """Runs by name, and the compute that each is extended by (all its seeds together)."""
+
+    extra: dict[str, float]
+    wrong: float  # chance of a wrong choice afterwards
+    regret: float  # expected shortfall of the choice from the best
+
+    @property
+    def cost(self) -> float:
+        return sum(self.extra.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    at: float | None  # compute at which the score decides; None: A decides
+    margin: float
+    best: str  # the choice as things are
+    wrong: float  # chance now that another is better by more than the margin
+    regret: float
+    chances: dict[str, float]  # of each run to be the best
+    extensions: Sequence[Extension]  # by rising cost
+    recommended: Extension | None  # None: the choice is safe enough, or nothing within the budget would tell
+    reason: str
+
+
+def plan(
+    runs: Sequence[Contender], budget: float, *, at: float | None = None, margin: float = SEED_MARGIN, seed: int = 0
+) -> Plan:
+    """budget: extra compute to spend, above 0. All runs have equally many drawn curves.
+
+    Raises ValueError where `at` is not a compute above 0 or there are fewer than two runs.
+    """
+    if len(runs) < 2:
+        raise ValueError("a choice needs two runs or more")
+    if budget <= 0 or (at is not None and at <= 0):
+        raise ValueError(f"budget={budget:g}, at={at}: must be above 0")
+    quantity = np.stack([run.curves.asymptote if at is None else run.curves.at([at])[:, 0] for run in runs])  # [K, S]
+    truths = min(_TRUTHS, quantity.shape[1] // 4)
+    grid = _value_grid(quantity)
+    best_counts = np.bincount(np.argmax(quantity, axis=0), minlength=len(runs)) / quantity.shape[1]
+    order = [int(k) for k in np.argsort(-best_counts, kind="stable")[:_CONTENDERS]]
+
+    rng = np.random.default_rng(seed)
+    noise = rng.standard_normal((len(runs), truths, _STEPS))
+    with double_precision():
+        sorters = [_sorter(quantity[k, truths:], grid, margin) for k in range(len(runs))]
+        uniform = np.full((1, quantity.shape[1] - truths), 1 / (quantity.shape[1] - truths))
+        known = [_distribution(uniform, *sorter) for sorter in sorters]  # of each run, if it is not extended
+        now = jax.device_get(_outcome(*_stack(known, truths), grid))
+        extended: dict[tuple[int, float], tuple[jax.Array, jax.Array]] = {}
+        extensions = []
+        for chosen, fraction in _candidates(order):
+            share = fraction * budget / len(chosen)
+            for k in chosen:
+                if (k, share) not in extended:
+                    weights = _weights(runs[k], share / runs[k].seeds, truths, noise[k])
+                    extended[k, share] = _distribution(weights, *sorters[k])
+            after = [extended[k, share] if k in chosen else known[k] for k in range(len(runs))]
+            wrong, regret = jax.device_get(_outcome(*_stack(after, truths), grid))
+            extensions.append(Extension({runs[k].name: share for k in chosen}, float(wrong), float(regret)))
+    extensions.sort(key=lambda one: one.cost)
+    favourite = runs[int(np.argmax(quantity.mean(axis=1)))].name
+    recommended, reason = _recommend(float(now[0]), extensions, favourite)
+    chances = {run.name: float(chance) for run, chance in zip(runs, best_counts)}
+    return Plan(at, margin, favourite, float(now[0]), float(now[1]), chances, extensions, recommended, reason)
+
+
+def _candidates(order: Sequence[int]):
+    """Sets of runs and the share of the budget that a set gets, split evenly."""
+    singles = [(k,) for k in order]
+    pairs = list(itertools.combinations(order[:3], 2))
+    return itertools.product([*singles, *pairs], FRACTIONS)
+
+
+def _recommend(wrong: float, extensions: Sequence[Extension], favourite: str) -> tuple[Extension | None, str]:
+    """The cheapest extension that comes close to the best, and why."""
+    if wrong <= DECIDED:
+        return None, f"decide now for {favourite}: the chance that another is better by more is {wrong:.0%}"
+    best = min(one.wrong for one in extensions)
+    if wrong - best < _GAIN_NOISE:
+        return None, f"nothing within this budget tells more: {favourite} is wrong with chance {wrong:.0%} either way"
+    enough = max(best + 0.1 * (wrong - best), best + _GAIN_NOISE)
+    chosen = min((one for one in extensions if one.wrong <= enough), key=lambda one: (one.cost, one.wrong))
+    names = " and ".join(f"{name} by {extra:.4g}" for name, extra in chosen.extra.items())
+    return chosen, f"extend {names}: the chance of a wrong choice falls from {wrong:.0%} to {chosen.wrong:.0%}"
+
+
+def _value_grid(quantity: np.ndarray) -> np.ndarray:
+    """[G] values that hold all of the quantity."""
+    low, high = float(quantity.min()), float(quantity.max())
+    pad = max((high - low) / _GRID, 1e-6)
+    return np.linspace(low - pad, high + pad, _GRID)
+
+
+def _weights(run: Contender, extra: float, truths: int, noise: np.ndarray) -> jax.Array:
+    """Of the curves after the first `truths`, [truths, S - truths], had one of those been true and `run` extended."""
+    compute = run.reached + extra * np.arange(1, _STEPS + 1) / _STEPS
+    evaluations = extra / run.spacing * run.seeds
+    variance = run.curves.evaluation_variance * _STEPS / evaluations
+    return _importance(run.curves.at(compute), noise[:truths], variance, truths)
+
+
+@functools.partial(jax.jit, static_argnames="truths")
+def _importance(scores, noise, variance, truths: int):
+    """scores [S, P]: normalised weights [truths, S - truths]."""
+    seen = scores[:truths] + jnp.sqrt(variance) * noise
+    others = scores[truths:]
+    squares = jnp.sum(seen**2, axis=1)[:, None] - 2 * seen @ others.T + jnp.sum(others**2, axis=1)
+    return jax.nn.softmax(-0.5 * squares / variance, axis=1)
+
+
+class _Sorter(NamedTuple):
+    """How weights of curves become a distribution of the quantity at the values of the grid."""
+
+    order: np.ndarray  # [S] curves by rising quantity
+    below: np.ndarray  # [G] how many are at or below the value
+    below_margin: np.ndarray  # [G] at or below the value + margin
+
+
+def _sorter(quantity: np.ndarray, grid: np.ndarray, margin: float) -> _Sorter:
+    order = np.argsort(quantity)
+    ordered = quantity[order]
+    return _Sorter(order, np.searchsorted(ordered, grid, "right"), np.searchsorted(ordered, grid + margin, "right"))
+
+
+@jax.jit
+def _distribution(weights, order, below, below_margin):
+    """Chance to be at or below each value, and at or below each value + margin: [truths, G] each."""
+    cumulative = jnp.pad(jnp.cumsum(weights[:, order], axis=1), [(0, 0), (1, 0)])
+    return cumulative[:, below], cumulative[:, below_margin]
+
+
+def _stack(runs, truths: int):
+    """Of every run, [K, truths, G] each."""
+    return tuple(
+        jnp.stack([jnp.broadcast_to(run[part], (truths, run[part].shape[1])) for run in runs]) for part in (0, 1)
+    )
+
+
+@jax.jit
+def _outcome(cdf, cdf_margin, grid):
+    """Chance that the safest choice is wrong, and its expected shortfall: means over truths, of [K, truths, G] each.
+
+    Run k is wrong where the best of the others exceeds it by more than the margin:
+    1 - sum over values v of P(k = v) prod over j of P(j <= v + margin).
+    """
+    mass = jnp.diff(cdf, axis=-1, prepend=0.0)  # [K, truths, G]
+    runs = cdf.shape[0]
+    others = jnp.stack([jnp.prod(jnp.delete(cdf_margin, k, axis=0), axis=0) for k in range(runs)])
+    wrong = 1 - jnp.sum(mass * others, axis=-1)  # [K, truths]
+    mean = jnp.sum(mass * grid, axis=-1)
+    highest = jnp.sum(jnp.diff(jnp.prod(cdf, axis=0), axis=-1, prepend=0.0) * grid, axis=-1)  # [truths]
+    return jnp.mean(jnp.min(wrong, axis=0)), jnp.mean(highest - jnp.max(mean, axis=0))
