@@ -148,7 +148,10 @@ def _last_step(path: str) -> int:
         return -1
     with open(path, encoding="utf-8") as file:
         rows = file.read().split("\n")[:-1]
-    return json.loads(rows[-1])["step"] if rows else -1
+    try:
+        return json.loads(rows[-1]).get("step", -1) if rows else -1
+    except json.JSONDecodeError:  # draw reads the same row, and says what is wrong with it
+        return -1
 
 
 def _lives(process: int) -> bool:
