@@ -79,6 +79,7 @@ setup(
             "scalerl-sft = scalerl_jax.sft:run",
             "scalerl-serve = rollout_server.serve:run",
             "scalerl-fit = scalerl_jax.fit:run",
+            "scalerl-compare = scalerl_jax.compare:run",
             "scalerl-export = scalerl_jax.export:run",
             "scalerl-report = scalerl_jax.report:run",
         ]

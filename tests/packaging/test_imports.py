@@ -41,7 +41,7 @@ def test_every_import_of_the_trainer_is_declared() -> None:
 
 
 def test_every_import_of_the_fitter_is_declared() -> None:
-    assert needed("scalerl_jax.fit") <= declared("fit")
+    assert needed("scalerl_jax.fit", "scalerl_jax.compare") <= declared("fit")
 
 
 def test_the_base_install_serves() -> None:
@@ -60,6 +60,7 @@ def test_every_declared_package_of_the_trainer_is_imported() -> None:
     [
         *[(module, "torch transformers vllm ray tensorflow") for module in TRAINER],
         ("scalerl_jax.fit", "flax optax orbax tokenizers transformers torch grpc"),
+        ("scalerl_jax.compare", "flax optax orbax tokenizers transformers torch grpc"),
         ("scalerl_jax.report", "flax optax orbax tokenizers transformers torch grpc playwright"),
         ("rollout_server.serve", "jax flax scipy torch vllm scalerl_jax"),
         ("rollout_server.service", "jax flax scipy torch vllm scalerl_jax"),
