@@ -19,7 +19,7 @@ from scalerl_jax.report_page.run import read_run
 from scalerl_jax.telemetry import write_whole
 
 FILE = "report.html"
-_STYLES = ("uplot/uPlot.min.css", "assets/page.css", "assets/reader.css")
+_STYLES = ("uplot/uPlot.min.css", *(f"assets/{name}.css" for name in ("theme", "page", "charts", "reader")))
 _LIBRARY = "uplot/uPlot.iife.min.js"  # 1.6.32, its first line says
 _LICENSE = "uplot/LICENSE"
 _SCRIPTS = tuple(

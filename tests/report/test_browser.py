@@ -157,6 +157,7 @@ def test_axes_fits_and_tables(open_page):
     # Under the pointer stand the evaluation nearest to it and the fit there.
     page.get_by_role("radio", name="Device-hours").check()
     page.get_by_role("radio", name="Linear").check()
+    page.get_by_label("on all evaluations").check()
     box = page.locator("#score .u-over").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 100)
     assert rest.inner_text().startswith("update 18, 0.18 device-hours: ")

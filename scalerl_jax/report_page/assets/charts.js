@@ -78,14 +78,28 @@ function build(chart) {
         size: 28,
         space: 60,
         values: (plot, ticks) => ticks.map((tick) => (tick === null ? '' : what.x.ticks(tick))),
-        ...(what.x.log ? { splits: (plot) => logTicks(plot.scales.x.min, plot.scales.x.max, box.clientWidth), filter: (plot, ticks) => ticks } : {}),
+        ...(what.x.log
+          ? {
+              splits: (plot) => logTicks(plot.scales.x.min, plot.scales.x.max, box.clientWidth),
+              filter: (plot, ticks) => ticks,
+            }
+          : {}),
       },
-      { ...axis, size: (plot, texts) => Math.max(46, 14 + 6.6 * Math.max(...(texts || ['']).map((text) => text.length))), space: 26, values: (plot, ticks) => what.y.ticks(ticks) },
+      {
+        ...axis,
+        size: (plot, texts) => Math.max(46, 14 + 6.6 * Math.max(...(texts || ['']).map((text) => text.length))),
+        space: 26,
+        values: (plot, ticks) => what.y.ticks(ticks),
+      },
     ],
     series,
     bands,
-    hooks: { drawClear: [(plot) => stacks(plot, what)], draw: [(plot) => overlay(plot, what)], setCursor: [() => say(chart)],
-      setSelect: [(plot) => select(chart, plot)] },
+    hooks: {
+      drawClear: [(plot) => stacks(plot, what)],
+      draw: [(plot) => overlay(plot, what)],
+      setCursor: [() => say(chart)],
+      setSelect: [(plot) => select(chart, plot)],
+    },
   };
   chart.plot = new uPlot(options, rows, box);
   const canvas = box.querySelector('canvas');
@@ -119,7 +133,8 @@ function columns(what) {
     }
     tables.push(parts);
   }
-  if (!tables.length) return [[what.stops || [0, 1], (what.stops || [0, 1]).map(() => null)], [{}, { show: false }], []];
+  if (!tables.length)
+    return [[what.stops || [0, 1], (what.stops || [0, 1]).map(() => null)], [{}, { show: false }], []];
   return [uPlot.join(tables), series, bands];
 }
 
@@ -220,7 +235,8 @@ function overlay(plot, what) {
       ctx.moveTo(left, bbox.top);
       ctx.lineTo(left, bbox.top + bbox.height);
       ctx.textAlign = left > bbox.left + bbox.width / 2 ? 'right' : 'left';
-      if (line.label) ctx.fillText(line.label, left + (ctx.textAlign === 'right' ? -5 : 5) * ratio, bbox.top + 11 * ratio);
+      if (line.label)
+        ctx.fillText(line.label, left + (ctx.textAlign === 'right' ? -5 : 5) * ratio, bbox.top + 11 * ratio);
     } else {
       if (line.value < plot.scales.y.min || line.value > plot.scales.y.max) continue;
       const top = plot.valToPos(line.value, 'y', true);
@@ -253,10 +269,13 @@ function say(chart) {
     readout.textContent = what.say(x);
     return;
   }
-  const parts = what.series.filter((one) => !one.quiet).map((one) => {
-    const at = closest(one.x, x);
-    return at < 0 || !known(one.y[at]) ? null : [one, at];
-  }).filter((part) => part);
+  const parts = what.series
+    .filter((one) => !one.quiet)
+    .map((one) => {
+      const at = closest(one.x, x);
+      return at < 0 || !known(one.y[at]) ? null : [one, at];
+    })
+    .filter((part) => part);
   if (!parts.length) return;
   const first = parts[0];
   const texts = parts.map(([one, at]) => {

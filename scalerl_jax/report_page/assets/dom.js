@@ -33,7 +33,15 @@ function signed(value, digits = 3) {
 function short(value) {
   if (!known(value)) return MISSING;
   const size = Math.abs(value);
-  for (const [scale, letter] of [[1e21, 'Z'], [1e18, 'E'], [1e15, 'P'], [1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e3, 'k']]) {
+  for (const [scale, letter] of [
+    [1e21, 'Z'],
+    [1e18, 'E'],
+    [1e15, 'P'],
+    [1e12, 'T'],
+    [1e9, 'G'],
+    [1e6, 'M'],
+    [1e3, 'k'],
+  ]) {
     if (size >= scale) return plain(value / scale) + letter;
   }
   return plain(value);
@@ -109,12 +117,20 @@ function section(id, title, lead) {
 function table(columns, rows, caption) {
   const head = make('tr', {}, ...columns.map((name) => make('th', { scope: 'col', text: name })));
   const lines = rows.map((cells) => {
-    const parts = cells.map((cell, at) => (cell instanceof Node ? make('td', {}, cell)
-      : make(at ? 'td' : 'th', { scope: at ? null : 'row', text: String(cell) })));
+    const parts = cells.map((cell, at) =>
+      cell instanceof Node
+        ? make('td', {}, cell)
+        : make(at ? 'td' : 'th', { scope: at ? null : 'row', text: String(cell) }),
+    );
     return make('tr', {}, ...parts);
   });
-  const drawn = make('table', {}, make('caption', { class: 'hidden', text: caption }), make('thead', {}, head),
-    make('tbody', {}, ...lines));
+  const drawn = make(
+    'table',
+    {},
+    make('caption', { class: 'hidden', text: caption }),
+    make('thead', {}, head),
+    make('tbody', {}, ...lines),
+  );
   return make('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': caption }, drawn);
 }
 
@@ -145,7 +161,11 @@ function checkbox(text, checked, changed, mark) {
 
 function chooseRun(id, changed) {
   if (RUNS.length < 2) return null;
-  const select = make('select', { id }, ...RUNS.map((run, at) => make('option', { value: String(at), text: run.name })));
+  const select = make(
+    'select',
+    { id },
+    ...RUNS.map((run, at) => make('option', { value: String(at), text: run.name })),
+  );
   select.addEventListener('change', () => changed(RUNS[Number(select.value)]));
   return make('div', { class: 'pick' }, make('label', { for: id, text: 'Run' }), select);
 }

@@ -3,37 +3,62 @@
 function healthSection() {
   const body = section('health', 'Health');
   const charts = [];
-  RUNS.forEach((run) => run.health.charts.forEach((chart) => {
-    if (!charts.some((other) => other.key === chart.key)) charts.push(chart);
-  }));
+  RUNS.forEach((run) =>
+    run.health.charts.forEach((chart) => {
+      if (!charts.some((other) => other.key === chart.key)) charts.push(chart);
+    }),
+  );
   if (!charts.length) {
     body.append(make('p', { class: 'none', text: 'No update has been made yet.' }));
     return body;
   }
   if (RUNS.length > 1) {
-    body.append(make('ul', { class: 'legend' }, ...RUNS.map((run, at) => make('li', {}, swatch(runColour(at)), make('span', { text: run.name })))));
+    body.append(
+      make(
+        'ul',
+        { class: 'legend' },
+        ...RUNS.map((run, at) => make('li', {}, swatch(runColour(at)), make('span', { text: run.name }))),
+      ),
+    );
   }
   const grid = make('div', { class: 'grid' });
   for (const chart of charts) grid.append(healthCard(chart));
   body.append(grid);
   const merged = RUNS.filter((run) => run.health.each > 1);
   if (merged.length) {
-    body.append(make('p', { class: 'note', text: `Each point is the mean of ${merged.map((run) => run.health.each).join(', ')} updates, the band their least and most.` }));
+    body.append(
+      make('p', {
+        class: 'note',
+        text:
+          `Each point is the mean of ${merged.map((run) => run.health.each).join(', ')} updates, ` +
+          'the band their least and most.',
+      }),
+    );
   }
   return body;
 }
 
 function healthCard(first) {
   const form = FORMS[first.form];
-  const mine = RUNS.map((run, at) => [run, at, run.health.charts.find((chart) => chart.key === first.key)]).filter((part) => part[2]);
+  const mine = RUNS.map((run, at) => [run, at, run.health.charts.find((chart) => chart.key === first.key)]).filter(
+    (part) => part[2],
+  );
   const series = [];
   for (const [run, at, chart] of mine) {
     chart.series.forEach((one, place) => {
       const second = place > 0;
       if (second && mine.length > 1) return; // a second line for each run would be too many
       const name = [mine.length > 1 ? run.name : '', one.name].filter(Boolean).join(' ');
-      series.push({ name, colour: second ? 'soft' : mine.length > 1 ? runColour(at) : 'c0', dash: second ? [3, 3] : runDash(at), width: second ? 1.2 : 1.6,
-        x: run.health.step, y: one.mean, low: one.low, high: one.high });
+      series.push({
+        name,
+        colour: second ? 'soft' : mine.length > 1 ? runColour(at) : 'c0',
+        dash: second ? [3, 3] : runDash(at),
+        width: second ? 1.2 : 1.6,
+        x: run.health.step,
+        y: one.mean,
+        low: one.low,
+        high: one.high,
+      });
     });
   }
   const over = mine.some(([, , chart]) => chart.lines.some((line) => line.over));
@@ -43,23 +68,33 @@ function healthCard(first) {
   const hidden = lines.filter((line) => !shown.includes(line));
   const latest = mine.map(([, , chart]) => form(chart.latest)).join(', ');
   const host = make('div');
-  const card = make('article', { class: over ? 'card over' : 'card' },
+  const card = make(
+    'article',
+    { class: over ? 'card over' : 'card' },
     make('div', { class: 'line' }, make('h3', { text: first.title }), make('span', { class: 'latest', text: latest })),
-    make('p', { class: 'what', text: first.what }), host);
+    make('p', { class: 'what', text: first.what }),
+    host,
+  );
   const notes = [];
   if (over) notes.push('past its alarm line');
-  if (hidden.length) notes.push(`alarm line${hidden.length > 1 ? 's' : ''} outside the picture: ${hidden.map((line) => line.label).join(', ')}`);
+  if (hidden.length)
+    notes.push(
+      `alarm line${hidden.length > 1 ? 's' : ''} outside the picture: ${hidden.map((line) => line.label).join(', ')}`,
+    );
   if (notes.length) card.append(make('p', { class: over ? 'flag' : 'what', text: notes.join('; ') }));
-  card.append(tableOf(first.title, ['update', ...series.map((one) => one.name || first.title)], () => healthRows(series, form)));
-  card.drawn = () => drawChart(host, {
-    label: `${first.title}, ${first.what}, against updates: latest ${latest}${over ? ', past its alarm line' : ''}.`,
-    height: 150,
-    x: { ...AXES.step, range: stepRange(series) },
-    y: { form, ticks: evenTicks(form), range },
-    series,
-    lines: shown.map((line) => ({ ...line, colour: line.bound ? 'muted' : 'alarm' })),
-    stops: series.length ? series[0].x : [],
-  });
+  card.append(
+    tableOf(first.title, ['update', ...series.map((one) => one.name || first.title)], () => healthRows(series, form)),
+  );
+  card.drawn = () =>
+    drawChart(host, {
+      label: `${first.title}, ${first.what}, against updates: latest ${latest}${over ? ', past its alarm line' : ''}.`,
+      height: 150,
+      x: { ...AXES.step, range: stepRange(series) },
+      y: { form, ticks: evenTicks(form), range },
+      series,
+      lines: shown.map((line) => ({ ...line, colour: line.bound ? 'muted' : 'alarm' })),
+      stops: series.length ? series[0].x : [],
+    });
   return card;
 }
 
@@ -73,7 +108,8 @@ function healthRange(chart, series, lines) {
   if (chart.key === 'effective_sample_size') least = Math.min(...values);
   for (const line of lines) {
     const near = most > 0.3 * line.value && line.value <= 2.5 * Math.max(most, 1e-12);
-    if (near || ['truncated', 'lag'].includes(chart.key)) [least, most] = [Math.min(least, line.value), Math.max(most, line.value)];
+    if (near || ['truncated', 'lag'].includes(chart.key))
+      [least, most] = [Math.min(least, line.value), Math.max(most, line.value)];
   }
   const room = (most - least) * 0.12 || Math.abs(most) * 0.1 || (chart.form === 'share' ? 0.01 : 1);
   return [least === 0 ? 0 : least - room, most + room];
@@ -87,5 +123,8 @@ function stepRange(series) {
 function healthRows(series, form) {
   const steps = [...new Set(series.flatMap((one) => one.x))].sort((one, other) => one - other);
   const places = series.map((one) => new Map(one.x.map((step, at) => [step, at])));
-  return steps.map((step) => [step, ...series.map((one, at) => (places[at].has(step) ? form(one.y[places[at].get(step)]) : MISSING))]);
+  return steps.map((step) => [
+    step,
+    ...series.map((one, at) => (places[at].has(step) ? form(one.y[places[at].get(step)]) : MISSING)),
+  ]);
 }

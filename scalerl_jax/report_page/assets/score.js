@@ -22,19 +22,57 @@ function scoreSection() {
     state[name] = value;
     redraw();
   };
-  const controls = make('div', { class: 'controls' },
-    choice('axis', 'Compute', [['device_hours', 'Device-hours'], ['model_flops', 'FLOPs'], ['step', 'Updates']],
-      state.axis, change('axis')),
-    choice('scale', 'Axis', [['linear', 'Linear'], ['log', 'Log']], state.scale, change('scale')),
-    make('fieldset', { class: 'checks' }, make('legend', { text: 'Fitted' }),
+  const controls = make(
+    'div',
+    { class: 'controls' },
+    choice(
+      'axis',
+      'Compute',
+      [
+        ['device_hours', 'Device-hours'],
+        ['model_flops', 'FLOPs'],
+        ['step', 'Updates'],
+      ],
+      state.axis,
+      change('axis'),
+    ),
+    choice(
+      'scale',
+      'Axis',
+      [
+        ['linear', 'Linear'],
+        ['log', 'Log'],
+      ],
+      state.scale,
+      change('scale'),
+    ),
+    make(
+      'fieldset',
+      { class: 'checks' },
+      make('legend', { text: 'Fitted' }),
       checkbox('on all evaluations', state.all, change('all')),
-      checkbox('on the first half', state.half, change('half'))));
-  const numbers = tableOf('Evaluations', ['run', 'update', 'device-hours', 'FLOPs', 'pass rate', 'standard error', 'trials'],
-    () => evaluated.flatMap((run) => run.score.evaluations.step.map((step, at) => {
-      const rows = run.score.evaluations;
-      return [run.name, step, plain(rows.device_hours[at]), short(rows.model_flops[at]), decimals(rows.pass_rate[at]),
-        decimals(rows.deviation[at], 4), `${rows.prompts[at]} × ${rows.samples[at]}`];
-    })));
+      checkbox('on the first half', state.half, change('half')),
+    ),
+  );
+  const numbers = tableOf(
+    'Evaluations',
+    ['run', 'update', 'device-hours', 'FLOPs', 'pass rate', 'standard error', 'trials'],
+    () =>
+      evaluated.flatMap((run) =>
+        run.score.evaluations.step.map((step, at) => {
+          const rows = run.score.evaluations;
+          return [
+            run.name,
+            step,
+            plain(rows.device_hours[at]),
+            short(rows.model_flops[at]),
+            decimals(rows.pass_rate[at]),
+            decimals(rows.deviation[at], 4),
+            `${rows.prompts[at]} × ${rows.samples[at]}`,
+          ];
+        }),
+      ),
+  );
   body.append(make('div', { class: 'card' }, controls, legend, host, said, numbers));
   const parts = taskCharts(evaluated);
   if (parts) body.append(parts);
@@ -56,16 +94,35 @@ function drawScore(host, legend, said, runs, state) {
     const mine = single ? 'ink' : runColour(at);
     const fits = [];
     if (state.all && curves.all && curves.all.x) fits.push([curves.all, single ? 'c0' : mine, 'fit', runDash(at)]);
-    if (state.half && curves.half && curves.half.x) fits.push([curves.half, single ? 'c1' : mine, 'fitted on half', [6, 4]]);
+    if (state.half && curves.half && curves.half.x)
+      fits.push([curves.half, single ? 'c1' : mine, 'fitted on half', [6, 4]]);
     for (const [curve, stroke, what, dash] of fits) {
-      series.push({ name: `${name} ${what}`.trim(), colour: stroke, dash, x: curve.x, y: curve.y, low: curve.low,
-        high: curve.high, alpha: runs.length > 3 ? 0.07 : 0.14 });
+      series.push({
+        name: `${name} ${what}`.trim(),
+        colour: stroke,
+        dash,
+        x: curve.x,
+        y: curve.y,
+        low: curve.low,
+        high: curve.high,
+        alpha: runs.length > 3 ? 0.07 : 0.14,
+      });
     }
-    series.push({ name: name || 'evaluated', colour: mine, points: true, x: rows[state.axis], y: rows.pass_rate,
-      error: rows.deviation.map((value) => 1.96 * value) });
+    series.push({
+      name: name || 'evaluated',
+      colour: mine,
+      points: true,
+      x: rows[state.axis],
+      y: rows.pass_rate,
+      error: rows.deviation.map((value) => 1.96 * value),
+    });
     if (single) {
       marks.push([swatch(mine, 'dot'), 'evaluated, with 95 % of its sampling noise']);
-      for (const [curve, stroke, what] of fits) marks.push([swatch(stroke, 'band'), `${what === 'fit' ? 'sigmoid fitted on' : 'on'} ${curve.what}, ${percent(curve.level)} band`]);
+      for (const [curve, stroke, what] of fits)
+        marks.push([
+          swatch(stroke, 'band'),
+          `${what === 'fit' ? 'sigmoid fitted on' : 'on'} ${curve.what}, ${percent(curve.level)} band`,
+        ]);
     } else marks.push([swatch(mine, 'dot'), name]);
     if (single && state.half && curves.half && curves.half.x) {
       lines.push({ at: Math.max(...rows[state.axis]) / 2, label: 'half of the compute' });
@@ -84,7 +141,10 @@ function drawScore(host, legend, said, runs, state) {
     series,
     lines,
     stops: first[state.axis],
-    rest: state.scale === 'log' ? `${axis.title}; update 0 has no place on a log axis` : `${axis.title}; drag to zoom, double-click to see all`,
+    rest:
+      state.scale === 'log'
+        ? `${axis.title}; update 0 has no place on a log axis`
+        : `${axis.title}; drag to zoom, double-click to see all`,
     say: (x) => sayScore(runs, state, x),
   });
   const words = runs.flatMap((run) => verdicts(run, state.axis));
@@ -96,38 +156,53 @@ function drawScore(host, legend, said, runs, state) {
 }
 
 function sayScore(runs, state, x) {
-  return runs.map((run) => {
-    const rows = run.score.evaluations;
-    const curve = (run.score.curves[state.axis] || {}).all;
-    const last = Math.max(...rows[state.axis]);
-    const name = RUNS.length > 1 ? `${run.name}: ` : '';
-    if (x > last * 1.01 && curve && curve.x) {
-      const at = closest(curve.x, x);
-      return `${name}${AXES[state.axis].form(curve.x[at])}: forecast ${decimals(curve.y[at])} (${percent(curve.level)}: ${decimals(curve.low[at])} to ${decimals(curve.high[at])})`;
-    }
-    const at = closest(rows[state.axis], x);
-    const fitted = curve && curve.x ? `, fit ${decimals(curve.y[closest(curve.x, rows[state.axis][at])])}` : '';
-    return `${name}update ${rows.step[at]}, ${AXES[state.axis].form(rows[state.axis][at])}: ${decimals(rows.pass_rate[at])}${fitted}`;
-  }).join('   ');
+  return runs
+    .map((run) => {
+      const rows = run.score.evaluations;
+      const curve = (run.score.curves[state.axis] || {}).all;
+      const last = Math.max(...rows[state.axis]);
+      const name = RUNS.length > 1 ? `${run.name}: ` : '';
+      if (x > last * 1.01 && curve && curve.x) {
+        const at = closest(curve.x, x);
+        const band = between(curve.level, curve.low[at], curve.high[at]);
+        return `${name}${AXES[state.axis].form(curve.x[at])}: forecast ${decimals(curve.y[at])} ${band}`;
+      }
+      const at = closest(rows[state.axis], x);
+      const fitted = curve && curve.x ? `, fit ${decimals(curve.y[closest(curve.x, rows[state.axis][at])])}` : '';
+      const where = AXES[state.axis].form(rows[state.axis][at]);
+      return `${name}update ${rows.step[at]}, ${where}: ${decimals(rows.pass_rate[at])}${fitted}`;
+    })
+    .join('   ');
 }
 
 function xRange(series, state) {
   const all = series.flatMap((one) => one.x).filter((value) => known(value) && (state.scale === 'linear' || value > 0));
-  const points = series.filter((one) => one.points).flatMap((one) => one.x).filter((value) => known(value) && value > 0);
+  const points = series
+    .filter((one) => one.points)
+    .flatMap((one) => one.x)
+    .filter((value) => known(value) && value > 0);
   const most = Math.max(...all);
-  if (state.scale === 'linear') return [-0.02 * Math.max(...points, 0), points.length === all.length ? most * 1.03 : most];
+  if (state.scale === 'linear')
+    return [-0.02 * Math.max(...points, 0), points.length === all.length ? most * 1.03 : most];
   return [Math.min(...points, most) / 1.6, points.length === all.length ? most * 1.1 : most];
 }
 
 function yRange(series) {
-  const values = series.flatMap((one) => (one.points ? one.y : [...one.y, ...(one.high || []), ...(one.low || [])])).filter(known);
+  const values = series
+    .flatMap((one) => (one.points ? one.y : [...one.y, ...(one.high || []), ...(one.low || [])]))
+    .filter(known);
   return [Math.max(0, Math.min(...values) - 0.06), Math.min(1.03, Math.max(...values) + 0.06)];
 }
 
 function oneSentence(run) {
   const rows = run.score.evaluations;
   const last = rows.step.length - 1;
-  return `${run.name}: ${last + 1} evaluations, from ${decimals(rows.pass_rate[0])} to ${decimals(rows.pass_rate[last])} at update ${rows.step[last]}.`;
+  const [first, latest] = [decimals(rows.pass_rate[0]), decimals(rows.pass_rate[last])];
+  return `${run.name}: ${last + 1} evaluations, from ${first} to ${latest} at update ${rows.step[last]}.`;
+}
+
+function between(level, low, high) {
+  return `(${percent(level)}: ${decimals(low)} to ${decimals(high)})`;
 }
 
 // What the fits of a run say, in words.
@@ -139,7 +214,10 @@ function verdicts(run, axis) {
   const { all, half } = curves;
   if (all && all.x) {
     const [compute, score, low, high] = all.double;
-    out.push(`${name}Fitted on ${all.what}: ${all.verdict}. At twice the compute, ${AXES[axis].form(compute)}: ${decimals(score)} (${percent(all.level)}: ${decimals(low)} to ${decimals(high)}).`);
+    out.push(
+      `${name}Fitted on ${all.what}: ${all.verdict}. ` +
+        `At twice the compute, ${AXES[axis].form(compute)}: ${decimals(score)} ${between(all.level, low, high)}.`,
+    );
   } else if (all) out.push(`${name}No fit yet: ${all.why}.`);
   if (half && half.sentence) out.push(`${name}${half.sentence[0].toUpperCase()}${half.sentence.slice(1)}.`);
   else if (half && half.why) out.push(`${name}No forecast from the first half: ${half.why}.`);
@@ -153,23 +231,49 @@ function taskCharts(runs) {
   if (!mixed.length) return null;
   const body = make('div', { class: 'grid wide' });
   for (const run of mixed) {
-    const tasks = [...run.score.tasks].sort((one, other) => one.name.localeCompare(other.name, 'en', { numeric: true }));
+    const tasks = [...run.score.tasks].sort((one, other) =>
+      one.name.localeCompare(other.name, 'en', { numeric: true }),
+    );
     const x = run.score.evaluations.step;
-    const series = tasks.map((task, at) => ({ name: task.name, colour: runColour(at), dash: runDash(at), x, y: task.pass_rate }));
+    const series = tasks.map((task, at) => ({
+      name: task.name,
+      colour: runColour(at),
+      dash: runDash(at),
+      x,
+      y: task.pass_rate,
+    }));
     const host = make('div');
-    const marks = tasks.map((task, at) => make('li', {}, swatch(runColour(at)), make('span', { text: `${task.name} (${task.prompts})` })));
+    const marks = tasks.map((task, at) =>
+      make('li', {}, swatch(runColour(at)), make('span', { text: `${task.name} (${task.prompts})` })),
+    );
+    const latest = tasks.map((task) => `${task.name} ${decimals(task.pass_rate.at(-1))}`);
     const left = run.score.tasks[0].left_out;
-    const card = make('div', { class: 'card' },
+    const card = make(
+      'div',
+      { class: 'card' },
       make('h3', { text: RUNS.length > 1 ? `By task: ${run.name}` : 'By task' }),
-      make('p', { class: 'what', text: `held-out pass rate of each part, its prompts in brackets${left ? `; ${left} smaller parts are left out` : ''}` }),
-      make('ul', { class: 'legend' }, ...marks), host,
-      tableOf('Pass rate by task', ['update', ...tasks.map((task) => task.name)],
-        () => x.map((step, at) => [step, ...tasks.map((task) => decimals(task.pass_rate[at]))])));
-    card.drawn = () => drawChart(host, {
-      label: `Pass rate by task against updates: ${tasks.map((task) => `${task.name} ${decimals(task.pass_rate.at(-1))}`).join(', ')}.`,
-      height: 260, x: { ...AXES.step, range: [x[0], Math.max(x[0] + 1, x.at(-1))] }, y: { form: decimals, ticks: evenTicks(decimals), range: yRange(series) },
-      series, stops: x, rest: 'updates',
-    });
+      make('p', {
+        class: 'what',
+        text:
+          'held-out pass rate of each part, its prompts in brackets' +
+          (left ? `; ${left} smaller parts are left out` : ''),
+      }),
+      make('ul', { class: 'legend' }, ...marks),
+      host,
+      tableOf('Pass rate by task', ['update', ...tasks.map((task) => task.name)], () =>
+        x.map((step, at) => [step, ...tasks.map((task) => decimals(task.pass_rate[at]))]),
+      ),
+    );
+    card.drawn = () =>
+      drawChart(host, {
+        label: `Pass rate by task against updates: ${latest.join(', ')}.`,
+        height: 260,
+        x: { ...AXES.step, range: [x[0], Math.max(x[0] + 1, x.at(-1))] },
+        y: { form: decimals, ticks: evenTicks(decimals), range: yRange(series) },
+        series,
+        stops: x,
+        rest: 'updates',
+      });
     body.append(card);
   }
   return body;
@@ -184,35 +288,73 @@ function figures(run) {
   const { hours } = run.totals;
   const busy = (side) => hours[side].busy / (hours[side].busy + hours[side].idle || 1);
   const tiles = [];
-  const tile = (name, value, ...lines) => tiles.push(make('div', { class: 'tile' }, make('dt', { text: name }),
-    make('dd', {}, make('span', { class: 'figure', text: value }), ...lines.filter(Boolean).map((text) => make('span', { class: 'small', text })))));
+  const tile = (name, value, ...lines) =>
+    tiles.push(
+      make(
+        'div',
+        { class: 'tile' },
+        make('dt', { text: name }),
+        make(
+          'dd',
+          {},
+          make('span', { class: 'figure', text: value }),
+          ...lines.filter(Boolean).map((text) => make('span', { class: 'small', text })),
+        ),
+      ),
+    );
   if (last >= 0) {
-    tile('Pass rate', decimals(rows.pass_rate[last]), `from ${decimals(rows.pass_rate[0])}, update ${rows.step[last]}`,
-      `${rows.prompts[last]} prompts × ${rows.samples[last]}, held out`);
+    tile(
+      'Pass rate',
+      decimals(rows.pass_rate[last]),
+      `from ${decimals(rows.pass_rate[0])}, update ${rows.step[last]}`,
+      `${rows.prompts[last]} prompts × ${rows.samples[last]}, held out`,
+    );
   }
   if (curves.half && curves.half.forecast) {
     const [value, low, high] = curves.half.forecast;
-    tile('Forecast at half time', decimals(value), `${percent(curves.half.level)}: ${decimals(low)} to ${decimals(high)}`,
-      `measured ${decimals(curves.half.measured)}, off by ${signed(curves.half.error)}`);
+    tile(
+      'Forecast at half time',
+      decimals(value),
+      `${percent(curves.half.level)}: ${decimals(low)} to ${decimals(high)}`,
+      `measured ${decimals(curves.half.measured)}, off by ${signed(curves.half.error)}`,
+    );
   }
   if (curves.all && curves.all.x) {
     const [low, high] = curves.all.intervals.asymptote;
-    tile('Asymptote A', curves.all.identified ? decimals(curves.all.asymptote) : 'not told', `95 %: ${decimals(low)} to ${decimals(high)}`,
-      `B ${plain(curves.all.exponent)}, half way at ${plain(curves.all.midpoint)} device-hours`);
+    tile(
+      'Asymptote A',
+      curves.all.identified ? decimals(curves.all.asymptote) : 'not told',
+      `95 %: ${decimals(low)} to ${decimals(high)}`,
+      `B ${plain(curves.all.exponent)}, half way at ${plain(curves.all.midpoint)} device-hours`,
+    );
   }
-  tile('Updates', `${run.updates}`, `of ${run.planned} planned, ${run.optimizer_steps} with a gradient`, `${duration(run.latest - run.began)} on the clock`);
-  tile('Compute', short(run.totals.device_hours), 'device-hours, evaluation and set-up apart',
-    `busy: trainer ${percent(busy('trainer'), 0)}, generators ${percent(busy('generator'), 0)}`);
+  tile(
+    'Updates',
+    `${run.updates}`,
+    `of ${run.planned} planned, ${run.optimizer_steps} with a gradient`,
+    `${duration(run.latest - run.began)} on the clock`,
+  );
+  tile(
+    'Compute',
+    short(run.totals.device_hours),
+    'device-hours, evaluation and set-up apart',
+    `busy: trainer ${percent(busy('trainer'), 0)}, generators ${percent(busy('generator'), 0)}`,
+  );
   const over = run.health.charts.filter((chart) => chart.lines.some((line) => line.over));
-  tile('Health', over.length ? `${over.length} alarm${over.length > 1 ? 's' : ''}` : 'no alarm', over.length ? over.map((chart) => chart.title.toLowerCase()).join(', ')
-    : 'every series within its lines', `judged on the last ${run.health.recent} updates`);
+  tile(
+    'Health',
+    over.length ? `${over.length} alarm${over.length > 1 ? 's' : ''}` : 'no alarm',
+    over.length ? over.map((chart) => chart.title.toLowerCase()).join(', ') : 'every series within its lines',
+    `judged on the last ${run.health.recent} updates`,
+  );
   return make('dl', { class: 'tiles' }, ...tiles);
 }
 
 // Several runs beside each other.
 function comparison() {
   const body = section('compare', 'Comparison');
-  const two = (text, under) => make('span', { class: 'over-under' }, make('span', { text }), make('span', { class: 'small', text: under }));
+  const two = (text, under) =>
+    make('span', { class: 'over-under' }, make('span', { text }), make('span', { class: 'small', text: under }));
   const interval = (curve, name, form) => {
     if (!curve || !curve.x) return MISSING;
     const [low, high] = curve.intervals[name];
@@ -223,14 +365,50 @@ function comparison() {
     const { all, half } = run.score.curves.device_hours || {};
     const name = make('span', { class: 'named' }, swatch(runColour(at), 'dot'), make('span', { text: run.name }));
     const fitted = all && all.x;
-    return [name, decimals(scores[0]), decimals(scores.at(-1)), interval(all, 'asymptote', decimals), fitted ? (all.identified ? 'yes' : 'no') : MISSING,
-      interval(all, 'exponent', plain), interval(all, 'midpoint', plain),
+    return [
+      name,
+      decimals(scores[0]),
+      decimals(scores.at(-1)),
+      interval(all, 'asymptote', decimals),
+      fitted ? (all.identified ? 'yes' : 'no') : MISSING,
+      interval(all, 'exponent', plain),
+      interval(all, 'midpoint', plain),
       fitted ? two(decimals(all.double[1]), `${decimals(all.double[2])} to ${decimals(all.double[3])}`) : MISSING,
-      half && half.forecast ? two(`${decimals(half.forecast[0])}, then ${decimals(half.measured)}`, `off by ${signed(half.error)}`) : MISSING,
-      two(plain(run.totals.device_hours), `${run.updates} updates`)];
+      half && half.forecast
+        ? two(`${decimals(half.forecast[0])}, then ${decimals(half.measured)}`, `off by ${signed(half.error)}`)
+        : MISSING,
+      two(plain(run.totals.device_hours), `${run.updates} updates`),
+    ];
   });
-  body.append(make('div', { class: 'card' }, table(['run', 'before', 'after', 'A', 'told', 'B', 'C_mid', 'at twice the compute',
-    'half-time forecast', 'device-hours'], rows, 'Comparison of the runs; intervals are 95 %, compute in device-hours')));
-  body.append(make('p', { class: 'note', text: 'Intervals are 95 %. Runs that differ only in their seed differ by up to 0.02 in A, which no interval here holds.' }));
+  body.append(
+    make(
+      'div',
+      { class: 'card' },
+      table(
+        [
+          'run',
+          'before',
+          'after',
+          'A',
+          'told',
+          'B',
+          'C_mid',
+          'at twice the compute',
+          'half-time forecast',
+          'device-hours',
+        ],
+        rows,
+        'Comparison of the runs; intervals are 95 %, compute in device-hours',
+      ),
+    ),
+  );
+  body.append(
+    make('p', {
+      class: 'note',
+      text:
+        'Intervals are 95 %. Runs that differ only in their seed differ by up to 0.02 in A, ' +
+        'which no interval here holds.',
+    }),
+  );
   return body;
 }

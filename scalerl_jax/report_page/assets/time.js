@@ -3,11 +3,22 @@
 const SIDES = {
   trainer: {
     title: 'Trainer',
-    parts: [['update', 'busy'], ['waiting for rollouts', 'idle'], ['evaluating', 'evaluation'], ['set-up', 'setup'], ['other', 'other']],
+    parts: [
+      ['update', 'busy'],
+      ['waiting for rollouts', 'idle'],
+      ['evaluating', 'evaluation'],
+      ['set-up', 'setup'],
+      ['other', 'other'],
+    ],
   },
   generators: {
     title: 'Generators',
-    parts: [['sampling', 'busy'], ['idle', 'idle'], ['evaluating', 'evaluation'], ['set-up', 'setup']],
+    parts: [
+      ['sampling', 'busy'],
+      ['idle', 'idle'],
+      ['evaluating', 'evaluation'],
+      ['set-up', 'setup'],
+    ],
   },
 };
 
@@ -28,57 +39,116 @@ function drawTime(body, run) {
     return;
   }
   const end = intervals.at(-1).end;
-  const [unit, scale] = end < 200 ? ['seconds', 1] : end < 12000 ? ['minutes', 60] : end < 4e5 ? ['hours', 3600] : ['days', 86400];
+  const [unit, scale] =
+    end < 200 ? ['seconds', 1] : end < 12000 ? ['minutes', 60] : end < 4e5 ? ['hours', 3600] : ['days', 86400];
   const cards = [];
   const later = [];
   for (const side of ['trainer', 'generators']) {
     const { title, parts } = SIDES[side];
     const host = make('div');
     const mean = meanShares(intervals, side);
-    const marks = parts.map(([name, shade], at) => (mean[at] < 0.0005 ? null
-      : make('li', {}, swatch(shade, 'box'), make('span', { text: `${name} ${percent(mean[at])}` })))).filter(Boolean);
-    cards.push(make('div', { class: 'lane' }, make('div', { class: 'line' }, make('h3', { text: title }), make('ul', { class: 'legend' }, ...marks)), host));
-    later.push(() => drawChart(host, {
-      label: `${title}, shares of the time along the run: ${parts.map(([name], at) => `${name} ${percent(mean[at])}`).join(', ')}.`,
-      height: 120,
-      x: { title: unit, ticks: plain, form: (value) => `${plain(value)} ${unit}`, range: [0, end / scale] },
-      y: { form: percent, ticks: evenTicks(percent), range: [0, 1] },
-      series: [],
-      stops: intervals.map((one) => (one.start + one.end) / 2 / scale),
-      stacks: intervals.map((one) => ({ start: one.start / scale, end: one.end / scale, parts: one[side].map((value) => value || 0) })),
-      colours: parts.map(([, shade]) => shade),
-      lines: intervals.filter((one) => one.restart).map((one) => ({ at: one.start / scale, label: 'restarted' })),
-      rest: `${unit} since the start`,
-      say: (x) => sayTime(intervals, side, x * scale),
-    }));
+    const shares = parts.map(([name], at) => `${name} ${percent(mean[at])}`);
+    const marks = parts
+      .map(([name, shade], at) =>
+        mean[at] < 0.0005
+          ? null
+          : make('li', {}, swatch(shade, 'box'), make('span', { text: `${name} ${percent(mean[at])}` })),
+      )
+      .filter(Boolean);
+    cards.push(
+      make(
+        'div',
+        { class: 'lane' },
+        make('div', { class: 'line' }, make('h3', { text: title }), make('ul', { class: 'legend' }, ...marks)),
+        host,
+      ),
+    );
+    later.push(() =>
+      drawChart(host, {
+        label: `${title}, shares of the time along the run: ${shares.join(', ')}.`,
+        height: 120,
+        x: { title: unit, ticks: plain, form: (value) => `${plain(value)} ${unit}`, range: [0, end / scale] },
+        y: { form: percent, ticks: evenTicks(percent), range: [0, 1] },
+        series: [],
+        stops: intervals.map((one) => (one.start + one.end) / 2 / scale),
+        stacks: intervals.map((one) => ({
+          start: one.start / scale,
+          end: one.end / scale,
+          parts: one[side].map((value) => value || 0),
+        })),
+        colours: parts.map(([, shade]) => shade),
+        lines: intervals.filter((one) => one.restart).map((one) => ({ at: one.start / scale, label: 'restarted' })),
+        rest: `${unit} since the start`,
+        say: (x) => sayTime(intervals, side, x * scale),
+      }),
+    );
   }
   const [trainer, generators] = [meanShares(intervals, 'trainer'), meanShares(intervals, 'generators')];
-  const slower = generators[1] > trainer[1] ? 'generators had nothing they may sample: the trainer is the slower side'
-    : 'the trainer waited for rollouts: the generators are the slower side';
-  const said = [make('p', { text: `The trainer waited ${percent(trainer[1])} of the time, generators were idle ${percent(generators[1])} of theirs. Mostly ${slower}.` })];
+  const slower =
+    generators[1] > trainer[1]
+      ? 'generators had nothing they may sample: the trainer is the slower side'
+      : 'the trainer waited for rollouts: the generators are the slower side';
+  const said = [
+    make('p', {
+      text:
+        `The trainer waited ${percent(trainer[1])} of the time, ` +
+        `generators were idle ${percent(generators[1])} of theirs. Mostly ${slower}.`,
+    }),
+  ];
   if (names.length) {
     const rows = names.map(([name, seconds]) => [name, duration(seconds)]);
     if (otherNames) rows.push([`${otherNames} others`, duration(otherSeconds)]);
-    said.push(make('h3', { text: 'Whom the trainer waited for' }), make('p', { class: 'what', text: 'who had the oldest group that was missing' }),
-      table(['name', 'time'], rows, 'Whom the trainer waited for'));
-  } else said.push(make('p', { class: 'what', text: named ? 'It never waited for anyone in particular.' : 'This run did not write down for whom.' }));
+    said.push(
+      make('h3', { text: 'Whom the trainer waited for' }),
+      make('p', { class: 'what', text: 'who had the oldest group that was missing' }),
+      table(['name', 'time'], rows, 'Whom the trainer waited for'),
+    );
+  } else
+    said.push(
+      make('p', {
+        class: 'what',
+        text: named ? 'It never waited for anyone in particular.' : 'This run did not write down for whom.',
+      }),
+    );
   if (each > 1) said.push(make('p', { class: 'note', text: `Each bar is ${each} updates.` }));
-  const numbers = tableOf('Shares of the time', ['update', 'until', ...['trainer', 'generators'].flatMap((side) => SIDES[side].parts.map(([name]) => `${side}: ${name}`)), 'waited most for'],
-    () => intervals.map((one) => [one.step, duration(one.end), ...one.trainer.map((value) => percent(value)), ...one.generators.map((value) => percent(value)),
-      one.waited_for ? `${one.waited_for[0]} (${duration(one.waited_for[1])})` : MISSING]));
-  body.replaceChildren(make('div', { class: 'card' }, ...cards, make('div', { class: 'said' }, ...said), numbers), costs(run));
+  const numbers = tableOf(
+    'Shares of the time',
+    [
+      'update',
+      'until',
+      ...['trainer', 'generators'].flatMap((side) => SIDES[side].parts.map(([name]) => `${side}: ${name}`)),
+      'waited most for',
+    ],
+    () =>
+      intervals.map((one) => [
+        one.step,
+        duration(one.end),
+        ...one.trainer.map((value) => percent(value)),
+        ...one.generators.map((value) => percent(value)),
+        one.waited_for ? `${one.waited_for[0]} (${duration(one.waited_for[1])})` : MISSING,
+      ]),
+  );
+  body.replaceChildren(
+    make('div', { class: 'card' }, ...cards, make('div', { class: 'said' }, ...said), numbers),
+    costs(run),
+  );
   later.forEach((draw) => draw());
 }
 
 function meanShares(intervals, side) {
   const total = intervals.reduce((sum, one) => sum + (one.end - one.start), 0) || 1;
-  return SIDES[side].parts.map((_, at) => intervals.reduce((sum, one) => sum + (one[side][at] || 0) * (one.end - one.start), 0) / total);
+  return SIDES[side].parts.map(
+    (_, at) => intervals.reduce((sum, one) => sum + (one[side][at] || 0) * (one.end - one.start), 0) / total,
+  );
 }
 
 function sayTime(intervals, side, seconds) {
   const one = intervals.find((other) => seconds <= other.end) || intervals.at(-1);
   const shares = SIDES[side].parts.map(([name], at) => [name, one[side][at]]).filter(([, value]) => value >= 0.005);
-  const whom = side === 'trainer' && one.waited_for ? `; waited most for ${one.waited_for[0]} (${duration(one.waited_for[1])})` : '';
+  const whom =
+    side === 'trainer' && one.waited_for
+      ? `; waited most for ${one.waited_for[0]} (${duration(one.waited_for[1])})`
+      : '';
   return `up to update ${one.step}: ${shares.map(([name, value]) => `${name} ${percent(value, 0)}`).join(', ')}${whom}`;
 }
 
@@ -86,9 +156,18 @@ function sayTime(intervals, side, seconds) {
 
 function costs(run) {
   const { hours } = run.totals;
-  const kinds = [['busy', 'busy'], ['idle', 'idle'], ['evaluation', 'evaluation'], ['setup', 'set-up']];
-  const most = Math.max(...Object.values(hours).map((parts) => kinds.reduce((sum, [kind]) => sum + parts[kind], 0))) || 1;
-  const sides = [['trainer', 'Trainer'], ['generator', 'Generators']];
+  const kinds = [
+    ['busy', 'busy'],
+    ['idle', 'idle'],
+    ['evaluation', 'evaluation'],
+    ['setup', 'set-up'],
+  ];
+  const most =
+    Math.max(...Object.values(hours).map((parts) => kinds.reduce((sum, [kind]) => sum + parts[kind], 0))) || 1;
+  const sides = [
+    ['trainer', 'Trainer'],
+    ['generator', 'Generators'],
+  ];
   const bars = sides.map(([side, title]) => {
     const bar = make('div', { class: 'stack', 'aria-hidden': 'true' });
     for (const [kind] of kinds) {
@@ -104,8 +183,18 @@ function costs(run) {
   });
   const legend = kinds.map(([kind, name]) => make('li', {}, swatch(kind, 'box'), make('span', { text: name })));
   const { totals } = run;
-  const text = `Busy and idle of both sides are the compute axis: ${plain(totals.device_hours)} device-hours, ${short(totals.model_flops)}FLOP. `
-    + `${short(totals.sampled_tokens)} tokens sampled, ${short(totals.trained_tokens)} trained on, ${short(totals.evaluation_tokens)} for evaluations.`;
-  return make('div', { class: 'card' }, make('h3', { text: 'Device-hours by role' }), make('ul', { class: 'legend' }, ...legend), ...bars,
-    table(['device-hours', 'busy', 'idle', 'evaluation', 'set-up', 'all'], rows, 'Device-hours by role'), make('p', { class: 'what', text }));
+  const text =
+    'Busy and idle of both sides are the compute axis: ' +
+    `${plain(totals.device_hours)} device-hours, ${short(totals.model_flops)}FLOP. ` +
+    `${short(totals.sampled_tokens)} tokens sampled, ${short(totals.trained_tokens)} trained on, ` +
+    `${short(totals.evaluation_tokens)} for evaluations.`;
+  return make(
+    'div',
+    { class: 'card' },
+    make('h3', { text: 'Device-hours by role' }),
+    make('ul', { class: 'legend' }, ...legend),
+    ...bars,
+    table(['device-hours', 'busy', 'idle', 'evaluation', 'set-up', 'all'], rows, 'Device-hours by role'),
+    make('p', { class: 'what', text }),
+  );
 }

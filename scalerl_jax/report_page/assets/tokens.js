@@ -1,7 +1,11 @@
 // A completion as text: each token shaded, versions marked where they change, what was forced set apart.
 
 const SHADES = [0.05, 0.15, 0.35, 0.7, 1.2, 2, 3, 4.5, 6.5]; // nats: a token's class is how many of them it is beyond
-const SHADINGS = [['probability', 'Probability'], ['version', 'Version'], ['none', 'None']];
+const SHADINGS = [
+  ['probability', 'Probability'],
+  ['version', 'Version'],
+  ['none', 'None'],
+];
 
 function shadeOf(logprob) {
   return SHADES.filter((nats) => -logprob > nats).length;
@@ -23,7 +27,10 @@ function drawTokens(host, sample, from, to, shading) {
     if (lost && at === gap) pieces.push(make('span', { class: 'gap', text: `${lost} tokens are left out here` }));
     const forced = sample.forced.some(([start, end]) => at >= start && at < end);
     const begins = sample.steps.find(([version, start]) => start === at && version !== null);
-    if (begins) pieces.push(make('span', { class: 'version', text: `v${begins[0]}`, 'aria-label': `version ${begins[0]} from here` }));
+    if (begins)
+      pieces.push(
+        make('span', { class: 'version', text: `v${begins[0]}`, 'aria-label': `version ${begins[0]} from here` }),
+      );
     const logprob = sample.logprob[at];
     const classes = ['t'];
     if (shading === 'probability' && known(logprob)) classes.push(`p${shadeOf(logprob)}`);
@@ -56,14 +63,24 @@ function sayToken(sample, at) {
 
 function shadeLegend() {
   const boxes = [...SHADES, null].map((_, level) => make('span', { class: `shade p${level}` }));
-  return make('div', { class: 'shades' }, make('span', { text: 'likely' }), make('span', { class: 'ramp', 'aria-hidden': 'true' }, ...boxes),
-    make('span', { text: 'unlikely' }));
+  return make(
+    'div',
+    { class: 'shades' },
+    make('span', { text: 'likely' }),
+    make('span', { class: 'ramp', 'aria-hidden': 'true' }, ...boxes),
+    make('span', { text: 'unlikely' }),
+  );
 }
 
 // The share of tokens that each version sampled, as a bar.
 function versionBar(sample) {
   const total = sample.tokens || 1;
-  const bar = make('div', { class: 'versions', role: 'img', 'aria-label': `Sampled by ${sample.versions.map(([step, start, end]) => `version ${step}: tokens ${start} to ${end}`).join(', ')}` });
+  const said = sample.versions.map(([step, start, end]) => `version ${step}: tokens ${start} to ${end}`);
+  const bar = make('div', {
+    class: 'versions',
+    role: 'img',
+    'aria-label': `Sampled by ${said.join(', ')}`,
+  });
   sample.versions.forEach(([step, start, end], index) => {
     const part = make('span', { class: `w${index % 6}`, text: `v${step}` });
     part.style.flexGrow = String((end - start) / total);
