@@ -244,6 +244,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run() -> None:
+    # --help: absl looks for the text and the flags in the script that was started.
+    sys.modules["__main__"].__doc__ = f"\n{__doc__}"
+    for module, defined in flags.FLAGS.flags_by_module_dict().items():
+        if module.startswith("rollout_server."):
+            for flag in defined:
+                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     app.run(main, flags_parser=_parse)
 
 

@@ -16,16 +16,19 @@ class UserError(ValueError):
 
 def run(main: Callable[[], None]) -> None:
     """Runs a command without a config file. A UserError or ConfigError is printed as one line; exit code 2."""
+    _describe(main)
     app.run(lambda _: _guarded(main))
 
 
 def run_with_arguments(main: Callable[[list[str]], None]) -> None:
     """The same, for a command whose arguments that are no flags are its input."""
+    _describe(main)
     app.run(lambda argv: _guarded(lambda: main(argv[1:])))
 
 
 def run_with_config(main: Callable[[Config], None]) -> None:
     """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
+    _describe(main)
     if any(item in ("--help", "-h", "--helpfull", "-help") for item in sys.argv[1:]):
         app.run(lambda _: None)
     try:
@@ -38,6 +41,16 @@ def run_with_config(main: Callable[[Config], None]) -> None:
 def fail(message: str) -> None:
     sys.stderr.write(f"error: {message}\n")
     raise SystemExit(2)
+
+
+def _describe(main: Callable[..., None]) -> None:
+    """Lets --help say what the command is and list its flags: absl looks for both in the script that was started."""
+    doc = sys.modules[main.__module__].__doc__ or ""
+    sys.modules["__main__"].__doc__ = "\n" + doc.replace("%", "%%")
+    for module, defined in flags.FLAGS.flags_by_module_dict().items():
+        if module.startswith("scalerl_jax."):
+            for flag in defined:
+                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
 def _guarded(main: Callable[[], None]) -> None:

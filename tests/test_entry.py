@@ -1,0 +1,27 @@
+"""--help of every command that is started by its name."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "flag"),
+    [
+        ("rollout_server.serve", "scalerl-serve", "--slots"),
+        ("scalerl_jax.train", "scalerl-train", "--workdir"),
+        ("scalerl_jax.sft", "scalerl-sft", "--workdir"),
+        ("scalerl_jax.export", "scalerl-export", "--out"),
+        ("scalerl_jax.fit", "scalerl-fit", "--burn_in"),
+        ("scalerl_jax.compare", "scalerl-compare", "--margin"),
+        ("scalerl_jax.report", "scalerl-report", "--out"),
+    ],
+)
+def test_help_says_what_the_command_is_and_lists_its_flags(module, name, flag):
+    start = f"import sys; sys.argv[0] = '/bin/{name}'; from {module} import run; run()"
+    done = subprocess.run([sys.executable, "-c", start, "--help"], capture_output=True, text=True, timeout=120)
+    text = done.stdout + done.stderr
+    assert text.strip().startswith(f"{name}: ")
+    assert f"\n  {flag}: " in text
+    assert "--only_check_args" not in text  # absl's own stay under --helpfull
