@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -17,13 +18,13 @@ class UserError(ValueError):
 def run(main: Callable[[], None]) -> None:
     """Runs a command without a config file. A UserError or ConfigError is printed as one line; exit code 2."""
     _describe(main)
-    app.run(lambda _: _guarded(main))
+    app.run(lambda _: _guarded(main), flags_parser=_parse)
 
 
 def run_with_arguments(main: Callable[[list[str]], None]) -> None:
     """The same, for a command whose arguments that are no flags are its input."""
     _describe(main)
-    app.run(lambda argv: _guarded(lambda: main(argv[1:])))
+    app.run(lambda argv: _guarded(lambda: main(argv[1:])), flags_parser=_parse)
 
 
 def run_with_config(main: Callable[[Config], None]) -> None:
@@ -35,12 +36,19 @@ def run_with_config(main: Callable[[Config], None]) -> None:
         config, rest = parse_argv(sys.argv[1:])
     except ConfigError as error:
         fail(str(error))
-    app.run(lambda _: _guarded(lambda: main(config)), argv=[sys.argv[0], *rest])
+    app.run(lambda _: _guarded(lambda: main(config)), argv=[sys.argv[0], *rest], flags_parser=_parse)
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     sys.stderr.write(f"error: {message}\n")
     raise SystemExit(2)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        fail(" ".join(str(error).split()))
 
 
 def _describe(main: Callable[..., None]) -> None:
