@@ -47,12 +47,21 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_leave_one_out_table_in_one_command(folder):
-    done = command(
-        "loo.csv", "--x=gpu_hours", "--y=accuracy", "--run_column=recipe", "--burn_in=1500", "--fit_until=8000",
-        "--common_asymptote=0.605", "--baseline=8op", "--out=out/loo", folder=folder,
+def in_process(*paths, **given):
+    """The command without the start of a process."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(**{"x": "gpu_hours", "y": "accuracy", **given}):
+        compare.main(list(paths))
+
+
+def test_the_leave_one_out_table_in_one_command(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    in_process(
+        "loo.csv", run_column="recipe", burn_in=1500.0, fit_until="8000", common_asymptote=0.605, baseline="8op",
+        out="out/loo",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    told = capsys.readouterr().out
     assert sorted(os.listdir(folder / "out/loo")) == ["compare.json", "compare.png", "compare.svg"]
     written = json.loads((folder / "out/loo/compare.json").read_text())
     assert written["baseline"] == "8op" and written["common_asymptote"] == 0.605
@@ -63,8 +72,8 @@ def test_the_leave_one_out_table_in_one_command(folder):
     assert table["npr"]["with_common_asymptote"]["exponent"] == pytest.approx(1.62, abs=0.01)
     assert len(written["pairs"]) == 36
     for pair in written["pairs"]:
-        assert f"{pair['sentence']}." in done.stdout
-    assert "against 8op; C is gpu_hours" in done.stdout
+        assert f"{pair['sentence']}." in told
+    assert "against 8op; C is gpu_hours" in told
     assert "</svg>" in (folder / "out/loo/compare.svg").read_text()
     assert (folder / "out/loo/compare.png").read_bytes().startswith(b"\x89PNG")
 
@@ -90,11 +99,9 @@ def test_two_run_folders_with_forecast_and_plan(folder):
     assert pair["first"] == "a"
 
 
-def test_one_run_can_be_forecast(folder):
-    done = command(
-        "one.csv", "--x=gpu_hours", "--y=accuracy", "--fit_until=half", "--forecast", "--out=out/one", folder=folder
-    )
-    assert done.returncode == 0, done.stderr
+def test_one_run_can_be_forecast(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    in_process("one.csv", fit_until="half", forecast=True, out="out/one")
     (found,) = json.loads((folder / "out/one/compare.json").read_text())["forecasts"]
     assert found["reached"] == 7936
     assert found["gain_of_a_doubling"]["value"] == pytest.approx(
@@ -123,12 +130,8 @@ def test_one_run_can_be_forecast(folder):
 )
 def test_every_mistake_is_named(folder, monkeypatch, paths, given, said):
     monkeypatch.chdir(folder)
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    start = {"x": "gpu_hours", "y": "accuracy", "run_column": "recipe", "out": "out/never"}
-    with flagsaver.flagsaver(**{**start, **given}):
-        with pytest.raises(UserError, match=said) as caught:
-            compare.main(paths)
+    with pytest.raises(UserError, match=said) as caught:
+        in_process(*paths, **{"run_column": "recipe", "out": "out/never", **given})
     assert "\n" not in str(caught.value)
     assert not (folder / "out/never").exists()
 
