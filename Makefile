@@ -41,10 +41,10 @@ lint: setup-test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist=loadfile -m "not slow"
+	$(BIN)/pytest -n $(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20 -m "not slow"
 
 test-full: lint
-	$(BIN)/pytest -n $(WORKERS) --dist=loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20
 
 clean:
 	rm -rf $(VENV) $(VENV).lock *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis

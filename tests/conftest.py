@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # Read by XLA when it first computes, so set before any test imports jax. A parallel run has one pytest per core; left
@@ -13,3 +14,25 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 # The same examples at every run, and no limit on one: a loaded machine is not a bug.
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
+
+# The files that take longest go to the parallel workers first, else one worker ends alone with one of them.
+LONGEST = (
+    "tests/train/test_resume.py",
+    "tests/train/test_mistakes.py",
+    "tests/scaling/test_command.py",
+    "tests/learner/test_mesh.py",
+    "tests/test_sft.py",
+    "tests/test_compare_command.py",
+    "tests/rollout_server/test_jax_engine.py",
+    "tests/train/test_live.py",
+    "tests/report/test_browser.py",
+    "tests/report/test_page.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        file = item.nodeid.partition("::")[0]
+        return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+
+    items.sort(key=place)

@@ -142,6 +142,7 @@ def test_a_mistake_at_the_start_is_raised(folder):
     assert "no column 'pass_rate'" in str(errors[0])
 
 
+@pytest.mark.slow
 def test_as_a_command_it_draws_again_and_ends_on_ctrl_c(folder):
     (folder / "evals.jsonl").write_text(rows(12))
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

@@ -64,6 +64,7 @@ def test_coverage_of_some(name):
     assert within >= 0.95
 
 
+@pytest.mark.slow
 def test_coverage_where_a_is_not_bounded():
     held, stopped, accepted, _ = study("ScaleRL", runs=120, seed=4, end=2600)
     assert stopped > 0.5 and accepted == 0

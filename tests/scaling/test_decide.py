@@ -54,6 +54,7 @@ def test_drawn_curves_agree_with_the_profile(passes):
     np.testing.assert_array_equal(again.asymptote, curves.asymptote)
 
 
+@pytest.mark.slow
 def test_drawn_curves_are_the_posterior_of_a_long_chain(passes):
     """Where little is told, too: against Metropolis on the density as the module's docstring writes it."""
     given, rest = window(passes["bs2048"], 4096)
