@@ -61,7 +61,24 @@ def _describe(main: Callable[..., None]) -> None:
                 flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
+_interrupted = False
+
+
+def _on_interrupt(*_: object) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def raise_if_interrupted() -> None:
+    """For long loops: code that was called back from C may have swallowed the KeyboardInterrupt it was hit by."""
+    if _interrupted:
+        raise KeyboardInterrupt
+
+
 def _guarded(main: Callable[[], None]) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO; --verbosity=0 brings it back
     try:

@@ -237,6 +237,7 @@ def main(config: Config) -> None:
             trainer.begin(start)
             saved, save_due = start, False
             for number in range(start, config.updates):
+                entry.raise_if_interrupted()
                 trainer.train_on(number)
                 step = number + 1
                 if step % config.evaluation.every == 0 or step == config.updates:

@@ -78,6 +78,7 @@ def test_the_leave_one_out_table_in_one_command(folder, monkeypatch, capsys):
     assert (folder / "out/loo/compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_two_run_folders_with_forecast_and_plan(folder):
     done = command(
         "a", "b", "--forecast", "--target=0.6", "--budget=16000", "--plan_budget=8000", "--out=out/both", folder=folder

@@ -57,6 +57,7 @@ def test_many_at_once_are_what_each_is_alone(told):
                 np.testing.assert_allclose([fits.low[i, k], fits.high[i, k]], ends, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ScaleRL", "math+code, code"])
 def test_coverage_of_some(name):
     held, _, _, within = study(name, runs=120, seed=3)

@@ -37,6 +37,7 @@ def passes():
     }
 
 
+@pytest.mark.slow
 def test_drawn_curves_agree_with_the_profile(passes):
     """Where the points tell the curve, the prior says nothing: quantiles are the ends of the intervals."""
     given, rest = window(passes["ScaleRL"], 16_000)
