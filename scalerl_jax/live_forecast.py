@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.scaling import fit_sigmoid
+from scalerl_jax.telemetry import evaluation_counts
 
 LEAST_POINTS = 5  # evaluations above compute 0
 _LEVEL = 0.95
@@ -76,13 +77,7 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
     """
     compute = np.array([row["device_hours"] for row in rows])
     steps = np.array([row["step"] for row in rows])
-    passes: list[Any] = [row["passes"] for row in rows]
-    trials: list[Any] = [[row["samples"]] * len(row["passes"]) for row in rows]
-    if len({len(p) for p in passes}) > 1:  # other prompts than before: only totals can be compared
-        passes, trials = [sum(p) for p in passes], [sum(t) for t in trials]
-    fit = fit_sigmoid(
-        compute, [row["pass_rate"] for row in rows], counts=(np.asarray(passes, float), np.asarray(trials, float))
-    )
+    fit = fit_sigmoid(compute, [row["pass_rate"] for row in rows], counts=evaluation_counts(rows))
     each = float(np.median(np.diff(compute) / np.diff(steps)))
     end = float(compute[-1] + each * (updates - steps[-1]))
     low, high = fit.band(np.array([end]), level=_LEVEL)

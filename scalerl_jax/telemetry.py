@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from scalerl_jax import config as config_lib
 from scalerl_jax.config import Config, ConfigError
 
@@ -224,6 +226,18 @@ class RunFolder:
             self._events.add(step, scalars)
         if self._wandb is not None:
             self._wandb.log({"step": step, **scalars}, step=step)
+
+
+def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """(passes, trials) of N rows of evals.jsonl, as fit_sigmoid takes them.
+
+    By prompt [N, prompts], or totals [N] where the prompts changed and only totals can be compared.
+    """
+    if len({len(row["passes"]) for row in evals}) == 1:
+        passes = np.array([row["passes"] for row in evals], np.float64)
+        return passes, np.broadcast_to(np.array([[row["samples"]] for row in evals], np.float64), passes.shape)
+    totals = np.array([sum(row["passes"]) for row in evals], np.float64)
+    return totals, np.array([len(row["passes"]) * row["samples"] for row in evals], np.float64)
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:

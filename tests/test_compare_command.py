@@ -1,9 +1,8 @@
 """scalerl-compare as a user runs it."""
 
+import functools
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,18 +11,11 @@ from absl.testing import flagsaver
 
 from scalerl_jax import compare
 from scalerl_jax.entry import UserError
-from tests.scaling.runs import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
+from tests.scaling.runs import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, run_command, sampled_passes
 
 COMPUTE = np.concatenate([[0.0], np.arange(256, 16_001, 256.0)])
 LOO = {"ScaleRL": TABLE_1["ScaleRL"], **LEAVE_ONE_OUT}
-
-
-def command(*arguments, folder):
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "scalerl_jax.compare", *arguments],
-        capture_output=True, text=True, timeout=170, cwd=folder, env=environment,
-    )  # fmt: skip
+command = functools.partial(run_command, "scalerl_jax.compare")
 
 
 @pytest.fixture(scope="module")

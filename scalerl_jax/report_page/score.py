@@ -8,6 +8,7 @@ import numpy as np
 from scalerl_jax.report_page.numbers import rounded
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
 from scalerl_jax.scaling.report import BAND_LEVEL, HalfTimeForecast, half_time_forecast
+from scalerl_jax.telemetry import evaluation_counts
 
 AXES = ("device_hours", "model_flops")  # the fit's two choices of x, as the rows name them
 HALF_TIME_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
@@ -17,15 +18,6 @@ _AHEAD = 2.0  # the curve is drawn up to this many times the compute there is
 _MOST_TASKS = 12  # curves of parts of a mixture; more cannot be told apart
 
 Row = dict[str, Any]
-
-
-def evaluation_counts(evals: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """(passes, trials) as fit_sigmoid takes them: by prompt [N, prompts], or totals [N] where the prompts changed."""
-    if len({len(row["passes"]) for row in evals}) == 1:
-        passes = np.array([row["passes"] for row in evals], np.float64)
-        return passes, np.broadcast_to(np.array([[row["samples"]] for row in evals], np.float64), passes.shape)
-    totals = np.array([sum(row["passes"]) for row in evals], np.float64)
-    return totals, np.array([len(row["passes"]) * row["samples"] for row in evals], np.float64)
 
 
 def half_time(evals: Sequence[Row], axis: str = "device_hours") -> tuple[HalfTimeForecast | None, str]:

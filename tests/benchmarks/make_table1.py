@@ -1,6 +1,6 @@
 """Writes configs/table1.csv: evaluations as the runs of the paper's Table 1 would give them.
 
-    python tests/benchmarks/make_table1.py
+    python -m tests.benchmarks.make_table1
 
 Each row of the table is drawn as its published curve with the noise of 1,000 prompts x 16 samples, at 40 evaluations
 from the burn-in of 1,500 GPU-hours to the end of the run, and one at compute 0.
@@ -8,15 +8,12 @@ from the burn-in of 1,500 GPU-hours to the end of the run, and one at compute 0.
 
 import csv
 import os
-import sys
 
 import numpy as np
 
+from tests.scaling.runs import TABLE_1, curve, sampled_passes
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
-
-from tests.scaling.runs import TABLE_1, curve, sampled_passes  # noqa: E402
-
 PATH = os.path.join(ROOT, "configs", "table1.csv")
 # GPU-hours at which the runs end; all others at 16,000.
 ENDS = {"32k": 50_000, "Scout": 45_000, "bs2048": 100_000}

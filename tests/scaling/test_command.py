@@ -1,10 +1,9 @@
 """scalerl-fit as a user runs it."""
 
+import functools
 import json
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,17 +12,10 @@ from absl.testing import flagsaver
 
 from scalerl_jax import fit
 from scalerl_jax.entry import UserError
-from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.scaling.runs import TABLE_1, curve, run_command, sampled_passes
 
 COMPUTE = np.concatenate([[0.0], np.linspace(250, 16_000, 64)])
-
-
-def command(*arguments: str, folder) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "scalerl_jax.fit", *arguments],
-        capture_output=True, text=True, timeout=170, cwd=folder, env=environment,
-    )  # fmt: skip
+command = functools.partial(run_command, "scalerl_jax.fit")
 
 
 @pytest.fixture(scope="module")
