@@ -70,7 +70,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     def __init__(self, engine: Engine):
         self.server_id = uuid.uuid4().hex
         self._engine = engine
-        self._store = WeightStore(engine.info)
+        self._store = WeightStore(engine.info, engine.weight_buffer)
         self._calls: dict[tuple[int, str, int], _Call] = {}  # by the name of each completion they were asked for
         self._receiving: object | None = None  # the ticket of the push that may write to the store
         self._receiving_version = codec.Version(0, 0)  # what it brings
@@ -228,7 +228,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def _apply(self, staging: Staging) -> float:
         """Seconds that decoding stood still."""
         try:
-            pause = await self._engine.load(staging.target, staging.tensors())
+            tensors = staging.tensors()
+            pause = await self._engine.load(staging.target, tensors, dict.fromkeys(tensors))
         finally:
             self._applying = None
         self._versions_applied += 1

@@ -10,7 +10,7 @@ the engine is done with the one before it (service.py sees to that), and tensors
 import math
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -46,10 +46,11 @@ def numpy_dtype(name: str) -> np.dtype:
 class WeightStore:
     """Checks headers against what the engine's model holds, and owns the host buffer."""
 
-    def __init__(self, info: EngineInfo):
+    def __init__(self, info: EngineInfo, weight_buffer: Callable[[int], np.ndarray]):
         self._shapes = {name: tuple(shape) for name, shape in info.tensors.items()}
         self._wire_dtype = info.wire_dtype
         self._payload_bytes = sum(self._bytes(shape) for shape in self._shapes.values())
+        self._weight_buffer = weight_buffer
         self._buffer: np.ndarray | None = None  # [payload] uint8, from the first version on
         self.chunks_refused = 0  # wrong checksum, since the start of the process
 
@@ -92,7 +93,7 @@ class WeightStore:
     def stage(self, header: pb.WeightHeader) -> "Staging":
         """Starts a version whose header has passed `check`. Whatever was staged before is overwritten."""
         if self._buffer is None:
-            self._buffer = np.empty(self._payload_bytes, np.uint8)
+            self._buffer = self._weight_buffer(self._payload_bytes)
         layout, offset = {}, 0
         for tensor in header.tensors:
             layout[tensor.name] = (offset, self._shapes[tensor.name])

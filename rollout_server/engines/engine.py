@@ -52,6 +52,18 @@ class EngineInfo:
     tensors: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape: what a version of the weights must hold
 
 
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Where one tensor of a new version differs from the version held, and what stands there."""
+
+    positions: np.ndarray  # [changed] int64, into the tensor in row-major order, ascending, none twice
+    values: np.ndarray  # [changed] in wire dtype
+
+
+# By tensor's name. None: it may differ anywhere. A tensor that is not named is as it was, to the bit.
+Changes = Mapping[str, Change | None]
+
+
 class Engine(Protocol):
     info: EngineInfo
 
@@ -64,13 +76,21 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, version: Version, tensors: Mapping[str, np.ndarray]) -> float:
+    def weight_buffer(self, size: int) -> np.ndarray:
+        """[size] uint8: where the service keeps its host copy of the weights. Called once, before the first `load`.
+
+        An engine whose workers are other processes gives memory that they can read too.
+        """
+        ...
+
+    async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         """Makes `tensors` (Hugging Face names, complete, in wire dtype) the weights, between two decode chunks.
 
         Requests pinned to the version held are finished first. Requests leased by another incarnation are ended with
-        WrongVersion. Returns the seconds that decoding stood still. All tensors or none. The arrays are read-only views
-        into a buffer that is written again once this returns: what is kept must be copied (jax on the CPU aliases
-        aligned arrays). Called for one version at a time, and never cancelled.
+        WrongVersion. Returns the seconds that decoding stood still. All tensors or none. The arrays are read-only
+        views into weight_buffer, which is written again once this returns: what is kept must be copied (jax on the
+        CPU aliases aligned arrays). `changes` says what of them is new since the version held. Called for one version
+        at a time, and never cancelled.
         """
         ...
 

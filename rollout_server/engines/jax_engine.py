@@ -31,7 +31,7 @@ import numpy as np
 from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Version
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from rollout_server.engines import jax_score
-from rollout_server.engines.engine import EngineInfo, EngineStatus, QueueFull, WrongVersion
+from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, QueueFull, WrongVersion
 from rollout_server.engines.jax_slots import Entry, Finished, Prefix, SlotPool, check_request
 from rollout_server.engines.jax_weights import DecodeWeights, decode_precision, decode_weights
 from scalerl_jax.model import Precision
@@ -158,7 +158,10 @@ class JaxEngine:
         finally:
             self._withdraw(group)
 
-    async def load(self, version: Version, tensors: Mapping[str, np.ndarray]) -> float:
+    def weight_buffer(self, size: int) -> np.ndarray:
+        return np.empty(size, np.uint8)
+
+    async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         weights = await asyncio.to_thread(decode_weights, tensors, self._config, self._precision)
         with self._changed:
             self._raise_if_over()

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 import numpy as np
 
 from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Version
-from rollout_server.engines.engine import EngineInfo, EngineStatus, QueueFull, WrongVersion
+from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, QueueFull, WrongVersion
 from rollout_server.engines.scripts import Rollout, Script
 
 CRASH_EXIT_CODE = 70
@@ -159,7 +159,10 @@ class ReplayEngine:
         if waiting + wanted > info.queue_capacity + free:
             raise QueueFull(f"{waiting} of {info.queue_capacity} places taken, {free} slots free, {wanted} asked for")
 
-    async def load(self, version: Version, tensors: Mapping[str, np.ndarray]) -> float:
+    def weight_buffer(self, size: int) -> np.ndarray:
+        return np.empty(size, np.uint8)
+
+    async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         assert self._staged is None, "one version at a time"
         flipped: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._staged = (version, tensors, flipped)

@@ -11,7 +11,7 @@ import pytest
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Version
-from rollout_server.engines.engine import Engine
+from rollout_server.engines.engine import Changes, Engine
 from tests.rollout_server.client import (
     INCARNATION,
     PROMPT,
@@ -266,9 +266,9 @@ def hold_loading(served: Served, monkeypatch: pytest.MonkeyPatch) -> asyncio.Eve
     """The engine takes no weights before the event is set."""
     go, load = asyncio.Event(), served.engine.load
 
-    async def held_up(version: Version, tensors: Mapping[str, np.ndarray]) -> float:
+    async def held_up(version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         await go.wait()
-        return await load(version, tensors)
+        return await load(version, tensors, changes)
 
     monkeypatch.setattr(served.engine, "load", held_up)
     return go

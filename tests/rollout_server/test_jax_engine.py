@@ -42,6 +42,11 @@ async def collect(engine, request):
     return {completion.index: completion async for completion in engine.generate(request)}
 
 
+def load(engine, version, named):
+    """A version that may differ anywhere."""
+    return engine.load(version, named, dict.fromkeys(named))
+
+
 async def until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
@@ -165,7 +170,7 @@ def test_weights_swapped_in_flight(folder):
             for step in (1, 2):
                 before = engine.status().sampled_tokens
                 await until(lambda before=before: engine.status().sampled_tokens > before + 30)
-                pause = await engine.load(Version(0, step), named[step])
+                pause = await load(engine, Version(0, step), named[step])
                 assert 0 <= pause < 0.1
             assert engine.status().version == Version(0, 2)
             for completion in (await task).values():
@@ -186,7 +191,7 @@ def test_one_prefill_per_group_and_version(folder):
         async with opened(folder) as engine:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS + 5), answer_budget=40)))
             await until(lambda: engine.status().sampled_tokens >= 10)
-            await engine.load(Version(0, 1), named[1])
+            await load(engine, Version(0, 1), named[1])
             got = await task
             late = [one for one in got.values() if one.versions[0][0] == 1]
             assert len(late) == 5
@@ -208,10 +213,10 @@ def test_a_pinned_request_is_finished_before_the_weights_change(folder):
             pinned = ask(PROMPT, name="eval", seeds=range(SLOTS + 2), pinned_step=0, answer_budget=50)
             task = asyncio.create_task(collect(engine, pinned))
             await until(lambda: engine.status().sampled_tokens > 0)
-            load = asyncio.create_task(engine.load(Version(0, 1), named))
+            loading = asyncio.create_task(load(engine, Version(0, 1), named))
             got = await task
             assert all(one.versions == ((0, 0, 50),) for one in got.values())
-            await load
+            await loading
             assert engine.status().version == Version(0, 1)
             with pytest.raises(WrongVersion):
                 await collect(engine, pinned)
@@ -226,14 +231,14 @@ def test_a_load_that_is_given_up_while_it_waits_changes_nothing(folder):
             many = ask(PROMPT, seeds=range(100 * SLOTS), pinned_step=0, answer_budget=LONG)  # outlasts what follows
             pinned = engine.generate(many)
             await anext(pinned)
-            load = asyncio.create_task(engine.load(Version(0, 2), named))
+            loading = asyncio.create_task(load(engine, Version(0, 2), named))
             await asyncio.sleep(0.05)
-            load.cancel()
-            await asyncio.wait([load])
+            loading.cancel()
+            await asyncio.wait([loading])
             await pinned.aclose()
             await until(lambda: steady(engine))
             assert engine.status().version == Version(0, 0)
-            await engine.load(Version(0, 3), named)
+            await load(engine, Version(0, 3), named)
             assert engine.status().version == Version(0, 3)
 
     asyncio.run(main())
@@ -245,7 +250,7 @@ def test_another_incarnation_ends_the_requests_of_the_one_before(folder):
             pinned = ask(PROMPT, seeds=range(SLOTS + 3), pinned_step=0, answer_budget=LONG)
             task = asyncio.create_task(collect(engine, pinned))
             await until(lambda: engine.status().queued == 3)
-            await engine.load(Version(77, 5), tensors(CONFIG, 1))
+            await load(engine, Version(77, 5), tensors(CONFIG, 1))
             with pytest.raises(WrongVersion, match="77"):
                 await task
             assert steady(engine)
@@ -262,11 +267,11 @@ def test_refused_weights_leave_everything_as_it_was(folder):
             short = tensors(CONFIG, 1)
             del short["model.norm.weight"]
             with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-                await engine.load(Version(0, 1), short)
+                await load(engine, Version(0, 1), short)
             bent = tensors(CONFIG, 1)
             bent["model.norm.weight"] = bent["model.norm.weight"][:-1]
             with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-                await engine.load(Version(0, 1), bent)
+                await load(engine, Version(0, 1), bent)
             assert engine.status().version == Version(0, 0)
             after = await collect(engine, ask(PROMPT))
             np.testing.assert_array_equal(before[0].logprobs, after[0].logprobs)
@@ -315,7 +320,7 @@ def test_score_is_the_trainers_forward_pass(folder):
             token_ids = np.random.default_rng(0).integers(0, CONFIG.vocabulary, 50).astype(np.int32)
             for seed, version in ((0, Version(0, 0)), (1, Version(9, 4))):
                 if seed:
-                    await engine.load(version, tensors(CONFIG, seed))
+                    await load(engine, version, tensors(CONFIG, seed))
                 logprobs, given = await engine.score(token_ids)
                 assert given == version
                 assert logprobs.shape == (50,) and logprobs.dtype == np.float32 and logprobs[0] == 0
@@ -352,7 +357,7 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
                 await collect(engine, plain)
                 await collect(engine, ask(prompt, temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(1, 2)))
                 await engine.score(prompt.astype(np.int32))
-            await engine.load(Version(3, 1), tensors(CONFIG, 1))
+            await load(engine, Version(3, 1), tensors(CONFIG, 1))
             await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))
             task = asyncio.create_task(collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG)))
             await until(lambda: engine.status().busy_slots == 1)

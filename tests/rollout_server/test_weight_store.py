@@ -17,6 +17,10 @@ from rollout_server.weight_store import WeightStore
 SHAPES = {"embed": (5, 3), "scale": (7,), "scalar": (), "empty": (0, 4), "down": (3, 2, 2)}
 
 
+def new_buffer(size: int) -> np.ndarray:
+    return np.empty(size, np.uint8)
+
+
 def info(wire_dtype: str) -> EngineInfo:
     return EngineInfo(
         name="replay",
@@ -63,7 +67,7 @@ def header_of(tensors: dict[str, np.ndarray], *, chunk_bytes: int, step: int = 1
 def test_the_bits_that_arrive_are_those_sent(
     wire_dtype: str, chunk_bytes: int, seed: int, damage: float, loss: float
 ) -> None:
-    store, luck = WeightStore(info(wire_dtype)), random.Random(seed)
+    store, luck = WeightStore(info(wire_dtype), new_buffer), random.Random(seed)
     for step in (1, 2):  # the second into a buffer that holds the first
         sent = dict(luck.sample(sorted(bits(wire_dtype, seed + step).items()), len(SHAPES)))  # in any order
         header = header_of(sent, chunk_bytes=chunk_bytes, step=step)
@@ -102,7 +106,7 @@ def test_the_bits_that_arrive_are_those_sent(
 
 
 def test_a_chunk_that_came_already_is_not_taken_again() -> None:
-    store, sent = WeightStore(info("float32")), bits("float32", 0)
+    store, sent = WeightStore(info("float32"), new_buffer), bits("float32", 0)
     staging = store.stage(header_of(sent, chunk_bytes=64))
     payload = b"".join(tensor.tobytes() for tensor in sent.values())
     good = pb.WeightChunk(index=0, data=payload[:64], crc32=zlib.crc32(payload[:64]))
@@ -116,7 +120,7 @@ def test_a_chunk_that_came_already_is_not_taken_again() -> None:
 
 @pytest.mark.parametrize(("index", "size", "told"), [(9, 64, "chunk 9 of"), (0, 63, "63 bytes"), (2, 64, "64 bytes")])
 def test_a_chunk_that_cannot_belong_there(index: int, size: int, told: str) -> None:
-    staging = WeightStore(info("float32")).stage(header_of(bits("float32", 0), chunk_bytes=64))
+    staging = WeightStore(info("float32"), new_buffer).stage(header_of(bits("float32", 0), chunk_bytes=64))
     data = b"x" * size
     with pytest.raises(ValueError, match=told):
         staging.put(pb.WeightChunk(index=index, data=data, crc32=zlib.crc32(data)))
@@ -125,6 +129,7 @@ def test_a_chunk_that_cannot_belong_there(index: int, size: int, told: str) -> N
 def test_no_more_chunks_than_can_be_kept_account_of() -> None:
     big = WeightStore(
         EngineInfo(**{**vars(info("bfloat16")), "tensors": {"embed": (2**15, 2**15)}}),
+        new_buffer,
     )
     header = pb.WeightHeader(
         target=pb.Version(incarnation=1),

@@ -38,8 +38,8 @@ class DumpingEngine(ReplayEngine):
                     completion = dataclasses.replace(completion, logprobs=completion.logprobs + 100)
                 yield completion
 
-    async def load(self, version, tensors):
-        pause = await super().load(version, tensors)
+    async def load(self, version, tensors, changes):
+        pause = await super().load(version, tensors, changes)
         with open(self.dump + ".tmp", "wb") as file:
             held = self.status().version
             np.savez(file, incarnation=np.uint64(held.incarnation), step=held.step, **self.weights)
