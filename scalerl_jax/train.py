@@ -23,6 +23,7 @@ import jax
 from absl import flags
 
 from launch.local import LocalServers, StartError, serve_command
+from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax import entry, summary
 from scalerl_jax.config import Config
@@ -32,7 +33,6 @@ from scalerl_jax.learner.step import Learner
 from scalerl_jax.ledger import Ledger, ModelShape
 from scalerl_jax.live_forecast import LiveForecast
 from scalerl_jax.model import Precision, load_hf
-from scalerl_jax.model.config import DecoderConfig
 from scalerl_jax.model.hf import Tensors, read_config
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective.surrogate import Surrogate

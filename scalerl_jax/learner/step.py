@@ -19,9 +19,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rollout_server.contract.decoder_config import DecoderConfig
 from scalerl_jax.learner.optimizer import state_shardings
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack, plain
-from scalerl_jax.model.config import DecoderConfig
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward, param_shardings
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from rollout_server.contract.decoder_config import DecoderConfig
 from scalerl_jax.model.attention import packed_attention
-from scalerl_jax.model.config import DecoderConfig
 from scalerl_jax.model.sharding import ROWS, Rules, constrain, spec
 
 Params = Mapping[str, Any]

@@ -1,9 +1,9 @@
-"""The policy under its Hugging Face names: one table, both directions, and folders of safetensors.
+"""The policy under its Hugging Face names, both directions, and folders of safetensors.
 
-A name in `_TABLE` maps to a leaf of the parameter tree; matrices are [out, in] in the files and [in, out] here.
+Names and shapes are those of rollout_server/contract/hf_layout.py, on which the generators stand too. Matrices of
+layers are [out, in] in the files and [in, out], stacked over layers, here.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,57 +14,23 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from scalerl_jax.model.config import DecoderConfig
+from rollout_server.contract.decoder_config import DecoderConfig, read_config
+from rollout_server.contract.hf_layout import LAYER_ROWS, OTHER_ROWS, hf_tensors, layer_name, layout
 from scalerl_jax.model.decoder import Params, abstract_params, weight_table
-
-# leaf of the tree -> (name in the files, transposed)
-_LAYER_TABLE = {
-    "attention_norm": ("input_layernorm.weight", False),
-    "query": ("self_attn.q_proj.weight", True),
-    "key": ("self_attn.k_proj.weight", True),
-    "value": ("self_attn.v_proj.weight", True),
-    "output": ("self_attn.o_proj.weight", True),
-    "query_norm": ("self_attn.q_norm.weight", False),
-    "key_norm": ("self_attn.k_norm.weight", False),
-    "mlp_norm": ("post_attention_layernorm.weight", False),
-    "gate": ("mlp.gate_proj.weight", True),
-    "up": ("mlp.up_proj.weight", True),
-    "down": ("mlp.down_proj.weight", True),
-}
-_TABLE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
-
-
-def _layer_name(layer: int, leaf: str) -> str:
-    return f"model.layers.{layer}.{_LAYER_TABLE[leaf][0]}"
-
-
-def hf_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor, in the order they are sent and stored."""
-    table = weight_table(config)
-    out: dict[str, tuple[int, ...]] = {_TABLE["embed"]: table["embed"].shape}
-    for layer in range(config.layers):
-        for leaf, (_, transposed) in _LAYER_TABLE.items():
-            if leaf in table["layers"]:
-                shape = table["layers"][leaf].shape[1:]
-                out[_layer_name(layer, leaf)] = shape[::-1] if transposed else shape
-    for leaf in ("final_norm", "head"):
-        if leaf in table:
-            out[_TABLE[leaf]] = table[leaf].shape
-    return out
 
 
 def to_hf(params: Params, config: DecoderConfig, dtype: Any) -> dict[str, jax.Array]:
     """The parameters under their names in `dtype`, in the order of hf_tensors. Pure: it may run inside jit."""
-    out = {_TABLE["embed"]: params["embed"].astype(dtype)}
-    for layer in range(config.layers):
-        for leaf, (_, transposed) in _LAYER_TABLE.items():
-            if leaf in params["layers"]:
-                weight = params["layers"][leaf][layer].astype(dtype)
-                out[_layer_name(layer, leaf)] = weight.T if transposed else weight
-    for leaf in ("final_norm", "head"):
+    leaves: dict[str, jax.Array] = {}
+    for leaf, row in OTHER_ROWS.items():
         if leaf in params:
-            out[_TABLE[leaf]] = params[leaf].astype(dtype)
-    return out
+            leaves[row.name] = params[leaf].astype(dtype)
+    for leaf, stacked in params["layers"].items():
+        row = LAYER_ROWS[leaf]
+        for layer in range(config.layers):
+            weight = stacked[layer].astype(dtype)
+            leaves[layer_name(layer, row.name)] = weight.T if row.transposed else weight
+    return {name: leaves[name] for name in layout(config)}
 
 
 def from_hf(tensors: Mapping[str, Any], config: DecoderConfig, dtype: Any = np.float32) -> dict[str, Any]:
@@ -82,23 +48,12 @@ def from_hf(tensors: Mapping[str, Any], config: DecoderConfig, dtype: Any = np.f
 
     table = weight_table(config)
     layers = {
-        key: np.stack([leaf(_layer_name(i, key), _LAYER_TABLE[key][1]) for i in range(config.layers)])
-        for key in table["layers"]
+        key: np.stack([leaf(layer_name(i, row.name), row.transposed) for i in range(config.layers)])
+        for key, row in LAYER_ROWS.items()
+        if key in table["layers"]
     }
-    rest = {key: leaf(_TABLE[key], False) for key in table if key != "layers"}
+    rest = {key: leaf(row.name, False) for key, row in OTHER_ROWS.items() if key in table}
     return {**rest, "layers": layers}
-
-
-def read_config(path: str) -> DecoderConfig:
-    """The decoder config of a model folder. Raises ValueError naming the file."""
-    file = os.path.join(path, "config.json")
-    if not os.path.isfile(file):
-        raise ValueError(f"{path}: no config.json there, so it is not a Hugging Face model folder")
-    try:
-        with open(file) as opened:
-            return DecoderConfig.from_hf(json.load(opened))
-    except (json.JSONDecodeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 class Tensors(Mapping[str, Any]):
@@ -157,9 +112,9 @@ def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tu
     def make(leaf: str, struct: jax.ShapeDtypeStruct, stacked: bool) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:
             if not stacked:
-                return part(_TABLE[leaf], False, index)
-            layers = range(config.layers)[index[0]]
-            return np.stack([part(_layer_name(i, leaf), _LAYER_TABLE[leaf][1], index[1:]) for i in layers])
+                return part(OTHER_ROWS[leaf].name, False, index)
+            row, layers = LAYER_ROWS[leaf], range(config.layers)[index[0]]
+            return np.stack([part(layer_name(i, row.name), row.transposed, index[1:]) for i in layers])
 
         if struct.sharding is None:
             return jnp.asarray(read((slice(None),) * len(struct.shape)))

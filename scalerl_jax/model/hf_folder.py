@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from scalerl_jax.model.config import DecoderConfig
+from rollout_server.contract.decoder_config import DecoderConfig
 from scalerl_jax.model.decoder import Params
 from scalerl_jax.model.hf import hf_tensors, read_config, to_hf
 

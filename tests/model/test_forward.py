@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from rollout_server.contract.decoder_config import DecoderConfig
 from scalerl_jax.model import forward
-from scalerl_jax.model.config import DecoderConfig
 from tests.model.toys import DECODER, packed, params_of, relative
 
 run = jax.jit(forward, static_argnames=("config", "max_segment", "remat"))

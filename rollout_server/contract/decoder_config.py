@@ -1,7 +1,11 @@
-"""The decoder's shape, read from and written to a Hugging Face config.json (llama and qwen3)."""
+"""The decoder's shape, read from and written to a Hugging Face config.json (llama and qwen3).
+
+Part of the contract because both sides must run the same function: they compare its canonical JSON when they meet.
+"""
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,3 +120,15 @@ class DecoderConfig:
             "dtype": dtype,
             "use_cache": True,
         }
+
+
+def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
+    """The decoder config of a model folder. Raises ValueError naming the file."""
+    file = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        raise ValueError(f"{path}: no config.json there, so it is not a Hugging Face model folder")
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return DecoderConfig.from_hf(json.load(opened))
+    except (json.JSONDecodeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
