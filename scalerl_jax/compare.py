@@ -38,8 +38,9 @@ from scalerl_jax.scaling.compare_json import (
 from scalerl_jax.scaling.compare_plot import plot_comparison
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.forecast import Estimate, Forecast
-from scalerl_jax.scaling.plot import short_number, write_figure
+from scalerl_jax.scaling.plot import write_figure
 from scalerl_jax.scaling.points import check_points
+from scalerl_jax.scaling.units import short_number
 
 _BASELINE = flags.DEFINE_string("baseline", None, "Run that the others are compared with; without it the first.")
 _MARGIN = flags.DEFINE_float("margin", SEED_MARGIN, "A's (or scores) closer than this do not differ.", lower_bound=0.0)
@@ -218,14 +219,14 @@ def _plan_table(plan: decide.Plan, label: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in (f"extend by (C is {label})", "compute", "wrong afterwards", "expected shortfall", ""):
         table.add_column(head, no_wrap=True)
-    table.add_row("nothing", "0", f"{plan.wrong:.1%}", f"{plan.regret:.4f}", f"now: {escape(plan.best)}")
+    table.add_row("nothing", "0", f"{plan.wrong:z.1%}", f"{plan.regret:z.4f}", f"now: {escape(plan.best)}")
     shown = sorted(plan.extensions, key=lambda one: one.wrong)[:_SHOWN]
     if plan.recommended is not None and plan.recommended not in shown:
         shown.append(plan.recommended)
     for one in sorted(shown, key=lambda one: one.cost):
         names = ", ".join(f"{escape(name)} {short_number(extra)}" for name, extra in one.extra.items())
         mark = "<- this" if one is plan.recommended else ""
-        table.add_row(names, short_number(one.cost), f"{one.wrong:.1%}", f"{one.regret:.4f}", mark)
+        table.add_row(names, short_number(one.cost), f"{one.wrong:z.1%}", f"{one.regret:z.4f}", mark)
     return table
 
 

@@ -28,7 +28,8 @@ from scalerl_jax import watch
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
 from scalerl_jax.scaling.fit import SEED_MARGIN
-from scalerl_jax.scaling.plot import Curve, plot_fits, short_number, write_figure
+from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
+from scalerl_jax.scaling.units import short_number
 
 _X = flags.DEFINE_string("x", None, "Column of the compute: GPU-hours, FLOPs, tokens, steps.")
 _Y = flags.DEFINE_string("y", None, "Column of the score.")

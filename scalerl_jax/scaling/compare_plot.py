@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from scalerl_jax.scaling.compare import Comparison, Run
-from scalerl_jax.scaling.plot import COLOURS, log_compute_axis, short_number, style_axes
+from scalerl_jax.scaling.plot import COLOURS, log_compute_axis, style_axes
 from scalerl_jax.scaling.slopes import straightened
 
 _BLACK = "#000000"
@@ -99,7 +99,7 @@ def _asymptotes(axes, found: Comparison, styles) -> None:
     baseline = found.baseline.fit.asymptote
     axes.axvspan(baseline - found.margin, baseline + found.margin, color="#eeeeee", linewidth=0)
     rows = [(row.run.name, row.run.fit.asymptote, row.interval_95) for row in found.table]
-    _intervals(axes, rows, styles, "A, 95 %")
+    _intervals(axes, rows, styles, "A, 95 %", digits=3)
     axes.set_title(f"A (shaded: {found.margin:g} around {found.baseline.name})", loc="left", fontsize=10)
 
 
@@ -108,7 +108,7 @@ def _exponents(axes, found: Comparison, styles) -> None:
         (row.run.name, row.slope.exponent, row.slope.exponent_95) if row.slope else (row.run.name, math.nan, None)
         for row in found.table
     ]
-    _intervals(axes, rows, styles, "B, 95 %")
+    _intervals(axes, rows, styles, "B, 95 %", digits=2)
     where = "" if found.common_asymptote is None else f" with A = {found.common_asymptote:.3f}"
     axes.set_title(f"B{where}", loc="left", fontsize=10)
     for position, row in enumerate(found.table):
@@ -118,7 +118,7 @@ def _exponents(axes, found: Comparison, styles) -> None:
                       fontsize=8)  # fmt: skip
 
 
-def _intervals(axes, rows, styles, label: str) -> None:
+def _intervals(axes, rows, styles, label: str, *, digits: int) -> None:
     """A dot and its interval for each (name, value, interval), from the top; an open end runs to the frame."""
     style_axes(axes, x_label=label, y_label="")
     values = [value for _, value, _ in rows if not math.isnan(value)]
@@ -134,7 +134,7 @@ def _intervals(axes, rows, styles, label: str) -> None:
         axes.plot((left, right), (position, position), color=colour, linestyle=line, linewidth=2)
         axes.plot(value, position, "o", color=colour, markersize=5)
         axes.annotate(
-            short_number(round(value, 3)), (right, position), xytext=(5, 0), textcoords="offset points", va="center",
+            f"{value:.{digits}f}", (right, position), xytext=(5, 0), textcoords="offset points", va="center",
             fontsize=8, color=colour, annotation_clip=False,
         )  # fmt: skip
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=8)

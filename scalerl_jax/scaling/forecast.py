@@ -15,6 +15,7 @@ import numpy as np
 from scalerl_jax.scaling import profile
 from scalerl_jax.scaling.fit import SEED_MARGIN, SigmoidFit
 from scalerl_jax.scaling.precision import double_precision
+from scalerl_jax.scaling.units import short_number
 
 _HORIZON = 1e6  # times the compute so far: a target that is reached beyond is not reached
 _SEARCH = 128  # points of a search along the band, twice
@@ -215,4 +216,4 @@ def _range(found: Estimate) -> str:
 
 
 def _short(value: float | None) -> str:
-    return "never" if value is None or not math.isfinite(value) else f"{value:.4g}"
+    return "never" if value is None or not math.isfinite(value) else short_number(value)

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from scalerl_jax.scaling.fit import SigmoidFit
 from scalerl_jax.scaling.report import BAND_LEVEL, HalfTimeForecast
+from scalerl_jax.scaling.units import short_number
 
 # Okabe and Ito's colours: told apart by colour-blind readers, and in grey by their lightness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A800")
@@ -28,17 +29,6 @@ def write_figure(figure: Figure, path: str, *, dpi: int = 150) -> None:
     temporary = f"{path}.tmp"
     figure.savefig(temporary, format=ending, dpi=dpi)
     os.replace(temporary, path)
-
-
-def short_number(value: float) -> str:
-    """1500 -> 1.5k, 2e21 -> 2e+21: at most four digits that matter."""
-    size = abs(value)
-    if size == 0 or 0.001 <= size < 1000:
-        return f"{value:.4g}"
-    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if scale <= size < scale * 1000:
-            return f"{value / scale:.4g}{suffix}"
-    return f"{value:.3g}"
 
 
 def style_axes(axes, *, x_label: str, y_label: str) -> None:

@@ -1,4 +1,4 @@
-"""Units of the compute axis, and the scale of a score."""
+"""Units of the compute axis, how its numbers are written, and the scale of a score."""
 
 import numpy as np
 
@@ -50,3 +50,14 @@ def to_accuracy(scores: np.ndarray, scale: str) -> np.ndarray:
     if scale == "reward":
         return (scores + 1) / 2
     return scores / 100 if scale == "percent" else scores
+
+
+def short_number(value: float) -> str:
+    """1500 -> 1.5k, 2e21 -> 2e+21: at most four digits that matter."""
+    size = abs(value)
+    if size == 0 or 0.001 <= size < 1000:
+        return f"{value:.4g}"
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if scale <= size < scale * 1000:
+            return f"{value / scale:.4g}{suffix}"
+    return f"{value:.3g}"

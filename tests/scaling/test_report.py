@@ -6,6 +6,7 @@ from matplotlib.image import imread
 
 from scalerl_jax.scaling import fit_sigmoid, plot
 from scalerl_jax.scaling.report import half_time_forecast
+from scalerl_jax.scaling.units import short_number
 from tests.scaling.runs import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.linspace(0, 16_000, 21)
@@ -58,4 +59,4 @@ def test_many_runs_in_one_picture(tmp_path):
     ("value", "text"), [(0, "0"), (0.5, "0.5"), (1500, "1.5k"), (2.5e6, "2.5M"), (3e21, "3e+21"), (1e-5, "1e-05")]
 )
 def test_short_numbers(value, text):
-    assert plot.short_number(value) == text
+    assert short_number(value) == text
