@@ -8,8 +8,8 @@ serves until SIGTERM, SIGINT or, with --exit_with_parent, the end of its standar
 turns NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks for them elsewhere) and exits 0. Bad flags end it
 with one line on stderr and exit code 2.
 
-There is no encryption and no authentication: it listens on the loopback interface unless --host says otherwise, and
-whoever reaches it can replace its weights.
+Whoever may call it can replace its weights. So it listens on the loopback interface, or where --host says, and then
+with TLS and a token (access_flags.py).
 """
 
 import asyncio
@@ -22,9 +22,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import grpc
 from absl import app, flags, logging
 
+from rollout_server import access_flags
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
+from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.engine import Engine
 from rollout_server.service import RolloutServer
 from rollout_server.weight_store import ITEM_BYTES
@@ -149,7 +152,16 @@ def _check_address(host: str, port: int) -> None:
         raise UsageError(f"--host={host} --port={port}: cannot listen there ({error})") from None
 
 
-async def serve(make_engine: Callable[[], Engine], *, host: str, port: int, port_file: str, with_parent: bool) -> None:
+async def serve(
+    make_engine: Callable[[], Engine],
+    *,
+    host: str,
+    port: int,
+    port_file: str,
+    with_parent: bool,
+    access: Access = OPEN,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> None:
     """Serves until told to stop. Raises UsageError where it cannot begin, RuntimeError when its engine is over."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     if with_parent:
@@ -164,7 +176,7 @@ async def serve(make_engine: Callable[[], Engine], *, host: str, port: int, port
 
     # 2. From here on it answers.
     try:
-        server = RolloutServer(engine, host=host, port=port)
+        server = RolloutServer(engine, host=host, port=port, access=access, interceptors=interceptors)
     except RuntimeError as error:
         raise UsageError(f"--host={host} --port={port}: cannot listen there ({error})") from None
     await server.start()
@@ -172,9 +184,8 @@ async def serve(make_engine: Callable[[], Engine], *, host: str, port: int, port
         loop.add_signal_handler(number, stop.set)
     if port_file:
         _write_whole(port_file, f"{server.port}\n")
-    reach = "this machine only" if host in ("127.0.0.1", "localhost", "[::1]") else "anyone who can reach it"
     name, identity = engine.info.name, server.service.server_id
-    logging.info("%s engine at %s:%d, open to %s, server %s", name, host, server.port, reach, identity)
+    logging.info("%s engine at %s:%d, open to %s; server %s", name, host, server.port, access.words(host), identity)
 
     # 3. Until the end. A server whose engine is over ends too: whoever started it can start it anew.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
@@ -201,6 +212,13 @@ def _exit_after(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
+
+
+def _access() -> Access:
+    try:
+        return access_flags.read(_HOST.value)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _write_whole(path: str, text: str) -> None:
@@ -237,6 +255,7 @@ def main(argv: Sequence[str]) -> None:
                 port=_PORT.value,
                 port_file=_PORT_FILE.value,
                 with_parent=_EXIT_WITH_PARENT.value,
+                access=_access(),
             )
         )
     except UsageError as error:

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,6 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from rollout_server.contract import codec, rollout_pb2_grpc
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.limits import SERVER_OPTIONS
+from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.engine import Engine, QueueFull, WrongVersion
 from rollout_server.weight_store import Staging, WeightStore
 
@@ -257,17 +259,35 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 class RolloutServer:
     """An engine behind a port, on the running event loop."""
 
-    def __init__(self, engine: Engine, *, host: str = "127.0.0.1", port: int = 0):
-        """Takes the port (0: a free one). Raises RuntimeError where it cannot listen there."""
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        access: Access = OPEN,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ):
+        """Takes the port (0: a free one). Raises RuntimeError where it cannot listen there.
+
+        access: who may call. interceptors: further ones, behind the one that looks at the token.
+        """
         self.engine, self.service = engine, RolloutService(engine)
         self._checker = health.aio.HealthServicer()
         calls = engine.info.slots + engine.info.queue_capacity + SPARE_CALLS
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=calls)
+        self._server = grpc.aio.server(
+            interceptors=[*access.interceptors(), *interceptors],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=calls,
+        )
         rollout_pb2_grpc.add_RolloutServicer_to_server(self.service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._checker, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self.port: int = self._server.add_insecure_port(f"{host}:{port}")
+        if access.credentials is None:
+            self.port: int = self._server.add_insecure_port(f"{host}:{port}")
+        else:
+            self.port = self._server.add_secure_port(f"{host}:{port}", access.credentials)
 
     async def start(self) -> None:
         await self._checker.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,180 @@
+"""TLS and the token over real connections: who is let in, what the others are told, what is never written down."""
+
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rollout_server.contract import codec, security
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from rollout_server.contract.security import Access, Credentials
+from rollout_server.engines.replay_engine import ReplayEngine
+from rollout_server.engines.scripts import Scripted
+from rollout_server.service import RolloutServer
+from tests.rollout_server.certificates import Authority
+from tests.rollout_server.client import Push, group, random_weights
+from tests.rollout_server.test_serve import complaint
+
+TOKEN, SECONDS = "correct-horse-battery", 20
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"), "ours")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"), "others")
+
+
+@contextlib.asynccontextmanager
+async def serving(access: Access) -> AsyncIterator[str]:
+    """The address of a server that lets in whom `access` says."""
+    server = RolloutServer(ReplayEngine(Scripted(vocabulary=64), tensors={"a": (400, 10)}), access=access)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop()
+
+
+def tls(authority: Authority, *, hosts: str = "IP:127.0.0.1", clients: Authority | None = None) -> Access:
+    certificate, key = authority.sign("server", hosts=hosts)
+    clients_pem = clients.certificate.read_bytes() if clients else b""
+    made = security.server_credentials(certificate.read_bytes(), key.read_bytes(), clients_pem)
+    return Access(made, clients is not None, TOKEN)
+
+
+def client(authority: Authority, *, signed_by: Authority | None = None, **changes: str) -> Credentials:
+    pair = [path.read_bytes() for path in signed_by.sign("client")] if signed_by else [b"", b""]
+    return Credentials(authority.certificate.read_bytes(), pair[0], pair[1], **{"token": TOKEN, **changes})
+
+
+async def told(address: str, credentials: Credentials) -> str:
+    """What a client with these credentials learns: the engine's name, or why it gets no answer."""
+    channel = security.connect(address, credentials)
+    try:
+        return (await RolloutStub(channel).Status(pb.StatusRequest(), timeout=SECONDS)).engine
+    except grpc.aio.AioRpcError as error:
+        return security.refusal(error, credentials)
+    finally:
+        await channel.close()
+
+
+async def test_every_kind_of_call_with_tls_both_ways_and_a_token(ours) -> None:
+    async with serving(tls(ours, clients=ours)) as address:
+        channel = security.connect(address, client(ours, signed_by=ours))
+        stub, version = RolloutStub(channel), codec.Version(7, 1)
+        engine = ReplayEngine(Scripted(vocabulary=64), tensors={"a": (400, 10)})
+        reply = await Push(stub, version, random_weights(engine, 1), forget=frozenset({3})).run()
+        assert codec.version_from_proto(reply.applied.version) == version
+        call = stub.Generate(codec.request_to_proto(group(incarnation=7, completions=3)), timeout=SECONDS)
+        assert sorted([message.index async for message in call]) == [0, 1, 2]
+        scored = await stub.Score(pb.ScoreRequest(token_ids=codec.encode_ids([3, 4, 5])), timeout=SECONDS)
+        assert len(codec.decode_floats(scored.logprobs)) == 3
+        await channel.close()
+
+
+async def test_whom_it_turns_away_learns_why(ours, others) -> None:
+    async with serving(tls(ours, clients=ours)) as address:
+        assert await told(address, client(ours, signed_by=ours)) == "replay"
+        assert "not signed by the authority given" in await told(address, client(others, signed_by=ours))
+        assert "as one that wants a client certificate" in await told(address, client(ours))
+        assert "as one that wants another client certificate" in await told(address, client(ours, signed_by=others))
+        assert "it does not take the token" in await told(address, client(ours, signed_by=ours, token="wrong" * 5))
+        assert "it asks for a token" in await told(address, client(ours, signed_by=ours, token=""))
+        assert "as a server with TLS does" in await told(address, Credentials(token=TOKEN))
+    async with serving(Access(token=TOKEN)) as address:
+        assert await told(address, client(ours)) == "it speaks without TLS"
+
+
+async def test_the_name_in_the_certificate(ours) -> None:
+    async with serving(tls(ours, hosts="DNS:generators.example")) as address:
+        assert "for another name than the one dialled" in await told(address, client(ours))
+        assert await told(address, client(ours, name="generators.example")) == "replay"
+        assert "another name than x.example" in await told(address, client(ours, name="x.example"))
+
+
+async def test_no_call_of_any_service_without_the_token(caplog) -> None:
+    async with serving(Access(token=TOKEN)) as address, grpc.aio.insecure_channel(address) as channel:
+        rollout, health = RolloutStub(channel), health_pb2_grpc.HealthStub(channel)
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = [reflection_pb2.ServerReflectionRequest(list_services="")]
+        for metadata in ((), (("authorization", f"Bearer {TOKEN}x"),), (("authorization", f"Bearer {TOKEN}"),) * 2):
+            options = {"timeout": SECONDS, "metadata": metadata}
+            calls = [
+                rollout.Status(pb.StatusRequest(), **options),
+                rollout.Score(pb.ScoreRequest(), **options),
+                rollout.Generate(codec.request_to_proto(group()), **options),
+                rollout.PushWeights(**options),  # nothing is written: it need not be
+                health.Check(health_pb2.HealthCheckRequest(), **options),
+                health.Watch(health_pb2.HealthCheckRequest(), **options),
+                reflection.ServerReflectionInfo(iter(question), **options),
+                channel.unary_unary("/nothing.Here/AtAll")(b"", **options),
+            ]
+            for call in calls:
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        right = (("authorization", f"Bearer {TOKEN}"),)
+        reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS, metadata=right)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        stream = reflection.ServerReflectionInfo(iter(question), timeout=SECONDS, metadata=right)
+        assert (await stream.read()).list_services_response.service
+    assert sum("without the right token" in record.message for record in caplog.records) == 1  # a flood is one line
+    assert TOKEN not in caplog.text
+
+
+def test_a_token_shows_nowhere() -> None:
+    for holder in (Access(token=TOKEN), Credentials(key=b"secret", token=TOKEN)):
+        assert TOKEN not in repr(holder) and "secret" not in repr(holder)
+
+
+# ---- The flags of scalerl-serve
+
+
+def server_flags(ours: Authority, folder: pathlib.Path) -> dict[str, str]:
+    certificate, key = ours.sign("flags")
+    (folder / "token").write_text(TOKEN + "\n")
+    return {
+        "tls_certificate": str(certificate),
+        "tls_key": str(key),
+        "tls_client_authority": str(ours.certificate),
+        "token_file": str(folder / "token"),
+    }
+
+
+@pytest.mark.parametrize("given", [(), ("token_file",), ("tls_certificate", "tls_key")])
+def test_nobody_listens_beyond_this_machine_unprotected(ours, tmp_path, given) -> None:
+    flags = [f"--{name}={value}" for name, value in server_flags(ours, tmp_path).items() if name in given]
+    line = complaint("--engine=replay", "--port=0", "--host=0.0.0.0", *flags)
+    assert "--host=0.0.0.0: beyond this machine a server needs --tls_certificate, --tls_key and --token_file" in line
+    assert "--insecure" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tls_key": ""}, "goes with --tls_key"),
+        ({"tls_certificate": ""}, "goes with --tls_certificate"),
+        ({"tls_certificate": "", "tls_key": ""}, "goes with --tls_certificate and --tls_key"),
+        ({"tls_key": "/nowhere"}, "--tls_key=/nowhere: no such file"),
+        ({"tls_key": "another"}, "not a certificate and its unencrypted key in PEM"),
+        ({"tls_client_authority": "token"}, "not certificates in PEM"),
+        ({"token_file": "short"}, "holds 3 characters, a token has at least 16"),
+        ({"token_file": "two"}, "a token is one word of printable ASCII"),
+    ],
+)
+def test_flags_that_cannot_be(ours, tmp_path, changes, message) -> None:
+    flags = server_flags(ours, tmp_path)
+    (tmp_path / "short").write_text("abc\n")
+    (tmp_path / "two").write_text("two words of a token\n")
+    files = {name: str(tmp_path / name) for name in ("short", "two", "token")} | {"another": str(ours.sign("x")[1])}
+    flags |= {name: files.get(value, value) for name, value in changes.items()}
+    line = complaint("--engine=replay", "--port=0", *(f"--{name}={value}" for name, value in flags.items()))
+    assert message in line
+    assert TOKEN not in line
