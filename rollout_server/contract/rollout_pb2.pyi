@@ -121,26 +121,46 @@ class Completion(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., group_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., forced: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., queued_seconds: _Optional[float] = ..., sampling_seconds: _Optional[float] = ...) -> None: ...
 
 class TensorInfo(_message.Message):
-    __slots__ = ("name", "dtype", "shape")
+    __slots__ = ("name", "dtype", "shape", "digest", "dense", "changed", "gap_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DENSE_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    GAP_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    digest: int
+    dense: bool
+    changed: int
+    gap_bytes: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., dense: bool = ..., changed: _Optional[int] = ..., gap_bytes: _Optional[int] = ...) -> None: ...
 
 class WeightHeader(_message.Message):
-    __slots__ = ("target", "tensors", "payload_bytes", "chunk_bytes")
+    __slots__ = ("target", "tensors", "payload_bytes", "chunk_bytes", "base", "pass_on")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    PASS_ON_FIELD_NUMBER: _ClassVar[int]
     target: Version
     tensors: _containers.RepeatedCompositeFieldContainer[TensorInfo]
     payload_bytes: int
     chunk_bytes: int
-    def __init__(self, target: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., payload_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    base: Version
+    pass_on: _containers.RepeatedCompositeFieldContainer[Hop]
+    def __init__(self, target: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., payload_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., pass_on: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ...) -> None: ...
+
+class Hop(_message.Message):
+    __slots__ = ("address", "pass_on")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PASS_ON_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    pass_on: _containers.RepeatedCompositeFieldContainer[Hop]
+    def __init__(self, address: _Optional[str] = ..., pass_on: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ...) -> None: ...
 
 class WeightChunk(_message.Message):
     __slots__ = ("index", "data", "crc32")
@@ -163,23 +183,44 @@ class WeightMessage(_message.Message):
     def __init__(self, header: _Optional[_Union[WeightHeader, _Mapping]] = ..., chunk: _Optional[_Union[WeightChunk, _Mapping]] = ..., commit: bool = ...) -> None: ...
 
 class WeightReply(_message.Message):
-    __slots__ = ("resend", "applied", "refused")
+    __slots__ = ("resend", "applied", "refused", "anchor", "passed")
     class Applied(_message.Message):
-        __slots__ = ("version", "staging_seconds", "pause_seconds")
+        __slots__ = ("version", "staging_seconds", "pause_seconds", "checking_seconds")
         VERSION_FIELD_NUMBER: _ClassVar[int]
         STAGING_SECONDS_FIELD_NUMBER: _ClassVar[int]
         PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        CHECKING_SECONDS_FIELD_NUMBER: _ClassVar[int]
         version: Version
         staging_seconds: float
         pause_seconds: float
-        def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., staging_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+        checking_seconds: float
+        def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., staging_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., checking_seconds: _Optional[float] = ...) -> None: ...
+    class Passed(_message.Message):
+        __slots__ = ("address", "staged", "applied", "refused", "anchor", "lost")
+        ADDRESS_FIELD_NUMBER: _ClassVar[int]
+        STAGED_FIELD_NUMBER: _ClassVar[int]
+        APPLIED_FIELD_NUMBER: _ClassVar[int]
+        REFUSED_FIELD_NUMBER: _ClassVar[int]
+        ANCHOR_FIELD_NUMBER: _ClassVar[int]
+        LOST_FIELD_NUMBER: _ClassVar[int]
+        address: str
+        staged: bool
+        applied: WeightReply.Applied
+        refused: str
+        anchor: str
+        lost: str
+        def __init__(self, address: _Optional[str] = ..., staged: bool = ..., applied: _Optional[_Union[WeightReply.Applied, _Mapping]] = ..., refused: _Optional[str] = ..., anchor: _Optional[str] = ..., lost: _Optional[str] = ...) -> None: ...
     RESEND_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
     resend: int
     applied: WeightReply.Applied
     refused: str
-    def __init__(self, resend: _Optional[int] = ..., applied: _Optional[_Union[WeightReply.Applied, _Mapping]] = ..., refused: _Optional[str] = ...) -> None: ...
+    anchor: str
+    passed: WeightReply.Passed
+    def __init__(self, resend: _Optional[int] = ..., applied: _Optional[_Union[WeightReply.Applied, _Mapping]] = ..., refused: _Optional[str] = ..., anchor: _Optional[str] = ..., passed: _Optional[_Union[WeightReply.Passed, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("token_ids",)

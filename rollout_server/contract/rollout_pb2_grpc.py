@@ -84,14 +84,20 @@ class RolloutServicer(object):
     def PushWeights(self, request_iterator, context):
         """One version of the weights. The client sends a header, then every chunk, then `commit`; the server answers `resend`
         for each chunk whose checksum is wrong as it comes, and after `commit` for each that never came. Once `commit` is
-        there the version is applied as soon as its last chunk is good, so `commit` need not be repeated. `applied` or
-        `refused` is the last reply: the client then ends the call, the server drops what is still on its way (for some
-        seconds; then it ends the call itself). So a client reads while it writes.
+        there the version is applied as soon as its last chunk is good, so `commit` need not be repeated. `applied`,
+        `refused` or `anchor` is the last reply about the server itself: the client then ends the call, the server drops
+        what is still on its way (for some seconds; then it ends the call itself). So a client reads while it writes.
         The whole version is staged while decoding goes on and flipped in between two decode steps: all tensors or none.
         The header is checked in full before a chunk is taken: its tensors must be exactly the model's, in the dtype that
         Status names, and its version must not be older than the one held (by incarnation, then by step; the same one again
         is welcome). One push is received at a time: one of the same or a newer version ends the one before it, an older one
         is refused. While a version is being applied, the next push is left unread.
+        A patch is checked completely before the engine sees any of it: its base must be what the server's host copy holds,
+        and after it the digest of every tensor of that copy must be the header's. Where it is not, the answer is `anchor`,
+        and the copy is as it was or counts as lost: it takes a dense version to go on. A patch to the version held is
+        answered `applied` at once.
+        Where the header says pass_on, the server sends the version on to those servers, and answers `passed` for each of
+        them and of those behind them; the client ends the call when it has heard of all it cares for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
