@@ -1,6 +1,9 @@
-"""What holds for every test: computation shares the cores with the other test processes, and property tests repeat."""
+"""What holds for every test: computation shares the cores with the other test processes, what one of them has compiled
+none compiles again, and property tests repeat."""
 
 import os
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -10,6 +13,14 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("NPROC", str(max(1, cores // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+
+# Made anew by each run of the tests; inherited by pytest's workers and by the processes that tests start. JAX reports a
+# program that it finds there as compiled all the same, so tests that count compilations count it.
+_COMPILED = "" if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="scalerl-compiled-")
+if _COMPILED:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # The same examples at every run, and no limit on one: a loaded machine is not a bug.
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
@@ -28,6 +39,11 @@ LONGEST = (
     "tests/report/test_browser.py",
     "tests/report/test_page.py",
 )
+
+
+def pytest_unconfigure() -> None:
+    if _COMPILED:
+        shutil.rmtree(_COMPILED, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

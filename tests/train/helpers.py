@@ -11,7 +11,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,10 +32,6 @@ SECONDS = 600.0
 TRAIN_PROMPTS, HELD_OUT = 14, 6
 
 
-# What is compiled once need not be compiled at every start: made anew by each test session.
-COMPILED = tempfile.TemporaryDirectory(prefix="scalerl-compiled-")
-
-
 def environment() -> dict[str, str]:
     # One thread: the runs of these tests are small, and there may be as many of them as cores.
     return {
@@ -45,9 +40,6 @@ def environment() -> dict[str, str]:
         "NPROC": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # SIGABRT: every thread's stack
-        "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 
