@@ -6,7 +6,7 @@
         Status        counters of the engine and of this file
         Generate      one pump task per call moves completions from the engine to the call's outbox; ending the pump
                       frees the slots, whatever the client does or does not read
-        PushWeights   header -> WeightStore.check -> chunks into the staging buffer -> commit -> engine.load
+        PushWeights   weight_push.py
         Score         a bounded number at a time
 
 Everything runs on one event loop, so the state below needs no locks; what matters is that nothing is awaited between a
@@ -30,7 +30,7 @@ from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.limits import SERVER_OPTIONS
 from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.engine import Engine, QueueFull, WrongVersion
-from rollout_server.weight_store import Staging, WeightStore
+from rollout_server.weight_push import WeightReceiver
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Rollout"].full_name
 
@@ -39,9 +39,6 @@ MAXIMUM_SCORES = 8
 
 # Calls beyond those that can hold a slot or a place: status, health, pushes, scores.
 SPARE_CALLS = 64
-
-# How long a push that is over goes on reading, and dropping, what its client still sends.
-DRAIN_SECONDS = 10.0
 
 # How often the engine is asked whether it still lives.
 WATCH_SECONDS = 1.0
@@ -72,13 +69,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     def __init__(self, engine: Engine):
         self.server_id = uuid.uuid4().hex
         self._engine = engine
-        self._store = WeightStore(engine.info, engine.weight_buffer)
+        self._weights = WeightReceiver(engine)
         self._calls: dict[tuple[int, str, int], _Call] = {}  # by the name of each completion they were asked for
-        self._receiving: object | None = None  # the ticket of the push that may write to the store
-        self._receiving_version = codec.Version(0, 0)  # what it brings
-        self._applying: asyncio.Task[float] | None = None
         self._scores = 0
-        self._versions_applied = 0
         self._stopping = False
         self._began = time.monotonic()
 
@@ -111,8 +104,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             up_seconds=time.monotonic() - self._began,
             busy_seconds=status.busy_seconds,
             pause_seconds=status.pause_seconds,
-            versions_applied=self._versions_applied,
-            chunks_refused=self._store.chunks_refused,
+            versions_applied=self._weights.versions_applied,
+            chunks_refused=self._weights.store.chunks_refused,
         )
 
     # ------------------------------------------------------------------------------------------------ Generate
@@ -164,78 +157,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     # --------------------------------------------------------------------------------------------- PushWeights
 
     async def PushWeights(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
-        ticket = object()  # of this call: the one in self._receiving may go on
-        try:
-            reply = pb.WeightReply(applied=await self._receive(ticket, context))
-        except ValueError as error:
-            log.warning("weights refused: %s", error)
-            reply = pb.WeightReply(refused=str(error))
-        finally:
-            if self._receiving is ticket:
-                self._receiving = None
-        await context.write(reply)
-        # A call that ends under a client's write loses the reply that explains it, so the client ends it.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while await context.read() is not grpc.aio.EOF:
-                    pass
-
-    async def _receive(self, ticket: object, context: grpc.aio.ServicerContext) -> pb.WeightReply.Applied:
-        """Raises ValueError where the version is refused; the weights are then as they were."""
-        message = await context.read()
-        if message is grpc.aio.EOF or message.WhichOneof("kind") != "header":
-            raise ValueError("the first message is not a header")
-        header = message.header
-        target = codec.version_from_proto(header.target)
-
-        def still_welcome() -> None:
-            if self._receiving is not ticket:
-                raise ValueError(f"another push of step {self._receiving_version.step} took its place")
-
-        # 1. The whole header is checked, and the newest of those that want to send goes on.
-        self._store.check(header, self._engine.status().version)
-        if self._receiving is not None and target < self._receiving_version:
-            raise ValueError(f"step {self._receiving_version.step}, which is newer, is being received")
-        self._receiving, self._receiving_version = ticket, target
-
-        # 2. The buffer is the engine's until the version before this one is applied.
-        while self._applying is not None:
-            await asyncio.wait({self._applying})
-            still_welcome()
-        self._store.check(header, self._engine.status().version)
-
-        # 3. Chunks, in any order, until commit and the last of them are there.
-        staging, committed = self._store.stage(header), False
-        while not (committed and staging.complete):
-            message = await context.read()
-            still_welcome()
-            if message is grpc.aio.EOF:
-                raise ValueError(f"the stream ended with {staging.waiting} chunks missing, commit {committed}")
-            kind = message.WhichOneof("kind")
-            if kind == "chunk":
-                again = [] if staging.put(message.chunk) else [message.chunk.index]
-            elif kind == "commit":
-                committed, again = True, staging.ask()
-            else:
-                raise ValueError(f"a {kind} in the middle of a version")
-            for index in again:
-                await context.write(pb.WeightReply(resend=index))
-
-        # 4. The engine takes it. From here on the client's going away changes nothing: all tensors or none.
-        self._receiving = None
-        self._applying = asyncio.create_task(self._apply(staging))
-        pause = await asyncio.shield(self._applying)
-        return pb.WeightReply.Applied(version=header.target, staging_seconds=staging.seconds, pause_seconds=pause)
-
-    async def _apply(self, staging: Staging) -> float:
-        """Seconds that decoding stood still."""
-        try:
-            tensors = staging.tensors()
-            pause = await self._engine.load(staging.target, tensors, dict.fromkeys(tensors))
-        finally:
-            self._applying = None
-        self._versions_applied += 1
-        return pause
+        await self._weights.push(context)
 
     # --------------------------------------------------------------------------------------------------- Score
 

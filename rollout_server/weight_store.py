@@ -1,31 +1,33 @@
-"""Where a version of the weights is put together, chunk by chunk, before the engine gets to see it.
+"""The host copy of the weights, and how a version gets into it before the engine sees any of it.
 
-    WeightStore   one per server: what a version must hold, and one host buffer of exactly that size
-    Staging       one version on its way in: chunks in any order, each checked, until none is missing
+    dense   the chunks are the copy's bytes: from the first of them on it holds no version, until all are there
+    patch   the chunks lie apart;  decoded in full -> written into the copy -> digests of the whole copy -> the engine
+            a wrong digest: what was written is undone, and the copy counts as lost
 
-Nothing here knows gRPC or an event loop. The buffer is used again for every version, so a version is staged only after
-the engine is done with the one before it (service.py sees to that), and tensors are views into it, never copies.
+`held` is the version that the copy holds, to the bit as the trainer has it; only a patch that starts from it is taken.
+Tensors are views into the copy, never copies of it. Nothing here knows gRPC or an event loop; one version at a time.
 """
 
 import math
-import time
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.limits import MAXIMUM_CHUNK_BYTES
-from rollout_server.engines.engine import EngineInfo
+from rollout_server.contract.weight_patch import MAXIMUM_ELEMENTS, MAXIMUM_PATCH_SHARE, Change, Sparse, decode, digest
+from rollout_server.engines.engine import Changes, EngineInfo
+from rollout_server.staging import Staging
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 # Bookkeeping is per chunk, so their number is bounded too: 1 TiB in chunks of 1 MiB.
 MAXIMUM_CHUNKS = 2**20
 
-# A chunk that is wrong this often is not bad luck: the link or the sender is broken.
-MAXIMUM_ATTEMPTS = 8
+
+class AnchorNeeded(ValueError):
+    """No patch will do: a dense version is needed."""
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -44,28 +46,44 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 class WeightStore:
-    """Checks headers against what the engine's model holds, and owns the host buffer."""
+    """Checks headers against what the engine's model holds, and owns the host copy."""
 
     def __init__(self, info: EngineInfo, weight_buffer: Callable[[int], np.ndarray]):
         self._shapes = {name: tuple(shape) for name, shape in info.tensors.items()}
         self._wire_dtype = info.wire_dtype
-        self._payload_bytes = sum(self._bytes(shape) for shape in self._shapes.values())
+        self._dtype = numpy_dtype(info.wire_dtype)
+        self._payload_bytes = sum(self._bytes(shape) for shape in self._shapes.values())  # of a dense version
         self._weight_buffer = weight_buffer
         self._buffer: np.ndarray | None = None  # [payload] uint8, from the first version on
-        self.chunks_refused = 0  # wrong checksum, since the start of the process
+        self._offsets: dict[str, int] = {}  # of each tensor in the buffer, in bytes
+        self.held: codec.Version | None = None
+        self._refused = 0
+        self._staging: Staging | None = None  # the last one
+
+    @property
+    def chunks_refused(self) -> int:
+        """Wrong checksum, since the start of the process."""
+        return self._refused + (self._staging.chunks_refused if self._staging else 0)
 
     def _bytes(self, shape: Iterable[int]) -> int:
         return math.prod(shape) * ITEM_BYTES[self._wire_dtype]
 
+    # ---------------------------------------------------------------------------------------------- the header
+
     def check(self, header: pb.WeightHeader, held: codec.Version) -> None:
-        """Raises ValueError unless a payload that follows this header can become the weights."""
+        """Raises ValueError unless a payload that follows this header can become the weights.
+
+        `held` is the version that the engine decodes with. Whether a patch starts from the right one is for check_base.
+        """
         target = codec.version_from_proto(header.target)
         if target.incarnation == 0:
             raise ValueError("incarnation 0 is no trainer")
         if target < held:
             raise ValueError(f"{_name(target)} is older than the version held, {_name(held)}")
         self._check_tensors(header)
-        if header.payload_bytes != self._payload_bytes:
+        if header.HasField("base"):
+            self._check_patch(header)
+        elif header.payload_bytes != self._payload_bytes:
             raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors take {self._payload_bytes}")
         if not 0 < header.chunk_bytes <= MAXIMUM_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes is {header.chunk_bytes}, not within 1 and {MAXIMUM_CHUNK_BYTES}")
@@ -89,104 +107,140 @@ class WeightStore:
             if tuple(tensor.shape) != self._shapes[tensor.name]:
                 wanted = list(self._shapes[tensor.name])
                 raise ValueError(f"tensor {tensor.name} has shape {list(tensor.shape)}, the model's is {wanted}")
+            if tensor.HasField("digest") and self._wire_dtype != "bfloat16":
+                raise ValueError(f"tensor {tensor.name} has a digest, which only bfloat16 has")
 
-    def stage(self, header: pb.WeightHeader) -> "Staging":
-        """Starts a version whose header has passed `check`. Whatever was staged before is overwritten."""
+    def _check_patch(self, header: pb.WeightHeader) -> None:
+        if self._wire_dtype != "bfloat16":
+            raise ValueError(f"a patch, but the wire dtype is {self._wire_dtype!r}")
+        base, target = codec.version_from_proto(header.base), codec.version_from_proto(header.target)
+        if base.incarnation != target.incarnation:
+            raise ValueError(f"a patch from {_name(base)} to {_name(target)}")
+        if base >= target:
+            raise ValueError(f"a patch from step {base.step} to step {target.step}")
+        for tensor in header.tensors:
+            size = math.prod(self._shapes[tensor.name])
+            if not tensor.HasField("digest"):
+                raise ValueError(f"tensor {tensor.name} of a patch has no digest")
+            if tensor.dense and (tensor.changed or tensor.gap_bytes):
+                raise ValueError(f"tensor {tensor.name} is dense, and has {tensor.changed} changed elements")
+            if size > MAXIMUM_ELEMENTS and not tensor.dense:
+                raise ValueError(f"tensor {tensor.name} has more than {MAXIMUM_ELEMENTS} elements")
+            if tensor.changed > size:
+                raise ValueError(f"tensor {tensor.name}: {tensor.changed} of {size} elements changed")
+        bytes_of_parts = sum(self._part_bytes(tensor) for tensor in header.tensors)
+        if header.payload_bytes != bytes_of_parts:
+            raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors' parts take {bytes_of_parts}")
+        if header.payload_bytes > MAXIMUM_PATCH_SHARE * self._payload_bytes:
+            raise ValueError(
+                f"a patch of {header.payload_bytes} bytes, the dense version has {self._payload_bytes} "
+                f"(at most {MAXIMUM_PATCH_SHARE:g} of them)"
+            )
+
+    def _part_bytes(self, tensor: pb.TensorInfo) -> int:
+        return self._bytes(self._shapes[tensor.name]) if tensor.dense else tensor.gap_bytes + 2 * tensor.changed
+
+    def check_base(self, header: pb.WeightHeader) -> None:
+        """Raises AnchorNeeded where the host copy does not hold what a patch starts from."""
+        if header.HasField("base"):
+            base = codec.version_from_proto(header.base)
+            if self.held != base:
+                holds = _name(self.held) if self.held else "no version"
+                raise AnchorNeeded(f"the patch starts from {_name(base)}, the host copy holds {holds}")
+
+    def holds(self, header: pb.WeightHeader) -> bool:
+        """Whether a patch brings what is there already."""
+        return header.HasField("base") and self.held == codec.version_from_proto(header.target)
+
+    # ---------------------------------------------------------------------------------------------- the payload
+
+    def stage(self, header: pb.WeightHeader) -> Staging:
+        """Starts a version whose header has passed the checks. A dense one is staged in the host copy itself."""
         if self._buffer is None:
             self._buffer = self._weight_buffer(self._payload_bytes)
-        layout, offset = {}, 0
-        for tensor in header.tensors:
-            layout[tensor.name] = (offset, self._shapes[tensor.name])
-            offset += self._bytes(self._shapes[tensor.name])
-        return Staging(
-            store=self,
-            target=codec.version_from_proto(header.target),
-            buffer=self._buffer,
-            chunk_bytes=header.chunk_bytes,
-            layout=layout,
-            dtype=numpy_dtype(self._wire_dtype),
-        )
+        if header.HasField("base"):
+            buffer = np.empty(header.payload_bytes, np.uint8)
+        else:
+            self.held, buffer, offset = None, self._buffer, 0
+            for tensor in header.tensors:
+                self._offsets[tensor.name] = offset
+                offset += self._bytes(self._shapes[tensor.name])
+        self._refused = self.chunks_refused
+        self._staging = Staging(header, buffer)
+        return self._staging
 
+    def finish(self, staging: Staging) -> tuple[Mapping[str, np.ndarray], Changes]:
+        """Makes the host copy the version staged: (read-only views of all its tensors, what is new in them).
 
-class Staging:
-    """One version on its way in."""
-
-    def __init__(
-        self,
-        *,
-        store: WeightStore,
-        target: codec.Version,
-        buffer: np.ndarray,  # [payload] uint8
-        chunk_bytes: int,
-        layout: dict[str, tuple[int, tuple[int, ...]]],  # name -> offset in bytes, shape
-        dtype: np.dtype,
-    ):
-        self.target = target
-        self._store = store
-        self._buffer = buffer.data  # slices of a memoryview take bytes without a detour
-        self._chunk_bytes = chunk_bytes
-        self._layout = layout
-        self._dtype = dtype
-        self._began = time.monotonic()
-        self._good = np.zeros(-(-len(buffer) // chunk_bytes), bool)  # [chunks]
-        self._waiting = len(self._good)  # chunks that are not good yet
-        self._attempts: dict[int, int] = {}  # chunk -> how often it was wrong
-        self._asked: set[int] = set()  # asked for again and not seen since
-        self.seconds = 0.0  # header to last good chunk
-
-    @property
-    def complete(self) -> bool:
-        return self._waiting == 0
-
-    @property
-    def waiting(self) -> int:
-        """Chunks that are not there yet."""
-        return self._waiting
-
-    def put(self, chunk: pb.WeightChunk) -> bool:
-        """Takes one chunk. False: its checksum is wrong, it must be sent again.
-
-        Raises ValueError where sending it again would not help.
+        The copy holds no version from here on, until the caller, when the engine has taken it, sets `held`. Takes a
+        while, and may run on any thread. Raises AnchorNeeded where the version turns out wrong; a patch's tensors are
+        then what they were.
         """
-        index, data = chunk.index, chunk.data
-        if index >= len(self._good):
-            raise ValueError(f"chunk {index} of {len(self._good)}")
-        self._asked.discard(index)
-        if zlib.crc32(data) != chunk.crc32:
-            self._store.chunks_refused += 1
-            if self._good[index]:
-                return True  # a good copy is here already
-            self._attempts[index] = self._attempts.get(index, 0) + 1
-            if self._attempts[index] >= MAXIMUM_ATTEMPTS:
-                raise ValueError(f"the checksum of chunk {index} was wrong {MAXIMUM_ATTEMPTS} times")
-            self._asked.add(index)
-            return False
-        start = index * self._chunk_bytes
-        size = min(self._chunk_bytes, len(self._buffer) - start)
-        if len(data) != size:
-            raise ValueError(f"chunk {index} has {len(data)} bytes, not {size}")
-        if not self._good[index]:
-            self._buffer[start : start + size] = data
-            self._good[index] = True
-            self._waiting -= 1
-            if self.complete:
-                self.seconds = time.monotonic() - self._began
-        return True
+        changes: Changes = dict.fromkeys(self._shapes)
+        undo: dict[str, np.ndarray | Change] = {}
+        if staging.is_patch:
+            changes = self._decode(staging)
+            self.held = None
+            undo = self._write(staging, changes)
+        for tensor in staging.header.tensors:
+            if tensor.HasField("digest") and digest(self._view(tensor.name)) != tensor.digest:
+                for name, before in undo.items():
+                    self._set(name, before)
+                raise AnchorNeeded(f"tensor {tensor.name}: its digest is not that of {_name(staging.target)}")
+        views = {tensor.name: self._view(tensor.name) for tensor in staging.header.tensors}
+        for view in views.values():
+            view.flags.writeable = False
+        return views, changes
 
-    def ask(self) -> list[int]:
-        """The chunks that never came and were not asked for yet; from now on they are."""
-        missing = [int(index) for index in np.flatnonzero(~self._good) if int(index) not in self._asked]
-        self._asked.update(missing)
-        return missing
+    def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | np.ndarray]]:
+        payload, offset = staging.payload, 0
+        for tensor in staging.header.tensors:
+            size = self._part_bytes(tensor)
+            part = payload[offset : offset + size]
+            offset += size
+            if tensor.dense:
+                # Copied: it may begin at an odd byte.
+                yield tensor.name, np.frombuffer(part.tobytes(), self._dtype).reshape(self._shapes[tensor.name])
+            else:
+                values = np.frombuffer(part[tensor.gap_bytes :].tobytes(), self._dtype)
+                yield tensor.name, Sparse(tensor.changed, part[: tensor.gap_bytes], values)
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        """Read-only views into the buffer, by name. They hold until the next version is staged."""
-        assert self.complete
-        views = {}
-        for name, (offset, shape) in self._layout.items():
-            views[name] = np.ndarray(shape, self._dtype, self._buffer, offset)
-            views[name].flags.writeable = False
-        return views
+    def _decode(self, staging: Staging) -> Changes:
+        """What differs; unchanged tensors are not named. Raises AnchorNeeded; nothing has been written."""
+        changes: dict[str, Change | None] = {}
+        for name, part in self._parts(staging):
+            if not isinstance(part, Sparse):
+                changes[name] = None
+            elif part.changed or len(part.gaps):
+                try:
+                    changes[name] = decode(part, math.prod(self._shapes[name]))
+                except ValueError as error:
+                    raise AnchorNeeded(f"tensor {name}: {error}") from error
+        return changes
+
+    def _write(self, staging: Staging, changes: Changes) -> dict[str, np.ndarray | Change]:
+        """Writes the changes into the host copy; returns what stood there."""
+        undo: dict[str, np.ndarray | Change] = {}
+        for name, change in changes.items():
+            view = self._view(name).reshape(-1)
+            undo[name] = Change(change.positions, view[change.positions]) if change else view.copy()
+            if change:
+                self._set(name, change)
+        for name, part in self._parts(staging):
+            if isinstance(part, np.ndarray):
+                self._set(name, part)
+        return undo
+
+    def _set(self, name: str, part: np.ndarray | Change) -> None:
+        view = self._view(name).reshape(-1)
+        if isinstance(part, Change):
+            view[part.positions] = part.values
+        else:
+            view[:] = part.reshape(-1)
+
+    def _view(self, name: str) -> np.ndarray:
+        assert self._buffer is not None
+        return np.ndarray(self._shapes[name], self._dtype, self._buffer.data, self._offsets[name])
 
 
 def _name(version: codec.Version) -> str:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from rollout_server.contract.codec import Completion, GroupRequest, Version
+from rollout_server.contract.weight_patch import Change
 
 
 class QueueFull(Exception):
@@ -50,14 +51,6 @@ class EngineInfo:
     queue_capacity: int
     maximum_tokens: int
     tensors: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape: what a version of the weights must hold
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """Where one tensor of a new version differs from the version held, and what stands there."""
-
-    positions: np.ndarray  # [changed] int64, into the tensor in row-major order, ascending, none twice
-    values: np.ndarray  # [changed] in wire dtype
 
 
 # By tensor's name. None: it may differ anywhere. A tensor that is not named is as it was, to the bit.

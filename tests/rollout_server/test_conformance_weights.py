@@ -116,7 +116,7 @@ async def test_a_pin_that_is_given_up_lets_the_weights_in(make_engine: MakeEngin
         pinned = served.stub.Generate(wanted, timeout=60)
         await served.until(lambda status: status.busy_slots == 4)
         await push.send_commit()
-        await eventually(lambda: served.server.service._applying is not None)
+        await eventually(lambda: served.server.service._weights._applying is not None)
         pinned.cancel()
         assert (await push.outcome()).HasField("applied")
 
@@ -254,7 +254,7 @@ async def test_a_newer_push_takes_the_place_of_an_older_one(make_engine: MakeEng
         older = Push(served.stub, step(2), random_weights(served.engine, 2))
         await older.send_header()
         await older.send_chunk(0)
-        await eventually(lambda: served.server.service._receiving is not None)
+        await eventually(lambda: served.server.service._weights._receiving is not None)
         assert "newer" in (await served.push(step(1), random_weights(served.engine, 1))).refused
         assert (await served.push(step(3), random_weights(served.engine, 3))).HasField("applied")
         await older.send_chunk(1)
@@ -277,7 +277,7 @@ def hold_loading(served: Served, monkeypatch: pytest.MonkeyPatch) -> asyncio.Eve
 async def test_a_push_waits_while_another_is_applied(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 is held up; 3 and 4 come meanwhile. The newest goes on, and the tensors of 2 are not overwritten."""
     async with serving(make_engine()) as served:
-        service, go = served.server.service, hold_loading(served, monkeypatch)
+        service, go = served.server.service._weights, hold_loading(served, monkeypatch)
         second = asyncio.create_task(served.push(step(2), random_weights(served.engine, 2)))
         await eventually(lambda: service._applying is not None)
         third = asyncio.create_task(served.push(step(3), random_weights(served.engine, 3)))
@@ -297,7 +297,7 @@ async def test_a_client_that_leaves_after_commit_leaves_a_whole_version(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(make_engine()) as served:
-        service, go = served.server.service, hold_loading(served, monkeypatch)
+        service, go = served.server.service._weights, hold_loading(served, monkeypatch)
         push = await staged(served, step(2), 2)
         await push.send_commit()
         await eventually(lambda: service._applying is not None)

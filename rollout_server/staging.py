@@ -1,0 +1,88 @@
+"""The chunks of one version on their way in: in any order, each checked, until none is missing.
+
+Nothing here knows what the bytes mean, gRPC or an event loop.
+"""
+
+import time
+import zlib
+
+import numpy as np
+
+from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
+
+# A chunk that is wrong this often is not bad luck: the link or the sender is broken.
+MAXIMUM_ATTEMPTS = 8
+
+
+class Staging:
+    """One version on its way in."""
+
+    def __init__(self, header: pb.WeightHeader, buffer: np.ndarray):
+        """`buffer` [payload_bytes] uint8 is filled."""
+        self.header = header
+        self.target = codec.version_from_proto(header.target)
+        self.chunks_refused = 0  # wrong checksum
+        self.seconds = 0.0  # header to last good chunk
+        self._chunk_bytes = header.chunk_bytes
+        self._buffer = buffer.data  # slices of a memoryview take bytes without a detour
+        self._began = time.monotonic()
+        self._good = np.zeros(-(-len(buffer) // header.chunk_bytes), bool)  # [chunks]
+        self._waiting = len(self._good)  # chunks that are not good yet
+        self._attempts: dict[int, int] = {}  # chunk -> how often it was wrong
+        self._asked: set[int] = set()  # asked for again and not seen since
+
+    @property
+    def is_patch(self) -> bool:
+        return self.header.HasField("base")
+
+    @property
+    def complete(self) -> bool:
+        return self._waiting == 0
+
+    @property
+    def waiting(self) -> int:
+        """Chunks that are not there yet."""
+        return self._waiting
+
+    @property
+    def payload(self) -> np.ndarray:
+        """[payload_bytes] uint8, all of it there."""
+        assert self.complete
+        return np.frombuffer(self._buffer, np.uint8)
+
+    def put(self, chunk: pb.WeightChunk) -> bool:
+        """Takes one chunk. False: its checksum is wrong, it must be sent again.
+
+        Raises ValueError where sending it again would not help.
+        """
+        index, data = chunk.index, chunk.data
+        if index >= len(self._good):
+            raise ValueError(f"chunk {index} of {len(self._good)}")
+        self._asked.discard(index)
+        if zlib.crc32(data) != chunk.crc32:
+            self.chunks_refused += 1
+            if self._good[index]:
+                return True  # a good copy is here already
+            self._attempts[index] = self._attempts.get(index, 0) + 1
+            if self._attempts[index] >= MAXIMUM_ATTEMPTS:
+                raise ValueError(f"the checksum of chunk {index} was wrong {MAXIMUM_ATTEMPTS} times")
+            self._asked.add(index)
+            return False
+        start = index * self._chunk_bytes
+        size = min(self._chunk_bytes, len(self._buffer) - start)
+        if len(data) != size:
+            raise ValueError(f"chunk {index} has {len(data)} bytes, not {size}")
+        if not self._good[index]:
+            self._buffer[start : start + size] = data
+            self._good[index] = True
+            self._waiting -= 1
+            if self.complete:
+                self.seconds = time.monotonic() - self._began
+        return True
+
+    def ask(self) -> list[int]:
+        """The chunks that never came and were not asked for yet; from now on they are."""
+        missing = [int(index) for index in np.flatnonzero(~self._good) if int(index) not in self._asked]
+        self._asked.update(missing)
+        return missing

@@ -1,0 +1,131 @@
+"""PushWeights: how versions come in over gRPC and reach the engine.
+
+    header -> WeightStore.check -> wait while another version is applied -> chunks -> commit
+           -> WeightStore.finish on a thread of its own, decoding goes on -> engine.load
+
+Everything but `finish` runs on one event loop, so the state below needs no locks; what matters is that nothing is
+awaited between a check and the act that relies on it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+
+import grpc
+
+from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.engines.engine import Engine
+from rollout_server.staging import Staging
+from rollout_server.weight_store import AnchorNeeded, WeightStore
+
+# How long a push that is over goes on reading, and dropping, what its client still sends.
+DRAIN_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class WeightReceiver:
+    """Of one server: its host copy of the weights, and who may write to it."""
+
+    def __init__(self, engine: Engine):
+        self.store = WeightStore(engine.info, engine.weight_buffer)
+        self.versions_applied = 0
+        self._engine = engine
+        self._receiving: object | None = None  # the ticket of the push that may write to the store
+        self._receiving_version = codec.Version(0, 0)  # what it brings
+        self._applying: asyncio.Task[tuple[float, float]] | None = None
+
+    async def push(self, context: grpc.aio.ServicerContext) -> None:
+        """One call, from header to last reply."""
+        ticket = object()  # of this call: the one in self._receiving may go on
+        try:
+            reply = pb.WeightReply(applied=await self._receive(ticket, context))
+        except AnchorNeeded as error:
+            log.warning("a dense version is needed: %s", error)
+            reply = pb.WeightReply(anchor=str(error))
+        except ValueError as error:
+            log.warning("weights refused: %s", error)
+            reply = pb.WeightReply(refused=str(error))
+        finally:
+            if self._receiving is ticket:
+                self._receiving = None
+        await context.write(reply)
+        # A call that ends under a client's write loses the reply that explains it, so the client ends it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while await context.read() is not grpc.aio.EOF:
+                    pass
+
+    async def _receive(self, ticket: object, context: grpc.aio.ServicerContext) -> pb.WeightReply.Applied:
+        """Raises ValueError where the version is refused; the weights are then as they were."""
+        message = await context.read()
+        if message is grpc.aio.EOF or message.WhichOneof("kind") != "header":
+            raise ValueError("the first message is not a header")
+        header = message.header
+        target = codec.version_from_proto(header.target)
+
+        def still_welcome() -> None:
+            if self._receiving is not ticket:
+                raise ValueError(f"another push of step {self._receiving_version.step} took its place")
+
+        # 1. The whole header is checked, and the newest of those that want to send goes on.
+        self.store.check(header, self._engine.status().version)
+        if self._receiving is not None and target < self._receiving_version:
+            raise ValueError(f"step {self._receiving_version.step}, which is newer, is being received")
+        self._receiving, self._receiving_version = ticket, target
+
+        # 2. The host copy is the engine's until the version before this one is applied.
+        while self._applying is not None:
+            await asyncio.wait({self._applying})
+            still_welcome()
+        self.store.check(header, self._engine.status().version)
+        if self.store.holds(header):
+            return pb.WeightReply.Applied(version=header.target)
+        self.store.check_base(header)
+
+        # 3. Chunks, in any order, until commit and the last of them are there.
+        staging, committed = self.store.stage(header), False
+        while not (committed and staging.complete):
+            message = await context.read()
+            still_welcome()
+            if message is grpc.aio.EOF:
+                raise ValueError(f"the stream ended with {staging.waiting} chunks missing, commit {committed}")
+            kind = message.WhichOneof("kind")
+            if kind == "chunk":
+                again = [] if staging.put(message.chunk) else [message.chunk.index]
+            elif kind == "commit":
+                committed, again = True, staging.ask()
+            else:
+                raise ValueError(f"a {kind} in the middle of a version")
+            for index in again:
+                await context.write(pb.WeightReply(resend=index))
+
+        # 4. The engine takes it. From here on the client's going away changes nothing: all tensors or none.
+        self._receiving = None
+        self._applying = asyncio.create_task(self._apply(staging))
+        self._applying.add_done_callback(_seen)
+        checking, pause = await asyncio.shield(self._applying)
+        return pb.WeightReply.Applied(
+            version=header.target, staging_seconds=staging.seconds, checking_seconds=checking, pause_seconds=pause
+        )
+
+    async def _apply(self, staging: Staging) -> tuple[float, float]:
+        """Seconds: until the host copy was the version; that decoding stood still."""
+        try:
+            began = time.monotonic()
+            tensors, changes = await asyncio.to_thread(self.store.finish, staging)
+            checking = time.monotonic() - began
+            pause = await self._engine.load(staging.target, tensors, changes)
+            self.store.held = staging.target
+        finally:
+            self._applying = None
+        self.versions_applied += 1
+        return checking, pause
+
+
+def _seen(task: asyncio.Task) -> None:
+    """What a version turned out to be is told to whoever pushed it, if it is still there."""
+    if not task.cancelled():
+        task.exception()
