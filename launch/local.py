@@ -71,6 +71,7 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int) -> list[st
         f"--wire_dtype={config.model.wire_dtype}",
         f"--head_precision={config.model.head_precision}",
         f"--maximum_tokens={maximum_tokens}",
+        *([f"--token_file={fleet.token_file}"] if fleet.token_file else []),
     ]
 
 

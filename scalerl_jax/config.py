@@ -139,6 +139,12 @@ class FleetConfig:
     decode_chunk: int = 8  # local servers: tokens between two looks at the queue and at the weights
     compute_dtype: str = "float32"  # local servers
     threads: int = 0  # local servers: cores that each computes on; 0: those there are, divided by servers
+    tls_authority: str = ""  # PEM of who signs the servers' certificates; empty: no TLS
+    tls_certificate: str = ""  # PEM of the trainer's own, for servers that ask for one
+    tls_key: str = ""  # PEM of its private key
+    tls_name: str = ""  # that the servers' certificates carry; empty: the host dialled, or the name of dns:///name
+    token_file: str = ""  # holds the token that every call carries; empty: none
+    discovery_seconds: float = 5.0  # between two looks at a watched file or a DNS name
     connect_seconds: float = 60.0
     heartbeat_seconds: float = 1.0
     status_seconds: float = 5.0  # deadline of a status call
@@ -327,7 +333,8 @@ def check(config: Config) -> None:
     positive = (
         "updates rollout.groups rollout.answer_budget pacing.k learner.row_length learner.rows learner.logprob_chunk "
         "learner.replica learner.tensor fleet.slots fleet.decode_chunk evaluation.prompts evaluation.samples "
-        "evaluation.every checkpoint.every checkpoint.keep fleet.chunk_bytes objective.cap optimizer.learning_rate"
+        "evaluation.every checkpoint.every checkpoint.keep fleet.chunk_bytes fleet.discovery_seconds objective.cap "
+        "optimizer.learning_rate"
     )
     for name in positive.split():
         if not values[name] > 0:

@@ -16,7 +16,6 @@ Without --servers, local ones are started and supervised as config.fleet says.
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -38,8 +37,9 @@ from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective.surrogate import Surrogate
 from scalerl_jax.progress import ProgressLine
 from scalerl_jax.report_page.writer import ReportWriter
+from scalerl_jax.rollouts import credentials as credentials_lib
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.addresses import parse as parse_addresses
+from scalerl_jax.rollouts.addresses import Addresses
 from scalerl_jax.rollouts.fleet import Fleet, FleetError
 from scalerl_jax.rollouts.probe import Expected, Probe, ProbeError
 from scalerl_jax.rollouts.requests import Requests
@@ -110,7 +110,11 @@ def main(config: Config) -> None:
             tokenizer = Tokenizer(config.model.path)
             train_prompts, validation_prompts = tasks.load(config, tokenizer)
             requests = Requests(config, tokenizer, incarnation=folder.incarnation)
-            given = parse_addresses(FLAGS.servers) if FLAGS.servers else []
+            listed = Addresses(FLAGS.servers) if FLAGS.servers else None
+            given = listed.look() if listed is not None else ()
+            credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
+            if listed is None and credentials.authority:
+                raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
         held_out = config.evaluation.prompts
         if len(validation_prompts) < held_out:
             raise entry.UserError(f"config.evaluation.prompts={held_out}: only {len(validation_prompts)} are held out")
@@ -168,9 +172,7 @@ def main(config: Config) -> None:
         learner.compile()
         if local is not None:
             stack.callback(local.result().close)
-            addresses: Sequence[str] = local.result().addresses
-        else:
-            addresses = given
+            given = local.result().addresses
 
         # ---- 4. Meet the fleet ---------------------------------------------------------------------------------------
         probe = Probe(
@@ -197,7 +199,10 @@ def main(config: Config) -> None:
         )
         fleet = Fleet(
             config,
-            addresses=addresses,
+            addresses=given,
+            look=listed.look if listed is not None and listed.changes else None,
+            credentials=credentials,
+            vocabulary=decoder.vocabulary,
             pacing=make_pacing(config, start=start),
             incarnation=folder.incarnation,
             draw=draws.draw,

@@ -53,6 +53,19 @@ class Lease:
     left: set[int]
 
 
+def finished(group: OpenGroup) -> FinishedGroup:
+    """What is handed out of a group that has all its completions and verdicts."""
+    indices = [request.index for request in group.requests]
+    return FinishedGroup(
+        number=group.number,
+        prompt=group.prompt,
+        completions=tuple(group.completions[i] for i in indices),
+        verdicts=tuple(group.verdicts[i] for i in indices),
+        asked_at=group.opened_at,
+        finished_at=group.finished_at,
+    )
+
+
 class Book:
     """The groups of one run (or of one evaluation), in order of number.
 

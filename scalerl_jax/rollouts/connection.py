@@ -5,6 +5,7 @@
         └──── no answer for silence_seconds, connection refused, another process on the port, ... ──────────────┘
     rejected: turned away for good; another process on the same address is met anew
     taken:    it holds weights of a newer trainer; left alone until it does not
+leaving:  no longer listed; delivers what it was asked for, and is forgotten then
 
 A server that is given up ends up in `connecting` with all its calls cancelled, and comes back the way a new one comes.
 Everything here runs on the fleet's event loop.
@@ -21,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from rollout_server.contract import codec, limits
+from rollout_server.contract import codec, security
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.config import FleetConfig
@@ -29,11 +30,13 @@ from scalerl_jax.rollouts.book import Book, Lease
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher, PushRefused
 from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.sampling import check_whole, sample
+from scalerl_jax.rollouts.validate import validate
 
 _log = logging.getLogger(__name__)
 
 CONNECTING, UPDATING, PROBING, NEWCOMER = "connecting", "updating", "probing", "newcomer"
-ACTIVE, REJECTED, TAKEN = "active", "rejected", "taken"
+ACTIVE, REJECTED, TAKEN, LEAVING = "active", "rejected", "taken", "leaving"
 ANSWERING = (UPDATING, PROBING, NEWCOMER, ACTIVE)
 
 BACKOFF_SECONDS = (0.1, 2.0)  # first and longest wait after a refusal; doubled in between
@@ -60,11 +63,21 @@ class Connection:
     """See the module. `address` is what gRPC dials; it names the server in everything people read."""
 
     def __init__(
-        self, address: str, *, config: FleetConfig, requests: Requests, publisher: Publisher, hub: Hub, incarnation: int
+        self,
+        address: str,
+        *,
+        config: FleetConfig,
+        requests: Requests,
+        publisher: Publisher,
+        hub: Hub,
+        incarnation: int,
+        credentials: security.Credentials = security.PLAIN,
+        vocabulary: int = 0,
     ):
         self.address, self._config, self._requests = address, config, requests
         self._publisher, self._hub, self._incarnation = publisher, hub, incarnation
-        self._channel = grpc.aio.insecure_channel(address, options=limits.CHANNEL_OPTIONS)
+        self._credentials, self._vocabulary = credentials, vocabulary
+        self._channel = security.connect(address, credentials)
         self._stub = RolloutStub(self._channel)
         self._hurry = asyncio.Event()  # do not wait for the next heartbeat
         self._wake = asyncio.Event()  # target or version changed
@@ -72,6 +85,7 @@ class Connection:
         self._watch: asyncio.Task | None = None  # pushes and probes while the server answers
         self._refusals = 0
         self._applied_at = -1.0
+        self._repeats = False  # it has sent a completion twice
         self.state, self.reason = CONNECTING, "not reached yet"
         self.status = pb.StatusReply()
         self.step: int | None = None  # the version held, None: not one of ours
@@ -82,6 +96,8 @@ class Connection:
         self.samples: tuple[tuple[Any, codec.Completion], ...] = ()  # of a newcomer
         self.samples_step: int | None = None
         self.free_at = 0.0  # not asked before this time
+        self.leaving = False  # no longer listed
+        self.mistrusted = 0  # calls in a row that ended because one end does not trust the other
         self.patience = 0.0  # seconds that the trainer would still wait for it to be ready, see Fleet
         self.finishes: collections.deque[float] = collections.deque(maxlen=4096)  # times of the last completions
         self._evaluates = False  # what its time since the last status is booked as
@@ -140,11 +156,11 @@ class Connection:
     def _heard(self, status: pb.StatusReply, began: float) -> None:
         now = time.monotonic()
         another_process = status.server_id != self.status.server_id
-        if another_process and self.state in ANSWERING:
+        if another_process and self.state in (*ANSWERING, LEAVING):
             self.lose("it was started anew")
         self._hub.observe(status, self._evaluates and not another_process)
         self._evaluates = self.evaluation is not None and self._only_evaluates()
-        self.status, self.heard_at = status, now
+        self.status, self.heard_at, self.mistrusted = status, now, 0
         if self.state == REJECTED and not another_process:
             return
         version = codec.version_from_proto(status.version)
@@ -158,18 +174,27 @@ class Connection:
             self._holds(version.step if version.incarnation == self._incarnation else None)
         if self.state == ACTIVE and self.step is None:
             self.lose("it no longer holds this run's weights")
+        try:
+            self._hub.check(self.address, status)  # each time: it costs nothing
+        except ProbeError as error:
+            self.reject(str(error))
+            return
         if self.state in (CONNECTING, REJECTED, TAKEN):
-            try:
-                self._hub.check(self.address, status)
-            except ProbeError as error:
-                self.reject(str(error))
-                return
             self.patience = PATIENCE_SECONDS
             self._enter(UPDATING, "")
             self._watch = asyncio.create_task(self._keep_up())
             self._watch.add_done_callback(self._ended)
 
     def _unheard(self, error: grpc.aio.AioRpcError) -> None:
+        why = security.refusal(error, self._credentials)
+        self.mistrusted = self.mistrusted + 1 if why else 0
+        if why and self.state == CONNECTING:
+            if why != self.reason:
+                self._enter(CONNECTING, why)
+            return
+        if why and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            self.lose(why)
+            return
         if self.state == CONNECTING or self.state == REJECTED:
             return
         silent = time.monotonic() - self.heard_at
@@ -213,6 +238,15 @@ class Connection:
         self._enter(REJECTED, reason)
         self._hub.rejected(self)
 
+    def leave(self) -> None:
+        """It is no longer listed."""
+        if self.leaving:
+            return
+        self.leaving = True
+        if not self.in_flight:
+            self.lose("")
+        self._enter(LEAVING, "it is no longer listed")
+
     def admit(self) -> None:
         assert self.state == NEWCOMER
         self.samples = ()
@@ -243,7 +277,7 @@ class Connection:
     async def _keep_up(self) -> None:
         """While the server answers: brings it to the version it should hold; lets a newcomer sample with it."""
         refusals = 0
-        while self._watch is asyncio.current_task():  # until it is given up or rejected
+        while self._watch is asyncio.current_task() and not self.leaving:  # until it is given up or rejected
             self._wake.clear()
             target = self._hub.target(self)
             if target is not None and self.step != target:
@@ -280,11 +314,13 @@ class Connection:
         """Lets the newcomer sample a little with version `step`, for the trainer to compare."""
         if self.state != PROBING:
             self._enter(PROBING, "")
-        got: list[tuple[Any, codec.Completion]] = []
+        requests = [
+            (prompt, self._requests.probe(self.address, prompt, samples=samples, version=step))
+            for prompt, samples in self._hub.probe_prompts
+        ]
+        room, seconds = self.status.slots + self.status.queue_capacity, self._config.connect_seconds
         try:
-            for wave in self._waves(step):
-                parts = await asyncio.gather(*(self._sample_prompt(request, prompt) for prompt, request in wave))
-                got += [sample for part in parts for sample in part]
+            got = await sample(self._stub, requests, room=room, seconds=seconds, validate=self._validate)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 self.reject(f"server {self.address} cannot serve this run: {error.details()}")
@@ -294,31 +330,17 @@ class Connection:
         except ValueError as error:
             self.reject(f"server {self.address} breaks the contract: {error}")
             return False
+        if any(completion.finish_reason == "aborted" for _, completion in got):
+            _log.warning("server %s: did not sample for the probe (it is shutting down)", self.address)
+            return False
         self.samples, self.samples_step = tuple(got), step
         self._enter(NEWCOMER, "")
         return True
 
-    def _waves(self, step: int) -> list[list[tuple[Any, codec.GroupRequest]]]:
-        """The probe's requests, in waves that a server of few slots has room for."""
-        room = self.status.slots + self.status.queue_capacity
-        waves: list[list[tuple[Any, codec.GroupRequest]]] = [[]]
-        free = room
-        for prompt, samples in self._hub.probe_prompts:
-            request = self._requests.probe(self.address, prompt, samples=samples, version=step)
-            for part in _parts(request, room):
-                if len(part.completions) > free:
-                    waves.append([])
-                    free = room
-                waves[-1].append((prompt, part))
-                free -= len(part.completions)
-        return waves
-
-    async def _sample_prompt(self, request: codec.GroupRequest, prompt: Any) -> list[tuple[Any, codec.Completion]]:
-        call = self._stub.Generate(codec.request_to_proto(request), timeout=self._config.connect_seconds)
-        got = [(prompt, codec.completion_from_proto(message)) async for message in call]
-        for _, completion in got:
-            _validate(completion, request)
-        return got
+    def _validate(self, completion: codec.Completion, request: codec.GroupRequest) -> None:
+        newest = self._publisher.latest
+        assert newest is not None  # nothing is asked of a server before it holds a version
+        validate(completion, request, newest=newest, vocabulary=self._vocabulary)
 
     # ---- groups
 
@@ -338,17 +360,22 @@ class Connection:
         request = self._requests.of_lease(lease)
         began = time.monotonic()
         call = self._stub.Generate(codec.request_to_proto(request), timeout=self._config.completion_seconds)
-        failed = True
+        failed, told = True, set[int]()
         try:
             async for message in call:
                 completion = codec.completion_from_proto(message)
-                _validate(completion, request)
+                self._validate(completion, request)
                 if lease not in self._calls:  # given up meanwhile
                     return
                 self._refusals = 0
+                if completion.index in told:
+                    self._say_it_repeats(completion)
+                    continue
+                told.add(completion.index)
                 if completion.finish_reason != "aborted":
                     self.finishes.append(time.monotonic())
                     self._hub.arrived(self.books[lease], lease, completion)
+            check_whole(request, told)
         except ValueError as error:
             if lease in self._calls:
                 self.reject(f"server {self.address} breaks the contract: {error}")
@@ -358,6 +385,12 @@ class Connection:
         finally:
             call.cancel()
             self._finish(lease, failed=failed)
+
+    def _say_it_repeats(self, completion: codec.Completion) -> None:
+        if not self._repeats:
+            name = f"completion {completion.group_id!r}/{completion.index}"
+            _log.warning("server %s: %s came twice; what comes twice is dropped", self.address, name)
+        self._repeats = True
 
     def _failed(self, lease: Lease, error: grpc.aio.AioRpcError, began: float) -> bool:
         """Acts on the error that ended a call. False: not the server's failure, it may be asked for the same again."""
@@ -386,28 +419,6 @@ class Connection:
         if code is not grpc.StatusCode.UNAVAILABLE:
             _log.warning("server %s: %s failed (%s)", self.address, lease.group.group_id, _said(error))
         return True
-
-
-def _validate(completion: codec.Completion, request: codec.GroupRequest) -> None:
-    """Raises ValueError on an answer to something that was not asked, or sampled by a version that was not allowed."""
-    name = f"completion {completion.group_id!r}/{completion.index}"
-    if completion.incarnation != request.incarnation or completion.group_id != request.group_id:
-        raise ValueError(f"{name} of trainer {completion.incarnation} came for {request.group_id!r}")
-    if completion.index not in {asked.index for asked in request.completions}:
-        raise ValueError(f"{name} was not asked for")
-    steps = [step for step, _, _ in completion.versions]
-    if min(steps) < request.minimum_step:
-        raise ValueError(f"{name} was sampled by version {min(steps)}, older than {request.minimum_step}")
-    if request.pinned_step is not None and set(steps) != {request.pinned_step}:
-        raise ValueError(f"{name} was sampled by versions {steps}, pinned to {request.pinned_step}")
-
-
-def _parts(request: codec.GroupRequest, most: int) -> list[codec.GroupRequest]:
-    """The request in parts of at most `most` completions."""
-    wanted = request.completions
-    return [
-        dataclasses.replace(request, completions=wanted[at : at + most]) for at in range(0, len(wanted), max(1, most))
-    ]
 
 
 def _backoff(refusals: int) -> float:

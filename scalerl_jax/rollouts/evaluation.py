@@ -6,13 +6,14 @@ another evaluating server, or to any that can still be brought to the version. A
 version, so with newer ones out everywhere the evaluation may be beyond saving: EvaluationLost.
 """
 
+import collections
 import concurrent.futures
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from scalerl_jax.rollouts import connection as connection_lib
-from scalerl_jax.rollouts.book import Book, FinishedGroup
+from scalerl_jax.rollouts.book import Book, FinishedGroup, finished
 from scalerl_jax.rollouts.connection import Connection
 from scalerl_jax.rollouts.pacing import Pinned
 from scalerl_jax.rollouts.requests import Requests
@@ -65,3 +66,49 @@ class Evaluation:
         now = time.monotonic()
         self._orphaned_at = self._orphaned_at or now
         return now - self._orphaned_at >= patience
+
+
+class Evaluations:
+    """Those asked for, one after another. Lives on the fleet's event loop."""
+
+    def __init__(self) -> None:
+        self._queue: collections.deque[Evaluation] = collections.deque()
+
+    @property
+    def current(self) -> Evaluation | None:
+        return self._queue[0] if self._queue else None
+
+    def add(self, evaluation: Evaluation) -> None:
+        self._queue.append(evaluation)
+
+    def cancel(self) -> None:
+        for evaluation in self._queue:
+            evaluation.future.cancel()
+
+    def advance(self, connections: Sequence[Connection], *, latest: int, patience: float) -> list[Evaluation]:
+        """Assigns servers to the current one, ends those that are done or lost, and returns what it ended.
+
+        latest: the version that every server is to hold. patience: seconds, see Evaluation.lost.
+        """
+        ended = []
+        while self._queue:
+            evaluation = self._queue[0]
+            groups = evaluation.book.take(0)
+            if groups is None and not evaluation.lost(connections, latest=latest, patience=patience):
+                for connection in evaluation.assign(connections, latest=latest):
+                    connection.retarget()
+                break
+            ended.append(self._queue.popleft())
+            for connection in connections:
+                if connection.evaluation is evaluation:
+                    connection.evaluation = None
+                    connection.retarget()
+            if groups is not None:
+                evaluation.future.set_result([finished(group) for group in groups])
+            else:
+                evaluation.future.set_exception(
+                    EvaluationLost(
+                        f"the servers that evaluated version {evaluation.version} are gone, the others are ahead"
+                    )
+                )
+        return ended

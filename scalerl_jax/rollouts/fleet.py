@@ -1,10 +1,12 @@
 """The trainer's fleet: groups in flight on all servers, batches by number, versions going out, evaluations.
 
     asyncio loop on a thread of its own                         the trainer's thread, blocking calls
-      Connection per server  heartbeat, pushes, calls             start, batch, advance, publish, close
-      Book                   groups, leases, store                newcomers, admit, reject
-      Publisher              versions                             evaluate, result
-      pump                   who is asked for what next           status, waiting
+      Members                servers come and go                  start, batch, advance, publish, close
+      Connection per server  heartbeat, pushes, calls             newcomers, admit, reject
+      Book                   groups, leases, store                evaluate, result
+      Publisher              versions                             status, waiting
+      Evaluations            one after another
+      pump                   who is asked for what next
 
 All state belongs to the loop's thread; a call from outside runs there and is waited for. The callables given to Fleet:
 `draw` runs on the loop's thread, with consecutive numbers, each once; `judge` on a thread of its own, so that it may
@@ -25,15 +27,16 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from rollout_server.contract import codec
+from rollout_server.contract import codec, security
 from rollout_server.contract import rollout_pb2 as pb
 from scalerl_jax.config import Config
 from scalerl_jax.rollouts import connection as connection_lib
 from scalerl_jax.rollouts import report
-from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup
+from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup, finished
 from scalerl_jax.rollouts.connection import Connection, Hub
-from scalerl_jax.rollouts.evaluation import Evaluation, EvaluationLost
+from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.loop_thread import LoopThread
+from scalerl_jax.rollouts.members import Members
 from scalerl_jax.rollouts.pacing import Pacing
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher, Source
@@ -45,6 +48,7 @@ GroupsFuture: TypeAlias = "concurrent.futures.Future[list[FinishedGroup]]"
 
 POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's `wait`
 TICK_SECONDS = 0.5
+SURE_AFTER = 8  # calls in a row: then it was no restart that looked like mistrust
 
 
 class FleetError(ValueError):
@@ -64,7 +68,10 @@ class Fleet:
     """See the module.
 
     Args:
-        addresses: host:port of each server, or what gRPC understands.
+        addresses: host:port of each server at the start.
+        look: those listed now, called every fleet.discovery_seconds on a thread of its own; None: they never change.
+        credentials: what every server is shown.
+        vocabulary: of the policy; token ids are below it. 0: not known.
         pacing: what may be asked when; its `batches` ends the run.
         incarnation: of this trainer process: time.time_ns() at its start.
         draw: the prompt of training group n. ValueError: there is none; raised by the batch that needs it.
@@ -87,6 +94,9 @@ class Fleet:
         judge: Callable[[Any, codec.Completion], "concurrent.futures.Future[bool]"],
         tokenizer: Tokenizer,
         probe_prompts: Sequence[Any],
+        look: Callable[[], Sequence[str]] | None = None,
+        credentials: security.Credentials = security.PLAIN,
+        vocabulary: int = 0,
         check: Callable[[str, pb.StatusReply], None] = lambda server, status: None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool], None] = lambda status, evaluating: None,
@@ -98,6 +108,7 @@ class Fleet:
             raise FleetError(f"rollout server {twice[0]} is given twice")
         self._config, self._addresses, self._pacing = config, tuple(addresses), pacing
         self._incarnation, self._draw, self._judge = incarnation, draw, judge
+        self._credentials, self._vocabulary = credentials, vocabulary
         self._requests = Requests(config, tokenizer, incarnation=incarnation)
         self._hub = Hub(
             target=self._target,
@@ -115,25 +126,24 @@ class Fleet:
         self._thread = LoopThread("fleet")
         self._judging = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-judging")
         self._something = threading.Event()  # the caller should look
-        self._connections: list[Connection] = []
+        self._members = Members(make=self._connect, look=look, watch=self._thread.watch, changed=self._changed)
         self._publisher = Publisher(incarnation=incarnation, chunk_bytes=config.fleet.chunk_bytes)
         self._book: Book  # from start() on
         self._newest: tuple[int, Source] | None = None
-        self._evaluations: collections.deque[Evaluation] = collections.deque()
+        self._evaluations = Evaluations()
         self._pump_due = False
         self._judged_waiting = 0
         self._typical_seconds = 0.0  # running mean of a completion's queued and sampling seconds
         self._waits: report.Waits | None = None
         self._ever_admitted = False
-        self._all_lost = True
 
     # ---- the trainer's side: start and end
 
     def start(self, first_group: int) -> None:
         """Connects; returns when a first server has answered.
 
-        Raises FleetError naming the addresses where none has within fleet.connect_seconds, ProbeError where one that
-        answered is not a server for this run.
+        Raises FleetError naming the addresses where none has within fleet.connect_seconds, or where trust is missing
+        between us and each of them; ProbeError where one that answered is not a server for this run.
         """
         assert first_group % self._pacing.groups == 0
         trained = first_group // self._pacing.groups
@@ -154,21 +164,31 @@ class Fleet:
     def _wait_for_the_first(self) -> None:
         seconds = self._config.fleet.connect_seconds
         deadline = time.monotonic() + seconds
-        while not self._thread.call(lambda: any(c.state in connection_lib.ANSWERING for c in self._connections)):
-            if time.monotonic() > deadline:
+        while not self._thread.call(lambda: self._members.in_state(*connection_lib.ANSWERING)):
+            late = time.monotonic() > deadline
+            mistrust = self._thread.call(self._mistrust, 1 if late else SURE_AFTER)
+            if mistrust:
+                raise FleetError(mistrust)
+            if late:
                 raise FleetError(
                     f"no rollout server answers at {', '.join(self._addresses)} (tried for {seconds:g} s): "
                     "is scalerl-serve running there?"
                 )
             self._pause(0.05)
 
+    def _mistrust(self, times: int) -> str:
+        """Why no server lets us in, where each has refused to so many times in a row; empty otherwise."""
+        connections = self._members.connections
+        if not connections or any(c.mistrusted < times for c in connections):
+            return ""
+        return "; ".join(f"rollout server {c.address}: {c.reason}" for c in connections)
+
     def close(self) -> None:
         """Ends every call and the thread. Evaluations that are not done are cancelled."""
         self._thread.close()
         self._judging.shutdown(wait=False, cancel_futures=True)
         self._publisher.close()
-        for evaluation in self._evaluations:
-            evaluation.future.cancel()
+        self._evaluations.cancel()
 
     # ---- the trainer's side: batches and versions
 
@@ -184,7 +204,7 @@ class Fleet:
             wait()
             groups = self._thread.call(self._take, number)
             if groups is not None:
-                return [_finished(group) for group in groups]
+                return [finished(group) for group in groups]
             self._pause(POLL_SECONDS)
 
     def advance(self, version: int) -> None:
@@ -220,8 +240,8 @@ class Fleet:
         def newcomers() -> list[Newcomer]:
             return [
                 Newcomer(c.address, c.status, c.samples)
-                for c in self._connections
-                if c.state == connection_lib.NEWCOMER and c.samples_step == c.step == self._book.trained
+                for c in self._members.in_state(connection_lib.NEWCOMER)
+                if c.samples_step == c.step == self._book.trained
             ]
 
         return self._thread.call(newcomers)
@@ -230,8 +250,8 @@ class Fleet:
         """Lets a newcomer have groups. Nothing happens if it was lost meanwhile."""
 
         def admit() -> None:
-            connection = self._named(server)
-            if connection.state == connection_lib.NEWCOMER:
+            connection = self._members.named(server)
+            if connection is not None and connection.state == connection_lib.NEWCOMER:
                 self._ever_admitted = True
                 connection.admit()
 
@@ -239,7 +259,13 @@ class Fleet:
 
     def reject(self, server: str, why: str) -> None:
         """Turns a newcomer away; a new process on the same address may come again."""
-        self._thread.call(lambda: self._named(server).reject(why))
+
+        def reject() -> None:
+            connection = self._members.named(server)
+            if connection is not None:
+                connection.reject(why)
+
+        self._thread.call(reject)
 
     # ---- the trainer's side: evaluation
 
@@ -264,7 +290,7 @@ class Fleet:
                 requests=self._requests,
             )
             self._publisher.retain(version)
-            self._evaluations.append(evaluation)
+            self._evaluations.add(evaluation)
             self._changed()
             return evaluation
 
@@ -285,15 +311,15 @@ class Fleet:
     def waiting(self) -> str:
         """One line: for whom the trainer waits, for how long, and how deep the queues are. Empty: it does not wait."""
         return self._thread.call(
-            lambda: report.waiting(self._waits, self._book, self._connections, self._judged_waiting)
+            lambda: report.waiting(self._waits, self._book, self._members.connections, self._judged_waiting)
         )
 
     def status(self) -> dict[str, Any]:
         """Servers, queues and whom the trainer waits for, as plain values."""
         return self._thread.call(
             lambda: report.status(
-                *(self._waits, self._book, self._connections, self._judged_waiting),
-                evaluation=self._evaluations[0] if self._evaluations else None,
+                *(self._waits, self._book, self._members.connections, self._judged_waiting),
+                evaluation=self._evaluations.current,
             )
         )
 
@@ -303,18 +329,20 @@ class Fleet:
     # ---- the loop's side
 
     def _begin(self) -> list[Coroutine[Any, Any, None]]:
-        for address in self._addresses:
-            self._connections.append(
-                Connection(
-                    address,
-                    config=self._config.fleet,
-                    requests=self._requests,
-                    publisher=self._publisher,
-                    hub=self._hub,
-                    incarnation=self._incarnation,
-                )
-            )
-        return [*(c.run() for c in self._connections), self._tick()]
+        self._members.update(self._addresses)
+        return [self._members.discover(self._config.fleet.discovery_seconds), self._tick()]
+
+    def _connect(self, address: str) -> Connection:
+        return Connection(
+            address,
+            config=self._config.fleet,
+            requests=self._requests,
+            publisher=self._publisher,
+            hub=self._hub,
+            incarnation=self._incarnation,
+            credentials=self._credentials,
+            vocabulary=self._vocabulary,
+        )
 
     def _fail(self, error: BaseException) -> None:
         self._thread.fail(error)
@@ -325,9 +353,6 @@ class Fleet:
             await asyncio.sleep(TICK_SECONDS)
             self._changed()
 
-    def _named(self, server: str) -> Connection:
-        return next(c for c in self._connections if c.address == server)
-
     def _target(self, connection: Connection) -> int | None:
         return connection.evaluation.version if connection.evaluation is not None else self._publisher.latest
 
@@ -336,7 +361,7 @@ class Fleet:
         version, tensors = self._newest
         if version != self._publisher.latest:
             self._publisher.offer(version, tensors)
-            for connection in self._connections:
+            for connection in self._members.connections:
                 connection.retarget()
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -363,7 +388,7 @@ class Fleet:
         if self._publisher.latest != self._book.trained:
             return False
         soon = (connection_lib.UPDATING, connection_lib.PROBING, connection_lib.NEWCOMER)
-        expected = [c for c in self._connections if c.state in soon and c.patience > 0]
+        expected = [c for c in self._members.in_state(*soon) if c.patience > 0 and not c.leaving]
         for c in expected:
             c.patience -= POLL_SECONDS
         return bool(expected)
@@ -372,7 +397,7 @@ class Fleet:
         self._something.set()
         if not self._ever_admitted:
             self._fail(ProbeError(connection.reason))
-        elif all(c.state == connection_lib.REJECTED for c in self._connections):
+        elif self._members.fixed and all(c.state == connection_lib.REJECTED for c in self._members.connections):
             self._fail(FleetError(f"every rollout server was turned away; the last one: {connection.reason}"))
         else:
             _log.warning("turned away: %s", connection.reason)
@@ -416,10 +441,10 @@ class Fleet:
     def _pump(self) -> None:
         """Everything that may be done now is done: evaluations are advanced, servers with room are asked for more."""
         self._pump_due = False
-        self._say_if_lost()
+        self._members.sweep()
         self._advance_evaluations()
         now = time.monotonic()
-        active = [c for c in self._connections if c.state == connection_lib.ACTIVE]
+        active = self._members.in_state(connection_lib.ACTIVE)
         books = {c: book for c in active if (book := self._book_of(c)) is not None}
         sharing = collections.Counter(map(id, books.values()))
         # One lease at a time to whoever is least loaded, so that few groups are spread over all servers.
@@ -446,50 +471,10 @@ class Fleet:
         return evaluation.book if drained and connection.step == evaluation.version else None
 
     def _advance_evaluations(self) -> None:
-        while self._evaluations:
-            evaluation = self._evaluations[0]
-            groups = evaluation.book.take(0)
-            latest = self._publisher.latest
-            assert latest is not None
-            patience = self._config.fleet.silence_seconds
-            if groups is None and not evaluation.lost(self._connections, latest=latest, patience=patience):
-                for connection in evaluation.assign(self._connections, latest=latest):
-                    connection.retarget()
-                return
-            self._evaluations.popleft()
+        latest = self._publisher.latest
+        if latest is None:
+            return
+        patience = self._config.fleet.silence_seconds
+        for evaluation in self._evaluations.advance(self._members.connections, latest=latest, patience=patience):
             self._publisher.release(evaluation.version)
-            for connection in self._connections:
-                if connection.evaluation is evaluation:
-                    connection.evaluation = None
-                    connection.retarget()
             self._something.set()
-            if groups is not None:
-                evaluation.future.set_result([_finished(group) for group in groups])
-            else:
-                evaluation.future.set_exception(
-                    EvaluationLost(
-                        f"the servers that evaluated version {evaluation.version} are gone, the others are ahead"
-                    )
-                )
-
-    def _say_if_lost(self) -> None:
-        lost = not any(c.state in connection_lib.ANSWERING for c in self._connections)
-        if lost != self._all_lost:
-            self._all_lost = lost
-            if lost:
-                why = "; ".join(f"{c.address}: {c.reason}" for c in self._connections)
-                _log.warning("every rollout server is lost (%s); waiting until one answers", why)
-            else:
-                _log.info("a rollout server answers")
-
-
-def _finished(group: OpenGroup) -> FinishedGroup:
-    indices = [request.index for request in group.requests]
-    return FinishedGroup(
-        number=group.number,
-        prompt=group.prompt,
-        completions=tuple(group.completions[i] for i in indices),
-        verdicts=tuple(group.verdicts[i] for i in indices),
-        asked_at=group.opened_at,
-        finished_at=group.finished_at,
-    )

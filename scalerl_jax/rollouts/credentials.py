@@ -1,0 +1,29 @@
+"""What the trainer shows its servers, and whom it believes: the files that config.fleet names, read at the start.
+
+The config holds paths alone. What is in the files goes to the connections and nowhere else.
+"""
+
+from rollout_server.contract import security
+from scalerl_jax.config import FleetConfig
+
+_HERE = "config.fleet."
+
+
+def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
+    """Raises ValueError, one line that names the field and the file.
+
+    name: what the servers' certificates carry, where config.fleet.tls_name does not say.
+    """
+    certificate, key, token = b"", b"", ""
+    if config.tls_certificate or config.tls_key:
+        where = (f"{_HERE}tls_certificate", f"{_HERE}tls_key")
+        certificate, key = security.read_pair(config.tls_certificate, config.tls_key, where=where)
+    if config.token_file:
+        token = security.read_token(config.token_file, where=f"{_HERE}token_file")
+    if not config.tls_authority:
+        for field in ("tls_certificate", "tls_name"):
+            if getattr(config, field):
+                raise ValueError(f"{_HERE}{field}={getattr(config, field)}: goes with {_HERE}tls_authority")
+        return security.Credentials(token=token)
+    authority = security.read_authority(config.tls_authority, where=f"{_HERE}tls_authority")
+    return security.Credentials(authority, certificate, key, token, config.tls_name or name)

@@ -1,0 +1,94 @@
+"""Who belongs to the fleet now: a connection for each address listed, made when it appears and ended when it is gone.
+
+The list is looked at again every fleet.discovery_seconds where it may change (a watched file, a DNS name). A server
+that is no longer listed is asked for nothing more, delivers what it was asked for, and is forgotten. A list that cannot
+be read (a file being replaced, a name server away) leaves the fleet as it is; that is said once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from scalerl_jax.rollouts import connection as connection_lib
+from scalerl_jax.rollouts.connection import Connection
+
+_log = logging.getLogger(__name__)
+
+
+class Members:
+    """Lives on the fleet's event loop.
+
+    Args:
+        make: a connection to an address, not yet running.
+        look: the addresses listed now; may block, and raise ValueError. None: the list never changes.
+        watch: told of every task that ends.
+        changed: somebody came or went.
+    """
+
+    def __init__(
+        self,
+        *,
+        make: Callable[[str], Connection],
+        look: Callable[[], Sequence[str]] | None,
+        watch: Callable[["asyncio.Task[None]"], None],
+        changed: Callable[[], None],
+    ):
+        self.connections: list[Connection] = []
+        self._make, self._look, self._watch, self._changed = make, look, watch, changed
+        self._tasks: dict[Connection, asyncio.Task[None]] = {}
+        self._all_lost = True
+        self._complaint = ""  # of the last look at the list
+
+    @property
+    def fixed(self) -> bool:
+        """Whether nobody else can come."""
+        return self._look is None
+
+    def in_state(self, *states: str) -> list[Connection]:
+        return [c for c in self.connections if c.state in states]
+
+    def named(self, address: str) -> Connection | None:
+        return next((c for c in self.connections if c.address == address), None)
+
+    def update(self, addresses: Sequence[str]) -> None:
+        """Makes this the list."""
+        for connection in self.connections:
+            if connection.address not in addresses:
+                connection.leave()
+        for address in addresses:
+            # One that leaves and is listed again is met anew, once it is gone.
+            if self.named(address) is None:
+                connection = self._make(address)
+                self.connections.append(connection)
+                self._tasks[connection] = task = asyncio.create_task(connection.run())
+                task.add_done_callback(self._watch)
+        self._changed()
+
+    async def discover(self, seconds: float) -> None:
+        """Until cancelled."""
+        while self._look is not None:
+            await asyncio.sleep(seconds)
+            try:
+                addresses = await asyncio.get_running_loop().run_in_executor(None, self._look)
+            except ValueError as error:
+                if str(error) != self._complaint:
+                    _log.warning("%s; the servers stay as they are", error)
+                self._complaint = str(error)
+                continue
+            self._complaint = ""
+            self.update(addresses)
+
+    def sweep(self) -> None:
+        """Forgets who has left, and says when all servers are lost or one is back."""
+        for connection in [c for c in self.connections if c.leaving and not c.in_flight]:
+            _log.info("server %s has left", connection.address)
+            self.connections.remove(connection)
+            self._tasks.pop(connection).cancel()
+        lost = not self.in_state(*connection_lib.ANSWERING)
+        if lost != self._all_lost:
+            self._all_lost = lost
+            if lost:
+                why = "; ".join(f"{c.address}: {c.reason}" for c in self.connections)
+                _log.warning("every rollout server is lost (%s); waiting until one answers", why)
+            else:
+                _log.info("a rollout server answers")

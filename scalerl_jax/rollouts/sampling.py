@@ -1,0 +1,69 @@
+"""What a newcomer samples for the probe: the probe's prompts, in waves that a server of few slots has room for."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from rollout_server.contract import codec
+from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+
+Sample = tuple[Any, codec.Completion]  # (prompt, completion)
+
+
+async def sample(
+    stub: RolloutStub,
+    requests: Sequence[tuple[Any, codec.GroupRequest]],
+    *,
+    room: int,
+    seconds: float,
+    validate: Callable[[codec.Completion, codec.GroupRequest], None],
+) -> list[Sample]:
+    """The completions of each (prompt, request).
+
+    room: completions the server takes at once. seconds: deadline of each call. Raises grpc.RpcError where a call fails,
+    ValueError where an answer breaks the contract.
+    """
+
+    async def ask(prompt: Any, request: codec.GroupRequest) -> list[Sample]:
+        got: dict[int, Sample] = {}
+        async for message in stub.Generate(codec.request_to_proto(request), timeout=seconds):
+            completion = codec.completion_from_proto(message)
+            validate(completion, request)
+            got[completion.index] = (prompt, completion)
+        check_whole(request, got)
+        return list(got.values())
+
+    samples: list[Sample] = []
+    for wave in _waves(requests, room):
+        parts = await asyncio.gather(*(ask(prompt, request) for prompt, request in wave))
+        samples += [sample for part in parts for sample in part]
+    return samples
+
+
+def check_whole(request: codec.GroupRequest, told: Collection[int]) -> None:
+    """Raises ValueError where a stream that ended well has left out completions; told: the indices that came."""
+    missing = len(request.completions) - len(told)
+    if missing:
+        raise ValueError(f"its answer to {request.group_id!r} ended without {missing} of the completions asked for")
+
+
+def _waves(requests: Sequence[tuple[Any, codec.GroupRequest]], room: int) -> list[list[tuple[Any, codec.GroupRequest]]]:
+    waves: list[list[tuple[Any, codec.GroupRequest]]] = [[]]
+    free = room
+    for prompt, request in requests:
+        for part in _parts(request, room):
+            if len(part.completions) > free:
+                waves.append([])
+                free = room
+            waves[-1].append((prompt, part))
+            free -= len(part.completions)
+    return waves
+
+
+def _parts(request: codec.GroupRequest, most: int) -> list[codec.GroupRequest]:
+    """The request in parts of at most `most` completions."""
+    wanted = request.completions
+    return [
+        dataclasses.replace(request, completions=wanted[at : at + most]) for at in range(0, len(wanted), max(1, most))
+    ]
