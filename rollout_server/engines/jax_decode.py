@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax_sampling import sample, uniforms
 from rollout_server.engines.jax_weights import DecodeWeights
 from scalerl_jax.model import DecoderConfig, Precision, logits
@@ -42,11 +43,6 @@ from scalerl_jax.model.decoder import apply_rope, rms_norm, rope_tables
 
 THINK, PHRASE, ANSWER = 0, 1, 2
 RUNNING, STOP, LENGTH = 0, 1, 2
-
-# The widest a request may be; fixed, because the shapes are compiled.
-LONGEST_PHRASE = 128
-LONGEST_END = 16
-MOST_STOPS = 16
 
 NO_TOKEN = -1  # in padded lists of tokens; no token of a vocabulary
 

@@ -31,8 +31,9 @@ import numpy as np
 from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Version
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from rollout_server.engines import jax_score
-from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, QueueFull, WrongVersion
-from rollout_server.engines.jax_slots import Entry, Finished, Prefix, SlotPool, check_request
+from rollout_server.engines.admission import check_request, check_room, check_version
+from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, WrongVersion
+from rollout_server.engines.jax_slots import Entry, Finished, Prefix, SlotPool
 from rollout_server.engines.jax_weights import DecodeWeights, decode_precision, decode_weights
 from scalerl_jax.model import Precision
 from scalerl_jax.model.hf import Tensors, hf_tensors, read_config
@@ -199,7 +200,7 @@ class JaxEngine:
         await asyncio.to_thread(self._thread.join)
 
     def _submit(self, request: GroupRequest) -> _Group:
-        wanted, info = len(request.completions), self.info
+        info = self.info
         check_request(
             request,
             vocabulary=self._config.vocabulary,
@@ -209,21 +210,10 @@ class JaxEngine:
         group = _Group(request)
         with self._changed:
             self._raise_if_over()
-            held = self._version
-            if request.incarnation != held.incarnation:
-                raise WrongVersion(f"incarnation {held.incarnation} is held, {request.incarnation} is wanted")
-            if held.step < request.minimum_step:
-                raise WrongVersion(f"step {held.step} is held, {request.minimum_step} or later is wanted")
-            if request.pinned_step is not None and held.step != request.pinned_step:
-                raise WrongVersion(f"step {held.step} is held, exactly {request.pinned_step} is wanted")
-            # A completion for which a slot is free passes through the queue, but does not wait in it.
-            if self._queued + self._running + wanted > info.queue_capacity + info.slots:
-                raise QueueFull(
-                    f"{self._queued} of {info.queue_capacity} places in the queue and {self._running} of {info.slots} "
-                    f"slots are taken, {wanted} completions are asked for"
-                )
+            check_version(request, self._version)
+            check_room(request, info, queued=self._queued, running=self._running)
             self._groups[group] = None
-            self._queued += wanted
+            self._queued += len(request.completions)
             self._changed.notify()
         return group
 

@@ -267,32 +267,6 @@ def _fill(settings: Settings, row: int, entry: Entry) -> None:
     settings.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
 
-def check_request(request: GroupRequest, *, vocabulary: int, maximum_tokens: int, completions: int) -> None:
-    """Raises ValueError where no free pool could ever serve it. `completions`: the most that fit at once."""
-    sampling, interruption = request.sampling, request.interruption
-    name = f"group {request.group_id!r}"
-    if not len(request.prompt) or not request.completions:
-        raise ValueError(f"{name}: it has no prompt, or asks for no completion")
-    if len(request.prompt) >= maximum_tokens:
-        raise ValueError(f"{name}: a prompt of {len(request.prompt)} tokens, and {maximum_tokens} with the completion")
-    if len(request.completions) > completions:
-        raise ValueError(f"{name}: {len(request.completions)} completions, and slots and queue hold {completions}")
-    if not sampling.temperature > 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or sampling.answer_budget < 1:
-        raise ValueError(f"{name}: {sampling} is out of range")
-    lists = {
-        "prompt": (request.prompt, maximum_tokens),
-        "phrase": (interruption.phrase_token_ids, jax_decode.LONGEST_PHRASE),
-        "end_of_thinking": (interruption.end_of_thinking_token_ids, jax_decode.LONGEST_END),
-        "stop tokens": (sampling.stop_token_ids, jax_decode.MOST_STOPS),
-    }
-    for what, (ids, longest) in lists.items():
-        ids = np.asarray(ids, np.int64)
-        if len(ids) > longest:
-            raise ValueError(f"{name}: {len(ids)} tokens of {what}, at most {longest} are possible")
-        if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
-            raise ValueError(f"{name}: token ids of {what} outside [0, {vocabulary})")
-
-
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
     """[start, end) of each stretch of equal values."""
     edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]

@@ -20,7 +20,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 import numpy as np
 
 from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Version
-from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, QueueFull, WrongVersion
+from rollout_server.engines.admission import check_room, check_version
+from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, WrongVersion
 from rollout_server.engines.scripts import Rollout, Script
 
 CRASH_EXIT_CODE = 70
@@ -113,7 +114,7 @@ class ReplayEngine:
         self._version = Version(0, 0)
         self._lanes: list[_Lane] = []  # at most `slots`
         self._queue: collections.deque[_Lane] = collections.deque()  # at most `queue`
-        self._staged: tuple[Version, Mapping[str, np.ndarray], asyncio.Future[float]] | None = None
+        self._staged: tuple[Version, dict[str, np.ndarray], asyncio.Future[float]] | None = None
         self._wake = asyncio.Event()  # there may be something to do
         self._loop_task: asyncio.Task[None] | None = None
         self._finished = 0
@@ -148,16 +149,8 @@ class ReplayEngine:
             raise ValueError(f"group {request.group_id!r}: {len(request.prompt)} tokens of {info.maximum_tokens}")
         if wanted > info.slots + info.queue_capacity:
             raise ValueError(f"group {request.group_id!r}: {wanted} completions never fit")
-        held = self._version
-        if request.incarnation != held.incarnation:
-            raise WrongVersion(f"incarnation {held.incarnation} is held, {request.incarnation} is wanted")
-        if held.step < request.minimum_step:
-            raise WrongVersion(f"step {held.step} is held, {request.minimum_step} or later is wanted")
-        if request.pinned_step is not None and held.step != request.pinned_step:
-            raise WrongVersion(f"step {held.step} is held, exactly {request.pinned_step} is wanted")
-        waiting, free = len(self._queue), info.slots - len(self._lanes)
-        if waiting + wanted > info.queue_capacity + free:
-            raise QueueFull(f"{waiting} of {info.queue_capacity} places taken, {free} slots free, {wanted} asked for")
+        check_version(request, self._version)
+        check_room(request, info, queued=len(self._queue), running=len(self._lanes))
 
     def weight_buffer(self, size: int) -> np.ndarray:
         return np.empty(size, np.uint8)
@@ -165,9 +158,20 @@ class ReplayEngine:
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         assert self._staged is None, "one version at a time"
         flipped: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._staged = (version, tensors, flipped)
+        self._staged = (version, self._changed(tensors, changes), flipped)
         self._start()
         return await flipped
+
+    def _changed(self, tensors: Mapping[str, np.ndarray], changes: Changes) -> dict[str, np.ndarray]:
+        """The weights of the next version, made from those held by what changed."""
+        weights = dict(self.weights)
+        for name, change in changes.items():
+            if change is None:
+                weights[name] = np.array(tensors[name])
+            else:
+                weights[name] = self.weights[name].copy()
+                weights[name].reshape(-1)[change.positions] = change.values
+        return weights
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
         return self._script.score(token_ids), self._version
@@ -242,14 +246,13 @@ class ReplayEngine:
     async def _flip(self) -> None:
         if self._staged is None:
             return
-        version, tensors, flipped = self._staged
+        version, weights, flipped = self._staged
         other = version.incarnation != self._version.incarnation
         if not other and any(lane.request.pinned_step is not None for lane in (*self._lanes, *self._queue)):
             return  # they were promised the version held
         # The version changes before the pause: a request that comes in it is judged by what will sample it.
         began = time.monotonic()
-        self.weights = {name: np.array(tensor) for name, tensor in tensors.items()}
-        self._version, self._staged = version, None
+        self.weights, self._version, self._staged = weights, version, None
         if other:
             error = WrongVersion(f"weights of incarnation {version.incarnation} have arrived")
             self._drop(lambda lane: lane.request.incarnation != version.incarnation, error)

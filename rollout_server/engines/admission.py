@@ -1,0 +1,57 @@
+"""What an engine refuses before it takes a request: what nobody could serve, other weights, too much at once."""
+
+import numpy as np
+
+from rollout_server.contract.codec import GroupRequest, Version
+from rollout_server.engines.engine import EngineInfo, QueueFull, WrongVersion
+
+# The widest a request may be; fixed, because an engine that compiles its shapes has them in there.
+LONGEST_PHRASE = 128
+LONGEST_END = 16
+MOST_STOPS = 16
+
+
+def check_request(request: GroupRequest, *, vocabulary: int, maximum_tokens: int, completions: int) -> None:
+    """Raises ValueError where no free engine could ever serve it. `completions`: the most that fit at once."""
+    sampling, interruption = request.sampling, request.interruption
+    name = f"group {request.group_id!r}"
+    if not len(request.prompt) or not request.completions:
+        raise ValueError(f"{name}: it has no prompt, or asks for no completion")
+    if len(request.prompt) >= maximum_tokens:
+        raise ValueError(f"{name}: a prompt of {len(request.prompt)} tokens, and {maximum_tokens} with the completion")
+    if len(request.completions) > completions:
+        raise ValueError(f"{name}: {len(request.completions)} completions, and slots and queue hold {completions}")
+    if not sampling.temperature > 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or sampling.answer_budget < 1:
+        raise ValueError(f"{name}: {sampling} is out of range")
+    lists = {
+        "prompt": (request.prompt, maximum_tokens),
+        "phrase": (interruption.phrase_token_ids, LONGEST_PHRASE),
+        "end_of_thinking": (interruption.end_of_thinking_token_ids, LONGEST_END),
+        "stop tokens": (sampling.stop_token_ids, MOST_STOPS),
+    }
+    for what, (ids, longest) in lists.items():
+        ids = np.asarray(ids, np.int64)
+        if len(ids) > longest:
+            raise ValueError(f"{name}: {len(ids)} tokens of {what}, at most {longest} are possible")
+        if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
+            raise ValueError(f"{name}: token ids of {what} outside [0, {vocabulary})")
+
+
+def check_version(request: GroupRequest, held: Version) -> None:
+    """Raises WrongVersion where the weights held are not those it demands."""
+    if request.incarnation != held.incarnation:
+        raise WrongVersion(f"incarnation {held.incarnation} is held, {request.incarnation} is wanted")
+    if held.step < request.minimum_step:
+        raise WrongVersion(f"step {held.step} is held, {request.minimum_step} or later is wanted")
+    if request.pinned_step is not None and held.step != request.pinned_step:
+        raise WrongVersion(f"step {held.step} is held, exactly {request.pinned_step} is wanted")
+
+
+def check_room(request: GroupRequest, info: EngineInfo, *, queued: int, running: int) -> None:
+    """Raises QueueFull. A completion for which a slot is free passes through the queue, but does not wait in it."""
+    wanted = len(request.completions)
+    if queued + running + wanted > info.queue_capacity + info.slots:
+        raise QueueFull(
+            f"{queued} of {info.queue_capacity} places in the queue and {running} of {info.slots} "
+            f"slots are taken, {wanted} completions are asked for"
+        )
