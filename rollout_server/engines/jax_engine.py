@@ -10,7 +10,7 @@ One thread decodes. Between two chunks of decode steps, in this order, it
 On an accelerator chunk i + 1 is started before chunk i is collected, so the device never waits for the host, and an end
 is noticed a chunk late. On a CPU host and device are the same cores: waiting costs nothing, an idle slot does.
 
-A swap replaces a reference; the new version was converted and put on the device on the thread that called `load`.
+A swap replaces a reference; the new version was made on another thread, from the one held where little changed.
 The key/value cache stays, and every token carries the step of the weights that sampled it.
 
 Left out on purpose: paged caches, prefix reuse between groups, several devices (start one server per device).
@@ -34,7 +34,7 @@ from rollout_server.engines import jax_score
 from rollout_server.engines.admission import check_request, check_room, check_version
 from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, WrongVersion
 from rollout_server.engines.jax_slots import Entry, Finished, Prefix, SlotPool
-from rollout_server.engines.jax_weights import DecodeWeights, decode_precision, decode_weights
+from rollout_server.engines.jax_weights import DecodeWeights, changed_weights, decode_precision, decode_weights
 from scalerl_jax.model import Precision
 from scalerl_jax.model.hf import Tensors, hf_tensors, read_config
 
@@ -163,7 +163,10 @@ class JaxEngine:
         return np.empty(size, np.uint8)
 
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
-        weights = await asyncio.to_thread(decode_weights, tensors, self._config, self._precision)
+        held = self._weights  # of the version before: loads come one at a time, and nothing else replaces them
+        weights = await asyncio.to_thread(
+            changed_weights, held, tensors, changes, config=self._config, precision=self._precision
+        )
         with self._changed:
             self._raise_if_over()
             assert self._staged is None or self._staged.pause.cancelled(), "one version at a time"

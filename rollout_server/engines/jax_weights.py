@@ -8,6 +8,10 @@ One array per layer and not a stack: a slice of a stack would be copied in every
 product, gate and up another. Every value has been rounded to the wire's dtype, so that the policy is the trainer's, and
 is held in the dtype of its use: matrices in the compute dtype, norms in float32, embedding and head in the head's.
 
+A version in which little changed is made from the one held: an array in which something changed is copied on the device
+and the new values are scattered into the copy; the others are shared. No array is ever written to, so a chunk that was
+started with one version goes on with it.
+
 Legend: V vocabulary, D width, H query heads, K key/value heads, h head size, F MLP width.
 """
 
@@ -18,11 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalerl_jax.model import DecoderConfig, Precision
+from rollout_server.contract.decoder_config import DecoderConfig
+from rollout_server.contract.hf_layout import Tensor, hf_tensors, layout
+from rollout_server.contract.weight_patch import Change
+from scalerl_jax.model import Precision
 from scalerl_jax.model.decoder import Params
-from scalerl_jax.model.hf import from_hf
 
 DecodeWeights = Mapping[str, Any]
+Place = tuple[int | None, str]  # layer (None: of none), name in DecodeWeights
+
+# Leaves of the parameter tree that share an array, in the order of the table.
+_JOINED = {"query": "qkv", "key": "qkv", "value": "qkv", "gate": "gate_up", "up": "gate_up"}
+_NOTHING = Change(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 def decode_precision(precision: Precision) -> Precision:
@@ -35,27 +46,94 @@ def decode_weights(tensors: Mapping[str, Any], config: DecoderConfig, precision:
 
     Raises ValueError naming a tensor that is missing or of another shape.
     """
-    params = from_hf(tensors, config, jnp.dtype(precision.wire))
-    head_dtype = jnp.dtype("float32" if precision.head == "highest" else precision.compute)
+    _check(tensors, config)
+    arrays = {place: _put(tensors, parts, place, precision) for place, parts in _places(config).items()}
+    return jax.block_until_ready(_tree(arrays, config))
 
-    def put(array: np.ndarray, dtype: Any) -> jax.Array:
-        # A copy in any case: on a CPU, device_put may keep the host's memory, which the next version overwrites.
-        return jax.device_put(np.array(array, dtype, order="C"))
 
-    def one(i: int) -> dict[str, jax.Array]:
-        layer = {name: stacked[i] for name, stacked in params["layers"].items()}
-        joined = {
-            "qkv": np.concatenate([layer["query"], layer["key"], layer["value"]], axis=1),
-            "output": layer["output"],
-            "gate_up": np.concatenate([layer["gate"], layer["up"]], axis=1),
-            "down": layer["down"],
-        }
-        norms = {name: put(value, np.float32) for name, value in layer.items() if name.endswith("_norm")}
-        return {**norms, **{name: put(value, jnp.dtype(precision.compute)) for name, value in joined.items()}}
+def changed_weights(
+    held: DecodeWeights,
+    tensors: Mapping[str, Any],
+    changes: Mapping[str, Change | None],
+    *,
+    config: DecoderConfig,
+    precision: Precision,
+) -> DecodeWeights:
+    """The decode weights of `tensors` (host arrays in wire dtype), made from those held by what changed in them.
 
-    weights = {name: put(params[name], head_dtype) for name in ("embed", "head") if name in params}
-    weights["final_norm"] = put(params["final_norm"], np.float32)
-    return jax.block_until_ready({**weights, "layers": [one(i) for i in range(config.layers)]})
+    A tensor that `changes` does not name is as it was; None: it may differ anywhere. Raises as decode_weights does.
+    """
+    _check(tensors, config)
+    arrays = {}
+    for place, parts in _places(config).items():
+        layer, leaf = place
+        before = held[leaf] if layer is None else held["layers"][layer][leaf]
+        found = [changes.get(name, _NOTHING) for name, _ in parts]
+        if any(change is None for change in found):
+            arrays[place] = _put(tensors, parts, place, precision)
+        else:
+            arrays[place] = _scattered(before, [tensor for _, tensor in parts], found)
+    return jax.block_until_ready(_tree(arrays, config))
+
+
+def _check(tensors: Mapping[str, Any], config: DecoderConfig) -> None:
+    for name, shape in hf_tensors(config).items():
+        if name not in tensors:
+            raise ValueError(f"tensor {name} is missing")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"tensor {name} has shape {tuple(tensors[name].shape)}, not {shape}")
+
+
+def _places(config: DecoderConfig) -> dict[Place, list[tuple[str, Tensor]]]:
+    """Every array of the decode weights, and the tensors that stand side by side in it."""
+    places: dict[Place, list[tuple[str, Tensor]]] = {}
+    for name, tensor in layout(config).items():
+        layer = int(name.split(".")[2]) if tensor.row.layered else None  # model.layers.N.
+        places.setdefault((layer, _JOINED.get(tensor.row.leaf, tensor.row.leaf)), []).append((name, tensor))
+    return places
+
+
+def _tree(arrays: Mapping[Place, jax.Array], config: DecoderConfig) -> DecodeWeights:
+    layers: list[dict[str, jax.Array]] = [{} for _ in range(config.layers)]
+    weights: dict[str, Any] = {"layers": layers}
+    for (layer, leaf), array in arrays.items():
+        (weights if layer is None else layers[layer])[leaf] = array
+    return weights
+
+
+def _put(tensors: Mapping[str, Any], parts: list[tuple[str, Tensor]], place: Place, precision: Precision) -> jax.Array:
+    """One array, from whole tensors."""
+    blocks = [np.asarray(tensors[name]).astype(jnp.dtype(precision.wire)) for name, _ in parts]
+    joined = [block.T if tensor.row.transposed else block for block, (_, tensor) in zip(blocks, parts)]
+    dtype = precision.compute
+    if place[1].endswith("_norm") or (place[1] in ("embed", "head") and precision.head == "highest"):
+        dtype = "float32"
+    # A copy in any case: on a CPU, device_put may keep the host's memory, which the next version overwrites.
+    return jax.device_put(np.array(np.concatenate(joined, axis=-1), jnp.dtype(dtype), order="C"))
+
+
+def _scattered(before: jax.Array, parts: list[Tensor], changes: list[Change]) -> jax.Array:
+    """A copy of `before` with the changes of its parts; itself where there are none."""
+    places, columns = [], 0
+    for tensor, change in zip(parts, changes):
+        index = np.unravel_index(change.positions, tensor.shape)
+        index = index[::-1] if tensor.row.transposed else index
+        places.append(np.stack([*index[:-1], index[-1] + columns]))
+        columns += tensor.shape[0]
+    where = np.concatenate(places, axis=1)  # [dimensions, changed]
+    count = where.shape[1]
+    if not count:
+        return before
+    # Padded to a power of two, so that few programs are compiled; places outside of the array are dropped.
+    padded = max(1024, 1 << (count - 1).bit_length())
+    where = np.pad(where, ((0, 0), (0, padded - count)), constant_values=np.iinfo(np.int32).max).astype(np.int32)
+    values = np.concatenate([change.values for change in changes]).astype(before.dtype)
+    return _scatter(before, where, np.pad(values, (0, padded - count)))
+
+
+@jax.jit
+def _scatter(before: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
+    return before.at[tuple(where)].set(values, mode="drop")
 
 
 def model_params(weights: DecodeWeights, config: DecoderConfig) -> Params:
