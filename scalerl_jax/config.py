@@ -152,6 +152,8 @@ class FleetConfig:
     completion_seconds: float = 600.0  # deadline of one request for a group
     push_seconds: float = 600.0  # deadline of one version's transfer
     chunk_bytes: int = 2**20
+    sparse_share: float = 1 / 16  # of a tensor's shard: where more of it changed, it goes out whole; 0: all always do
+    patch_bytes: int = 2**30  # host memory for the patches of the last versions; a server further behind gets all
 
 
 @dataclasses.dataclass
@@ -341,7 +343,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"config.{name}={values[name]}: must be above 0")
     not_negative = (
         "objective.clip_low objective.clip_high objective.truncated_is objective.icepop_low objective.total_variation "
-        "optimizer.warmup optimizer.weight_decay optimizer.gradient_clip"
+        "optimizer.warmup optimizer.weight_decay optimizer.gradient_clip fleet.sparse_share fleet.patch_bytes"
     )
     for name in not_negative.split():
         if values[name] < 0:
@@ -351,6 +353,8 @@ def check(config: Config) -> None:
             f"config.objective.icepop_low={config.objective.icepop_low}: must not be above "
             f"config.objective.icepop_high, {config.objective.icepop_high}"
         )
+    if config.fleet.sparse_share > 1:
+        raise ConfigError(f"config.fleet.sparse_share={config.fleet.sparse_share}: must not be above 1")
     if config.rollout.group_size < 2:
         raise ConfigError(
             f"config.rollout.group_size={config.rollout.group_size}: a group needs at least 2 completions"

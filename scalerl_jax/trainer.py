@@ -20,6 +20,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.wire_copy import WireCopies
 from scalerl_jax.ledger import Ledger, ServerCounters
 from scalerl_jax.live_forecast import LiveForecast
 from scalerl_jax.progress import ProgressLine
@@ -63,20 +64,36 @@ class Pushes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reports: list[dict[str, Any]] = []
+        self._versions: list[dict[str, Any]] = []
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "push":
+        if kind in ("push", "version"):
             with self._lock:
-                self._reports.append(fields)
+                (self._reports if kind == "push" else self._versions).append(fields)
         else:
             logging.info("%s: %s", kind, fields)
 
     def take(self) -> dict[str, float]:
-        """Of the versions applied since the last call, by all servers."""
+        """Sums since the last call: of the versions applied, by all servers, and of the patches that were made.
+
+        sparse: pushes that were patches. transfer, staging, pause: see publisher.PushReport. patch_bytes, dense_bytes,
+        changed, elements: of the versions that were compared with the one before them; encode: comparison, transfer to
+        the host and encoding of those.
+        """
         with self._lock:
             reports, self._reports = self._reports, []
-        names = ("payload_bytes", "resent_chunks", "seconds", "staging_seconds", "pause_seconds")
-        return {"applied": len(reports), **{name: sum(r[name] for r in reports) for name in names}}
+            versions, self._versions = self._versions, []
+        of_push = (
+            *("sparse", "payload_bytes", "resent_chunks"),
+            *("seconds", "transfer_seconds", "staging_seconds", "pause_seconds"),
+        )
+        of_version = ("patch_bytes", "dense_bytes", "changed", "elements", "whole_tensors", "encode_seconds")
+        return {
+            "applied": len(reports),
+            **{name: sum(r[name] for r in reports) for name in of_push},
+            "patches": len(versions),
+            **{name: sum(v[name] for v in versions) for name in of_version},
+        }
 
 
 class Waits:
@@ -168,11 +185,13 @@ class Trainer:
         self.forecast = forecast
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
         self._waits = Waits()
+        self._copies: WireCopies | None = None
+        if config.model.wire_dtype == "bfloat16" and config.fleet.sparse_share > 0:
+            self._copies = WireCopies(learner.decoder, learner.mesh, share=config.fleet.sparse_share)
 
     def begin(self, start: int) -> None:
         """The first version goes out; the servers are met; version `start` is evaluated if it is due."""
-        weights = self.learner.wire()
-        self.fleet.publish(start, lambda: host_arrays(weights))
+        self._version(start)()
         if start % self.config.evaluation.every == 0:
             self.evaluate(start)
         self.ledger.begin()
@@ -204,17 +223,24 @@ class Trainer:
             batch = build(groups, self.config.objective, number=number)
             sums = self.learner.update(batch.segments) if batch.segments else {}
             self.ledger.trained([len(segment.tokens) for segment in batch.segments])
-            weights = self.learner.wire()
+            publish = self._version(number + 1)
         seconds = time.monotonic() - began - waited
         step = number + 1
         self.draws.record(number, batch.outcomes)
-        self.publish(step, weights)
+        publish()
+        self.fleet.advance(step)
         self._write_metrics(step, groups, batch, sums, waited=waited, waited_for=waited_for, seconds=seconds)
 
-    def publish(self, step: int, weights: dict[str, jax.Array]) -> None:
-        """Version `step` exists from here on; its bytes come to the host when a server is ready for them."""
-        self.fleet.publish(step, lambda: host_arrays(weights))
-        self.fleet.advance(step)
+    def _version(self, step: int) -> Callable[[], None]:
+        """Makes the policy version `step` on the device. The function returned lets it go out to the fleet.
+
+        Its bytes come to the host when a server is ready for them, what changed in it at once.
+        """
+        if self._copies is not None:
+            version = self._copies.take(self.learner.state["params"], step)
+            return lambda: self.fleet.publish(step, version.tensors, version.patch)
+        weights = self.learner.wire()
+        return lambda: self.fleet.publish(step, lambda: host_arrays(weights))
 
     def evaluate(self, step: int) -> None:
         """Asks for the evaluation of version `step`; waits for it where it takes all servers."""

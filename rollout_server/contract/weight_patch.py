@@ -62,10 +62,25 @@ class Patch:
     step: int
     tensors: Mapping[str, Sparse | np.ndarray]  # all of them; an array: the whole tensor's bits
     digests: Mapping[str, int]  # of the whole tensors of `step`
+    shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def changed(self) -> int:
+        """Elements that travel; those of whole tensors count all."""
+        return sum(part.changed if isinstance(part, Sparse) else part.size for part in self.tensors.values())
+
+    @property
+    def whole(self) -> int:
+        """Tensors that travel whole."""
+        return sum(isinstance(part, np.ndarray) for part in self.tensors.values())
 
 
 def encode(change: Change) -> Sparse:
@@ -111,7 +126,7 @@ def decode(sparse: Sparse, size: int) -> Change:
     return Change(positions, sparse.values)
 
 
-def merge(patches: Sequence[Patch], shapes: Mapping[str, Sequence[int]]) -> Patch:
+def merge(patches: Sequence[Patch]) -> Patch:
     """The patches of consecutive versions as one: for each position the newest value."""
     assert patches and all(a.step == b.base for a, b in itertools.pairwise(patches))
     if len(patches) == 1:
@@ -119,7 +134,7 @@ def merge(patches: Sequence[Patch], shapes: Mapping[str, Sequence[int]]) -> Patc
     tensors: dict[str, Sparse | np.ndarray] = {}
     for name in patches[0].tensors:
         parts = [patch.tensors[name] for patch in patches]
-        size = math.prod(shapes[name])
+        size = math.prod(patches[0].shapes[name])
         dense = max((i for i, part in enumerate(parts) if isinstance(part, np.ndarray)), default=None)
         changes = [decode(part, size) for part in parts[(dense or 0) :] if isinstance(part, Sparse)]
         if dense is not None:
@@ -134,7 +149,7 @@ def merge(patches: Sequence[Patch], shapes: Mapping[str, Sequence[int]]) -> Patc
         positions, values = positions[order], values[order]
         newest = np.append(positions[1:] != positions[:-1], True) if len(positions) else np.zeros(0, bool)
         tensors[name] = encode(Change(positions[newest], values[newest]))
-    return Patch(patches[0].base, patches[-1].step, tensors, patches[-1].digests)
+    return Patch(patches[0].base, patches[-1].step, tensors, patches[-1].digests, patches[0].shapes)
 
 
 def digest(tensor: np.ndarray) -> int:

@@ -28,7 +28,7 @@ from rollout_server.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.rollouts.book import Book, Lease
 from scalerl_jax.rollouts.probe import ProbeError
-from scalerl_jax.rollouts.publisher import Publisher, PushRefused
+from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushRefused
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.sampling import check_whole, sample
 from scalerl_jax.rollouts.validate import validate
@@ -40,6 +40,7 @@ ACTIVE, REJECTED, TAKEN, LEAVING = "active", "rejected", "taken", "leaving"
 ANSWERING = (UPDATING, PROBING, NEWCOMER, ACTIVE)
 
 BACKOFF_SECONDS = (0.1, 2.0)  # first and longest wait after a refusal; doubled in between
+SPEED_SECONDS = 30.0
 PATIENCE_SECONDS = 5.0  # a finished batch waits so long in all for a newcomer that is about to be ready
 
 
@@ -85,6 +86,7 @@ class Connection:
         self._watch: asyncio.Task | None = None  # pushes and probes while the server answers
         self._refusals = 0
         self._applied_at = -1.0
+        self._needs_anchor = False  # its host copy is not what it says it decodes with
         self._repeats = False  # it has sent a completion twice
         self.state, self.reason = CONNECTING, "not reached yet"
         self.status = pb.StatusReply()
@@ -113,6 +115,11 @@ class Connection:
     def load(self) -> float:
         """Completions in flight per slot."""
         return self.in_flight / max(1, self.status.slots)
+
+    def completions_per_second(self, now: float) -> float:
+        """Its measured speed: over the last SPEED_SECONDS, or since it was given up last."""
+        since = max(now - SPEED_SECONDS, self.state_since if self.state == ACTIVE else now)
+        return sum(at > since for at in self.finishes) / max(1.0, now - since)
 
     def works_on(self, book: Book) -> bool:
         return any(self.books[lease] is book for lease in self._calls)
@@ -295,9 +302,15 @@ class Connection:
                 await asyncio.sleep(_backoff(refusals))
 
     async def _push(self, step: int) -> bool:
+        base = None if self._needs_anchor else self.step
+        self._needs_anchor = False
         try:
-            report = await self._publisher.push(self._stub, step, timeout=self._config.push_seconds)
+            report = await self._publisher.push(self._stub, step, base=base, timeout=self._config.push_seconds)
         except PushRefused as error:
+            if base is not None and isinstance(error, AnchorNeeded):
+                _log.info("server %s: version %d goes out whole (%s)", self.address, step, error)
+                self._needs_anchor = True
+                return True  # at once
             _log.warning("server %s: refused version %d (%s)", self.address, step, error)
             self._hurry.set()
             return False

@@ -29,6 +29,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from rollout_server.contract import codec, security
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.weight_patch import Patch
 from scalerl_jax.config import Config
 from scalerl_jax.rollouts import connection as connection_lib
 from scalerl_jax.rollouts import report
@@ -80,7 +81,8 @@ class Fleet:
         probe_prompts: what newcomers sample for the probe.
         check: raises ProbeError on the status of a server that is not one for this run.
         observe: each status of each server; whether the time since the one before was an evaluation's.
-        on_event: ("server", {server, state, reason, step}) and ("push", {server, step, payload_bytes, ...}).
+        on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
+            ("version", {step, changed, patch_bytes, ...}).
     """
 
     def __init__(
@@ -127,7 +129,12 @@ class Fleet:
         self._judging = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-judging")
         self._something = threading.Event()  # the caller should look
         self._members = Members(make=self._connect, look=look, watch=self._thread.watch, changed=self._changed)
-        self._publisher = Publisher(incarnation=incarnation, chunk_bytes=config.fleet.chunk_bytes)
+        self._publisher = Publisher(
+            incarnation=incarnation,
+            chunk_bytes=config.fleet.chunk_bytes,
+            patch_bytes=config.fleet.patch_bytes,
+            event=lambda fields: self._event("version", fields),
+        )
         self._book: Book  # from start() on
         self._newest: tuple[int, Source] | None = None
         self._evaluations = Evaluations()
@@ -217,16 +224,20 @@ class Fleet:
 
         self._thread.call(advance)
 
-    def publish(self, version: int, tensors: Source) -> None:
+    def publish(self, version: int, tensors: Source, changes: Callable[[], Patch] | None = None) -> None:
         """Begins to bring `version` to every server; returns at once. A newer version overtakes an older one.
 
         A version that the pacing does not publish is only kept, in case it is to be evaluated.
         tensors: Hugging Face names, complete, in wire dtype, in host memory that nobody writes to any more; or a
         function that returns that, called on a thread of its own when the first server is ready for it.
+        changes: brings what this version changed to the host, called at once on a thread of its own; None: this version
+        and those after it go out whole.
         """
 
         def publish() -> None:
             self._newest = (version, tensors)
+            if changes is not None:
+                self._publisher.record(version, changes)
             if self._pacing.publishes(version):
                 self._offer_newest()
 

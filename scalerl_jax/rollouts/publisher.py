@@ -1,113 +1,97 @@
 """Versions of the weights on their way to the servers.
 
-    payload  = the tensors' bytes one after another, in the header's order, cut into chunks of chunk_bytes
-    chunk    = (index, data, crc32(data))
-    push     = header, chunks, commit ->  <- resend*, then applied | refused
+    version  = dense (all bytes), or a patch from a version that the server holds to the one it should hold
+    push     = header, chunks, commit ->  <- resend*, then applied | refused | anchor
 
 The latest version wins: a server that is behind gets the newest one, not those between; a transfer that has begun is
-finished first. Tensors may be given as a function that brings them to the host: it runs on a thread of its own, while
-the trainer is busy with its next update, and not at all where a newer version came before a server asked for it.
+finished first. A server gets a patch where it holds a version of this trainer from which one is kept (patches.py), and
+a dense version where it does not, or where it answers `anchor`: its copy is not what we think it is.
 
-Dense only; a patch would be another payload.
+Dense tensors may be given as a function that brings them to the host: it runs on a thread of its own, while the trainer
+is busy with its next update, and not at all where a newer version came before a server asked for it. What changed is
+brought to the host in any case, since the next patches lead on from it.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import sys
 import time
-import zlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
-import numpy as np
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from rollout_server.contract.weight_patch import Patch
+from scalerl_jax.rollouts import payload as payload_lib
+from scalerl_jax.rollouts.patches import Patches
+from scalerl_jax.rollouts.payload import Payload, Tensors
 
-Tensors = Mapping[str, np.ndarray]  # Hugging Face names, complete, in wire dtype
 Source = Tensors | Callable[[], Tensors]
 
-RESENDS = (
-    3  # a chunk is sent again this many times on average before the push is given up: the link is broken, not noisy
-)
+# A chunk is sent again this many times on average before the push is given up: the link is broken, not noisy.
+RESENDS = 3
 
 
 class PushRefused(Exception):
     """The server did not take the version; its weights are as they were."""
 
 
+class AnchorNeeded(PushRefused):
+    """The server's copy is not what a patch starts from: it needs a dense version."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PushReport:
-    """One version applied by one server. Seconds: the whole push; the server's staging; decoding stood still."""
+    """One version applied by one server.
+
+    Seconds: the whole push; its transfer (header to last good chunk); staging (the server unpacks and checks it while
+    it goes on decoding); pause (decoding stood still).
+    """
 
     step: int
+    sparse: bool
     payload_bytes: int
     resent_chunks: int
     seconds: float
+    transfer_seconds: float
     staging_seconds: float
     pause_seconds: float
-
-
-class Payload:
-    """One version, ready to be cut into chunks by any number of pushes at once; CRCs are computed once."""
-
-    def __init__(self, *, version: codec.Version, tensors: Tensors, chunk_bytes: int):
-        assert sys.byteorder == "little", "weights travel little-endian"
-        assert tensors, "a version without tensors"
-        flat = {name: np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for name, tensor in tensors.items()}
-        self._pieces = list(flat.values())  # [bytes] uint8 each
-        self._starts = np.concatenate([[0], np.cumsum([len(piece) for piece in self._pieces])]).tolist()
-        self.bytes, self._chunk_bytes = self._starts[-1], chunk_bytes
-        self.chunks = -(-self.bytes // chunk_bytes)
-        self._crcs: dict[int, int] = {}
-        self.header = pb.WeightHeader(
-            target=codec.version_to_proto(version),
-            tensors=[
-                pb.TensorInfo(name=name, dtype=tensor.dtype.name, shape=tensor.shape)
-                for name, tensor in tensors.items()
-            ],
-            payload_bytes=self.bytes,
-            chunk_bytes=chunk_bytes,
-        )
-
-    def chunk(self, index: int) -> pb.WeightMessage:
-        """Chunk `index` as it goes on the wire; safe to call from several threads."""
-        start = index * self._chunk_bytes
-        end = min(start + self._chunk_bytes, self.bytes)
-        assert 0 <= start < end
-        parts = []
-        at = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < end:
-            piece_end = min(end, self._starts[at + 1])
-            offset = self._starts[at]
-            parts.append(self._pieces[at][start - offset : piece_end - offset])
-            start, at = piece_end, at + 1
-        data = b"".join(part.tobytes() for part in parts)
-        crc = self._crcs.get(index)
-        if crc is None:
-            crc = self._crcs[index] = zlib.crc32(data)
-        return pb.WeightMessage(chunk=pb.WeightChunk(index=index, data=data, crc32=crc))
 
 
 class Publisher:
     """Holds the versions that some server may still need. Lives on one event loop; close() ends its threads."""
 
-    def __init__(self, *, incarnation: int, chunk_bytes: int):
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        chunk_bytes: int,
+        patch_bytes: int = 0,
+        event: Callable[[dict[str, Any]], None] = lambda fields: None,
+    ):
+        """patch_bytes: of the patches kept. event: called on the loop with what each version changed."""
         self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
-        self._payloads: dict[int, asyncio.Task[Payload]] = {}
+        self._payloads: dict[tuple[int | None, int], asyncio.Future[Payload]] = {}  # base, step
         self._retained: dict[int, int] = {}  # step -> how many evaluations need it
+        self._patches = Patches(limit=patch_bytes, event=event)
         self.latest: int | None = None
         # One thread brings weights to the host, so that two versions are never on their way at once; others cut chunks.
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="publisher-staging")
         self._cutting = ThreadPoolExecutor(4, thread_name_prefix="publisher-chunks")
 
     def close(self) -> None:
+        self._patches.close()
         self._staging.shutdown(wait=False, cancel_futures=True)
         self._cutting.shutdown(wait=False, cancel_futures=True)
+
+    def record(self, step: int, find: Callable[[], Patch]) -> None:
+        """What version `step` changed; of every version in turn, those that are never offered too."""
+        self._patches.record(step, find)
 
     def offer(self, step: int, tensors: Source) -> None:
         """Makes `step` the version that servers are to hold."""
@@ -134,15 +118,16 @@ class Publisher:
         # A push that is under way holds the payload itself.
         for step in [s for s in self._sources if s != self.latest and s not in self._retained]:
             del self._sources[step]
-            self._payloads.pop(step, None)
+        for key in [key for key in self._payloads if key[1] not in self._sources]:
+            del self._payloads[key]
 
-    async def push(self, stub: RolloutStub, step: int, *, timeout: float) -> PushReport:
-        """Sends version `step` to one server, and returns when the server decodes with it.
+    async def push(self, stub: RolloutStub, step: int, *, base: int | None = None, timeout: float) -> PushReport:
+        """Brings one server from version `base` (None: none of ours) to `step`; returns when it decodes with it.
 
-        Raises PushRefused, or grpc.RpcError where the connection fails or `timeout` seconds have passed; and whatever
-        making the tensors raises.
+        Raises PushRefused (AnchorNeeded: try again without a base), or grpc.RpcError where the connection fails or
+        `timeout` seconds have passed; and whatever making the tensors raises.
         """
-        payload = await self._payload(step)
+        payload = await self._payload(base, step, self._sources[step])
         began = time.monotonic()
         call = stub.PushWeights(timeout=timeout)
         again: asyncio.Queue[int] = asyncio.Queue()
@@ -155,15 +140,11 @@ class Publisher:
                     raise PushRefused("the server ended the push without a word")
                 kind = reply.WhichOneof("kind")
                 if kind == "applied":
-                    applied = reply.applied
-                    if codec.version_from_proto(applied.version) != codec.Version(self._incarnation, step):
-                        raise PushRefused(f"the server applied version {applied.version.step} instead of {step}")
-                    seconds = time.monotonic() - began
-                    return PushReport(
-                        step, payload.bytes, resent, seconds, applied.staging_seconds, applied.pause_seconds
-                    )
+                    return self._report(payload, reply.applied, resent=resent, seconds=time.monotonic() - began)
                 if kind == "refused":
                     raise PushRefused(reply.refused)
+                if kind == "anchor":
+                    raise AnchorNeeded(reply.anchor)
                 if kind != "resend" or reply.resend >= payload.chunks:
                     raise PushRefused(f"the server answered {kind} {reply.resend}")
                 resent += 1
@@ -175,19 +156,45 @@ class Publisher:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def _payload(self, step: int) -> Payload:
-        if step not in self._payloads:
-            source = self._sources[step]
+    def _report(self, payload: Payload, applied: pb.WeightReply.Applied, *, resent: int, seconds: float) -> PushReport:
+        target = codec.version_from_proto(payload.header.target)
+        if codec.version_from_proto(applied.version) != target:
+            raise PushRefused(f"the server applied version {applied.version.step} instead of {target.step}")
+        return PushReport(
+            step=target.step,
+            sparse=payload.is_patch,
+            payload_bytes=payload.bytes,
+            resent_chunks=resent,
+            seconds=seconds,
+            transfer_seconds=applied.staging_seconds,
+            staging_seconds=applied.checking_seconds,
+            pause_seconds=applied.pause_seconds,
+        )
 
-            def make() -> Payload:
-                tensors = source() if callable(source) else source
-                version = codec.Version(self._incarnation, step)
-                return Payload(version=version, tensors=tensors, chunk_bytes=self._chunk_bytes)
-
-            loop = asyncio.get_running_loop()
-            self._payloads[step] = asyncio.ensure_future(loop.run_in_executor(self._staging, make))
+    async def _payload(self, base: int | None, step: int, source: Source) -> Payload:
+        key = (base, step)
+        if key not in self._payloads:
+            make = self._dense(step, source) if base is None else self._sparse(base, step, source)
+            self._payloads[key] = asyncio.ensure_future(make)
         # Shielded: one server's end must not take the payload from the others.
-        return await asyncio.shield(self._payloads[step])
+        return await asyncio.shield(self._payloads[key])
+
+    async def _sparse(self, base: int, step: int, source: Source) -> Payload:
+        """A patch where there is one."""
+        patch = await self._patches.between(base, step)
+        if patch is None:
+            return await self._payload(None, step, source)
+        return payload_lib.sparse(self._incarnation, patch, chunk_bytes=self._chunk_bytes)
+
+    async def _dense(self, step: int, source: Source) -> Payload:
+        digests = await self._patches.digests(step)
+
+        def make() -> Payload:
+            tensors = source() if callable(source) else source
+            version = codec.Version(self._incarnation, step)
+            return payload_lib.dense(version, tensors, digests, chunk_bytes=self._chunk_bytes)
+
+        return await asyncio.get_running_loop().run_in_executor(self._staging, make)
 
     async def _messages(self, payload: Payload, again: asyncio.Queue[int]) -> AsyncGenerator[pb.WeightMessage, None]:
         loop = asyncio.get_running_loop()

@@ -93,8 +93,8 @@ def test_merged_patches_do_what_they_do_one_by_one(seed: int, steps: int, shares
         positions = np.flatnonzero(rng.random(42) < shares[step])
         version.reshape(-1)[positions] = rng.choice(SPECIAL, len(positions))
         part = version.copy() if step in dense else encode(Change(positions, version.reshape(-1)[positions]))
-        patches.append(Patch(step, step + 1, {"w": part}, {"w": digest(version)}))
-    merged = merge(patches, {"w": (6, 7)})
+        patches.append(Patch(step, step + 1, {"w": part}, {"w": digest(version)}, {"w": (6, 7)}))
+    merged = merge(patches)
     assert (merged.base, merged.step, merged.digests) == (0, steps, {"w": digest(version)})
     part = merged.tensors["w"]
     if isinstance(part, Sparse):

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_server.contract.codec import Version
 from rollout_server.contract.rollout_pb2 import WeightMessage
-from scalerl_jax.rollouts.publisher import Payload
+from scalerl_jax.rollouts.payload import Payload, dense
 from tests.rollouts.helpers import Trainer, config, eventually, weights
 
 
@@ -24,7 +24,7 @@ def test_chunks_are_the_tensors_one_after_another(chunk_bytes, dtype):
         "empty": np.zeros((0, 4), dtype),
         "c": rng.normal(size=(17,)).astype(dtype),
     }
-    payload = Payload(version=Version(5, 6), tensors=tensors, chunk_bytes=chunk_bytes)
+    payload = dense(Version(5, 6), tensors, {}, chunk_bytes=chunk_bytes)
     chunks = [payload.chunk(i).chunk for i in range(payload.chunks)]
     whole = b"".join(np.ascontiguousarray(t).tobytes() for t in tensors.values())
     assert b"".join(c.data for c in chunks) == whole
