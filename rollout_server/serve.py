@@ -1,6 +1,7 @@
 """scalerl-serve: one generator process.
 
     scalerl-serve --engine=jax --model=DIR --port=N       sample from the policy in a Hugging Face folder
+    scalerl-serve --engine=vllm --model=DIR --port=N      the same by vLLM, in an environment without jax
     scalerl-serve --engine=replay --port=N                play scripted or recorded rollouts (tests)
 
 From the flags it builds an engine, puts the contract, health checks and reflection in front of it (service.py), and
@@ -19,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -37,7 +38,7 @@ STOP_SECONDS = 5.0
 
 _DTYPES = sorted(ITEM_BYTES)
 
-_ENGINE = flags.DEFINE_enum("engine", None, ["jax", "replay"], "What samples the tokens.", required=True)
+_ENGINE = flags.DEFINE_enum("engine", None, ["jax", "vllm", "replay"], "What samples the tokens.", required=True)
 _MODEL = flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
 _PORT = flags.DEFINE_integer("port", None, "Port to listen on; 0: any free one.", 0, 65535, required=True)
@@ -45,7 +46,7 @@ _PORT_FILE = flags.DEFINE_string("port_file", "", "Written with the port, in dec
 _EXIT_WITH_PARENT = flags.DEFINE_bool("exit_with_parent", False, "Stop at the end of standard input.")
 _SLOTS = flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_bound=1)
 _QUEUE = flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)
-_DECODE_CHUNK = flags.DEFINE_integer("decode_chunk", 8, "Decode steps between two looks at queue and weights.", 1)
+_DECODE_CHUNK = flags.DEFINE_integer("decode_chunk", 8, "Not vllm: decode steps between two looks at the queue.", 1)
 _COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "Of the matrix products.")
 _WIRE_DTYPE = flags.DEFINE_enum("wire_dtype", "bfloat16", _DTYPES, "In which the weights come.")
 _HEAD_PRECISION = flags.DEFINE_enum(
@@ -53,6 +54,8 @@ _HEAD_PRECISION = flags.DEFINE_enum(
 )
 _MAXIMUM_TOKENS = flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
 
+_TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "vllm: devices that share the model.", lower_bound=1)
+_DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a GPU's memory to take.", 0.05, 1.0)
 _REPLAY_FILE = flags.DEFINE_string("replay_file", "", "JSONL of completions to play; empty: made up by a hash.")
 _REPLAY_VOCABULARY = flags.DEFINE_integer("replay_vocabulary", 256, "Made-up tokens are below this.", lower_bound=1)
 _REPLAY_MEAN_TOKENS = flags.DEFINE_float("replay_mean_tokens", 24.0, "Mean length of what is made up.", lower_bound=2)
@@ -83,6 +86,30 @@ def _jax_engine() -> Engine:
         head_precision=_HEAD_PRECISION.value,
         maximum_tokens=_MAXIMUM_TOKENS.value,
     )
+
+
+async def _vllm_engine() -> Engine:
+    _check_model_folder(weights=True)
+    if _HEAD_PRECISION.value == "highest" and _COMPUTE_DTYPE.value != "float32":
+        raise UsageError("--head_precision=highest: the vllm engine has it with --compute_dtype=float32 only")
+    from rollout_server.engines.vllm_adapter import Vllm
+    from rollout_server.engines.vllm_engine import VllmEngine
+
+    vllm = Vllm(
+        _MODEL.value,
+        slots=_SLOTS.value,
+        maximum_tokens=_MAXIMUM_TOKENS.value,
+        compute_dtype=_COMPUTE_DTYPE.value,
+        wire_dtype=_WIRE_DTYPE.value,
+        workers=_TENSOR_PARALLEL.value,
+        device_memory=_DEVICE_MEMORY.value,
+    )
+    try:
+        await vllm.prepare()
+        return VllmEngine(vllm, slots=_SLOTS.value, queue=_QUEUE.value)
+    except ValueError:
+        vllm.shutdown()
+        raise
 
 
 def _replay_engine() -> Engine:
@@ -120,8 +147,10 @@ def _replay_engine() -> Engine:
     )
 
 
+MakeEngine = Callable[[], Engine | Awaitable[Engine]]
+
 # Each imports what it needs only when it is asked for.
-ENGINES: dict[str, Callable[[], Engine]] = {"jax": _jax_engine, "replay": _replay_engine}
+ENGINES: dict[str, MakeEngine] = {"jax": _jax_engine, "vllm": _vllm_engine, "replay": _replay_engine}
 
 
 def _check_model_folder(*, weights: bool) -> None:
@@ -153,7 +182,7 @@ def _check_address(host: str, port: int) -> None:
 
 
 async def serve(
-    make_engine: Callable[[], Engine],
+    make_engine: MakeEngine,
     *,
     host: str,
     port: int,
@@ -170,7 +199,8 @@ async def serve(
     # 1. The address first: a taken one is known before minutes of loading.
     _check_address(host, port)
     try:
-        engine = make_engine()
+        made = make_engine()
+        engine = await made if isinstance(made, Awaitable) else made
     except ValueError as error:
         raise UsageError(f"--engine={_ENGINE.value}: {error}") from error
 
