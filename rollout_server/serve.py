@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import grpc
 from absl import app, flags, logging
 
-from rollout_server import access_flags
+from rollout_server import access_flags, faults
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.engine import Engine
@@ -56,6 +56,7 @@ _MAXIMUM_TOKENS = flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and compl
 
 _TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "vllm: devices that share the model.", lower_bound=1)
 _DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a GPU's memory to take.", 0.05, 1.0)
+_FAULTS = flags.DEFINE_string("faults", "", "For tests: kind:after,... of what goes wrong on the wire (faults.py).")
 _REPLAY_FILE = flags.DEFINE_string("replay_file", "", "JSONL of completions to play; empty: made up by a hash.")
 _REPLAY_VOCABULARY = flags.DEFINE_integer("replay_vocabulary", 256, "Made-up tokens are below this.", lower_bound=1)
 _REPLAY_MEAN_TOKENS = flags.DEFINE_float("replay_mean_tokens", 24.0, "Mean length of what is made up.", lower_bound=2)
@@ -251,6 +252,16 @@ def _access() -> Access:
         raise UsageError(str(error)) from None
 
 
+def _faults() -> list[grpc.aio.ServerInterceptor]:
+    try:
+        wanted = faults.parse(_FAULTS.value)
+    except ValueError as error:
+        raise UsageError(f"--faults={_FAULTS.value}: {error}") from None
+    if wanted:
+        logging.warning("faults on purpose: %s", _FAULTS.value)
+    return [faults.FaultInterceptor(wanted)] if wanted else []
+
+
 def _write_whole(path: str, text: str) -> None:
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
@@ -286,6 +297,7 @@ def main(argv: Sequence[str]) -> None:
                 port_file=_PORT_FILE.value,
                 with_parent=_EXIT_WITH_PARENT.value,
                 access=_access(),
+                interceptors=_faults(),
             )
         )
     except UsageError as error:

@@ -8,6 +8,7 @@
     Recorded    played from JSONL, one completion a row:
                     {"prompt_token_ids": [...], "token_ids": [...], "logprobs": [...], "forced": [[start, end], ...],
                      "finish_reason": "stop" | "length", "group_id": str, "index": int}
+                and is cut where the request's budgets and the phrase end.
                 group_id and index are optional. A row that has them is played for that completion only; the others of
                 a prompt are a bank, drawn from by a hash of (group_id, index, seed), so that any number of groups can
                 be asked of it.
@@ -144,10 +145,12 @@ class Recorded:
 
     def rollout(self, request: GroupRequest, wanted: CompletionRequest) -> Rollout:
         prompt = request.prompt.astype(np.int32).tobytes()
+        phrase = request.interruption.phrase_token_ids
+        most = wanted.thinking_budget + len(phrase) + request.sampling.answer_budget
         if rollout := self._named.get((request.group_id, wanted.index, prompt)):
-            return rollout
+            return rollout.cut(most)
         if bank := self._bank.get(prompt):
-            return bank[completion_hash(request, wanted) % len(bank)]
+            return bank[completion_hash(request, wanted) % len(bank)].cut(most)
         raise ValueError(f"group {request.group_id!r}: {self._path} has no completion {wanted.index} of this prompt")
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:

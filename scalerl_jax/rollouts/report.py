@@ -115,6 +115,7 @@ def _server(c: Connection, now: float) -> dict[str, Any]:
         "step": c.step,
         "evaluating": c.evaluation is not None,
         "in_flight": c.in_flight,
+        "completions_per_second": c.completions_per_second(now),
         "slots": c.status.slots,
         "busy_slots": c.status.busy_slots,
         "queued": c.status.queued,

@@ -230,6 +230,8 @@ def complaint(*flags: str) -> str:
         (["--engine=replay", "--port=0", "again"], "again"),
         (["--engine=replay", "--port=0", "--wire_dtype=float16"], "--wire_dtype=float16"),
         (["--engine=replay", "--port=0", "--replay_file=nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--engine=replay", "--port=0", "--faults=delay:3"], "--faults=delay:3: delay:3: is not delay:after:seconds"),
+        (["--engine=replay", "--port=0", "--faults=lies:3"], "lies:3: is not one of delay, duplicate"),
         (["--engine=jax", "--port=0"], "--model"),
         (["--engine=jax", "--port=0", "--model=nowhere"], "--model=nowhere: no such folder"),
     ],

@@ -5,7 +5,7 @@ import pytest
 from tests.rollouts.helpers import ReplayServer
 
 # What makes a server behave differently the longer it lives.
-ONCE = {"crash_after", "hang_after", "lie_after", "full_every"}
+ONCE = {"crash_after", "hang_after", "lie_after", "full_every", "faults"}
 
 
 @pytest.fixture(scope="session")

@@ -168,6 +168,7 @@ class Trainer:
     """Trains nothing, but takes every batch, publishes every version and keeps what it saw."""
 
     def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, score=None, **kwargs: Any):
+        """kwargs: of Fleet."""
         self.config, self.version = made, start
         maker = {"pipeline": pacing_lib.Pipeline, "phased": pacing_lib.Phased}[made.pacing.kind]
         self.pacing = maker(k=made.pacing.k, groups=made.rollout.groups, batches=made.updates, start=start)
@@ -187,7 +188,8 @@ class Trainer:
         self.probe = Probe(made.probe, expected=expected, score=score or own_score, dtype="float32")
         self.fleet = Fleet(
             made,
-            addresses=[s.address for s in servers],
+            addresses=kwargs.pop("addresses", None) or [s.address for s in servers],
+            vocabulary=VOCABULARY,
             pacing=self.pacing,
             incarnation=kwargs.pop("incarnation", time.time_ns()),
             draw=kwargs.pop("draw", self.draw),

@@ -14,6 +14,8 @@ import sys
 
 import numpy as np
 
+from rollout_server import faults
+from rollout_server.contract import security
 from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import QueueFull
 from rollout_server.engines.replay_engine import Faults, ReplayEngine
@@ -69,6 +71,15 @@ def make_engine(options: dict) -> ReplayEngine:
     return engine
 
 
+def access(options: dict) -> security.Access:
+    """token; certificate, key and clients: files."""
+    made = security.Access(token=options.get("token", ""))
+    if "certificate" not in options:
+        return made
+    pem = [open(options[name], "rb").read() for name in ("certificate", "key", "clients")]  # noqa: SIM115
+    return dataclasses.replace(made, credentials=security.server_credentials(*pem), client_certificates=True)
+
+
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     asyncio.run(
@@ -78,5 +89,7 @@ if __name__ == "__main__":
             port=options["port"],
             port_file=options["port_file"],
             with_parent=True,
+            access=access(options),
+            interceptors=[faults.FaultInterceptor(faults.parse(options.get("faults", "")))],
         )
     )

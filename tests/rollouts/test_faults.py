@@ -1,0 +1,118 @@
+"""Each thing that can go wrong between trainer and server, done on purpose over real gRPC: the right completions are
+trained on, once each, and a server that lied is named and sent away."""
+
+import numpy as np
+import pytest
+
+from rollout_server.engines.scripts import Scripted
+from scalerl_jax.rollouts.book import Lease
+from scalerl_jax.rollouts.requests import Requests
+from tests.rollouts.helpers import VOCABULARY, ByteTokenizer, Trainer, config, eventually
+from tests.rollouts.test_fleet import assert_holds, states_seen
+
+BRISK = {"token_seconds": 0.002, "mean_tokens": 12.0}
+AFTER = 24  # completions: the eight of the probe, and four groups
+
+
+def run(trainer: Trainer, servers, updates: int) -> None:
+    trainer.admit_until(lambda: len(trainer.admitted) == len(servers))
+    for _ in range(updates):
+        trainer.update()
+    trainer.check()
+    check_against_the_script(trainer)
+
+
+def check_against_the_script(trainer: Trainer) -> None:
+    """Every completion trained on is the one that an honest server gives, bit by bit."""
+    script = Scripted(vocabulary=VOCABULARY, mean_tokens=BRISK["mean_tokens"])
+    requests = Requests(trainer.config, ByteTokenizer(), incarnation=1)
+    for groups in trainer.batches:
+        for group in groups:
+            opened = requests.train(group.number, group.prompt)
+            lease = Lease(opened, "", 0, None, {wanted.index for wanted in opened.requests})
+            asked = requests.of_lease(lease)
+            for wanted, completion in zip(asked.completions, group.completions, strict=True):
+                rollout = script.rollout(asked, wanted)
+                np.testing.assert_array_equal(completion.token_ids, rollout.token_ids)
+                np.testing.assert_array_equal(completion.logprobs, rollout.logprobs)
+                assert completion.forced == rollout.forced
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("nan_logprobs", "log-probabilities that are not finite"),
+        ("stale_version", "was sampled by version -1, older than"),
+        ("wrong_group", "came for 'train/"),
+        ("truncated_stream", "ended without 1 of the completions asked for"),
+        ("wrong_tokenizer", "its tokenizer (another toke) is not the trainer's"),
+    ],
+)
+def test_a_server_that_begins_to_lie_is_named_and_sent_away(start, caplog, fault, named):
+    servers = start({**BRISK, "faults": f"{fault}:{AFTER}"}, BRISK)
+    with Trainer(config(updates=4000), servers) as trainer:
+        run(trainer, servers, 8)
+
+        def rejected():
+            trainer.update()
+            return states_seen(trainer, servers[0])[-1][0] == "rejected"
+
+        eventually(rejected)
+        reason = states_seen(trainer, servers[0])[-1][1]
+        assert servers[0].address in reason and named in reason
+        assert any(servers[0].address in r.message and named in r.message for r in caplog.records)
+        trainer.update()  # by the other one
+        trainer.check()
+        check_against_the_script(trainer)
+        assert trainer.states()[servers[0].address] == "rejected"
+
+
+@pytest.mark.parametrize("fault", ["truncated_stream", "nan_logprobs", "wrong_tokenizer"])
+def test_a_server_that_lies_from_the_start_is_never_admitted(start, fault):
+    servers = start(BRISK, {**BRISK, "faults": f"{fault}:0"})
+    with Trainer(config(), [servers[0]]) as trainer:
+        trainer.update()
+        trainer.fleet._thread.call(trainer.fleet._members.update, [s.address for s in servers])
+        eventually(lambda: trainer.states()[servers[1].address] == "rejected")
+        trainer.update()
+        trainer.check()
+        assert trainer.admitted == [servers[0].address]
+
+
+def test_repeated_and_reordered_completions_count_once(start, caplog):
+    servers = start({**BRISK, "faults": "duplicate:0,reorder:0"}, {**BRISK, "faults": "duplicate:0"})
+    with Trainer(config(), servers) as trainer:
+        run(trainer, servers, 8)
+        assert set(trainer.states().values()) == {"active"}
+    for server in servers:
+        assert sum(server.address in r.message and "came twice" in r.message for r in caplog.records) == 1
+
+
+def test_a_server_that_slows_down_gets_less_and_stays(start):
+    servers = start({**BRISK, "faults": f"delay:{AFTER}:0.1"}, BRISK)
+    with Trainer(config(updates=4000), servers) as trainer:
+        run(trainer, servers, 20)
+        assert trainer.states()[servers[0].address] == "active"
+        slow, fast = (trainer.fleet.status()["servers"][s.address]["completions_per_second"] for s in servers)
+        assert slow < fast / 2
+
+
+def test_corrupted_chunks_are_sent_again(start):
+    servers = start({**BRISK, "faults": "corrupt_chunk:0"}, BRISK)
+    with Trainer(config(), servers) as trainer:
+        run(trainer, servers, 4)
+        for server in servers:
+            assert_holds(server, 4)
+        resent = {s.address: 0 for s in servers}
+        for kind, fields in trainer.events:
+            if kind == "push":
+                resent[fields["server"]] += fields["resent_chunks"]
+        assert resent[servers[0].address] > 0 == resent[servers[1].address]
+
+
+def test_a_late_answer_after_the_deadline_changes_nothing(start):
+    """Asked for again elsewhere under the same ids; what the slow server still sends belongs to a call that is over."""
+    servers = start({**BRISK, "faults": f"delay:{AFTER}:3"}, BRISK)
+    with Trainer(config(updates=4000, fleet_completion_seconds=1.0), servers) as trainer:
+        run(trainer, servers, 8)
+        eventually(lambda: any("finished nothing for" in reason for _, reason in states_seen(trainer, servers[0])))
