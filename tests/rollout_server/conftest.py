@@ -1,33 +1,38 @@
-"""Engines of every kind, served over real gRPC on the loopback interface, and a client that keeps to the contract."""
+"""Engines of every kind, served over real gRPC on the loopback interface, and a client that keeps to the contract.
+
+jax and vLLM never share an environment, so each is tested where it is installed: `make test` and `make test-vllm` run
+the same conformance tests.
+"""
 
 import asyncio
+import importlib.util
 import inspect
 import json
+import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
+import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
 
+from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
+from rollout_server.contract.hf_layout import hf_tensors
 from rollout_server.engines.engine import Engine
-from rollout_server.engines.jax_engine import JaxEngine
 from rollout_server.engines.replay_engine import ReplayEngine
 from rollout_server.engines.scripts import Script, Scripted
-from scalerl_jax.model import DecoderConfig, init_params
-from scalerl_jax.model.hf import hf_tensors, to_hf
 
 # Seconds that an async test may take; one that hangs says where.
 ASYNC_TEST_SECONDS = 120
 
 CONFIG = DecoderConfig(
-    vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=48, max_positions=512
+    vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_size=32, mlp_width=48, max_positions=512
 )
 
-# One set of options for both, so that every engine is judged by the same numbers.
+# One set of options for all, so that every engine is judged by the same numbers.
 DEFAULTS: dict[str, Any] = {
     "slots": 4,
     "queue": 8,
@@ -40,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine on an event loop of its own."""
+    """Runs a test that is a coroutine on an event loop of its own, or on that of the vLLM it asks for."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
@@ -49,7 +54,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         async with asyncio.timeout(ASYNC_TEST_SECONDS):
             await pyfuncitem.obj(**arguments)
 
-    asyncio.run(run())
+    shared = [value for value in pyfuncitem.funcargs.values() if hasattr(value, "vllm")]
+    if shared:
+        shared[0].run(run())
+    else:
+        asyncio.run(run())
     return True
 
 
@@ -59,8 +68,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("model")
     vocabulary = {f"t{number}": number for number in range(CONFIG.vocabulary)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
-    params = init_params(CONFIG, jax.random.key(0))
-    tensors = {name: jax.device_get(value) for name, value in to_hf(params, CONFIG, "float32").items()}
+    rng, std = np.random.default_rng(0), 1 / math.sqrt(CONFIG.width)
+    tensors = {
+        name: (np.ones(shape) if len(shape) == 1 else rng.normal(0, std, shape)).astype(np.float32)
+        for name, shape in hf_tensors(CONFIG).items()
+    }
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
     return folder
@@ -79,22 +91,62 @@ def replay_engine(
     )
 
 
-def jax_engine(model_folder: pathlib.Path, **options: Any) -> JaxEngine:
+def jax_engine(model_folder: pathlib.Path, **options: Any) -> Engine:
+    from rollout_server.engines.jax_engine import JaxEngine
+
     return JaxEngine(str(model_folder), **{**DEFAULTS, **options})
 
 
+class Maker:
+    """make_engine(**options) -> an engine of the kind that the test is run for. To be called on the event loop."""
+
+    def __init__(self, kind: Callable[..., Engine], model_folder: pathlib.Path):
+        self._kind, self._model_folder = kind, model_folder
+
+    def __call__(self, **options: Any) -> Engine:
+        return self._kind(self._model_folder, **options)
+
+
+class VllmMaker:
+    """The same over the one vLLM of the session, so its options are few."""
+
+    def __init__(self, shared: Any):
+        self.vllm, self.run, self._engine = shared.vllm, shared.run, shared.engine
+
+    def __call__(self, **options: Any) -> Engine:
+        return self._engine(**{"slots": DEFAULTS["slots"], "queue": DEFAULTS["queue"], **options})
+
+
+@pytest.fixture(scope="session")
+def shared_vllm(model_folder: pathlib.Path) -> Iterator[Any]:
+    from tests.rollout_server.shared_vllm import Shared
+
+    names = ("slots", "maximum_tokens", "compute_dtype", "wire_dtype")
+    shared = Shared(model_folder, **{name: DEFAULTS[name] for name in names})
+    yield shared
+    shared.close()
+
+
 ENGINES: dict[str, Callable[..., Engine]] = {"replay": replay_engine, "jax": jax_engine}
+# Those that sample from a model, where they are installed.
+MODEL_ENGINES = [name for name in ("jax", "vllm") if importlib.util.find_spec(name) is not None]
 
 
-@pytest.fixture(params=sorted(ENGINES))
-def make_engine(request: pytest.FixtureRequest, model_folder: pathlib.Path) -> Callable[..., Engine]:
-    """make_engine(**options) -> an engine of the kind the test is run for. It must be called on the event loop."""
-    kind = ENGINES[request.param]
+def _maker(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    if request.param == "vllm":
+        return VllmMaker(request.getfixturevalue("shared_vllm"))
+    return Maker(ENGINES[request.param], request.getfixturevalue("model_folder"))
 
-    def make(**options: Any) -> Engine:
-        return kind(model_folder, **options)
 
-    return make
+@pytest.fixture(params=["replay", *MODEL_ENGINES])
+def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    return _maker(request)
+
+
+@pytest.fixture(params=MODEL_ENGINES)
+def make_model_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """The same for engines that sample from a model only."""
+    return _maker(request)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What every engine does when weights arrive, over real gRPC: all or nothing, and never the wrong version."""
 
 import asyncio
-import pathlib
 from collections.abc import Callable, Mapping
 
 import grpc
@@ -23,7 +22,6 @@ from tests.rollout_server.client import (
     random_weights,
     serving,
 )
-from tests.rollout_server.conftest import jax_engine
 
 MakeEngine = Callable[..., Engine]
 
@@ -55,9 +53,9 @@ async def test_a_version_is_applied_and_told(make_engine: MakeEngine) -> None:
         assert status.pause_seconds == pytest.approx(reply.applied.pause_seconds)
 
 
-async def test_the_weights_decide_the_scores(model_folder: pathlib.Path) -> None:
+async def test_the_weights_decide_the_scores(make_model_engine: MakeEngine) -> None:
     """A, then B, then A again: a server holds what it was given last, in full."""
-    async with serving(jax_engine(model_folder)) as served:
+    async with serving(make_model_engine()) as served:
         scores = []
         for number, seed in enumerate([1, 2, 1]):
             await served.push(step(number), random_weights(served.engine, seed))

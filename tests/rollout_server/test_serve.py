@@ -23,34 +23,9 @@ from rollout_server.serve import serve
 from rollout_server.service import RolloutServer
 from tests.rollout_server.client import group
 from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
+from tests.rollout_server.serving_process import Process
 
 SECONDS = 60
-
-
-class Process:
-    """One `python -m rollout_server.serve`, its standard input held open by us."""
-
-    def __init__(self, folder: pathlib.Path, *flags: str):
-        port_file = folder / "port"
-        command = [sys.executable, "-m", "rollout_server.serve", "--port=0", f"--port_file={port_file}", *flags]
-        self.log = folder / "log"
-        with open(self.log, "wb") as output:
-            self.process = subprocess.Popen(
-                [*command, "--exit_with_parent"], stdin=subprocess.PIPE, stdout=output, stderr=output
-            )
-        deadline = time.monotonic() + SECONDS
-        while not port_file.exists():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{port_file.read_text()}".strip())
-        self.stub = rollout_pb2_grpc.RolloutStub(self.channel)
-
-    def close(self) -> None:
-        self.channel.close()
-        self.process.kill()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
 
 @pytest.fixture

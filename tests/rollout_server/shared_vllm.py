@@ -1,0 +1,81 @@
+"""One vLLM for many tests: starting it takes as long as all of them, and it belongs to the event loop it began on.
+
+Each test gets a VllmEngine of its own, at version (0, 0), on the weights of the folder.
+"""
+
+import asyncio
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from rollout_server.contract.hf_layout import hf_tensors
+from rollout_server.engines.shared_memory import SharedMemory
+from rollout_server.engines.vllm_adapter import Vllm
+from rollout_server.engines.vllm_engine import VllmEngine
+
+
+class Shared:
+    """A vLLM on the model of a folder. `close` ends it and its event loop."""
+
+    def __init__(self, folder: pathlib.Path, **options: Any):
+        self._runner = asyncio.Runner()
+        self._folder = folder
+        self._clean = True
+        self.vllm: Lent = self._runner.run(self._start(options))
+
+    async def _start(self, options: dict[str, Any]) -> "Lent":
+        vllm = Lent(str(self._folder), **options)
+        await vllm.prepare()
+        return vllm
+
+    def run(self, test: Any) -> None:
+        """Runs a coroutine on vLLM's loop, with the folder's weights in place."""
+
+        async def from_the_start() -> None:
+            if not self._clean:
+                await self.vllm.reset(safetensors.numpy.load_file(self._folder / "model.safetensors"))
+            self._clean = False
+            await test
+
+        self._runner.run(from_the_start())
+
+    def engine(self, *, slots: int, queue: int) -> VllmEngine:
+        return VllmEngine(self.vllm, slots=slots, queue=queue)
+
+    def close(self) -> None:
+        self._runner.run(self.vllm.end())
+        self._runner.close()
+
+
+class Lent(Vllm):
+    """The engines that use it come and go."""
+
+    def shutdown(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        super().shutdown()
+
+    async def reset(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """As after its start: nothing running, nothing cached, these weights."""
+        await self.pause()
+        buffer, views = staged(self, tensors)
+        await self.load(buffer, views, dict.fromkeys(views))
+        buffer.close()
+        await self.resume()
+        assert await self.engine.reset_prefix_cache()
+
+
+def staged(vllm: Vllm, tensors: Mapping[str, np.ndarray]) -> tuple[SharedMemory, dict[str, np.ndarray]]:
+    """Tensors in memory as the service keeps them: (the memory, views by name)."""
+    assert {name: value.shape for name, value in tensors.items()} == hf_tensors(vllm.config)
+    buffer = SharedMemory(sum(value.nbytes for value in tensors.values()))
+    views, offset = {}, 0
+    for name, value in tensors.items():
+        views[name] = np.ndarray(value.shape, value.dtype, buffer.array, offset)  # type: ignore[call-overload]
+        views[name][...] = value
+        offset += value.nbytes
+    return buffer, views

@@ -1,0 +1,188 @@
+"""The policy that vLLM samples from, against transformers in float32: also across a change of the weights."""
+
+import asyncio
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rollout_server.contract.codec import Completion, Interruption, Version
+from tests.rollout_server.client import serving
+from tests.vllm.asking import PROMPT, HostCopy, ask, collect, tokens_seen
+from tests.vllm.models import SLOTS, config, random_tensors, started
+
+TOLERANCE = 1e-4
+CASES = [(kind, tied) for kind in ("qwen3", "llama") for tied in (True, False)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    kind, tied = request.param
+    yield from started(tmp_path_factory.mktemp("model"), config(kind, tied=tied))
+
+
+class Reference:
+    """transformers' model with the weights of a seed, one sequence at a time."""
+
+    def __init__(self, shared: Any, seed: int):
+        folder = pathlib.Path(shared.vllm.model_dir)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        tensors = {name: torch.from_numpy(value) for name, value in random_tensors(shared.vllm.config, seed).items()}
+        missing, unexpected = self._model.load_state_dict(tensors, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}
+        self._model.tie_weights()
+
+    @torch.no_grad()
+    def feed(self, tokens: np.ndarray, cache: Any = None) -> tuple[torch.Tensor, Any]:
+        """(log p of the token after each [tokens, vocabulary], the keys and values of all so far)."""
+        ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+        out = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+        return out.logits[0].log_softmax(-1), out.past_key_values
+
+
+def logprobs_of(parts: list[torch.Tensor], prompt: np.ndarray, completion: Completion) -> np.ndarray:
+    """[tokens] of a completion, from the rows that `feed` gave for prompt and tokens."""
+    rows = torch.cat(parts)[len(prompt) - 1 : len(prompt) - 1 + len(completion.token_ids)]
+    chosen = torch.from_numpy(completion.token_ids.astype(np.int64))
+    return rows.gather(1, chosen[:, None])[:, 0].numpy()
+
+
+def alone(reference: Reference, prompt: np.ndarray, completion: Completion) -> np.ndarray:
+    """All of it by one version's weights, keys and values."""
+    rows, _ = reference.feed(np.concatenate([prompt, completion.token_ids]))
+    return logprobs_of([rows], prompt, completion)
+
+
+def swapped(before: Reference, after: Reference, prompt: np.ndarray, completion: Completion, at: int) -> np.ndarray:
+    """Tokens from `at` on by `after`, over the keys and values that `before` made."""
+    tokens = np.concatenate([prompt, completion.token_ids])
+    # The token before `at` was sampled by the old weights and is fed to the new ones.
+    old, cache = before.feed(tokens[: len(prompt) + at - 1])
+    new, _ = after.feed(tokens[len(prompt) + at - 1 :], cache)
+    return logprobs_of([old, new], prompt, completion)
+
+
+def test_log_probabilities_are_those_of_transformers(shared: Any) -> None:
+    async def test() -> None:
+        async with serving(shared.engine(slots=SLOTS, queue=8)) as served:
+            completions = await collect(served.engine, ask(completions=6))
+            reference = Reference(shared, 0)
+            for completion in completions:
+                assert len(completion.token_ids) == 40
+                expected = alone(reference, PROMPT, completion)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+                scored, version = await served.score(np.concatenate([PROMPT, completion.token_ids]))
+                assert version == Version(0, 0) and scored[0] == 0
+                np.testing.assert_allclose(scored[len(PROMPT) :], expected, atol=TOLERANCE)
+
+    shared.run(test())
+
+
+def test_tokens_after_a_forced_phrase_have_the_log_probabilities_of_their_place(shared: Any) -> None:
+    phrase = Interruption(phrase_token_ids=(60, 61, 62, 63), end_of_thinking_token_ids=(62, 63))
+
+    async def test() -> None:
+        async with serving(shared.engine(slots=SLOTS, queue=8)) as served:
+            wanted = ask(completions=8, thinking_budget=11, answer_budget=9, interruption=phrase)
+            forced = 0
+            for completion in await collect(served.engine, wanted):
+                if completion.forced:
+                    forced += 1
+                    assert completion.forced == ((11, 15),) and len(completion.token_ids) == 24
+                    assert completion.token_ids[11:15].tolist() == [60, 61, 62, 63]
+                    assert not completion.logprobs[11:15].any()
+                expected = alone(Reference(shared, 0), PROMPT, completion)
+                sampled = completion.sampled()
+                np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=TOLERANCE)
+            assert forced >= 4
+
+    shared.run(test())
+
+
+def test_other_temperatures_tell_the_distribution_that_was_sampled_from(shared: Any) -> None:
+    async def test() -> None:
+        async with serving(shared.engine(slots=SLOTS, queue=8)) as served:
+            (completion,) = await collect(served.engine, ask(temperature=0.7, top_k=5))
+            rows, _ = Reference(shared, 0).feed(np.concatenate([PROMPT, completion.token_ids]))
+            kept = (rows / 0.7).topk(5, dim=-1)
+            rows = torch.full_like(rows, -torch.inf).scatter(1, kept.indices, kept.values.log_softmax(-1))
+            expected = logprobs_of([rows], PROMPT, completion)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+    shared.run(test())
+
+
+def test_a_swap_in_mid_sequence_keeps_the_old_keys_and_values(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []  # vLLM's own word for which weights sampled what: the last output of each request
+    generate = shared.vllm.engine.generate
+
+    async def listening(*arguments: Any, **options: Any) -> Any:
+        async for output in generate(*arguments, **options):
+            if output.finished:
+                told.append(output.outputs[0].weight_versions)
+            yield output
+
+    async def test() -> None:
+        monkeypatch.setattr(shared.vllm.engine, "generate", listening)
+        resume = shared.vllm.resume
+
+        async def labelled() -> None:
+            await shared.vllm.engine.update_weight_version("new")
+            await resume()
+
+        monkeypatch.setattr(shared.vllm, "resume", labelled)
+        engine = shared.engine(slots=SLOTS, queue=8)
+        host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
+        await shared.vllm.engine.update_weight_version("old")
+        before, after = Reference(shared, 0), Reference(shared, 1)
+        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=150)))
+        await tokens_seen(engine, 60)
+        await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
+        completions = await sampling
+        for completion in completions:
+            (first, _, at), (second, start, end) = completion.versions
+            assert (first, second, start, end) == (0, 1, at, 150)
+            expected = swapped(before, after, PROMPT, completion, at)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            # A test that cannot tell the two apart would prove nothing.
+            fresh = np.abs(alone(after, PROMPT, completion) - expected)[at:]
+            stale = np.abs(alone(before, PROMPT, completion) - expected)[at:]
+            assert fresh.max() > 100 * TOLERANCE and stale.max() > 100 * TOLERANCE
+        spans = {tuple((span.version, span.start, span.end) for span in versions) for versions in told}
+        ours = {(("old", 0, c.versions[0][2]), ("new", c.versions[1][1], 150)) for c in completions}
+        assert spans == ours
+        await engine.close()
+
+    shared.run(test())
+
+
+def test_a_new_request_never_sees_old_keys_and_values(shared: Any) -> None:
+    prompt = np.random.default_rng(5).integers(2, 80, 150).astype(np.int32)
+
+    async def test() -> None:
+        engine = shared.engine(slots=SLOTS, queue=8)
+        host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
+        group = ask(prompt, completions=3, answer_budget=12)
+        for completion in await collect(engine, group):
+            np.testing.assert_allclose(
+                completion.logprobs, alone(Reference(shared, 0), prompt, completion), atol=TOLERANCE
+            )
+        # The prompt is in the prefix cache now; another completion of it is under way when the weights change.
+        seen = engine.status()
+        assert seen.prefill_tokens < 2 * len(prompt), "nothing was found in the prefix cache"
+        long = asyncio.create_task(collect(engine, ask(prompt, name="train/1", answer_budget=100)))
+        await tokens_seen(engine, seen.sampled_tokens + 10)
+        await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
+        after = Reference(shared, 1)
+        for completion in await collect(engine, ask(prompt, name="train/2", completions=3, answer_budget=12)):
+            assert completion.versions == ((1, 0, 12),)
+            np.testing.assert_allclose(completion.logprobs, alone(after, prompt, completion), atol=TOLERANCE)
+        (crossing,) = await long
+        assert [step for step, _, _ in crossing.versions] == [0, 1]
+        await engine.close()
+
+    shared.run(test())

@@ -1,0 +1,141 @@
+"""The whole server process over vLLM: what it answers, how it ends, and what is left of it."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.serve import STOP_SECONDS
+from tests.rollout_server.client import group
+from tests.rollout_server.serving_process import Process
+from tests.vllm.models import config, random_tensors, write_folder
+
+SECONDS = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    return write_folder(tmp_path / "model", config(), random_tensors(config(), 0))
+
+
+def flags(folder: pathlib.Path, **options: object) -> list[str]:
+    chosen = {
+        "engine": "vllm",
+        "model": folder,
+        "slots": 4,
+        "maximum_tokens": 256,
+        "compute_dtype": "float32",
+        "wire_dtype": "float32",
+        **options,
+    }
+    return [f"--{name}={value}" for name, value in chosen.items()]
+
+
+@pytest.fixture
+def served(folder: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Process]:
+    process = Process(tmp_path, *flags(folder), seconds=150)
+    yield process
+    process.close()
+
+
+def family(process: Process) -> list[psutil.Process]:
+    """The processes that vLLM started."""
+    return [
+        child
+        for child in psutil.Process(process.process.pid).children(recursive=True)
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], alive
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_it_serves_and_ends_and_leaves_nothing(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    before = shared_memory()
+    served = Process(tmp_path, *flags(folder), seconds=150)
+    status = served.stub.Status(pb.StatusRequest(), timeout=SECONDS)
+    assert (status.engine, status.model_config) == ("vllm", config().canonical_json())
+    call = served.stub.Generate(codec.request_to_proto(group(incarnation=0)), timeout=SECONDS)
+    assert len([codec.completion_from_proto(message) for message in call]) == 4
+    children = family(served)
+    assert children
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(STOP_SECONDS + 10) == 0
+    gone(children, 10)
+    assert shared_memory() <= before
+    served.close()
+
+
+def test_nothing_outlives_a_server_that_was_killed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    before = shared_memory()
+    served = Process(tmp_path, *flags(folder), seconds=150)
+    children = family(served)
+    assert children
+    served.process.kill()
+    gone(children, 20)
+    assert shared_memory() <= before
+    served.close()
+
+
+def test_a_server_whose_worker_died_exits(served: Process) -> None:
+    """With an error's exit code, so that whoever started it starts it anew."""
+    children = family(served)
+    children[-1].kill()
+    assert served.process.wait(60) not in (0, 2)
+    gone(children, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"tensor_parallel": 3}, "4 query heads cannot be split evenly over 3 workers"),
+        ({"compute_dtype": "bfloat16", "head_precision": "highest"}, "--head_precision=highest"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_flags_that_cannot_be(folder: pathlib.Path, change: dict[str, object], told: str) -> None:
+    assert told in complaint([*flags(folder, **change), "--port=0"])
+
+
+def test_a_head_size_that_the_backend_lacks(tmp_path: pathlib.Path) -> None:
+    model = config(head_size=8)
+    folder = write_folder(tmp_path / "odd", model, random_tensors(model, 0))
+    assert "head size 8" in complaint([*flags(folder), "--port=0"])
+
+
+def test_a_release_that_is_not_supported(folder: pathlib.Path) -> None:
+    program = "import vllm; vllm.__version__ = '0.25.1'; from rollout_server import serve; serve.run()"
+    line = complaint([*flags(folder), "--port=0"], program=program)
+    assert "vLLM 0.25.1 is installed" in line and "vllm>=0.26,<0.34" in line
+
+
+def complaint(arguments: list[str], *, program: str = "from rollout_server import serve; serve.run()") -> str:
+    """What a server that cannot begin says: its last line, after exit code 2."""
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, timeout=SECONDS
+    )
+    assert result.returncode == 2, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("scalerl-serve: ") and "Traceback" not in result.stderr
+    return line
+
+
+def test_time_is_not_wasted_on_a_port_that_is_taken(served: Process, folder: pathlib.Path) -> None:
+    port = served.port
+    began = time.monotonic()
+    assert "in use" in complaint([*flags(folder), f"--port={port}"])
+    assert time.monotonic() - began < 20
