@@ -1,6 +1,6 @@
 """The embedded generator's tokens/s against batched transformers.generate, on the same cores.
 
-    python tests/benchmarks/bench_generate.py [--size=quickstart|10m|both] [--repeats=7] [--clock=wall|cpu]
+    python -m tests.benchmarks.bench_generate [--size=quickstart|10m|both] [--repeats=7] [--clock=wall|cpu]
 
 Both sides have the same weights (a Hugging Face folder of random ones, float32), the same prompts and the same lengths
 to produce: 64 completions at a time, 16 of each of 4 prompts, whose lengths are log-normal and skewed as those of
@@ -16,7 +16,6 @@ and what is sampled past a completion's length are not counted) and the ratio of
 """
 
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -25,15 +24,12 @@ import time
 import numpy as np
 import torch
 from absl import app, flags
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
 from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling
 from rollout_server.engines.jax_engine import JaxEngine
 from scalerl_jax.model import DecoderConfig
-from scalerl_jax.model.hf import hf_tensors
+from tests.benchmarks.folders import write_folder
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("size", "quickstart", ["quickstart", "10m", "both"], "which decoder")
@@ -54,21 +50,6 @@ SIZES = {
         vocabulary=4096, width=320, layers=6, heads=8, kv_heads=4, head_size=40, mlp_width=1024, tied_embeddings=True
     ),
 }
-
-
-def write_folder(path: str, config: DecoderConfig) -> int:
-    """A model folder with random weights; the number of parameters."""
-    rng = np.random.default_rng(0)
-    named = {}
-    for name, shape in hf_tensors(config).items():
-        value = np.ones(shape) if len(shape) == 1 else rng.normal(0, shape[-1] ** -0.5, shape)
-        named[name] = value.astype(np.float32)
-    save_file(named, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
-    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(config.to_hf(), file)
-    words = {str(i): i for i in range(config.vocabulary)}
-    Tokenizer(WordLevel(words, unk_token="0")).save(os.path.join(path, "tokenizer.json"))
-    return sum(value.size for value in named.values())
 
 
 def make_requests(config: DecoderConfig, groups: int, rng: np.random.Generator) -> list[GroupRequest]:
