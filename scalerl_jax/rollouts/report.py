@@ -60,6 +60,20 @@ def waits_for(waits: Waits | None, book: Book) -> list[str]:
     return ["a free server"] if missing[0].unasked else ["verifier"]
 
 
+def held_back(book: Book) -> str:
+    """Why no server may begin another group, even one that holds the newest weights; empty where it may."""
+    pacing, number = book.pacing, book.next_number
+    stored = book.stored()
+    if pacing.admits(number, step=book.trained, trained=book.trained, stored=stored):
+        return ""
+    batch = pacing.batch(number)
+    if batch >= pacing.batches:
+        return "the run's last group is asked for"
+    if pacing.admits(number, step=book.trained, trained=book.trained, stored=0):
+        return f"{stored} finished groups wait for the trainer, which has trained {book.trained} batches"
+    return f"batch {batch} is too far ahead of the trainer, which has trained {book.trained} batches (k is {pacing.k})"
+
+
 def _group(group: OpenGroup, now: float) -> str:
     text = f"{group.group_id} ({len(group.completions)} of {len(group.requests)}, {now - group.opened_at:.0f} s"
     if group.asked:
@@ -84,6 +98,7 @@ def status(
     return {
         "waiting": waiting(waits, book, connections, verdicts),
         "waits_for": waits_for(waits, book),
+        "held_back": held_back(book),
         "trained": book.trained,
         "next_group": book.next_number,
         "open_groups": len(book.open),

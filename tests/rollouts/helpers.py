@@ -170,8 +170,10 @@ class Trainer:
     def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, score=None, **kwargs: Any):
         """kwargs: of Fleet."""
         self.config, self.version = made, start
-        maker = {"pipeline": pacing_lib.Pipeline, "phased": pacing_lib.Phased}[made.pacing.kind]
-        self.pacing = maker(k=made.pacing.k, groups=made.rollout.groups, batches=made.updates, start=start)
+        common = {"k": made.pacing.k, "groups": made.rollout.groups, "batches": made.updates, "start": start}
+        self.pacing: pacing_lib.Pacing = pacing_lib.Phased(**common)
+        if made.pacing.kind == "pipeline":
+            self.pacing = pacing_lib.Pipeline(**common, store_batches=made.pacing.store_batches)
         self.drawn: list[int] = []
         self.events: list[tuple[str, dict]] = []
         self.observed: list = []  # (status, evaluating)

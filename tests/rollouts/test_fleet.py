@@ -180,6 +180,54 @@ def test_the_store_stays_short_while_the_trainer_is_busy(start):
         assert 2 * size <= finished <= 2 * size + 8
 
 
+@pytest.mark.parametrize("kind", ["pipeline", "phased"])
+def test_generators_stop_at_the_pacing_limit(start, kind):
+    """A trainer that does not come back, and a store without bound: k decides."""
+    k = 3
+    with Trainer(config(pacing_kind=kind, pacing_k=k, pacing_store_batches=100.0), start({}, {})) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        size = trainer.config.rollout.groups
+        # Batches 0 to k from version 0; a phase is k batches.
+        limit = (k + 1 if kind == "pipeline" else k) * size
+
+        def stopped() -> bool:
+            status = trainer.fleet.status()
+            return status["in_flight"] == status["unasked"] == status["unjudged"] == 0
+
+        eventually(lambda: stopped() and trainer.fleet.status()["finished_groups"] == limit)
+        time.sleep(0.3)
+        status = trainer.fleet.status()
+        assert stopped() and status["next_group"] == limit
+        assert f"k is {k}" in status["held_back"]
+        assert status["waiting"] == "" and status["waits_for"] == []
+        trainer.update()
+        if kind == "pipeline":  # one batch more may be asked for
+            eventually(lambda: trainer.fleet.status()["next_group"] == limit + size)
+        trainer.check()
+
+
+def test_the_trainer_waits_for_slow_servers_and_names_them(start):
+    slow, quick = start({"token_seconds": 0.05, "mean_tokens": 8.0}, {"mean_tokens": 8.0})
+    with Trainer(config(updates=4000), [slow, quick]) as trainer:
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        seen = collections.Counter()
+
+        def wait() -> None:
+            status = trainer.fleet.status()
+            seen.update(status["waits_for"])
+            if slow.address in status["waits_for"]:
+                assert "groups missing; oldest train/" in status["waiting"] and slow.address in status["waiting"]
+            trainer.wait()
+
+        for number in range(6):
+            trainer.fleet.batch(number, wait)
+            trainer.version += 1
+            trainer.fleet.advance(trainer.version)
+            trainer.fleet.publish(trainer.version, weights(trainer.version))
+        assert seen[slow.address] > 0
+        assert seen[slow.address] >= seen[quick.address]
+
+
 def test_no_prompt_is_left(start):
     def draw(number):
         if number >= 10:
