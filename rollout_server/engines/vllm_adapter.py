@@ -151,7 +151,7 @@ class Vllm:
     async def prepare(self) -> None:
         """To be called once, before anything else. Raises ValueError where vLLM lays the model out in another way."""
         try:
-            await self.engine.collective_rpc("scalerl_prepare", args=(self.wire_dtype,))
+            await self.engine.collective_rpc("scalerl_prepare", args=(self.wire_dtype, os.getpid()))
         except Exception as error:  # vLLM has no narrower one for what a worker raised
             raise ValueError(f"{self.model_dir}: {error}") from error
         await self.score(np.zeros(8, np.int32))  # what vLLM does at its first request only takes its time now

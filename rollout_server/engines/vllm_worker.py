@@ -18,7 +18,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 
 from rollout_server.contract.decoder_config import read_config
 from rollout_server.contract.hf_layout import Piece, pieces
-from rollout_server.engines import shared_memory
+from rollout_server.engines import shared_memory, vllm_lifeline
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -32,11 +32,13 @@ class WeightAccess:
     model_runner: Any
     model_config: Any
 
-    def scalerl_prepare(self, wire_dtype: str) -> None:
+    def scalerl_prepare(self, wire_dtype: str, server: int) -> None:
         """Finds each tensor's place, and rounds the weights that were loaded to the wire's dtype.
 
-        Raises ValueError where vLLM lays the model out in another way than the table says.
+        From here on the worker ends with the process `server`. Raises ValueError where vLLM lays the model out in
+        another way than the table says.
         """
+        vllm_lifeline.follow(server)
         config = read_config(self.model_config.model)
         rank, workers = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._scalerl_wire = _DTYPES[wire_dtype]
