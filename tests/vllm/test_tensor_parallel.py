@@ -1,0 +1,83 @@
+"""Two workers that share one model, on this machine's CPU: each takes its own part of every version."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_server.contract.codec import Version
+from rollout_server.contract.hf_layout import pieces
+from rollout_server.contract.weight_patch import Change
+from tests.vllm.asking import PROMPT, HostCopy, ask, collect, tokens_seen
+from tests.vllm.models import SLOTS, config, random_tensors, started
+from tests.vllm.reference import Reference, alone, swapped
+
+pytestmark = pytest.mark.slow  # two processes more, which start twice
+
+WORKERS = 2
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from started(tmp_path_factory.mktemp("model"), config(tied=request.param), workers=WORKERS)
+
+
+async def assert_held(shared: Any, views: Mapping[str, np.ndarray]) -> None:
+    places = [pieces(shared.vllm.config, rank, WORKERS) for rank in range(WORKERS)]
+    for name, view in views.items():
+        held = await shared.vllm.held(name)
+        assert held == [np.ascontiguousarray(view[place[name].source]).tobytes() for place in places], name
+
+
+def test_a_swap_in_mid_sequence_is_that_of_one_worker(shared: Any) -> None:
+    async def test() -> None:
+        engine = shared.engine(slots=SLOTS, queue=8)
+        assert engine.info.devices == WORKERS
+        host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
+        before, after = Reference(shared, 0), Reference(shared, 1)
+        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=100)))
+        await tokens_seen(engine, 40)
+        await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
+        await assert_held(shared, host.views)
+        for completion in await sampling:
+            at = completion.versions[0][2]
+            assert completion.versions == ((0, 0, at), (1, at, 100))
+            expected = swapped(before, after, PROMPT, completion, at)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        await engine.close()
+
+    shared.run(test())
+
+
+def test_each_worker_takes_its_part_of_a_patch(shared: Any) -> None:
+    async def test() -> None:
+        rng = np.random.default_rng(6)
+        engine = shared.engine(slots=SLOTS, queue=8)
+        host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
+        for step in range(1, 11):
+            changes: dict[str, Change | None] = {}
+            for name in rng.choice(list(host.views), 8, replace=False):
+                view = host.views[name]
+                positions = np.sort(rng.choice(view.size, max(1, view.size // 20), replace=False)).astype(np.int64)
+                values = rng.normal(0, 0.3, len(positions)).astype(np.float32)
+                view.reshape(-1)[positions] = values
+                changes[name] = Change(positions, values)
+            await engine.load(Version(0, step), host.views, changes)
+            await assert_held(shared, host.views)
+        await engine.close()
+
+    shared.run(test())
+
+
+def test_the_probabilities_are_those_of_the_whole_vocabulary(shared: Any) -> None:
+    async def test() -> None:
+        engine = shared.engine(slots=SLOTS, queue=8)
+        for completion in await collect(engine, ask(completions=4)):
+            expected = alone(Reference(shared, 0), PROMPT, completion)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        await engine.close()
+
+    shared.run(test())
