@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from rollout_server.contract import codec, rollout_pb2_grpc
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.limits import SERVER_OPTIONS
-from rollout_server.contract.security import OPEN, Access
+from rollout_server.contract.security import OPEN, PLAIN, Access, Credentials
 from rollout_server.engines.engine import Engine, QueueFull, WrongVersion
 from rollout_server.weight_push import WeightReceiver
 
@@ -66,10 +66,11 @@ class _Call:
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, passing: Credentials | None = PLAIN):
+        """passing: what servers that weights are passed on to are shown; None: they are not passed on."""
         self.server_id = uuid.uuid4().hex
         self._engine = engine
-        self._weights = WeightReceiver(engine)
+        self._weights = WeightReceiver(engine, passing)
         self._calls: dict[tuple[int, str, int], _Call] = {}  # by the name of each completion they were asked for
         self._scores = 0
         self._stopping = False
@@ -194,7 +195,7 @@ class RolloutServer:
 
         access: who may call. interceptors: further ones, behind the one that looks at the token.
         """
-        self.engine, self.service = engine, RolloutService(engine)
+        self.engine, self.service = engine, RolloutService(engine, access.passing)
         self._checker = health.aio.HealthServicer()
         calls = engine.info.slots + engine.info.queue_capacity + SPARE_CALLS
         self._server = grpc.aio.server(

@@ -31,6 +31,7 @@ class Staging:
         self._waiting = len(self._good)  # chunks that are not good yet
         self._attempts: dict[int, int] = {}  # chunk -> how often it was wrong
         self._asked: set[int] = set()  # asked for again and not seen since
+        self._crcs: dict[int, int] = {}  # of good chunks
 
     @property
     def is_patch(self) -> bool:
@@ -44,6 +45,19 @@ class Staging:
     def waiting(self) -> int:
         """Chunks that are not there yet."""
         return self._waiting
+
+    @property
+    def chunks(self) -> int:
+        return len(self._good)
+
+    def has(self, index: int) -> bool:
+        return bool(self._good[index])
+
+    def chunk(self, index: int) -> pb.WeightMessage:
+        """A good chunk, as it came."""
+        start = index * self._chunk_bytes
+        data = bytes(self._buffer[start : start + self._chunk_bytes])
+        return pb.WeightMessage(chunk=pb.WeightChunk(index=index, data=data, crc32=self._crcs[index]))
 
     @property
     def payload(self) -> np.ndarray:
@@ -76,6 +90,7 @@ class Staging:
         if not self._good[index]:
             self._buffer[start : start + size] = data
             self._good[index] = True
+            self._crcs[index] = chunk.crc32
             self._waiting -= 1
             if self.complete:
                 self.seconds = time.monotonic() - self._began

@@ -2,6 +2,7 @@
 
     header -> WeightStore.check -> wait while another version is applied -> chunks -> commit
            -> WeightStore.finish on a thread of its own, decoding goes on -> engine.load
+    and, where the header says so, every chunk to other servers (pass_on.py)
 
 Everything but `finish` runs on one event loop, so the state below needs no locks; what matters is that nothing is
 awaited between a check and the act that relies on it.
@@ -16,7 +17,9 @@ import grpc
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.security import PLAIN, Credentials
 from rollout_server.engines.engine import Engine
+from rollout_server.pass_on import PassOn, Reply, lost
 from rollout_server.staging import Staging
 from rollout_server.weight_store import AnchorNeeded, WeightStore
 
@@ -29,7 +32,10 @@ log = logging.getLogger(__name__)
 class WeightReceiver:
     """Of one server: its host copy of the weights, and who may write to it."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, credentials: Credentials | None = PLAIN):
+        """credentials: what servers that weights are passed on to are shown; None: nothing is passed on."""
+        self._credentials = credentials
+        self._passing: list[PassOn] = []  # of the version that was staged last
         self.store = WeightStore(engine.info, engine.weight_buffer)
         self.versions_applied = 0
         self._engine = engine
@@ -40,8 +46,24 @@ class WeightReceiver:
     async def push(self, context: grpc.aio.ServicerContext) -> None:
         """One call, from header to last reply."""
         ticket = object()  # of this call: the one in self._receiving may go on
+        passing: list[PassOn] = []
+        writing = asyncio.Lock()
+
+        async def write(reply: pb.WeightReply) -> None:
+            async with writing:
+                await context.write(reply)
+
         try:
-            reply = pb.WeightReply(applied=await self._receive(ticket, context))
+            await self._push(ticket, context, write, passing)
+        finally:
+            for one in passing:
+                one.task.cancel()
+
+    async def _push(
+        self, ticket: object, context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
+    ) -> None:
+        try:
+            reply = pb.WeightReply(applied=await self._receive(ticket, context, write, passing))
         except AnchorNeeded as error:
             log.warning("a dense version is needed: %s", error)
             reply = pb.WeightReply(anchor=str(error))
@@ -51,14 +73,18 @@ class WeightReceiver:
         finally:
             if self._receiving is ticket:
                 self._receiving = None
-        await context.write(reply)
+        await write(reply)
+        if reply.WhichOneof("kind") == "applied" and passing:
+            await asyncio.wait({one.task for one in passing})
         # A call that ends under a client's write loses the reply that explains it, so the client ends it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 while await context.read() is not grpc.aio.EOF:
                     pass
 
-    async def _receive(self, ticket: object, context: grpc.aio.ServicerContext) -> pb.WeightReply.Applied:
+    async def _receive(
+        self, ticket: object, context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
+    ) -> pb.WeightReply.Applied:
         """Raises ValueError where the version is refused; the weights are then as they were."""
         message = await context.read()
         if message is grpc.aio.EOF or message.WhichOneof("kind") != "header":
@@ -82,11 +108,14 @@ class WeightReceiver:
             still_welcome()
         self.store.check(header, self._engine.status().version)
         if self.store.holds(header):
+            await self._tell_lost(header, write, "the version was here already")
             return pb.WeightReply.Applied(version=header.target)
         self.store.check_base(header)
 
         # 3. Chunks, in any order, until commit and the last of them are there.
+        await self._stop_passing()
         staging, committed = self.store.stage(header), False
+        await self._pass_on(staging, context, write, passing)
         while not (committed and staging.complete):
             message = await context.read()
             still_welcome()
@@ -100,7 +129,10 @@ class WeightReceiver:
             else:
                 raise ValueError(f"a {kind} in the middle of a version")
             for index in again:
-                await context.write(pb.WeightReply(resend=index))
+                await write(pb.WeightReply(resend=index))
+            for one in passing:
+                one.committed = committed
+                one.news()
 
         # 4. The engine takes it. From here on the client's going away changes nothing: all tensors or none.
         self._receiving = None
@@ -110,6 +142,33 @@ class WeightReceiver:
         return pb.WeightReply.Applied(
             version=header.target, staging_seconds=staging.seconds, checking_seconds=checking, pause_seconds=pause
         )
+
+    async def _pass_on(
+        self, staging: Staging, context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
+    ) -> None:
+        if self._credentials is None:
+            await self._tell_lost(staging.header, write, "this server cannot show itself to others")
+            return
+        timeout = context.time_remaining()
+        passing += [
+            PassOn(hop, staging, reply=write, timeout=timeout, credentials=self._credentials)
+            for hop in staging.header.pass_on
+        ]
+        self._passing = passing
+
+    async def _stop_passing(self) -> None:
+        """The memory that a dense version is passed on from is about to be written to."""
+        tasks = {one.task for one in self._passing}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._passing = []
+
+    async def _tell_lost(self, header: pb.WeightHeader, write: Reply, why: str) -> None:
+        for hop in header.pass_on:
+            for reply in lost(hop, why):
+                await write(reply)
 
     async def _apply(self, staging: Staging) -> tuple[float, float]:
         """Seconds: until the host copy was the version; that decoding stood still."""

@@ -58,6 +58,8 @@ class Access:
     credentials: grpc.ServerCredentials | None = None  # None: no TLS
     client_certificates: bool = False  # a client must show one
     token: str = dataclasses.field(default="", repr=False)
+    # What servers that weights are passed on to are shown; None: they are not passed on.
+    passing: Credentials | None = dataclasses.field(default=Credentials(), repr=False)
 
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         return [TokenInterceptor(self.token)] if self.token else []

@@ -86,21 +86,27 @@ class Patch:
 def encode(change: Change) -> Sparse:
     """A change as it travels."""
     positions = np.asarray(change.positions, np.int64)
+    values = np.ascontiguousarray(change.values).view(np.uint16)
     gaps = np.diff(positions, prepend=-1) - 1
+    has = np.flatnonzero(gaps >= 0x80)  # those with a next byte
+    if not len(has):
+        return Sparse(len(positions), gaps.astype(np.uint8), values)
+    # Few gaps are long: each byte beyond the first is a pass over those that have it.
     lengths = np.ones(len(gaps), np.int64)
-    for bits in range(7, 7 * MAXIMUM_GAP_BYTES, 7):
-        longer = gaps >= (1 << bits)
-        if not longer.any():
-            break
-        lengths += longer
+    nexts = []
+    rest = gaps[has] >> 7
+    while len(has):
+        lengths[has] += 1
+        more = rest >= 0x80
+        nexts.append((has, (rest & 0x7F).astype(np.uint8) | (more.astype(np.uint8) << 7)))
+        has, rest = has[more], rest[more] >> 7
     ends = np.cumsum(lengths)
-    out = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
-    starts, longest = ends - lengths, int(lengths.max(initial=0))
-    for byte in range(longest):
-        has = np.flatnonzero(lengths > byte) if byte else slice(None)
-        more = (lengths[has] > byte + 1).astype(np.uint8) << 7
-        out[starts[has] + byte] = ((gaps[has] >> (7 * byte)) & 0x7F).astype(np.uint8) | more
-    return Sparse(len(positions), out, np.ascontiguousarray(change.values).view(np.uint16))
+    starts = ends - lengths
+    out = np.empty(int(ends[-1]), np.uint8)
+    out[starts] = (gaps & 0x7F).astype(np.uint8) | ((lengths > 1).astype(np.uint8) << 7)
+    for byte, (places, bits) in enumerate(nexts, start=1):
+        out[starts[places] + byte] = bits
+    return Sparse(len(positions), out, values)
 
 
 def decode(sparse: Sparse, size: int) -> Change:

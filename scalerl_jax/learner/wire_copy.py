@@ -152,28 +152,22 @@ def _compare(new: jax.Array, old: jax.Array, *, row: Row, spec: PartitionSpec, s
     by_column = _final(of_column ^ jnp.uint32(COLUMN_SALT))
     cap = _cap(math.prod(sizes), share)
 
-    def one(pair: tuple[jax.Array, jax.Array]) -> dict[str, Any]:
-        master, before = pair
-        bits = jax.lax.bitcast_convert_type(master.astype(jnp.bfloat16), jnp.uint16)
-        x = bits.astype(jnp.uint32) * by_row + by_column
-        x = (x ^ (x >> 16)) * jnp.uint32(MIX)
-        digest = jnp.sum(x ^ (x >> 15), dtype=jnp.uint32)
-        count, where = _first(bits != before, cap)
-        values = bits.reshape(-1)[where]
-        ends = [math.ceil(share * cap) for share in (0.0, *PIECES)]
-        pieces = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        return {
-            "bits": bits,
-            "digest": digest,
-            "count": count,
-            "places": [where[piece] for piece in pieces],
-            "values": [values[piece] for piece in pieces],
-        }
-
-    layers = (new, old) if row.layered else (new[None], old[None])
-    out = jax.lax.map(one, layers)
-    bits = out.pop("bits")
-    return {"bits": bits if row.layered else bits[0], **jax.tree.map(lambda x: x[None, None], out)}
+    layered = new if row.layered else new[None]
+    bits = jax.lax.bitcast_convert_type(layered.astype(jnp.bfloat16), jnp.uint16)
+    x = bits.astype(jnp.uint32) * by_row + by_column
+    x = (x ^ (x >> 16)) * jnp.uint32(MIX)
+    digest = jnp.sum(x ^ (x >> 15), axis=tuple(range(1, x.ndim)), dtype=jnp.uint32)
+    flat = bits.reshape(len(bits), -1)
+    count, where = _first(flat != old.reshape(flat.shape), cap)
+    values = jnp.take_along_axis(flat, where.astype(jnp.int32), axis=1)
+    pieces = [slice(start, end) for start, end in itertools.pairwise(math.ceil(cap * end) for end in (0.0, *PIECES))]
+    found = {
+        "digest": digest,
+        "count": count,
+        "places": [where[:, piece] for piece in pieces],
+        "values": [values[:, piece] for piece in pieces],
+    }
+    return {"bits": bits if row.layered else bits[0], **jax.tree.map(lambda x: x[None, None], found)}
 
 
 def _cap(elements: int, share: float) -> int:
@@ -181,28 +175,34 @@ def _cap(elements: int, share: float) -> int:
 
 
 def _first(differs: jax.Array, cap: int) -> tuple[jax.Array, jax.Array]:
-    """How many are True, and the places of the first `cap` of them, ascending, in the flat array; the rest is noise."""
-    flat = differs.reshape(-1)
-    flat = jnp.pad(flat, (0, -len(flat) % 32)).reshape(-1, 32)
-    words = jnp.sum(flat.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
+    """Of each row of differs [layers, elements]: how many are True [layers], and the places of the first `cap` of them.
+
+    Places [layers, cap] uint32 ascend; beyond the number of those that are True they are noise, but inside the row.
+    """
+    layers, elements = differs.shape
+    words = jnp.pad(differs, ((0, 0), (0, -elements % 32))).reshape(layers, -1, 32)
+    words = jnp.sum(words.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
     counts = jax.lax.population_count(words).astype(jnp.int32)
-    ends = jnp.cumsum(counts)
+    ends = jax.lax.associative_scan(jnp.add, counts, axis=1)  # on a CPU faster than cumsum
     starts = ends - counts
     # Each place of the output finds its word: the last one that begins at or before it.
-    mine = jnp.zeros(cap, jnp.int32).at[jnp.where(counts > 0, starts, cap)].set(
-        jnp.arange(len(words), dtype=jnp.int32), mode="drop"
-    )  # fmt: skip
-    mine = jax.lax.cummax(mine)
-    word, rank = words[mine], jnp.arange(cap, dtype=jnp.int32) - starts[mine]
+    row = cap * jnp.arange(layers, dtype=jnp.int32)[:, None]
+    to = jnp.where((counts > 0) & (starts < cap), row + starts, layers * cap)
+    numbers = jnp.broadcast_to(jnp.arange(words.shape[1], dtype=jnp.int32), words.shape)
+    mine = jnp.zeros(layers * cap, jnp.int32).at[to.reshape(-1)].set(numbers.reshape(-1), mode="drop")
+    mine = mine.reshape(layers, cap)
+    mine = jax.lax.associative_scan(jnp.maximum, mine, axis=1)
+    word = jnp.take_along_axis(words, mine, axis=1)
+    rank = jnp.arange(cap, dtype=jnp.int32) - jnp.take_along_axis(starts, mine, axis=1)
     # The bit of that rank in the word, by halves.
-    bit = jnp.zeros(cap, jnp.int32)
+    bit = jnp.zeros_like(rank)
     for width in (16, 8, 4, 2, 1):
-        below = jax.lax.population_count((word >> bit.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1))
-        beyond = rank >= below.astype(jnp.int32)
-        rank = jnp.where(beyond, rank - below.astype(jnp.int32), rank)
-        bit = jnp.where(beyond, bit + width, bit)
-    places = (mine * 32 + bit).astype(jnp.uint32)
-    return ends[-1].astype(jnp.uint32), jnp.minimum(places, jnp.uint32(differs.size - 1))
+        lower = (word >> bit.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1)
+        below = jax.lax.population_count(lower).astype(jnp.int32)
+        beyond = rank >= below
+        rank, bit = jnp.where(beyond, rank - below, rank), jnp.where(beyond, bit + width, bit)
+    places = jnp.minimum(mine * 32 + bit, elements - 1)
+    return ends[:, -1].astype(jnp.uint32), places.astype(jnp.uint32)
 
 
 def _final(x: jax.Array) -> jax.Array:

@@ -10,6 +10,9 @@ a dense version where it does not, or where it answers `anchor`: its copy is not
 Dense tensors may be given as a function that brings them to the host: it runs on a thread of its own, while the trainer
 is busy with its next update, and not at all where a newer version came before a server asked for it. What changed is
 brought to the host in any case, since the next patches lead on from it.
+
+Servers that need the same at the same time pass it on to each other (trees.py), so that what leaves the trainer does
+not grow with the fleet.
 """
 
 import asyncio
@@ -29,19 +32,15 @@ from rollout_server.contract.weight_patch import Patch
 from scalerl_jax.rollouts import payload as payload_lib
 from scalerl_jax.rollouts.patches import Patches
 from scalerl_jax.rollouts.payload import Payload, Tensors
+from scalerl_jax.rollouts.refusals import AnchorNeeded, PushRefused
+from scalerl_jax.rollouts.trees import NO_TREE, Tree, Trees
 
 Source = Tensors | Callable[[], Tensors]
 
 # A chunk is sent again this many times on average before the push is given up: the link is broken, not noisy.
 RESENDS = 3
-
-
-class PushRefused(Exception):
-    """The server did not take the version; its weights are as they were."""
-
-
-class AnchorNeeded(PushRefused):
-    """The server's copy is not what a patch starts from: it needs a dense version."""
+# A server whose tree loses its root joins another; after so many it gets a stream of its own.
+ATTEMPTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +71,20 @@ class Publisher:
         chunk_bytes: int,
         patch_bytes: int = 0,
         event: Callable[[dict[str, Any]], None] = lambda fields: None,
+        pass_on: bool = True,
     ):
-        """patch_bytes: of the patches kept. event: called on the loop with what each version changed."""
+        """patch_bytes: of the patches kept. event: called on the loop with what each version changed.
+
+        pass_on: servers send versions on to each other; else each gets them from here.
+        """
         self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
         self._payloads: dict[tuple[int | None, int], asyncio.Future[Payload]] = {}  # base, step
         self._retained: dict[int, int] = {}  # step -> how many evaluations need it
         self._patches = Patches(limit=patch_bytes, event=event)
+        self._pass_on, self._trees = pass_on, Trees()
         self.latest: int | None = None
+        self.sent_bytes = 0  # of payloads, to all servers
         # One thread brings weights to the host, so that two versions are never on their way at once; others cut chunks.
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="publisher-staging")
         self._cutting = ThreadPoolExecutor(4, thread_name_prefix="publisher-chunks")
@@ -121,36 +126,62 @@ class Publisher:
         for key in [key for key in self._payloads if key[1] not in self._sources]:
             del self._payloads[key]
 
-    async def push(self, stub: RolloutStub, step: int, *, base: int | None = None, timeout: float) -> PushReport:
+    async def push(
+        self, stub: RolloutStub, step: int, *, base: int | None = None, timeout: float, address: str = ""
+    ) -> PushReport:
         """Brings one server from version `base` (None: none of ours) to `step`; returns when it decodes with it.
 
+        address: where other servers reach it; those that need the same at the same time then pass it on to each other.
         Raises PushRefused (AnchorNeeded: try again without a base), or grpc.RpcError where the connection fails or
         `timeout` seconds have passed; and whatever making the tensors raises.
         """
-        payload = await self._payload(base, step, self._sources[step])
+        source = self._sources[step]
+        if not address or not self._pass_on:
+            return await self._send(stub, await self._payload(base, step, source), timeout=timeout)
+        for _ in range(ATTEMPTS):
+            async with self._trees.join((base, step), address) as place:
+                payload = await self._payload(base, step, source)
+                if place.tree is not None:
+                    return await self._send(stub, payload, timeout=timeout, tree=place.tree)
+                applied = await place.wait(timeout)
+                if applied is not None:
+                    return self._report(payload, applied, resent=0, seconds=place.seconds)
+            if place.avoid:
+                break
+        return await self._send(stub, payload, timeout=timeout)
+
+    async def _send(self, stub: RolloutStub, payload: Payload, *, timeout: float, tree: Tree = NO_TREE) -> PushReport:
+        """To one server, and through it to those of the tree. Returns when all of them are through or lost."""
         began = time.monotonic()
         call = stub.PushWeights(timeout=timeout)
         again: asyncio.Queue[int] = asyncio.Queue()
-        writer = asyncio.create_task(_write(call, self._messages(payload, again)))
-        resent = 0
+        writer = asyncio.create_task(self._write(call, self._messages(payload, again, tree), tree))
+        resent, report = 0, None
         try:
             while True:
                 reply = await call.read()
                 if reply is grpc.aio.EOF:  # with status OK: any other is raised by read()
+                    if report is not None:
+                        return report
                     raise PushRefused("the server ended the push without a word")
                 kind = reply.WhichOneof("kind")
                 if kind == "applied":
-                    return self._report(payload, reply.applied, resent=resent, seconds=time.monotonic() - began)
-                if kind == "refused":
+                    report = self._report(payload, reply.applied, resent=resent, seconds=time.monotonic() - began)
+                elif kind == "refused":
                     raise PushRefused(reply.refused)
-                if kind == "anchor":
+                elif kind == "anchor":
                     raise AnchorNeeded(reply.anchor)
-                if kind != "resend" or reply.resend >= payload.chunks:
+                elif kind == "passed":
+                    tree.passed(reply.passed)
+                elif kind != "resend" or reply.resend >= payload.chunks:
                     raise PushRefused(f"the server answered {kind} {reply.resend}")
-                resent += 1
-                if resent > RESENDS * payload.chunks:
-                    raise PushRefused(f"{resent} chunks arrived damaged")
-                again.put_nowait(reply.resend)
+                else:
+                    resent += 1
+                    if resent > RESENDS * payload.chunks:
+                        raise PushRefused(f"{resent} chunks arrived damaged")
+                    again.put_nowait(reply.resend)
+                if report is not None and tree.over:
+                    return report
         finally:
             call.cancel()
             writer.cancel()
@@ -196,9 +227,16 @@ class Publisher:
 
         return await asyncio.get_running_loop().run_in_executor(self._staging, make)
 
-    async def _messages(self, payload: Payload, again: asyncio.Queue[int]) -> AsyncGenerator[pb.WeightMessage, None]:
+    async def _messages(
+        self, payload: Payload, again: asyncio.Queue[int], tree: Tree
+    ) -> AsyncGenerator[pb.WeightMessage, None]:
         loop = asyncio.get_running_loop()
-        yield pb.WeightMessage(header=payload.header)
+        header = payload.header
+        if tree.hops:
+            header = pb.WeightHeader()
+            header.CopyFrom(payload.header)
+            header.pass_on.extend(tree.hops)
+        yield pb.WeightMessage(header=header)
         for index in range(payload.chunks):
             yield await loop.run_in_executor(self._cutting, payload.chunk, index)
             while not again.empty():
@@ -207,10 +245,11 @@ class Publisher:
         while True:
             yield await loop.run_in_executor(self._cutting, payload.chunk, await again.get())
 
-
-async def _write(call, messages: AsyncGenerator[pb.WeightMessage, None]) -> None:
-    # The call may be over: its last reply or its status says why.
-    async with contextlib.aclosing(messages):
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            async for message in messages:
-                await call.write(message)
+    async def _write(self, call, messages: AsyncGenerator[pb.WeightMessage, None], tree: Tree) -> None:
+        # The call may be over: its last reply or its status says why.
+        async with contextlib.aclosing(messages):
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                async for message in messages:
+                    await call.write(message)
+                    self.sent_bytes += len(message.chunk.data)
+                    tree.moved()

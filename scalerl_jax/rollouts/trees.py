@@ -1,0 +1,190 @@
+"""Who passes a version on to whom, so that one stream out of the trainer feeds a fleet.
+
+    trainer -> s0 -> s1 -> s3 ...      servers that need the same version from the same base at about the same time
+                  -> s2 -> s5 ...      make one tree; each sends on to at most FAN_OUT others
+
+    lead     the root: the trainer streams to it, and hears through it what became of the others
+    follow   waits for that. Lost, or nothing has moved for PATIENCE_SECONDS: it is served by the trainer directly, and
+             is left out of trees for AVOID_SECONDS, since one of the links to it may be broken. Where only the leader
+             went away, the others make another tree
+
+Left out on purpose: knowledge of racks and regions. Addresses are those that the trainer dials; a server that cannot
+reach another one costs that one PATIENCE_SECONDS once in AVOID_SECONDS.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.rollouts.refusals import AnchorNeeded, PushRefused
+
+_log = logging.getLogger(__name__)
+
+FAN_OUT = 2
+GATHER_SECONDS = 0.02  # how long the first waits for others
+PATIENCE_SECONDS = 3.0
+AVOID_SECONDS = 20.0
+LEADER_OVER = "the stream that it was to come by is over"
+
+Key = tuple[int | None, int]  # base, step
+
+
+class Tree:
+    """What the leader is asked to pass on, and what became of it."""
+
+    def __init__(self, members: "list[Place]"):
+        """The first of them leads."""
+        self._waiting = {place.address: place for place in members[1:]}
+        self.hops = [_hop(members, child) for child in _children(0, len(members))]
+        self._moved_at = time.monotonic()
+
+    def moved(self) -> None:
+        """Something went out, or came back."""
+        self._moved_at = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Nobody waits for the leader's stream any more."""
+        return not self._waiting
+
+    def passed(self, passed: pb.WeightReply.Passed) -> None:
+        self.moved()
+        place = self._waiting.get(passed.address)
+        if place is None:
+            return
+        if passed.WhichOneof("kind") == "staged":
+            place.staged = True
+            return
+        del self._waiting[passed.address]
+        place.outcome.set_result(passed)
+
+    def leave(self, place: "Place") -> None:
+        self._waiting.pop(place.address, None)
+
+    def end(self) -> None:
+        """The leader's stream is over: whoever still waits is served in another way."""
+        for place in list(self._waiting.values()):
+            self.passed(pb.WeightReply.Passed(address=place.address, lost=LEADER_OVER))
+
+    @property
+    def still_for(self) -> float:
+        """Seconds since something moved."""
+        return time.monotonic() - self._moved_at
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """One server's place in a tree."""
+
+    address: str
+    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    tree: Tree | None = None  # of a leader
+    of: Tree | None = None  # of a follower
+    staged: bool = False  # all of it has been sent to the server
+    outcome: "asyncio.Future[pb.WeightReply.Passed]" = dataclasses.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    avoid: bool = False
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    async def wait(self, timeout: float) -> pb.WeightReply.Applied | None:
+        """What a follower hears of itself; None: it did not come this way (avoid: nor will it the next time).
+
+        Raises PushRefused, TimeoutError.
+        """
+        assert self.of is not None
+        async with asyncio.timeout(timeout):
+            while not self.outcome.done():
+                await asyncio.wait({self.outcome}, timeout=PATIENCE_SECONDS / 10)
+                if not self.staged and self.of.still_for > PATIENCE_SECONDS:
+                    break
+        self.of.leave(self)
+        if not self.outcome.done():
+            self._not_this_way(f"nothing moved for {PATIENCE_SECONDS:g} s")
+            return None
+        passed = self.outcome.result()
+        kind = passed.WhichOneof("kind")
+        if kind == "applied":
+            return passed.applied
+        if kind == "refused":
+            raise PushRefused(passed.refused)
+        if kind == "anchor":
+            raise AnchorNeeded(passed.anchor)
+        if passed.lost != LEADER_OVER:
+            self._not_this_way(passed.lost)
+        return None
+
+    def _not_this_way(self, why: str) -> None:
+        _log.info("server %s: a version did not come by other servers (%s), it is sent directly", self.address, why)
+        self.avoid = True
+
+
+class Trees:
+    """Gathers the pushes that are alike. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._gathering: dict[Key, list[Place]] = {}
+        self._avoided: dict[str, float] = {}  # address -> until when
+        self._seen: set[str] = set()
+
+    @contextlib.asynccontextmanager
+    async def join(self, key: Key, address: str) -> AsyncIterator[Place]:
+        """The server's place; with a tree (one of nobody else, perhaps) where it is to be sent to from here."""
+        place = Place(address)
+        self._seen.add(address)
+        if len(self._seen) == 1 or self._avoided.get(address, 0.0) > time.monotonic():
+            place.tree = Tree([place])
+            place.ready.set()
+        elif key in self._gathering:
+            self._gathering[key].append(place)
+        else:
+            self._gathering[key] = [place]
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._plant, key)
+        try:
+            await place.ready.wait()
+            yield place
+        except (grpc.RpcError, asyncio.CancelledError):
+            place.avoid = place.avoid or place.tree is not None  # whoever fails as a leader does not lead again at once
+            raise
+        finally:
+            if place.tree is not None:
+                place.tree.end()
+            if place.of is not None:
+                place.of.leave(place)
+            if key in self._gathering and place in self._gathering[key]:
+                self._gathering[key].remove(place)
+            if place.avoid:
+                self._avoided[address] = time.monotonic() + AVOID_SECONDS
+
+    def _plant(self, key: Key) -> None:
+        members = self._gathering.pop(key)
+        if not members:
+            return
+        tree = Tree(members)
+        members[0].tree = tree
+        for place in members[1:]:
+            place.of = tree
+        for place in members:
+            place.ready.set()
+
+
+def _children(index: int, count: int) -> range:
+    return range(FAN_OUT * index + 1, min(count, FAN_OUT * index + FAN_OUT + 1))
+
+
+def _hop(members: list[Place], index: int) -> pb.Hop:
+    further = [_hop(members, child) for child in _children(index, len(members))]
+    return pb.Hop(address=members[index].address, pass_on=further)
+
+
+NO_TREE = Tree([])  # of a stream that nobody passes on

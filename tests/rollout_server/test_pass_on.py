@@ -1,0 +1,185 @@
+"""A fleet is fed by one stream out of the trainer, and by others where a link of it is broken."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rollout_server.contract.codec import Version
+from rollout_server.contract.weight_patch import Change, Patch, digest, encode
+from rollout_server.engines.replay_engine import ReplayEngine
+from scalerl_jax.rollouts import trees
+from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushReport
+from tests.rollout_server.client import INCARNATION, Served, serving
+
+MakeReplay = Callable[..., ReplayEngine]
+SERVERS = 8
+
+
+class Run:
+    """Versions that differ a little from one to the next, and a publisher of them."""
+
+    def __init__(self, engine: ReplayEngine):
+        rng = np.random.default_rng(0)
+        self.shapes = dict(engine.info.tensors)
+        self.held = {name: rng.integers(0, 2**15, shape).astype(np.uint16) for name, shape in self.shapes.items()}
+        self.rng, self.step = rng, -1
+        self.publisher = Publisher(incarnation=INCARNATION, chunk_bytes=500, patch_bytes=2**24)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.held.values())
+
+    def publish(self) -> int:
+        """Makes the next version; the bytes of its patch."""
+        self.step += 1
+        parts = {}
+        for name, tensor in self.held.items():
+            positions = np.flatnonzero(self.rng.random(tensor.size) < 0.02)
+            tensor.reshape(-1)[positions] ^= 1
+            parts[name] = encode(Change(positions, tensor.reshape(-1)[positions]))
+        base = self.step - 1 if self.step else None
+        digests = {name: digest(tensor) for name, tensor in self.held.items()}
+        patch = Patch(base, self.step, parts if self.step else {}, digests, self.shapes)
+        whole = {name: tensor.copy().view(ml_dtypes.bfloat16) for name, tensor in self.held.items()}
+        self.publisher.record(self.step, lambda: patch)
+        self.publisher.offer(self.step, whole)
+        return patch.nbytes
+
+    async def push(self, served: Served, base: int | None, address: str = "") -> PushReport:
+        address = address or f"127.0.0.1:{served.server.port}"
+        return await self.publisher.push(served.stub, self.step, base=base, timeout=30, address=address)
+
+    def compare(self, served: Served) -> None:
+        assert served.engine.status().version == Version(INCARNATION, self.step)
+        for name, tensor in self.held.items():
+            assert served.engine.weights[name].tobytes() == tensor.tobytes()
+
+
+@contextlib.asynccontextmanager
+async def fleet(make_replay: MakeReplay, count: int = SERVERS) -> AsyncIterator[tuple[list[Served], Run]]:
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(serving(make_replay(wire_dtype="bfloat16"))) for _ in range(count)]
+        run = Run(servers[0].engine)
+        stack.callback(run.publisher.close)
+        yield servers, run
+
+
+async def all_of(run: Run, servers: list[Served], base: int | None) -> list[PushReport]:
+    reports = await asyncio.gather(*(run.push(served, base) for served in servers))
+    for served in servers:
+        run.compare(served)
+    return reports
+
+
+async def test_what_leaves_the_trainer_does_not_grow_with_the_fleet(make_replay: MakeReplay) -> None:
+    async with fleet(make_replay) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        assert run.publisher.sent_bytes == 2 * run.dense_bytes  # the first of all had nobody to wait for
+        for _ in range(5):
+            before = run.publisher.sent_bytes
+            size = run.publish()
+            reports = await all_of(run, servers, run.step - 1)
+            assert run.publisher.sent_bytes - before == size
+            assert all(report.sparse and report.payload_bytes == size for report in reports)
+
+
+def test_the_tree_has_everyone_once_and_is_not_deep() -> None:
+    async def build(count: int) -> tuple[list[str], int]:
+        tree = trees.Tree([trees.Place(f"s{i}") for i in range(count)])
+
+        def depth(hop) -> int:
+            return 1 + max((depth(further) for further in hop.pass_on), default=0)
+
+        def names(hop) -> list[str]:
+            assert len(hop.pass_on) <= trees.FAN_OUT
+            return [hop.address, *itertools.chain(*(names(further) for further in hop.pass_on))]
+
+        found = list(itertools.chain(*(names(hop) for hop in tree.hops)))
+        return found, max((depth(hop) for hop in tree.hops), default=0)
+
+    for count in (1, 2, 3, 8, 64):
+        found, deep = asyncio.run(build(count))
+        assert sorted(found) == sorted(f"s{i}" for i in range(1, count))
+        assert deep <= np.log2(count)
+
+
+@pytest.mark.parametrize("broken", [1, 2, 7])
+async def test_a_server_that_others_cannot_reach_is_served_directly(make_replay: MakeReplay, broken: int) -> None:
+    """In the middle of the tree (1, 2) those behind it are cut off too; at its end (7) nobody else is."""
+    async with fleet(make_replay) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        size, before = run.publish(), run.publisher.sent_bytes
+        addresses = [f"127.0.0.1:{served.server.port}" for served in servers]
+        addresses[broken] = "127.0.0.1:1"  # nobody listens there
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
+        for served in servers:
+            run.compare(served)
+        behind = {1: 4, 2: 3, 7: 1}[broken]  # of eight, with two each
+        assert run.publisher.sent_bytes - before == size * (1 + behind)
+        # They are left out for a while; the others still make a tree.
+        size, before = run.publish(), run.publisher.sent_bytes
+        await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
+        assert run.publisher.sent_bytes - before == size * (1 + behind)
+
+
+async def test_one_that_needs_another_version_does_not_hold_up_the_rest(make_replay: MakeReplay) -> None:
+    async with fleet(make_replay, 4) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        servers[1].server.service._weights.store._buffer[77] ^= 1  # a bit flips in its memory
+        run.publish()
+        results = await asyncio.gather(*(run.push(s, run.step - 1) for s in servers), return_exceptions=True)
+        assert [isinstance(result, AnchorNeeded) for result in results] == [False, True, False, False]
+        assert not (await run.push(servers[1], None)).sparse
+        for served in servers:
+            run.compare(served)
+
+
+async def test_a_root_that_refuses_leaves_the_others_to_another_tree(make_replay: MakeReplay) -> None:
+    async with fleet(make_replay, 4) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        servers[0].server.service._weights.store.held = None
+        size, before = run.publish(), run.publisher.sent_bytes
+        results = await asyncio.gather(*(run.push(s, run.step - 1) for s in servers), return_exceptions=True)
+        assert [isinstance(result, AnchorNeeded) for result in results] == [True, False, False, False]
+        assert run.publisher.sent_bytes - before <= 2 * size
+        for served in servers[1:]:
+            run.compare(served)
+
+
+async def test_a_frozen_server_in_the_middle_is_routed_around(make_replay: MakeReplay) -> None:
+    """It takes the connection and what fits into it, and says nothing."""
+
+    async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    async with fleet(make_replay, 6) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        frozen = await asyncio.start_server(silence, "127.0.0.1", 0)
+        port = frozen.sockets[0].getsockname()[1]
+        run.publish()
+        addresses = [f"127.0.0.1:{served.server.port}" for served in servers]
+        addresses[1] = f"127.0.0.1:{port}"
+        began = asyncio.get_running_loop().time()
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
+        assert asyncio.get_running_loop().time() - began < 3 * trees.PATIENCE_SECONDS
+        for served in servers:
+            run.compare(served)
+        frozen.close()
+
+
+async def test_alone_a_server_does_not_wait_for_others() -> None:
+    gathered = trees.Trees()
+    async with gathered.join((0, 1), "here:1") as place:
+        assert place.tree is not None and place.tree.over
