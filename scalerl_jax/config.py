@@ -150,10 +150,12 @@ class FleetConfig:
     heartbeat_seconds: float = 1.0
     status_seconds: float = 5.0  # deadline of a status call
     silence_seconds: float = 15.0  # no status for this long: the server is given up until it answers again
+    stall_seconds: float = 120.0  # it answers, and samples no token for this long: given up too
     completion_seconds: float = 600.0  # deadline of one request for a group
     push_seconds: float = 600.0  # deadline of one version's transfer
     chunk_bytes: int = 2**20
     sparse_share: float = 1 / 16  # of a tensor's shard: where more of it changed, it goes out whole; 0: all always do
+    pass_on: bool = True  # servers send versions on to each other, at the addresses by which the trainer knows them
     patch_bytes: int = 2**30  # host memory for the patches of the last versions; a server further behind gets all
 
 

@@ -87,6 +87,7 @@ class Connection:
         self._refusals = 0
         self._applied_at = -1.0
         self._needs_anchor = False  # its host copy is not what it says it decodes with
+        self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
         self._repeats = False  # it has sent a completion twice
         self.state, self.reason = CONNECTING, "not reached yet"
         self.status = pb.StatusReply()
@@ -179,6 +180,12 @@ class Connection:
         # A status asked for before the last push ended may be older than what the push said.
         if began > self._applied_at:
             self._holds(version.step if version.incarnation == self._incarnation else None)
+        tokens = status.sampled_tokens + status.prefill_tokens
+        if tokens != self._sampled[0] or not self.in_flight:
+            self._sampled = (tokens, now)
+        elif now - self._sampled[1] >= self._config.stall_seconds:
+            self.lose(f"it answers, but has sampled nothing for {now - self._sampled[1]:.0f} s")
+            return
         if self.state == ACTIVE and self.step is None:
             self.lose("it no longer holds this run's weights")
         try:
@@ -225,7 +232,9 @@ class Connection:
         self.state, self.reason, self.state_since = state, reason, time.monotonic()
         said = f" ({reason})" if reason else ""
         # Of a rejection the fleet knows whether it ends the run, which says it by itself.
-        level = logging.WARNING if state in (CONNECTING, TAKEN) else logging.INFO
+        # Of one that was never heard, too: see Members.
+        warn = state == TAKEN or (state == CONNECTING and self.heard_at >= 0)
+        level = logging.WARNING if warn else logging.INFO
         _log.log(level, "server %s: %s%s", self.address, state, said)
         self._hub.event("server", {"server": self.address, "state": state, "reason": reason, "step": self.step})
         self._hub.changed()
@@ -305,13 +314,19 @@ class Connection:
         base = None if self._needs_anchor else self.step
         self._needs_anchor = False
         try:
-            report = await self._publisher.push(self._stub, step, base=base, timeout=self._config.push_seconds)
+            report = await self._publisher.push(
+                self._stub, step, base=base, timeout=self._config.push_seconds, address=self.address
+            )
         except PushRefused as error:
             if base is not None and isinstance(error, AnchorNeeded):
                 _log.info("server %s: version %d goes out whole (%s)", self.address, step, error)
                 self._needs_anchor = True
                 return True  # at once
             _log.warning("server %s: refused version %d (%s)", self.address, step, error)
+            self._hurry.set()
+            return False
+        except TimeoutError:
+            _log.warning("server %s: version %d did not arrive in time", self.address, step)
             self._hurry.set()
             return False
         except grpc.aio.AioRpcError as error:

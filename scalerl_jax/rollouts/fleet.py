@@ -37,7 +37,7 @@ from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup, fin
 from scalerl_jax.rollouts.connection import Connection, Hub
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.loop_thread import LoopThread
-from scalerl_jax.rollouts.members import Members
+from scalerl_jax.rollouts.members import SURE_AFTER, Members
 from scalerl_jax.rollouts.pacing import Pacing
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher, Source
@@ -49,7 +49,6 @@ GroupsFuture: TypeAlias = "concurrent.futures.Future[list[FinishedGroup]]"
 
 POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's `wait`
 TICK_SECONDS = 0.5
-SURE_AFTER = 8  # calls in a row: then it was no restart that looked like mistrust
 
 
 class FleetError(ValueError):
@@ -133,6 +132,7 @@ class Fleet:
             incarnation=incarnation,
             chunk_bytes=config.fleet.chunk_bytes,
             patch_bytes=config.fleet.patch_bytes,
+            pass_on=config.fleet.pass_on,
             event=lambda fields: self._event("version", fields),
         )
         self._book: Book  # from start() on
@@ -177,9 +177,9 @@ class Fleet:
             if mistrust:
                 raise FleetError(mistrust)
             if late:
+                listed = self._thread.call(lambda: ", ".join(c.address for c in self._members.connections))
                 raise FleetError(
-                    f"no rollout server answers at {', '.join(self._addresses)} (tried for {seconds:g} s): "
-                    "is scalerl-serve running there?"
+                    f"no rollout server answers at {listed} (tried for {seconds:g} s): is scalerl-serve running there?"
                 )
             self._pause(0.05)
 

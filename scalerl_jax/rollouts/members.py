@@ -14,6 +14,8 @@ from scalerl_jax.rollouts.connection import Connection
 
 _log = logging.getLogger(__name__)
 
+SURE_AFTER = 8  # calls in a row: then it was no restart that looked like mistrust
+
 
 class Members:
     """Lives on the fleet's event loop.
@@ -38,6 +40,7 @@ class Members:
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self._all_lost = True
         self._complaint = ""  # of the last look at the list
+        self._said: dict[Connection, str] = {}  # who is left out for want of trust, and why
 
     @property
     def fixed(self) -> bool:
@@ -83,7 +86,13 @@ class Members:
         for connection in [c for c in self.connections if c.leaving and not c.in_flight]:
             _log.info("server %s has left", connection.address)
             self.connections.remove(connection)
+            self._said.pop(connection, None)
             self._tasks.pop(connection).cancel()
+        for connection in [c for c in self.connections if c.mistrusted >= SURE_AFTER]:
+            # Where none is trusted the run does not begin, and says so itself.
+            if not self._all_lost and self._said.get(connection) != connection.reason:
+                self._said[connection] = connection.reason
+                _log.warning("server %s is left out: %s", connection.address, connection.reason)
         lost = not self.in_state(*connection_lib.ANSWERING)
         if lost != self._all_lost:
             self._all_lost = lost

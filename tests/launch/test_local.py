@@ -181,6 +181,13 @@ def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_pa
     assert not any(runs(process_id) for process_id in ids)
 
 
+def test_local_servers_ask_for_the_runs_token() -> None:
+    config = Config()
+    assert not any("token" in part for part in local.serve_command(config, model="", maximum_tokens=256))
+    config.fleet.token_file = "secrets/token"
+    assert "--token_file=secrets/token" in local.serve_command(config, model="", maximum_tokens=256)
+
+
 def health_of(address: str) -> str:
     """What grpc.health.v1 says of the server as a whole, waiting up to 30 s for it to be there."""
     with grpc.insecure_channel(address) as channel:

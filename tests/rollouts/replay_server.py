@@ -20,7 +20,6 @@ from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import QueueFull
 from rollout_server.engines.replay_engine import Faults, ReplayEngine
 from rollout_server.engines.scripts import Scripted
-from rollout_server.serve import serve
 
 
 class DumpingEngine(ReplayEngine):
@@ -81,6 +80,9 @@ def access(options: dict) -> security.Access:
 
 
 if __name__ == "__main__":
+    # Not above: its flags would be those of whoever reads a dump.
+    from rollout_server.serve import serve
+
     options = json.loads(sys.argv[1])
     asyncio.run(
         serve(

@@ -112,7 +112,7 @@ def test_corrupted_chunks_are_sent_again(start):
 
 def test_a_late_answer_after_the_deadline_changes_nothing(start):
     """Asked for again elsewhere under the same ids; what the slow server still sends belongs to a call that is over."""
-    servers = start({**BRISK, "faults": f"delay:{AFTER}:3"}, BRISK)
-    with Trainer(config(updates=4000, fleet_completion_seconds=1.0), servers) as trainer:
+    servers = start({**BRISK, "faults": f"delay:{AFTER}:2"}, BRISK)
+    with Trainer(config(updates=4000, fleet_completion_seconds=0.7), servers) as trainer:
         run(trainer, servers, 8)
         eventually(lambda: any("finished nothing for" in reason for _, reason in states_seen(trainer, servers[0])))

@@ -97,16 +97,23 @@ def test_a_frozen_server_is_given_up_and_let_back_in(start):
         trainer.check()
 
 
-def test_a_server_that_answers_but_no_longer_decodes(start, monkeypatch):
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"fleet_completion_seconds": 1.0}, "finished nothing for"),
+        ({"fleet_completion_seconds": 60.0, "fleet_stall_seconds": 0.6}, "it answers, but has sampled nothing for"),
+    ],
+)
+def test_a_server_that_answers_but_no_longer_decodes(start, monkeypatch, limits, told):
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.5)
     # Two groups and the probe's completions, then silence in the middle of the third.
     servers = start({"hang_after": 18}, {})
-    with Trainer(config(fleet_completion_seconds=1.0, fleet_connect_seconds=1.0), servers) as trainer:
+    with Trainer(config(**limits, fleet_connect_seconds=1.0), servers) as trainer:
         trainer.admit_until(lambda: len(trainer.admitted) == 2)
         for _ in range(8):
             trainer.update()
         trainer.check()
-        assert any("finished nothing" in reason for _, reason in states_seen(trainer, servers[0]))
+        assert any(told in reason for _, reason in states_seen(trainer, servers[0]))
 
 
 def test_a_crash_and_a_full_queue_in_mid_run(start):

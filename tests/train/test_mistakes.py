@@ -45,6 +45,7 @@ def check_usable(workdir: pathlib.Path) -> None:
         ("--config.model.path={}/weightless", "{}/weightless: "),
         ("--config.evaluation.prompts=7", "config.evaluation.prompts=7: only 6 are held out"),
         ("--config.learner.row_length=16", "config.learner.row_length=16: "),
+        ("--config.fleet.token_file={}/nowhere", "config.fleet.token_file={}/nowhere: no such file"),
     ],
 )
 def test_a_config_that_cannot_be(tmp_path, flags, model, start, flag, message):
@@ -72,6 +73,16 @@ def test_another_tokenizer(tmp_path, flags, start):
     with serve(tmp_path, 1, "--engine=replay", f"--model={other}") as addresses:
         line = refused(start(tmp_path / "run", *flags, f"--servers={addresses[0]}"))
     assert line.startswith(f"server {addresses[0]}: its tokenizer (")
+    check_usable(tmp_path / "run")
+
+
+def test_a_token_that_is_not_the_servers(tmp_path, flags, model, start):
+    for name in ("theirs", "ours"):
+        (tmp_path / name).write_text(f"a token of {name}".replace(" ", "-"))
+    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--token_file={tmp_path}/theirs") as addresses:
+        flags = [*flags, f"--servers={addresses[0]}", f"--config.fleet.token_file={tmp_path}/ours"]
+        line = refused(start(tmp_path / "run", *flags))
+    assert line == f"rollout server {addresses[0]}: it does not take the token"
     check_usable(tmp_path / "run")
 
 

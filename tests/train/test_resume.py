@@ -7,6 +7,7 @@ two runs is the trainer's doing. The trainers, the servers, gRPC, the checkpoint
 import itertools
 import json
 import os
+import pathlib
 import random
 import signal
 import time
@@ -18,6 +19,7 @@ import pytest
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
 from scalerl_jax.model.hf import read_config
 from scalerl_jax.train import make_learner
+from tests.rollout_server.certificates import Authority
 from tests.train import helpers
 from tests.train.helpers import config_of, serve
 
@@ -160,10 +162,21 @@ def test_ctrl_c(tmp_path, flags, model, rollouts, start):
 
 
 def test_phased_run(tmp_path, flags, model, rollouts, start):
-    """k = 2: two batches from one frozen version, then two updates."""
+    """k = 2: two batches from one frozen version, then two updates. The servers are found in a file, behind TLS."""
     flags = [*flags, *UNPROBED, "--config.pacing.kind=phased", "--config.pacing.k=2", "--config.updates=5"]
-    with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}").finish()
+    authority, token, found = Authority(tmp_path, "authority"), "a-token-that-nobody-guesses", tmp_path / "found"
+    (tmp_path / "token").write_text(token)
+    (server, server_key), (client, client_key) = authority.sign("server"), authority.sign("client")
+    tls = [f"--tls_certificate={server}", f"--tls_key={server_key}", f"--tls_client_authority={authority.certificate}"]
+    flags += [f"--config.fleet.tls_authority={authority.certificate}", f"--config.fleet.token_file={tmp_path}/token"]
+    flags += [f"--config.fleet.tls_certificate={client}", f"--config.fleet.tls_key={client_key}"]
+    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}", f"--token_file={tmp_path}/token", *tls)
+    with serve(tmp_path, 1, *replay) as addresses:
+        found.write_text(f"{addresses[0]}\n")
+        run = start(tmp_path / "run", *flags, f"--servers=file:{found}").finish()
+    written = [path for path in pathlib.Path(run.workdir).rglob("*") if path.is_file()]
+    assert "config.json" in {path.name for path in written}
+    assert not any(token.encode() in path.read_bytes() for path in [*written, pathlib.Path(f"{run.workdir}.log")])
     check_rows(run, config_of(flags))
     # Batches 0 and 1 are version 0's, 2 and 3 version 2's, 4 version 4's.
     assert [[int(lag) for lag in row["lags"]] for row in run.metrics] == [[0], [1], [0], [1], [0]]
