@@ -35,7 +35,7 @@ class WeightReceiver:
     def __init__(self, engine: Engine, credentials: Credentials | None = PLAIN):
         """credentials: what servers that weights are passed on to are shown; None: nothing is passed on."""
         self._credentials = credentials
-        self._passing: list[PassOn] = []  # of the version that was staged last
+        self._passing: list[PassOn] = []  # what they send lies in the host copy
         self.store = WeightStore(engine.info, engine.weight_buffer)
         self.versions_applied = 0
         self._engine = engine
@@ -106,6 +106,8 @@ class WeightReceiver:
         while self._applying is not None:
             await asyncio.wait({self._applying})
             still_welcome()
+        await self._stop_passing()
+        still_welcome()
         self.store.check(header, self._engine.status().version)
         if self.store.holds(header):
             await self._tell_lost(header, write, "the version was here already")
@@ -113,7 +115,6 @@ class WeightReceiver:
         self.store.check_base(header)
 
         # 3. Chunks, in any order, until commit and the last of them are there.
-        await self._stop_passing()
         staging, committed = self.store.stage(header), False
         await self._pass_on(staging, context, write, passing)
         while not (committed and staging.complete):
@@ -154,10 +155,11 @@ class WeightReceiver:
             PassOn(hop, staging, reply=write, timeout=timeout, credentials=self._credentials)
             for hop in staging.header.pass_on
         ]
-        self._passing = passing
+        if not staging.is_patch:  # those have memory of their own
+            self._passing = passing
 
     async def _stop_passing(self) -> None:
-        """The memory that a dense version is passed on from is about to be written to."""
+        """The host copy, from which a dense version is passed on, is about to be written to."""
         tasks = {one.task for one in self._passing}
         for task in tasks:
             task.cancel()

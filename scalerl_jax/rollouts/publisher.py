@@ -83,6 +83,7 @@ class Publisher:
         self._retained: dict[int, int] = {}  # step -> how many evaluations need it
         self._patches = Patches(limit=patch_bytes, event=event)
         self._pass_on, self._trees = pass_on, Trees()
+        self._streams: set[asyncio.Task[None]] = set()
         self.latest: int | None = None
         self.sent_bytes = 0  # of payloads, to all servers
         # One thread brings weights to the host, so that two versions are never on their way at once; others cut chunks.
@@ -151,22 +152,44 @@ class Publisher:
         return await self._send(stub, payload, timeout=timeout)
 
     async def _send(self, stub: RolloutStub, payload: Payload, *, timeout: float, tree: Tree = NO_TREE) -> PushReport:
-        """To one server, and through it to those of the tree. Returns when all of them are through or lost."""
+        """To one server, and through it to those of the tree. Returns when that one is through.
+
+        The stream goes on until the others are, too: what they wait for must not keep this one from its next version.
+        """
+        report: asyncio.Future[PushReport] = asyncio.get_running_loop().create_future()
+        tree.streaming = True
+        stream = asyncio.create_task(self._stream(stub, payload, timeout=timeout, tree=tree, report=report))
+        self._streams.add(stream)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._streams.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None and not report.done():
+                report.set_exception(error)
+
+        stream.add_done_callback(ended)
+        try:
+            return await report
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+
+    async def _stream(
+        self, stub: RolloutStub, payload: Payload, *, timeout: float, tree: Tree, report: asyncio.Future[PushReport]
+    ) -> None:
         began = time.monotonic()
         call = stub.PushWeights(timeout=timeout)
         again: asyncio.Queue[int] = asyncio.Queue()
         writer = asyncio.create_task(self._write(call, self._messages(payload, again, tree), tree))
-        resent, report = 0, None
+        resent = 0
         try:
-            while True:
+            while not (report.done() and tree.over):
                 reply = await call.read()
                 if reply is grpc.aio.EOF:  # with status OK: any other is raised by read()
-                    if report is not None:
-                        return report
                     raise PushRefused("the server ended the push without a word")
                 kind = reply.WhichOneof("kind")
-                if kind == "applied":
-                    report = self._report(payload, reply.applied, resent=resent, seconds=time.monotonic() - began)
+                if kind == "applied" and not report.done():
+                    seconds = time.monotonic() - began
+                    report.set_result(self._report(payload, reply.applied, resent=resent, seconds=seconds))
                 elif kind == "refused":
                     raise PushRefused(reply.refused)
                 elif kind == "anchor":
@@ -180,9 +203,11 @@ class Publisher:
                     if resent > RESENDS * payload.chunks:
                         raise PushRefused(f"{resent} chunks arrived damaged")
                     again.put_nowait(reply.resend)
-                if report is not None and tree.over:
-                    return report
+        except (PushRefused, grpc.aio.AioRpcError) as error:
+            if not report.done():  # else the others hear that their stream is over
+                report.set_exception(error)
         finally:
+            tree.end()
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)

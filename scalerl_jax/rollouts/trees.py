@@ -43,6 +43,7 @@ class Tree:
         self._waiting = {place.address: place for place in members[1:]}
         self.hops = [_hop(members, child) for child in _children(0, len(members))]
         self._moved_at = time.monotonic()
+        self.streaming = False  # whoever streams ends it
 
     def moved(self) -> None:
         """Something went out, or came back."""
@@ -157,7 +158,7 @@ class Trees:
             place.avoid = place.avoid or place.tree is not None  # whoever fails as a leader does not lead again at once
             raise
         finally:
-            if place.tree is not None:
+            if place.tree is not None and not place.tree.streaming:
                 place.tree.end()
             if place.of is not None:
                 place.of.leave(place)

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from rollout_server.contract.hf_layout import layout
+
 
 def _replay(engine: Any) -> Mapping[str, np.ndarray]:
     return engine.weights
@@ -12,12 +14,25 @@ def _replay(engine: Any) -> Mapping[str, np.ndarray]:
 
 def _jax(engine: Any) -> Mapping[str, np.ndarray]:
     import jax
+    import ml_dtypes
 
-    from rollout_server.engines.jax_weights import model_params
-    from scalerl_jax.model.hf import to_hf
-
-    # From the dtype that they are computed in back to the wire's: exact, since they were rounded to it.
-    return jax.device_get(to_hf(model_params(engine._weights, engine._config), engine._config, "bfloat16"))
+    # On the host: this is done after every version. From the dtype that the weights are computed in back to the wire's
+    # is exact, since they were rounded to it.
+    held = jax.device_get(engine._weights)
+    joined = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
+    columns: dict[tuple[int, str], int] = {}
+    out = {}
+    for name, tensor in layout(engine._config).items():
+        leaf = tensor.row.leaf
+        layer = int(name.split(".")[2]) if tensor.row.layered else 0
+        array = next((key for key, parts in joined.items() if leaf in parts), leaf)
+        whole = held["layers"][layer][array] if tensor.row.layered else held[array]
+        if tensor.row.transposed:
+            start = columns.get((layer, array), 0)
+            columns[layer, array] = start + tensor.shape[0]
+            whole = whole[:, start : start + tensor.shape[0]].T
+        out[name] = whole.astype(ml_dtypes.bfloat16)
+    return out
 
 
 # By the engine's name; bfloat16, or its bits.

@@ -156,6 +156,32 @@ async def test_a_root_that_refuses_leaves_the_others_to_another_tree(make_replay
             run.compare(served)
 
 
+async def test_a_server_that_is_slow_to_take_it_holds_up_nobody(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(make_replay, 4) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        go, load = asyncio.Event(), servers[1].engine.load
+
+        async def held_up(*arguments) -> float:
+            await go.wait()
+            return await load(*arguments)
+
+        monkeypatch.setattr(servers[1].engine, "load", held_up)
+        run.publish()
+        pushes = [asyncio.create_task(run.push(served, 0)) for served in servers]
+        await asyncio.wait({pushes[0], pushes[2], pushes[3]})
+        run.publish()
+        others = [servers[0], *servers[2:]]
+        await all_of(run, others, 1)
+        assert not pushes[1].done()
+        go.set()
+        assert (await pushes[1]).step == 1
+        await run.push(servers[1], 1)
+        run.compare(servers[1])
+
+
 async def test_a_frozen_server_in_the_middle_is_routed_around(make_replay: MakeReplay) -> None:
     """It takes the connection and what fits into it, and says nothing."""
 
