@@ -13,7 +13,7 @@ import numpy as np
 
 from rollout_server.contract import codec, rollout_pb2_grpc
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import CHANNEL_OPTIONS
+from rollout_server.contract.security import OPEN, PLAIN, Access, Credentials, connect
 from rollout_server.engines.engine import Engine
 from rollout_server.service import RolloutServer
 from rollout_server.weight_store import numpy_dtype
@@ -64,13 +64,14 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: Engine) -> AsyncIterator[Served]:
-    server = RolloutServer(engine)
+async def serving(engine: Engine, access: Access = OPEN, credentials: Credentials = PLAIN) -> AsyncIterator[Served]:
+    server = RolloutServer(engine, access=access)
     await server.start()
+    channel = connect(f"127.0.0.1:{server.port}", credentials)
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=CHANNEL_OPTIONS) as channel:
-            yield Served(engine, server, channel, rollout_pb2_grpc.RolloutStub(channel))
+        yield Served(engine, server, channel, rollout_pb2_grpc.RolloutStub(channel))
     finally:
+        await channel.close()
         await server.stop()
 
 

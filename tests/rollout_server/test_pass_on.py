@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import itertools
+import pathlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from rollout_server.contract.codec import Version
+from rollout_server.contract.security import Access, Credentials, server_credentials
 from rollout_server.contract.weight_patch import Change, Patch, digest, encode
 from rollout_server.engines.replay_engine import ReplayEngine
 from scalerl_jax.rollouts import trees
 from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushReport
+from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import INCARNATION, Served, serving
 
 MakeReplay = Callable[..., ReplayEngine]
@@ -61,9 +65,11 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def fleet(make_replay: MakeReplay, count: int = SERVERS) -> AsyncIterator[tuple[list[Served], Run]]:
+async def fleet(make_replay: MakeReplay, count: int = SERVERS, *trust: Any) -> AsyncIterator[tuple[list[Served], Run]]:
     async with contextlib.AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(serving(make_replay(wire_dtype="bfloat16"))) for _ in range(count)]
+        servers = [
+            await stack.enter_async_context(serving(make_replay(wire_dtype="bfloat16"), *trust)) for _ in range(count)
+        ]
         run = Run(servers[0].engine)
         stack.callback(run.publisher.close)
         yield servers, run
@@ -87,6 +93,26 @@ async def test_what_leaves_the_trainer_does_not_grow_with_the_fleet(make_replay:
             reports = await all_of(run, servers, run.step - 1)
             assert run.publisher.sent_bytes - before == size
             assert all(report.sparse and report.payload_bytes == size for report in reports)
+
+
+@pytest.mark.parametrize("may", [True, False])
+async def test_servers_show_each_other_certificate_and_token(
+    make_replay: MakeReplay, tmp_path: pathlib.Path, may: bool
+) -> None:
+    """Without an authority for the others' certificates a server passes nothing on; then each gets its own stream."""
+    authority = Authority(tmp_path, "ours")
+    certificate, key = (path.read_bytes() for path in authority.sign("server"))
+    signed = authority.certificate.read_bytes()
+    shown = Credentials(signed, certificate, key, token="a token for this test")
+    access = Access(
+        server_credentials(certificate, key, signed), True, token=shown.token, passing=shown if may else None
+    )
+    async with fleet(make_replay, 4, access, shown) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        before, size = run.publisher.sent_bytes, run.publish()
+        await all_of(run, servers, 0)
+        assert run.publisher.sent_bytes - before == (size if may else 4 * size)
 
 
 def test_the_tree_has_everyone_once_and_is_not_deep() -> None:
