@@ -16,6 +16,7 @@ not grow with the fleet.
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import time
@@ -41,6 +42,8 @@ Source = Tensors | Callable[[], Tensors]
 RESENDS = 3
 # A server whose tree loses its root joins another; after so many it gets a stream of its own.
 ATTEMPTS = 3
+# Chunks cut before they can be written.
+AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +265,14 @@ class Publisher:
             header.CopyFrom(payload.header)
             header.pass_on.extend(tree.hops)
         yield pb.WeightMessage(header=header)
-        for index in range(payload.chunks):
-            yield await loop.run_in_executor(self._cutting, payload.chunk, index)
+        # Some are cut while others are written.
+        ahead = collections.deque(
+            loop.run_in_executor(self._cutting, payload.chunk, index) for index in range(min(AHEAD, payload.chunks))
+        )
+        for index in range(AHEAD, AHEAD + payload.chunks):
+            if index < payload.chunks:
+                ahead.append(loop.run_in_executor(self._cutting, payload.chunk, index))
+            yield await ahead.popleft()
             while not again.empty():
                 yield await loop.run_in_executor(self._cutting, payload.chunk, again.get_nowait())
         yield pb.WeightMessage(commit=True)
