@@ -1,5 +1,6 @@
 """The whole server process over vLLM: what it answers, how it ends, and what is left of it."""
 
+import asyncio
 import os
 import pathlib
 import signal
@@ -8,13 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 
+import grpc
 import psutil
 import pytest
 
-from rollout_server.contract import codec
+from rollout_server.contract import codec, rollout_pb2_grpc
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.limits import CHANNEL_OPTIONS
 from rollout_server.serve import STOP_SECONDS
-from tests.rollout_server.client import group
+from tests.rollout_server.client import INCARNATION, Push, group
 from tests.rollout_server.serving_process import Process
 from tests.vllm.models import config, random_tensors, write_folder
 
@@ -97,6 +100,40 @@ def test_a_server_whose_worker_died_exits(served: Process) -> None:
     children[-1].kill()
     assert served.process.wait(60) not in (0, 2)
     gone(children, 20)
+
+
+# The weights reach the server, and no worker can be told of them.
+BROKEN = """
+from rollout_server import serve
+from rollout_server.engines.vllm_adapter import Vllm
+
+async def load(self, buffer, tensors, changes):
+    await self.engine.collective_rpc("scalerl_load", args=("/no such memory", None, []))
+
+Vllm.load = load
+serve.run()
+"""
+
+
+async def pushed(served: Process) -> None:
+    tensors = random_tensors(config(), 1)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}", options=CHANNEL_OPTIONS) as channel:
+        push = Push(rollout_pb2_grpc.RolloutStub(channel), codec.Version(INCARNATION, 1), tensors, chunk_bytes=2**16)
+        await push.send_header()
+        await push.send_chunks()
+        await push.send_commit()
+        assert await push.call.code() is not grpc.StatusCode.OK
+
+
+def test_a_server_that_cannot_take_weights_exits(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    served = Process(tmp_path, *flags(folder), seconds=150, program=BROKEN)
+    children = family(served)
+    asyncio.run(pushed(served))
+    assert served.process.wait(60) not in (0, 2)
+    gone(children, 20)
+    log = served.log.read_text()
+    assert "attempt 3 of 3" in log and "could not be written in 3 attempts" in log
+    served.close()
 
 
 @pytest.mark.parametrize(
