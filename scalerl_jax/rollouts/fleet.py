@@ -173,22 +173,23 @@ class Fleet:
         deadline = time.monotonic() + seconds
         while not self._thread.call(lambda: self._members.in_state(*connection_lib.ANSWERING)):
             late = time.monotonic() > deadline
-            mistrust = self._thread.call(self._mistrust, 1 if late else SURE_AFTER)
-            if mistrust:
-                raise FleetError(mistrust)
+            silent, mistrusted = self._thread.call(self._not_answering, 1 if late else SURE_AFTER)
+            if mistrusted and (late or not silent):
+                also = f"; nobody answers at {', '.join(silent)}" if silent else ""
+                raise FleetError("; ".join(mistrusted) + also)
             if late:
-                listed = self._thread.call(lambda: ", ".join(c.address for c in self._members.connections))
                 raise FleetError(
-                    f"no rollout server answers at {listed} (tried for {seconds:g} s): is scalerl-serve running there?"
+                    f"no rollout server answers at {', '.join(silent)} (tried for {seconds:g} s): "
+                    "is scalerl-serve running there?"
                 )
             self._pause(0.05)
 
-    def _mistrust(self, times: int) -> str:
-        """Why no server lets us in, where each has refused to so many times in a row; empty otherwise."""
+    def _not_answering(self, times: int) -> tuple[list[str], list[str]]:
+        """Addresses where nobody is heard; and why the others do not let us in, as each has said `times` times now."""
         connections = self._members.connections
-        if not connections or any(c.mistrusted < times for c in connections):
-            return ""
-        return "; ".join(f"rollout server {c.address}: {c.reason}" for c in connections)
+        mistrusted = [c for c in connections if c.mistrusted >= times]
+        silent = [c.address for c in connections if c not in mistrusted]
+        return silent, [f"rollout server {c.address}: {c.reason}" for c in mistrusted]
 
     def close(self) -> None:
         """Ends every call and the thread. Evaluations that are not done are cancelled."""

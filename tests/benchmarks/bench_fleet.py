@@ -28,7 +28,7 @@ import time
 
 import numpy as np
 import psutil
-from absl import app, flags
+from absl import app, flags, logging
 
 from rollout_server.engines.replay_engine import ReplayEngine
 from rollout_server.engines.scripts import Scripted
@@ -185,6 +185,7 @@ def measure(processes: list[Process]) -> None:
 
 
 def main(_: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)
     if FLAGS.serve:
         asyncio.run(serve(json.loads(FLAGS.serve)))
         return

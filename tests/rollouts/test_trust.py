@@ -80,6 +80,18 @@ def test_a_trainer_that_is_not_let_in_says_by_whom_and_why(servers, files, chang
     assert time.monotonic() - began < config().fleet.connect_seconds + 5
 
 
+def test_the_others_may_be_away(servers, files):
+    nowhere = "127.0.0.1:1"
+    made = config(fleet_connect_seconds=2.0)
+    shows = credentials.read(shown(files, token_file="other_token"))
+    trainer = Trainer(made, [], addresses=[servers[0].address, nowhere], credentials=shows)
+    with pytest.raises(FleetError) as error:
+        with trainer:
+            pass
+    named = f"rollout server {servers[0].address}: it does not take the token"
+    assert str(error.value) == f"{named}; nobody answers at {nowhere}"
+
+
 def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files, tmp_path_factory, caplog):
     stranger = ReplayServer(str(tmp_path_factory.mktemp("stranger")), "server").wait()
     try:

@@ -78,7 +78,7 @@ def test_another_tokenizer(tmp_path, flags, start):
 
 def test_a_token_that_is_not_the_servers(tmp_path, flags, model, start):
     for name in ("theirs", "ours"):
-        (tmp_path / name).write_text(f"a token of {name}".replace(" ", "-"))
+        (tmp_path / name).write_text(f"the-token-that-is-{name}")
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--token_file={tmp_path}/theirs") as addresses:
         flags = [*flags, f"--servers={addresses[0]}", f"--config.fleet.token_file={tmp_path}/ours"]
         line = refused(start(tmp_path / "run", *flags))
