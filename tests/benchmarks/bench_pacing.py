@@ -1,6 +1,6 @@
 """pipeline(8) against phased(8): the time of the same updates, trainer and generator on a core each.
 
-    python tests/benchmarks/bench_pacing.py [--updates=32] [--repeats=1] [--pinned_only]
+    python -m tests.benchmarks.bench_pacing [--updates=32] [--repeats=1] [--pinned_only]
 
 Whole runs of scalerl-train with one scalerl-serve --engine=jax, on a policy of random weights that stops at every
 position about as often: completions of geometric length, many short and a few long. Pinned, the trainer has the first
@@ -26,14 +26,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from absl import app, flags
 
-from scalerl_jax.model import DecoderConfig, init_params
-from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.tasks.tokenizer import make_tokenizer
 from scalerl_jax.telemetry import read_rows
+from tests.benchmarks.folders import write_stopping_policy
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("updates", 32, "that are timed, a multiple of 8", lower_bound=8)
@@ -46,7 +42,7 @@ flags.DEFINE_integer("groups", 16, "prompts of a batch")
 flags.DEFINE_integer("slots", 64, "of the generator")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-K, GROUP, LONGEST, VOCABULARY = 8, 8, 320, 300
+K, GROUP, LONGEST = 8, 8, 320
 
 CONFIG = """
 from scalerl_jax.config import Config
@@ -74,38 +70,6 @@ def get_config():
     config.telemetry.samples_every = 10_000
     return config
 """
-
-
-def write_policy(folder: str) -> str:
-    """Random weights; at every position the stop token has a probability of about 1 / stop_every."""
-    base = os.path.join(folder, "tokenizer")
-    tokenizer = make_tokenizer(corpus=["0123456789 abc"] * 9, path=base, vocabulary=VOCABULARY)
-    decoder = DecoderConfig(
-        vocabulary=VOCABULARY,
-        width=FLAGS.width,
-        layers=FLAGS.layers,
-        heads=4,
-        kv_heads=2,
-        head_size=32,
-        mlp_width=3 * FLAGS.width,
-        qk_norm=True,
-        tied_embeddings=False,
-        stop_token_ids=tokenizer.stop_ids,
-    )
-    params = jax.device_get(init_params(decoder, jax.random.key(0)))
-    rng = np.random.default_rng(0)
-    common = rng.normal(size=decoder.width)
-    params["embed"] = (common + 0.1 * rng.normal(size=params["embed"].shape)).astype(np.float32)
-    # The last norm leaves a vector of mean square 1 along `common`, more or less: its product with `common` is known.
-    logit = np.log(VOCABULARY / FLAGS.stop_every / len(tokenizer.stop_ids))
-    lean = logit / np.linalg.norm(common) / np.sqrt(decoder.width)
-    head = 0.001 * rng.normal(size=params["head"].shape)
-    for token in tokenizer.stop_ids:
-        head[token] = lean * common
-    params["head"] = head.astype(np.float32)
-    path = os.path.join(folder, "model")
-    write_model_folder(path, params=params, decoder=decoder, tokenizer_dir=base)
-    return path
 
 
 @contextlib.contextmanager
@@ -212,7 +176,7 @@ def main(_: list[str]) -> None:
     if len(available) < 2:
         raise SystemExit("two cores are needed")
     with tempfile.TemporaryDirectory() as folder:
-        model = write_policy(folder)
+        model = write_stopping_policy(folder, width=FLAGS.width, layers=FLAGS.layers, stop_every=FLAGS.stop_every)
         modes: dict[str, tuple[int, int] | None] = {"pinned": (available[0], available[1])}
         if not FLAGS.pinned_only:
             modes["unpinned"] = None

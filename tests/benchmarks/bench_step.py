@@ -2,10 +2,17 @@
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install torch==2.13.0 transformers==5.17.0 trl==1.16.0
-    python -m tests.benchmarks.bench_step [--steps=12] [--rounds=3] [--trl_python=.venv-trl/bin/python] [--model=DIR]
+    python -m tests.benchmarks.bench_step [--load=even|skewed|both] [--steps=12] [--rounds=3]
+                                          [--trl_python=.venv-trl/bin/python] [--model=DIR]
 
-Both sides start from the quickstart's warm-started policy (made first, a minute and a half, unless --model names one)
-and take steps of 24 prompts with 8 completions each, as long as the policy makes them, in float32, on all cores:
+Both sides start from the same policy and take steps of 24 prompts with 8 completions each, as long as the policy makes
+them, in float32, on all cores:
+
+  even    the quickstart's warm-started policy (made first, a minute and a half, unless --model names one): traces of 20
+          to 45 tokens
+  skewed  random weights that stop anywhere: geometric lengths with a mean of about 60 tokens, cut at 320, as skewed as
+          those of reasoning traces
+
 
   here   scalerl-train with two local servers: pipeline(8), the whole recipe, math-verify as the judge
   TRL    GRPOTrainer in one process: the same prompts and lengths, its rewards a comparison of strings. Its ways of
@@ -28,19 +35,32 @@ import tempfile
 
 from absl import app, flags
 
-from configs import quickstart
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, parse_argv
 from scalerl_jax.tasks import prompts as tasks
 from scalerl_jax.tasks.tokenizer import Tokenizer
+from tests.benchmarks.folders import write_stopping_policy
 
 FLAGS = flags.FLAGS
+flags.DEFINE_enum("load", "both", ["even", "skewed", "both"], "which completions")
 flags.DEFINE_integer("steps", 12, "of each side in a round")
 flags.DEFINE_integer("rounds", 3, "of both sides in turn")
 flags.DEFINE_string("trl_python", ".venv-trl/bin/python", "of an environment with TRL")
-flags.DEFINE_string("model", "", "a warm-started policy; empty: it is made")
+flags.DEFINE_string("model", "", "even: a warm-started policy; empty: it is made")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = f"--config={ROOT / 'configs' / 'quickstart.py'}"
+# The skewed policy answers nothing rightly: what it makes is trained on all the same.
+SKEWED = {
+    "task.name": "jsonl",
+    "rollout.thinking_low": 0,
+    "rollout.thinking_high": 0,
+    "rollout.answer_budget": 320,
+    "objective.truncated": "fail",
+    "objective.filter_zero_variance": False,
+    "curriculum.retire_at": 1.1,
+    "learner.rows": 8,
+    "optimizer.learning_rate": 1e-9,
+}
 WARM_UP = 2  # steps of a run that are not counted
 
 
@@ -51,7 +71,11 @@ def command(name: str, *arguments: str) -> None:
         sys.exit(f"{name}: {done.stderr}")
 
 
-def ours(model: str, folder: pathlib.Path) -> tuple[list[float], list[float]]:
+def flags_of(overrides: dict[str, object]) -> list[str]:
+    return [f"--config.{name}={value}" for name, value in overrides.items()]
+
+
+def ours(model: str, folder: pathlib.Path, overrides: dict[str, object]) -> tuple[list[float], list[float]]:
     """Seconds of each step after the first ones, and the tokens trained on in it."""
     command(
         "scalerl-train",
@@ -62,6 +86,7 @@ def ours(model: str, folder: pathlib.Path) -> tuple[list[float], list[float]]:
         f"--config.evaluation.every={FLAGS.steps + 1}",
         "--config.evaluation.prompts=8",
         "--config.evaluation.samples=1",
+        *flags_of(overrides),
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ends = [row["time"] for row in rows if "length_mean" in row]
@@ -124,26 +149,34 @@ def fastest(asked: dict) -> dict:
     return best
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        sys.exit(f"{argv[1]}: not a flag")
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
+def compare(load: str, folder: pathlib.Path) -> None:
+    overrides: dict[str, object] = {}
+    if load == "even":
         model = FLAGS.model
         if not model:
             command("scalerl-sft", f"--workdir={folder / 'warm'}")
             model = str(folder / "warm" / "model")
         model = str(pathlib.Path(model).absolute())
-        peer = fastest(specification(model, quickstart.get_config()))
-        results: dict[str, tuple[list[float], list[float]]] = {"here": ([], []), "TRL": ([], [])}
-        for number in range(FLAGS.rounds):
-            seconds, tokens = ours(model, folder / f"run-{number}")
-            results["here"][0].extend(seconds)
-            results["here"][1].extend(tokens)
-            seconds, tokens, right = trl(peer, FLAGS.steps)
-            results["TRL"][0].extend(seconds[WARM_UP:])
-            results["TRL"][1].extend(tokens[WARM_UP:])
-            print(f"round {number + 1}: TRL's completions are right in {right:.2f} on average")
+    else:
+        model = write_stopping_policy(str(folder), width=96, layers=3, stop_every=60.0)
+        for name, numbers in (("train", range(256)), ("validation", range(256, 264))):
+            path = folder / f"{name}.jsonl"
+            lines = [json.dumps({"prompt": f"{number} abc", "answer": str(number)}) for number in numbers]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            overrides[f"task.{name}_file"] = path
+        overrides |= SKEWED
+    config, _ = parse_argv(["", CONFIG, *flags_of(overrides)])
+    print(f"{load}:")
+    peer = fastest(specification(model, config))
+    results: dict[str, tuple[list[float], list[float]]] = {"here": ([], []), "TRL": ([], [])}
+    for number in range(FLAGS.rounds):
+        seconds, tokens = ours(model, folder / f"run-{number}", overrides)
+        results["here"][0].extend(seconds)
+        results["here"][1].extend(tokens)
+        seconds, tokens, right = trl(peer, FLAGS.steps)
+        results["TRL"][0].extend(seconds[WARM_UP:])
+        results["TRL"][1].extend(tokens[WARM_UP:])
+        print(f"round {number + 1}: TRL's completions are right in {right:.2f} on average")
     rates = {}
     for side, (seconds, tokens) in results.items():
         rates[side] = 60 / statistics.median(seconds)
@@ -151,7 +184,15 @@ def main(argv: list[str]) -> None:
             f"{side:5} {rates[side]:6.1f} steps a minute   {statistics.median(seconds):.2f} s a step "
             f"({min(seconds):.2f} to {max(seconds):.2f})   {statistics.median(tokens):,.0f} tokens a step"
         )
-    print(f"ratio {rates['here'] / rates['TRL']:.2f}")
+    print(f"{load}: ratio {rates['here'] / rates['TRL']:.2f}")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"{argv[1]}: not a flag")
+    for load in ("even", "skewed") if FLAGS.load == "both" else (FLAGS.load,):
+        with tempfile.TemporaryDirectory() as folder:
+            compare(load, pathlib.Path(folder))
 
 
 if __name__ == "__main__":

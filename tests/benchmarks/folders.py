@@ -3,13 +3,16 @@
 import json
 import os
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from scalerl_jax.model import DecoderConfig
+from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf import hf_tensors
+from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.tasks.tokenizer import make_tokenizer
 
 
 def write_folder(path: str, config: DecoderConfig) -> int:
@@ -25,3 +28,38 @@ def write_folder(path: str, config: DecoderConfig) -> int:
     words = {str(i): i for i in range(config.vocabulary)}
     Tokenizer(WordLevel(words, unk_token="0")).save(os.path.join(path, "tokenizer.json"))
     return sum(value.size for value in named.values())
+
+
+def write_stopping_policy(folder: str, *, width: int, layers: int, stop_every: float, vocabulary: int = 300) -> str:
+    """A model folder with random weights that stops at every position with a probability of about 1 / stop_every.
+
+    So its completions have geometric lengths: many short and a few long. Returns the folder, `folder`/model.
+    """
+    base = os.path.join(folder, "tokenizer")
+    tokenizer = make_tokenizer(corpus=["0123456789 abc"] * 9, path=base, vocabulary=vocabulary)
+    decoder = DecoderConfig(
+        vocabulary=vocabulary,
+        width=width,
+        layers=layers,
+        heads=4,
+        kv_heads=2,
+        head_size=32,
+        mlp_width=3 * width,
+        qk_norm=True,
+        tied_embeddings=False,
+        stop_token_ids=tokenizer.stop_ids,
+    )
+    params = jax.device_get(init_params(decoder, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    common = rng.normal(size=decoder.width)
+    params["embed"] = (common + 0.1 * rng.normal(size=params["embed"].shape)).astype(np.float32)
+    # The last norm leaves a vector of mean square 1 along `common`, more or less: its product with `common` is known.
+    logit = np.log(vocabulary / stop_every / len(tokenizer.stop_ids))
+    lean = logit / np.linalg.norm(common) / np.sqrt(decoder.width)
+    head = 0.001 * rng.normal(size=params["head"].shape)
+    for token in tokenizer.stop_ids:
+        head[token] = lean * common
+    params["head"] = head.astype(np.float32)
+    path = os.path.join(folder, "model")
+    write_model_folder(path, params=params, decoder=decoder, tokenizer_dir=base)
+    return path

@@ -1,6 +1,6 @@
 """The weights that an engine decodes with, bit by bit, for tests."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,11 +8,11 @@ import numpy as np
 from rollout_server.contract.hf_layout import layout
 
 
-def _replay(engine: Any) -> Mapping[str, np.ndarray]:
+async def _replay(engine: Any) -> Mapping[str, np.ndarray]:
     return engine.weights
 
 
-def _jax(engine: Any) -> Mapping[str, np.ndarray]:
+async def _jax(engine: Any) -> Mapping[str, np.ndarray]:
     import jax
     import ml_dtypes
 
@@ -35,10 +35,24 @@ def _jax(engine: Any) -> Mapping[str, np.ndarray]:
     return out
 
 
+async def _vllm(engine: Any) -> Mapping[str, np.ndarray]:
+    # Of one worker, which holds all of every tensor.
+    held = {}
+    for name, shape in engine.info.tensors.items():
+        (part,) = await engine._vllm.engine.collective_rpc("scalerl_held", args=(name,))
+        held[name] = np.frombuffer(part, np.uint16).reshape(shape)
+    return held
+
+
 # By the engine's name; bfloat16, or its bits.
-DUMPS: dict[str, Callable[[Any], Mapping[str, np.ndarray]]] = {"replay": _replay, "jax": _jax}
+DUMPS: dict[str, Callable[[Any], Awaitable[Mapping[str, np.ndarray]]]] = {
+    "replay": _replay,
+    "jax": _jax,
+    "vllm": _vllm,
+}
 
 
-def held_bits(engine: Any) -> dict[str, np.ndarray]:
+async def held_bits(engine: Any) -> dict[str, np.ndarray]:
     """Hugging Face name -> uint16."""
-    return {name: np.ascontiguousarray(t).view(np.uint16) for name, t in DUMPS[engine.info.name](engine).items()}
+    held = await DUMPS[engine.info.name](engine)
+    return {name: np.ascontiguousarray(tensor).view(np.uint16) for name, tensor in held.items()}

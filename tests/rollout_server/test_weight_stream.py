@@ -4,6 +4,7 @@ has, bit for bit, the weights that the trainer has, whoever joins, restarts, is 
 import asyncio
 import contextlib
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
@@ -28,13 +29,16 @@ ROOT = pathlib.Path(__file__).parents[2]
 CHUNK_BYTES = 300  # several in a patch, hundreds in a dense version
 
 
-@pytest.fixture(scope="session")
-def recorded(model_folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    out = tmp_path_factory.mktemp("recorded") / "run.npz"
+def recorded_run(model_folder: pathlib.Path, out: pathlib.Path) -> Recorded:
     trains = importlib.util.find_spec("jax") is not None
-    python = sys.executable if trains else str(ROOT / ".venv/bin/python")
+    python = sys.executable if trains else str(ROOT / os.environ.get("VENV", ".venv") / "bin" / "python")
     subprocess.run([python, "-m", "tests.rollout_server.record_run", str(model_folder), str(out)], check=True, cwd=ROOT)
     return Recorded(str(model_folder), str(out))
+
+
+@pytest.fixture(scope="session")
+def recorded(model_folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return recorded_run(model_folder, tmp_path_factory.mktemp("recorded") / "run.npz")
 
 
 class Trainer:
@@ -76,13 +80,13 @@ class Follower:
             report = await trainer.publisher.push(self.served.stub, trainer.step, timeout=30)
         self.reports.append(report)
         self.base = trainer.step
-        self.compare(trainer)
+        await self.compare(trainer)
         return report
 
-    def compare(self, trainer: Trainer, step: int | None = None) -> None:
+    async def compare(self, trainer: Trainer, step: int | None = None) -> None:
         step = trainer.step if step is None else step
         assert self.served.engine.status().version == codec.Version(trainer.incarnation, step)
-        held, wanted = held_bits(self.served.engine), trainer.recorded.tensors(step)
+        held, wanted = await held_bits(self.served.engine), trainer.recorded.tensors(step)
         assert held.keys() == wanted.keys()
         for name, bits in wanted.items():
             assert held[name].tobytes() == bits.tobytes(), f"{name} of version {step}"
@@ -147,7 +151,7 @@ async def killed(trainer: Trainer, follower: Follower, *, messages: int, base: i
     call.cancel()
     while receiver._receiving is not None:
         await asyncio.sleep(0.005)
-    follower.compare(trainer, trainer.step - 1)  # nothing of it has reached the engine
+    await follower.compare(trainer, trainer.step - 1)  # nothing of it has reached the engine
 
 
 async def test_joins_restarts_and_losses(make_engine: MakeEngine, recorded: Recorded) -> None:
@@ -265,7 +269,7 @@ async def test_a_patch_whose_header_is_wrong(make_engine: MakeEngine, recorded: 
         await call.write(pb.WeightMessage(header=header))
         assert told in (await call.read()).refused
         call.cancel()
-        server.compare(trainer, 9)
+        await server.compare(trainer, 9)
         assert (await server.follow(trainer)).sparse  # the host copy is what it was
 
 
