@@ -101,6 +101,7 @@ def draw(chaos: Chaos, path: str) -> None:
 def main(_: list[str]) -> None:
     if os.path.exists(FLAGS.out):
         raise SystemExit(f"--out={FLAGS.out}: is there already")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no process stays behind
     workdir = os.path.join(FLAGS.out, "run")
     os.makedirs(FLAGS.out)
     config = load_file(CONFIG)
