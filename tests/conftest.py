@@ -3,6 +3,7 @@ none compiles again, and property tests repeat."""
 
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -13,6 +14,10 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("NPROC", str(max(1, cores // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and with them every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Made anew by each run of the tests; inherited by pytest's workers and by the processes that tests start. JAX reports a
 # program that it finds there as compiled all the same, so tests that count compilations count it.
