@@ -183,7 +183,7 @@ def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_pa
 
 def test_local_servers_ask_for_the_runs_token() -> None:
     config = Config()
-    assert not any("token" in part for part in local.serve_command(config, model="", maximum_tokens=256))
+    assert not any(part.startswith("--token") for part in local.serve_command(config, model="", maximum_tokens=256))
     config.fleet.token_file = "secrets/token"
     assert "--token_file=secrets/token" in local.serve_command(config, model="", maximum_tokens=256)
 

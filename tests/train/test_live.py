@@ -34,35 +34,42 @@ def saved_steps(run: helpers.Run) -> list[int]:
 
 
 def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model, start):
-    flags = [*flags, "--config.updates=6", "--config.checkpoint.every=3", "--config.evaluation.every=6"]
+    # After the checkpoint there is time enough to look at the servers before the run is over.
+    every, last = 12, 24
+    flags = [
+        *flags,
+        f"--config.updates={last}",
+        f"--config.checkpoint.every={every}",
+        f"--config.evaluation.every={last}",
+    ]
     config = config_of(flags)
     with serve(tmp_path, 2, "--engine=jax", f"--model={model}") as addresses:
         run = start(tmp_path / "run", *flags, f"--servers={','.join(addresses)}")
-        run.until(lambda: saved_steps(run) == [3], "the checkpoint of step 3 is written")
-        run.until(lambda: all(held(address).step > 3 for address in addresses), "both servers hold later weights")
+        run.until(lambda: saved_steps(run) == [every], "a checkpoint is written")
+        run.until(lambda: all(held(address).step > every for address in addresses), "both servers hold later weights")
         run.kill()
-        assert saved_steps(run) == [3]
+        assert saved_steps(run) == [every]
         first = run.metrics[0]["incarnation"]
         ahead = [held(address) for address in addresses]
-        assert all(version.incarnation == first and version.step > 3 for version in ahead)
+        assert all(version.incarnation == first and version.step > every for version in ahead)
 
         run.start()
         run.finish()
         second = run.metrics[-1]["incarnation"]
         assert second > first
-        assert all(held(address) == pb.Version(incarnation=second, step=6) for address in addresses)
+        assert all(held(address) == pb.Version(incarnation=second, step=last) for address in addresses)
 
     # 1. One timeline: every group once, no token older than k updates or than its trainer.
     rows = run.metrics
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [number for row in rows for number, _ in row["groups"]] == list(range(6 * config.rollout.groups))
-    assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 6]
+    assert [row["step"] for row in rows] == list(range(1, last + 1))
+    assert [number for row in rows for number, _ in row["groups"]] == list(range(last * config.rollout.groups))
+    assert [row["step"] for row in run.rows("evals.jsonl")] == [0, last]
     for row in rows:
         lags = [int(lag) for lag in row["lags"]]
         assert min(lags) >= 0 and max(lags) <= config.pacing.k
-        assert row["incarnation"] == (first if row["step"] <= 3 else second)
-        if row["step"] > 3:
-            assert max(lags) <= row["step"] - 1 - 3
+        assert row["incarnation"] == (first if row["step"] <= every else second)
+        if row["step"] > every:
+            assert max(lags) <= row["step"] - 1 - every
     assert rows[-1]["optimizer_step"] > 0
 
     # 2. The weights that sampled are those of the timeline that survived: what the rollouts say of a token, who sampled
@@ -89,7 +96,7 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
             learner.state = states[version]
             scored = learner.score([tokens])[0][len(prompt) :][sampled]
             np.testing.assert_allclose(scored, recorded, atol=1e-4, err_msg=json.dumps(sample["versions"]))
-            learner.state = states[6]
+            learner.state = states[last]
             moved = max(moved, float(jnp.abs(learner.score([tokens])[0][len(prompt) :][sampled] - recorded).max()))
             compared += int(sampled.sum())
     assert compared > 50
