@@ -35,11 +35,11 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("updates", 32, "that are timed, a multiple of 8", lower_bound=8)
 flags.DEFINE_integer("repeats", 1, "runs of each kind, in turn")
 flags.DEFINE_bool("pinned_only", False, "leave out the unpinned runs")
-flags.DEFINE_integer("width", 128, "of the decoder")
+flags.DEFINE_integer("width", 64, "of the decoder")
 flags.DEFINE_integer("layers", 3, "of the decoder")
 flags.DEFINE_float("stop_every", 60.0, "tokens between two stops, on average")
 flags.DEFINE_integer("groups", 16, "prompts of a batch")
-flags.DEFINE_integer("slots", 64, "of the generator")
+flags.DEFINE_integer("slots", 8, "of the generator")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 K, GROUP, LONGEST = 8, 8, 320
@@ -62,7 +62,7 @@ def get_config():
     config.objective.truncated = "fail"
     config.objective.filter_zero_variance = False
     config.optimizer.learning_rate = 1e-9
-    config.learner.row_length, config.learner.rows, config.learner.logprob_chunk = 512, 8, 128
+    config.learner.row_length, config.learner.rows, config.learner.logprob_chunk = 352, 12, 128
     config.pacing.kind, config.pacing.k = {kind!r}, {k}
     config.evaluation.every, config.evaluation.prompts, config.evaluation.samples = 10_000, 1, 1
     config.checkpoint.every = 10_000

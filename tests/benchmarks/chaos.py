@@ -3,8 +3,8 @@
     python tests/benchmarks/chaos.py --model=runs/quickstart-warm-start/model --out=runs/chaos [--minutes=30]
 
 The quickstart's run with so many updates that it lasts, three local servers, and every --every seconds one of them
-killed or frozen in turn (tests/train/chaos.py). After --minutes the chaos ends and the trainer is stopped with SIGINT,
-as a user stops it. Then
+killed or frozen in turn (tests/train/chaos.py); server 0 is frozen but never killed, so that a server's memory is seen
+over the whole time. After --minutes the chaos ends and the trainer is stopped with SIGINT, as a user stops it. Then
     --out/memory.csv   seconds, role, process, MiB (resident, less what is shared), once a second
     --out/chaos.png    a line for every process, the deaths and freezes below
 and printed: what was done to the servers; updates, evaluations and lag; for each role the median of its memory in the
@@ -110,6 +110,8 @@ def main(_: list[str]) -> None:
         override(config, name, str(value))
     command = [sys.executable, "-m", "scalerl_jax.train", f"--config={CONFIG}", f"--workdir={workdir}", *given]
     environment = {**os.environ, "PYTHONPATH": ROOT}
+    # A shell that puts us in the background makes us deaf to SIGINT, and our children with us.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(os.path.join(FLAGS.out, "output.log"), "wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -118,7 +120,8 @@ def main(_: list[str]) -> None:
                 if process.poll() is not None:
                     raise SystemExit(f"the run has ended: see {log.name}")
                 time.sleep(0.2)
-            with Chaos(process.pid, every=FLAGS.every, frozen_seconds=FLAGS.frozen) as chaos:
+            spared = ("server 0",)
+            with Chaos(process.pid, every=FLAGS.every, frozen_seconds=FLAGS.frozen, spared=spared) as chaos:
                 while time.monotonic() - chaos.began < 60 * FLAGS.minutes and process.poll() is None:
                     time.sleep(0.5)
                 alive = process.poll() is None

@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 import psutil
@@ -38,9 +39,23 @@ def role_of(process: psutil.Process, trainer: int) -> str:
 
 
 class Chaos:
-    """A thread; a context manager. `every` seconds lie between two events, a server is frozen for `frozen_seconds`."""
+    """Two threads; a context manager.
 
-    def __init__(self, trainer: int, *, every: float, frozen_seconds: float, seed: int = 0, memory_every: float = 1.0):
+    `every` seconds lie between two events, a server is frozen for `frozen_seconds`; the roles `spared` are frozen but
+    never killed, so that their memory can be followed.
+    """
+
+    def __init__(
+        self,
+        trainer: int,
+        *,
+        every: float,
+        frozen_seconds: float,
+        spared: Collection[str] = (),
+        seed: int = 0,
+        memory_every: float = 1.0,
+    ):
+        self._spared = spared
         self._trainer, self._every, self._frozen_seconds = psutil.Process(trainer), every, frozen_seconds
         self._memory_every, self._random = memory_every, random.Random(seed)
         self._stop = threading.Event()
@@ -93,10 +108,11 @@ class Chaos:
             if now < due:
                 continue
             due = now + self._every
-            servers = self.servers()
+            servers, kind = self.servers(), kinds[len(self.events) % 2]
+            if kind == "kill":
+                servers = {role: process for role, process in servers.items() if role not in self._spared}
             if servers:
                 role = self._random.choice(sorted(servers))
-                kind = kinds[len(self.events) % 2]
                 if kind == "freeze":
                     self._frozen[servers[role]] = now + self._frozen_seconds
                 _send(servers[role], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
