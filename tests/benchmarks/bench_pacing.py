@@ -40,6 +40,7 @@ flags.DEFINE_integer("layers", 3, "of the decoder")
 flags.DEFINE_float("stop_every", 60.0, "tokens between two stops, on average")
 flags.DEFINE_integer("groups", 16, "prompts of a batch")
 flags.DEFINE_integer("slots", 8, "of the generator")
+flags.DEFINE_integer("decode_chunk", 1, "of the generator: with few slots it is then as slow as the trainer")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 K, GROUP, LONGEST = 8, 8, 320
@@ -80,6 +81,7 @@ def generator(folder: str, model: str, core: int | None) -> Iterator[str]:
         *(sys.executable, "-m", "rollout_server.serve", "--engine=jax", f"--model={model}", "--port=0"),
         *(f"--port_file={port_file}", "--exit_with_parent", "--compute_dtype=float32", "--wire_dtype=float32"),
         *(f"--maximum_tokens={LONGEST + 16}", f"--slots={FLAGS.slots}", f"--queue={2 * FLAGS.slots}"),
+        f"--decode_chunk={FLAGS.decode_chunk}",
     ]
     with open(os.path.join(folder, "server.log"), "wb") as log:
         process = start(command, core, stdin=subprocess.PIPE, stdout=log, stderr=log)
