@@ -154,15 +154,16 @@ def _compare(new: jax.Array, old: jax.Array, *, row: Row, spec: PartitionSpec, s
 
     pieces = [slice(start, end) for start, end in itertools.pairwise(math.ceil(cap * end) for end in (0.0, *PIECES))]
 
+    # Made once and stored: fused into the sums below, the conversion runs several times for each element.
+    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), jnp.uint16))
+
     def one(pair: tuple[jax.Array, jax.Array]) -> dict[str, Any]:
-        master, before = pair
-        bits = jax.lax.bitcast_convert_type(master.astype(jnp.bfloat16), jnp.uint16)
+        bits, before = pair
         x = bits.astype(jnp.uint32) * by_row + by_column
         x = (x ^ (x >> 16)) * jnp.uint32(MIX)
         count, where = _first((bits != before).reshape(-1), cap)
         values = bits.reshape(-1)[where]
         return {
-            "bits": bits,
             "digest": jnp.sum(x ^ (x >> 15), dtype=jnp.uint32),
             "count": count,
             "places": [where[piece] for piece in pieces],
@@ -170,9 +171,8 @@ def _compare(new: jax.Array, old: jax.Array, *, row: Row, spec: PartitionSpec, s
         }
 
     # One layer after another: what lies between two steps is small, and used again.
-    found = jax.lax.map(one, (new, old) if row.layered else (new[None], old[None]))
-    bits = found.pop("bits")
-    return {"bits": bits if row.layered else bits[0], **jax.tree.map(lambda x: x[None, None], found)}
+    found = jax.lax.map(one, (bits, old) if row.layered else (bits[None], old[None]))
+    return {"bits": bits, **jax.tree.map(lambda x: x[None, None], found)}
 
 
 def _cap(elements: int, share: float) -> int:
@@ -184,8 +184,11 @@ def _first(differs: jax.Array, cap: int) -> tuple[jax.Array, jax.Array]:
 
     Beyond the number of those that are True places are noise, but inside the array.
     """
-    words = jnp.pad(differs, (0, -differs.size % 32)).reshape(-1, 32)
-    words = jnp.sum(words.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
+    # Four comparisons, a byte each, are brought together by one product: byte i, times 2^(24 - 7 i), is at bit 24 + i.
+    fours = jnp.pad(differs, (0, -differs.size % 32)).reshape(-1, 4).astype(jnp.uint8)
+    fours = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(fours), jnp.uint32)  # the first byte is the lowest
+    fours = ((fours * jnp.uint32(0x01020408)) >> 24) & jnp.uint32(15)
+    words = jnp.sum(fours.reshape(-1, 8) << (4 * jnp.arange(8, dtype=jnp.uint32)), axis=1, dtype=jnp.uint32)
     counts = jax.lax.population_count(words).astype(jnp.int32)
     # Running sums and maxima by associative_scan: on a CPU it is several times faster than cumsum and cummax.
     ends = jax.lax.associative_scan(jnp.add, counts)
