@@ -74,9 +74,9 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": [
-            "scalerl-train = scalerl_jax.train:run",
-            "scalerl-sft = scalerl_jax.sft:run",
-            "scalerl-serve = rollout_server.serve:run",
+            "scalerl-train = launch.commands:train",
+            "scalerl-sft = launch.commands:sft",
+            "scalerl-serve = launch.commands:serve",
             "scalerl-fit = scalerl_jax.fit:run",
             "scalerl-compare = scalerl_jax.compare:run",
             "scalerl-export = scalerl_jax.export:run",

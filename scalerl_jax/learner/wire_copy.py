@@ -186,7 +186,7 @@ def _first(differs: jax.Array, cap: int) -> tuple[jax.Array, jax.Array]:
     """
     # Four comparisons, a byte each, are brought together by one product: byte i, times 2^(24 - 7 i), is at bit 24 + i.
     fours = jnp.pad(differs, (0, -differs.size % 32)).reshape(-1, 4).astype(jnp.uint8)
-    fours = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(fours), jnp.uint32)  # the first byte is the lowest
+    fours = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(fours), jnp.uint32)  # the first is the lowest
     fours = ((fours * jnp.uint32(0x01020408)) >> 24) & jnp.uint32(15)
     words = jnp.sum(fours.reshape(-1, 8) << (4 * jnp.arange(8, dtype=jnp.uint32)), axis=1, dtype=jnp.uint32)
     counts = jax.lax.population_count(words).astype(jnp.int32)

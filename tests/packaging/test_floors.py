@@ -18,7 +18,7 @@ FLOORS = {
     2: "scalerl_jax.model",
     3: "scalerl_jax.learner scalerl_jax.tasks",
     4: "launch rollout_server scalerl_jax.rollouts",
-    5: " ".join(f"scalerl_jax.{name}" for name in ENTRIES.split()),
+    5: "launch.commands " + " ".join(f"scalerl_jax.{name}" for name in ENTRIES.split()),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
 # Files of one floor that make up one thing between them.
