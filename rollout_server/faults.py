@@ -26,6 +26,7 @@ import numpy as np
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.chunks import Chunk
 
 ON_COMPLETIONS = "delay duplicate reorder truncated_stream stale_version nan_logprobs wrong_group".split()
 KINDS = (*ON_COMPLETIONS, "wrong_tokenizer", "corrupt_chunk")
@@ -161,10 +162,9 @@ class _Chunks(_Context):
 
     async def read(self) -> Any:
         message = await self._context.read()
-        if message is grpc.aio.EOF or message.WhichOneof("kind") != "chunk" or not self._faults.on("corrupt_chunk"):
+        if not isinstance(message, Chunk) or message.index in self._seen or not self._faults.on("corrupt_chunk"):
             return message
-        if message.chunk.index not in self._seen:
-            self._seen.add(message.chunk.index)
-            data = message.chunk.data
-            message.chunk.data = bytes([data[0] ^ 4]) + data[1:]
-        return message
+        self._seen.add(message.index)
+        data = bytearray(message.data)
+        data[0] ^= 4
+        return dataclasses.replace(message, parts=(data,))

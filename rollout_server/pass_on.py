@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator
 import grpc
 
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from rollout_server.contract.chunks import Chunk
+from rollout_server.contract.rpc import Stub
 from rollout_server.contract.security import PLAIN, Credentials, connect
 from rollout_server.staging import Staging
 
@@ -69,7 +70,7 @@ class PassOn:
         async with contextlib.AsyncExitStack() as stack:
             channel = connect(self._hop.address, self._credentials)
             stack.push_async_callback(channel.close)
-            call = RolloutStub(channel).PushWeights(timeout=self._timeout)
+            call = Stub(channel).PushWeights(timeout=self._timeout)
             stack.callback(call.cancel)
             reader = asyncio.create_task(self._read(call))
             writer = asyncio.create_task(self._write(call, header))
@@ -94,7 +95,7 @@ class PassOn:
     async def _write(self, call: grpc.aio.StreamStreamCall, header: pb.WeightHeader) -> None:
         """Raises TimeoutError where the other side takes nothing."""
 
-        async def write(message: pb.WeightMessage) -> None:
+        async def write(message: pb.WeightMessage | Chunk) -> None:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await call.write(message)
 

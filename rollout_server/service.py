@@ -25,14 +25,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollout_server.contract import codec, rollout_pb2_grpc
+from rollout_server.contract import codec, rollout_pb2_grpc, rpc
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.limits import SERVER_OPTIONS
 from rollout_server.contract.security import OPEN, PLAIN, Access, Credentials
 from rollout_server.engines.engine import Engine, QueueFull, WrongVersion
 from rollout_server.weight_push import WeightReceiver
-
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Rollout"].full_name
 
 # Score calls that may wait for the engine at once: each holds a whole sequence.
 MAXIMUM_SCORES = 8
@@ -203,9 +201,9 @@ class RolloutServer:
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=calls,
         )
-        rollout_pb2_grpc.add_RolloutServicer_to_server(self.service, self._server)
+        rpc.add_to_server(self.service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._checker, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (rpc.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         if access.credentials is None:
             self.port: int = self._server.add_insecure_port(f"{host}:{port}")
@@ -213,7 +211,7 @@ class RolloutServer:
             self.port = self._server.add_secure_port(f"{host}:{port}", access.credentials)
 
     async def start(self) -> None:
-        await self._checker.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        await self._checker.set(rpc.SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
 
     async def failure(self) -> RuntimeError:

@@ -4,12 +4,12 @@ Nothing here knows what the bytes mean, gRPC or an event loop.
 """
 
 import time
-import zlib
 
 import numpy as np
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.chunks import Chunk, crc32
 
 # A chunk that is wrong this often is not bad luck: the link or the sender is broken.
 MAXIMUM_ATTEMPTS = 8
@@ -53,11 +53,10 @@ class Staging:
     def has(self, index: int) -> bool:
         return bool(self._good[index])
 
-    def chunk(self, index: int) -> pb.WeightMessage:
-        """A good chunk, as it came."""
+    def chunk(self, index: int) -> Chunk:
+        """A good chunk, as it came: a view of the buffer."""
         start = index * self._chunk_bytes
-        data = bytes(self._buffer[start : start + self._chunk_bytes])
-        return pb.WeightMessage(chunk=pb.WeightChunk(index=index, data=data, crc32=self._crcs[index]))
+        return Chunk(index, (self._buffer[start : start + self._chunk_bytes],), self._crcs[index])
 
     @property
     def payload(self) -> np.ndarray:
@@ -65,7 +64,7 @@ class Staging:
         assert self.complete
         return np.frombuffer(self._buffer, np.uint8)
 
-    def put(self, chunk: pb.WeightChunk) -> bool:
+    def put(self, chunk: Chunk) -> bool:
         """Takes one chunk. False: its checksum is wrong, it must be sent again.
 
         Raises ValueError where sending it again would not help.
@@ -74,7 +73,7 @@ class Staging:
         if index >= len(self._good):
             raise ValueError(f"chunk {index} of {len(self._good)}")
         self._asked.discard(index)
-        if zlib.crc32(data) != chunk.crc32:
+        if crc32(data) != chunk.crc32:
             self.chunks_refused += 1
             if self._good[index]:
                 return True  # a good copy is here already

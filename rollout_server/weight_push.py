@@ -17,6 +17,7 @@ import grpc
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.chunks import Chunk
 from rollout_server.contract.security import PLAIN, Credentials
 from rollout_server.engines.engine import Engine
 from rollout_server.pass_on import PassOn, Reply, lost
@@ -87,7 +88,7 @@ class WeightReceiver:
     ) -> pb.WeightReply.Applied:
         """Raises ValueError where the version is refused; the weights are then as they were."""
         message = await context.read()
-        if message is grpc.aio.EOF or message.WhichOneof("kind") != "header":
+        if message is grpc.aio.EOF or isinstance(message, Chunk) or message.WhichOneof("kind") != "header":
             raise ValueError("the first message is not a header")
         header = message.header
         target = codec.version_from_proto(header.target)
@@ -122,13 +123,12 @@ class WeightReceiver:
             still_welcome()
             if message is grpc.aio.EOF:
                 raise ValueError(f"the stream ended with {staging.waiting} chunks missing, commit {committed}")
-            kind = message.WhichOneof("kind")
-            if kind == "chunk":
-                again = [] if staging.put(message.chunk) else [message.chunk.index]
-            elif kind == "commit":
+            if isinstance(message, Chunk):
+                again = [] if staging.put(message) else [message.index]
+            elif message.WhichOneof("kind") == "commit":
                 committed, again = True, staging.ask()
             else:
-                raise ValueError(f"a {kind} in the middle of a version")
+                raise ValueError(f"a {message.WhichOneof('kind')} in the middle of a version")
             for index in again:
                 await write(pb.WeightReply(resend=index))
             for one in passing:

@@ -24,7 +24,7 @@ import grpc
 
 from rollout_server.contract import codec, security
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from rollout_server.contract.rpc import Stub
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.rollouts.book import Book, Lease
 from scalerl_jax.rollouts.probe import ProbeError
@@ -79,7 +79,7 @@ class Connection:
         self._publisher, self._hub, self._incarnation = publisher, hub, incarnation
         self._credentials, self._vocabulary = credentials, vocabulary
         self._channel = security.connect(address, credentials)
-        self._stub = RolloutStub(self._channel)
+        self._stub = Stub(self._channel)
         self._hurry = asyncio.Event()  # do not wait for the next heartbeat
         self._wake = asyncio.Event()  # target or version changed
         self._calls: dict[Lease, asyncio.Task] = {}

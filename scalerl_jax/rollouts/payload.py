@@ -7,12 +7,11 @@ The payload is never put together: chunks are cut from the arrays it is made of.
 """
 
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollout_server.contract import codec
+from rollout_server.contract import chunks, codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.weight_patch import Patch, Sparse
 
@@ -20,7 +19,7 @@ Tensors = Mapping[str, np.ndarray]  # Hugging Face names, complete, in wire dtyp
 
 
 class Payload:
-    """Ready to be cut into chunks by any number of pushes at once; CRCs are computed once."""
+    """Ready to be cut into chunks by any number of pushes at once."""
 
     def __init__(self, header: pb.WeightHeader, pieces: Sequence[np.ndarray], *, chunk_bytes: int):
         """Fills in the header's sizes."""
@@ -29,7 +28,6 @@ class Payload:
         self._starts = np.concatenate([[0], np.cumsum([len(piece) for piece in self._pieces], dtype=int)]).tolist()
         self.bytes, self._chunk_bytes = self._starts[-1], chunk_bytes
         self.chunks = -(-self.bytes // chunk_bytes)
-        self._crcs: dict[int, int] = {}
         self.header = header
         header.payload_bytes, header.chunk_bytes = self.bytes, chunk_bytes
 
@@ -37,8 +35,8 @@ class Payload:
     def is_patch(self) -> bool:
         return self.header.HasField("base")
 
-    def chunk(self, index: int) -> pb.WeightMessage:
-        """Chunk `index` as it goes on the wire; safe to call from several threads."""
+    def chunk(self, index: int) -> chunks.Chunk:
+        """Views of the arrays, and their checksum."""
         start = index * self._chunk_bytes
         end = min(start + self._chunk_bytes, self.bytes)
         assert 0 <= start < end
@@ -47,13 +45,9 @@ class Payload:
         while start < end:
             piece_end = min(end, self._starts[at + 1])
             offset = self._starts[at]
-            parts.append(self._pieces[at][start - offset : piece_end - offset])
+            parts.append(self._pieces[at][start - offset : piece_end - offset].data)
             start, at = piece_end, at + 1
-        data = b"".join(part.data for part in parts)
-        crc = self._crcs.get(index)
-        if crc is None:
-            crc = self._crcs[index] = zlib.crc32(data)
-        return pb.WeightMessage(chunk=pb.WeightChunk(index=index, data=data, crc32=crc))
+        return chunks.cut(index, parts)
 
 
 def dense(version: codec.Version, tensors: Tensors, digests: Mapping[str, int], *, chunk_bytes: int) -> Payload:

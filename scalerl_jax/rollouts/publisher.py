@@ -16,7 +16,6 @@ not grow with the fleet.
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import time
@@ -28,7 +27,8 @@ import grpc
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from rollout_server.contract.chunks import Chunk
+from rollout_server.contract.rpc import Stub
 from rollout_server.contract.weight_patch import Patch
 from scalerl_jax.rollouts import payload as payload_lib
 from scalerl_jax.rollouts.patches import Patches
@@ -42,8 +42,6 @@ Source = Tensors | Callable[[], Tensors]
 RESENDS = 3
 # A server whose tree loses its root joins another; after so many it gets a stream of its own.
 ATTEMPTS = 3
-# Chunks cut before they can be written.
-AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +87,12 @@ class Publisher:
         self._streams: set[asyncio.Task[None]] = set()
         self.latest: int | None = None
         self.sent_bytes = 0  # of payloads, to all servers
-        # One thread brings weights to the host, so that two versions are never on their way at once; others cut chunks.
+        # One thread brings weights to the host, so that two versions are never on their way at once.
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="publisher-staging")
-        self._cutting = ThreadPoolExecutor(4, thread_name_prefix="publisher-chunks")
 
     def close(self) -> None:
         self._patches.close()
         self._staging.shutdown(wait=False, cancel_futures=True)
-        self._cutting.shutdown(wait=False, cancel_futures=True)
 
     def record(self, step: int, find: Callable[[], Patch]) -> None:
         """What version `step` changed; of every version in turn, those that are never offered too."""
@@ -131,7 +127,7 @@ class Publisher:
             del self._payloads[key]
 
     async def push(
-        self, stub: RolloutStub, step: int, *, base: int | None = None, timeout: float, address: str = ""
+        self, stub: Stub, step: int, *, base: int | None = None, timeout: float, address: str = ""
     ) -> PushReport:
         """Brings one server from version `base` (None: none of ours) to `step`; returns when it decodes with it.
 
@@ -154,7 +150,7 @@ class Publisher:
                 break
         return await self._send(stub, payload, timeout=timeout)
 
-    async def _send(self, stub: RolloutStub, payload: Payload, *, timeout: float, tree: Tree = NO_TREE) -> PushReport:
+    async def _send(self, stub: Stub, payload: Payload, *, timeout: float, tree: Tree = NO_TREE) -> PushReport:
         """To one server, and through it to those of the tree. Returns when that one is through.
 
         The stream goes on until the others are, too: what they wait for must not keep this one from its next version.
@@ -177,7 +173,7 @@ class Publisher:
             raise
 
     async def _stream(
-        self, stub: RolloutStub, payload: Payload, *, timeout: float, tree: Tree, report: asyncio.Future[PushReport]
+        self, stub: Stub, payload: Payload, *, timeout: float, tree: Tree, report: asyncio.Future[PushReport]
     ) -> None:
         began = time.monotonic()
         call = stub.PushWeights(timeout=timeout)
@@ -257,33 +253,26 @@ class Publisher:
 
     async def _messages(
         self, payload: Payload, again: asyncio.Queue[int], tree: Tree
-    ) -> AsyncGenerator[pb.WeightMessage, None]:
-        loop = asyncio.get_running_loop()
+    ) -> AsyncGenerator[pb.WeightMessage | Chunk, None]:
         header = payload.header
         if tree.hops:
             header = pb.WeightHeader()
             header.CopyFrom(payload.header)
             header.pass_on.extend(tree.hops)
         yield pb.WeightMessage(header=header)
-        # Some are cut while others are written.
-        ahead = collections.deque(
-            loop.run_in_executor(self._cutting, payload.chunk, index) for index in range(min(AHEAD, payload.chunks))
-        )
-        for index in range(AHEAD, AHEAD + payload.chunks):
-            if index < payload.chunks:
-                ahead.append(loop.run_in_executor(self._cutting, payload.chunk, index))
-            yield await ahead.popleft()
+        for index in range(payload.chunks):
+            yield payload.chunk(index)
             while not again.empty():
-                yield await loop.run_in_executor(self._cutting, payload.chunk, again.get_nowait())
+                yield payload.chunk(again.get_nowait())
         yield pb.WeightMessage(commit=True)
         while True:
-            yield await loop.run_in_executor(self._cutting, payload.chunk, await again.get())
+            yield payload.chunk(await again.get())
 
-    async def _write(self, call, messages: AsyncGenerator[pb.WeightMessage, None], tree: Tree) -> None:
+    async def _write(self, call, messages: AsyncGenerator[pb.WeightMessage | Chunk, None], tree: Tree) -> None:
         # The call may be over: its last reply or its status says why.
         async with contextlib.aclosing(messages):
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 async for message in messages:
                     await call.write(message)
-                    self.sent_bytes += len(message.chunk.data)
+                    self.sent_bytes += message.size if isinstance(message, Chunk) else 0
                     tree.moved()

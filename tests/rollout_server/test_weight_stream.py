@@ -17,6 +17,7 @@ import pytest
 
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.chunks import Chunk
 from rollout_server.engines.engine import Engine
 from scalerl_jax.rollouts.payload import Payload
 from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushReport
@@ -208,14 +209,14 @@ def damage(monkeypatch: pytest.MonkeyPatch, times: int, *, with_checksum: bool) 
     """The first chunks sent have a bit flipped; their checksum is of the damaged bytes where so wished."""
     good, left = Payload.chunk, [times]
 
-    def chunk(self: Payload, index: int) -> pb.WeightMessage:
+    def chunk(self: Payload, index: int) -> Chunk:
         message = good(self, index)
         if left[0] > 0:
             left[0] -= 1
-            data = bytearray(message.chunk.data)
+            data = bytearray(message.data)
             data[-1] ^= 4  # of a value's bits
-            crc = zlib.crc32(bytes(data)) if with_checksum else message.chunk.crc32
-            message = pb.WeightMessage(chunk=pb.WeightChunk(index=index, data=bytes(data), crc32=crc))
+            crc = zlib.crc32(data) if with_checksum else message.crc32
+            message = Chunk(index, (data,), crc)
         return message
 
     monkeypatch.setattr(Payload, "chunk", chunk)

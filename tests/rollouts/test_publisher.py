@@ -1,5 +1,6 @@
 """The wire form of a version, and pushes over real gRPC with chunks damaged on the way."""
 
+import dataclasses
 import threading
 import zlib
 
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from rollout_server.contract.codec import Version
-from rollout_server.contract.rollout_pb2 import WeightMessage
 from scalerl_jax.rollouts.payload import Payload, dense
 from tests.rollouts.helpers import Trainer, config, eventually, weights
 
@@ -25,7 +25,7 @@ def test_chunks_are_the_tensors_one_after_another(chunk_bytes, dtype):
         "c": rng.normal(size=(17,)).astype(dtype),
     }
     payload = dense(Version(5, 6), tensors, {}, chunk_bytes=chunk_bytes)
-    chunks = [payload.chunk(i).chunk for i in range(payload.chunks)]
+    chunks = [payload.chunk(i) for i in range(payload.chunks)]
     whole = b"".join(np.ascontiguousarray(t).tobytes() for t in tensors.values())
     assert b"".join(c.data for c in chunks) == whole
     assert [c.index for c in chunks] == list(range(len(chunks)))
@@ -46,9 +46,9 @@ def damage(monkeypatch, times: int) -> list[int]:
         message = good(self, index)
         if len(damaged) < times:
             damaged.append(index)
-            data = bytearray(message.chunk.data)
+            data = bytearray(message.data)
             data[len(data) // 2] ^= 16
-            message = WeightMessage(chunk=type(message.chunk)(index=index, data=bytes(data), crc32=message.chunk.crc32))
+            message = dataclasses.replace(message, parts=(data,))
         return message
 
     monkeypatch.setattr(Payload, "chunk", chunk)

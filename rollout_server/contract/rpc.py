@@ -1,0 +1,33 @@
+"""Both ends of the service, with chunks of weights read and written as chunks.py does it; all else as generated."""
+
+from typing import Any
+
+import grpc
+
+from rollout_server.contract import chunks, rollout_pb2_grpc
+from rollout_server.contract import rollout_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Rollout"].full_name
+
+
+class Stub(rollout_pb2_grpc.RolloutStub):
+    """The client's end, on a channel of grpc.aio."""
+
+    def __init__(self, channel: Any):
+        super().__init__(channel)
+        self.PushWeights = channel.stream_stream(
+            f"/{SERVICE}/PushWeights",
+            request_serializer=chunks.to_bytes,
+            response_deserializer=pb.WeightReply.FromString,
+        )
+
+
+def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
+    push = grpc.stream_stream_rpc_method_handler(
+        servicer.PushWeights,
+        request_deserializer=chunks.from_bytes,
+        response_serializer=pb.WeightReply.SerializeToString,
+    )
+    # Of two handlers of one method the first counts.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"PushWeights": push}),))
+    rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server)
