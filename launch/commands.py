@@ -31,7 +31,8 @@ def with_huge_pages(environment: Mapping[str, str], glibc: str) -> dict[str, str
     return {**environment, "GLIBC_TUNABLES": ":".join(filter(None, [tunables, f"{TUNABLE}=1"]))}
 
 
-def _restart_with_huge_pages() -> None:
+def restart_with_huge_pages() -> None:
+    """Returns where there is nothing to change; else this process begins once more, and this call never returns."""
     if sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names:
         environment = with_huge_pages(os.environ, os.confstr("CS_GNU_LIBC_VERSION") or "")
         if environment is not None:
@@ -39,21 +40,21 @@ def _restart_with_huge_pages() -> None:
 
 
 def train() -> None:
-    _restart_with_huge_pages()
+    restart_with_huge_pages()
     from scalerl_jax.train import run
 
     run()
 
 
 def sft() -> None:
-    _restart_with_huge_pages()
+    restart_with_huge_pages()
     from scalerl_jax.sft import run
 
     run()
 
 
 def serve() -> None:
-    _restart_with_huge_pages()
+    restart_with_huge_pages()
     from rollout_server.serve import run
 
     run()

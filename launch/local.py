@@ -4,7 +4,8 @@ What it promises:
 1. `addresses` hold as long as the object lives: a server that dies is started again on the port it had, after a pause
    that doubles with every early death (a server that stood for STEADY_SECONDS starts again at the shortest pause).
 2. No server outlives its parent, not even one killed with SIGKILL: each reads a pipe whose only other end the parent
-   holds, and exits at its end (`scalerl-serve --exit_with_parent`).
+   holds, and exits at its end (`scalerl-serve --exit_with_parent`). What a server itself has started (vLLM's engine
+   and workers) is gone before another takes its place.
 3. What a server writes goes to <workdir>/logs/server-<i>.log, appended to; its port to <workdir>/servers/<i>.port.
 4. A server that cannot even start the first time ends the run, with the last line of its log: that is a mistake to be
    mended (a bad model folder), not a fault to be survived.
@@ -16,9 +17,11 @@ Left out on purpose: this neither speaks gRPC nor knows whether a server is heal
 here as with servers that nobody supervises.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +33,7 @@ from scalerl_jax.config import Config
 STEADY_SECONDS = 60.0  # a server that lived this long did not die of how it was started
 LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is started again
 STOP_SECONDS = 5.0  # between asking a server to stop and killing it
+DESCENDANT_SECONDS = 12.0  # that what a dead server has started may take to end by itself (vLLM tidies up for 10)
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
@@ -163,6 +167,7 @@ class _Server:
             log.warning("local server %d did not stop within %.0f s: killed", self.index, STOP_SECONDS)
             self.process.kill()
             self.process.wait()
+        self._end_descendants(deadline)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -193,6 +198,17 @@ class _Server:
                 )
             self.starts += 1
 
+    def _end_descendants(self, deadline: float) -> None:
+        """Waits for what the process, which has ended, had started; what is left of it at the deadline is killed."""
+        assert self.process is not None
+        group = self.process.pid  # it leads a process group of its own
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(_POLL_SECONDS)
+            os.killpg(group, signal.SIGKILL)
+            log.warning("local server %d ended, and what it had started did not: killed", self.index)
+
     def _supervise(self) -> None:
         pause, born = self._first_pause, time.monotonic()
         while True:
@@ -200,6 +216,7 @@ class _Server:
             code = self.process.wait()
             if self._stopping.is_set():
                 return
+            self._end_descendants(time.monotonic() + DESCENDANT_SECONDS)
             if time.monotonic() - born > STEADY_SECONDS:
                 pause = self._first_pause
             log.warning(

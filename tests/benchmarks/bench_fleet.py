@@ -1,6 +1,6 @@
 """A trainer's side of the contract against many servers: groups/s, and what it costs the trainer's process.
 
-    python tests/benchmarks/bench_fleet.py [--servers=64] [--processes=8] [--seconds=40] [--killed=0]
+    python -m tests.benchmarks.bench_fleet [--servers=64] [--processes=8] [--seconds=40] [--killed=0]
 
 The servers are replay engines behind the real gRPC, several in a process (each with a port, an event loop shared with
 its neighbours, and a server identity of its own). The trainer is the real Fleet, Book, Publisher and Probe in this

@@ -1,6 +1,6 @@
 """The trainer's update against the same update in PyTorch eager, on the same cores.
 
-    python tests/benchmarks/bench_update.py [--case=short|long|both] [--repeats=9] [--width=96 --layers=3 ...]
+    python -m tests.benchmarks.bench_update [--case=short|long|both] [--repeats=9] [--width=96 --layers=3 ...]
 
 Both sides get the same sequences, start from the same parameters and do the same work: forward, CISPO with prompt
 weights, backward, AdamW. Before anything is timed, their gradients are compared. A repeat times one update of each, in

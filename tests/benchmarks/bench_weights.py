@@ -1,6 +1,6 @@
 """What bringing a version of the weights to a generator costs: bytes, encoding, transfer, decode stall, latency.
 
-    python tests/benchmarks/bench_weights.py --part=encode|stream|stall|bytes [--size=3m|10m|30m] [--repeats=9]
+    python -m tests.benchmarks.bench_weights --part=encode|stream|stall|bytes [--size=3m|10m|30m] [--repeats=9]
 
 encode  the trainer's work per version: comparison and digests on the device, finds to the host, encoding. Pin it to a
         core with taskset to get GB/s per core. 1 % of the weights differ. Beside it what the server does: unpacking,
@@ -8,8 +8,9 @@ encode  the trainer's work per version: comparison and digests on the device, fi
 stream  a dense version over loopback gRPC into a server process, against as many bytes over a raw TCP socket between
         two processes, in turn.
 stall   a JAX engine that decodes in all its slots, in this process, behind real gRPC: the longest time without a new
-        token while a version comes in, against that of a usual chunk, dense and sparse; and the time from the
-        optimizer's step to the first token that the new policy sampled.
+        token while a version comes in, less that of a usual chunk, dense and sparse (the trainer and the loading of
+        the version share the cores with the decoder); and the time from the optimizer's step to the first token that
+        the new policy sampled.
 bytes   reads the metrics of a run of scalerl-train: --run=WORKDIR, bytes of each patch relative to the dense version,
         and the share of weights that changed, over updates --from to --to.
 
@@ -37,6 +38,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from launch.commands import restart_with_huge_pages
 from rollout_server.contract import codec
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.hf_layout import hf_tensors
@@ -283,12 +285,12 @@ async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
     )
     for kind, measured in rows.items():
         longest, usual, pause, first = ([row[i] for row in measured[1:]] for i in range(4))
-        ratio = median([a / b for a, b in zip(longest, usual)])
+        ratio = median([a / b - 1 for a, b in zip(longest, usual)])
         print(f"{kind}: pause {median(pause) * 1e6:.0f} us, optimizer step to first token {median(first) * 1e3:.1f} ms")
         print(
             f"  longest time without a token {median(longest) * 1e3:.1f} ms, a usual chunk {median(usual) * 1e3:.1f} ms"
         )
-        print(f"  longest / usual {ratio:.2f}")
+        print(f"  stall: what the longest is above a usual one, in chunks {ratio:.2f}")
 
 
 async def _decode(stub: Stub, worker: int, completions: int) -> None:
@@ -372,4 +374,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if multiprocessing.parent_process() is None:
+        restart_with_huge_pages()  # as the commands do
     app.run(main)

@@ -1,6 +1,6 @@
 """A run under chaos for as long as you like: is the memory of every process flat, and does the run go to its end?
 
-    python tests/benchmarks/chaos.py --model=runs/quickstart-warm-start/model --out=runs/chaos [--minutes=30]
+    python -m tests.benchmarks.chaos --model=runs/quickstart-warm-start/model --out=runs/chaos [--minutes=30]
 
 The quickstart's run with so many updates that it lasts, three local servers, and every --every seconds one of them
 killed or frozen in turn (tests/train/chaos.py); server 0 is frozen but never killed, so that a server's memory is seen

@@ -1,13 +1,15 @@
 """A process with a local server's flags and manners, and nothing behind them: for the supervision's tests.
 
 Serves a socket where every connection sends one line: `die` ends the process with code 3, `hang` makes it deaf to
-SIGTERM and to its life line, `env NAME` answers with that variable. Standard library only, so that it starts at once.
+SIGTERM and to its life line, `env NAME` answers with that variable, `start` starts a process and answers with its id.
+Standard library only, so that it starts at once.
 """
 
 import argparse
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 
@@ -17,6 +19,11 @@ def watch_parent(deaf: threading.Event) -> None:
         pass
     if not deaf.is_set():
         os._exit(0)
+
+
+def start() -> int:
+    """A child that cares for nobody's end."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
 
 def main() -> None:
@@ -52,7 +59,12 @@ def main() -> None:
             if words[0] == "hang":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 deaf.set()
-            stream.write(os.environ.get(words[1], "") + "\n" if words[0] == "env" else "ok\n")
+            answer = "ok"
+            if words[0] == "env":
+                answer = os.environ.get(words[1], "")
+            elif words[0] == "start":
+                answer = str(start())
+            stream.write(answer + "\n")
             stream.flush()
 
 

@@ -78,6 +78,24 @@ def test_a_server_that_dies_comes_back_on_its_port_and_the_other_is_left_alone(t
         assert (tmp_path / "logs" / "server-0.log").read_text() == "serving\n" * 5
 
 
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_what_a_server_has_started_ends_with_it(
+    how: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "DESCENDANT_SECONDS", 0.3)
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.5)
+    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=0.1) as servers:
+        (address,) = servers.addresses
+        child = int(ask(address, "start"))
+        assert runs(child)
+        if how == "killed":
+            os.kill(servers.states()[0].process_id, signal.SIGKILL)
+            until(lambda: servers.states()[0].starts == 2)
+            assert not runs(child)
+            until(lambda: answers(address))
+    until(lambda: not runs(child))
+
+
 def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(tmp_path: pathlib.Path) -> None:
     pause = 0.2
     with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=pause) as servers:

@@ -72,10 +72,12 @@ class Chaos:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        for process in self._frozen:
-            _send(process, signal.SIGCONT)
+        try:
+            for thread in self._threads:
+                thread.join()
+        finally:  # an interrupted one leaves nobody frozen either: what is frozen cannot end
+            for process in list(self._frozen):
+                _send(process, signal.SIGCONT)
 
     def count(self, kind: str) -> int:
         return sum(event[1] == kind for event in self.events)
