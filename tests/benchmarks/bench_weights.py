@@ -6,7 +6,7 @@ encode  the trainer's work per version: comparison and digests on the device, fi
         core with taskset to get GB/s per core. 1 % of the weights differ. Beside it what the server does: unpacking,
         writing into its host copy, digests of all of it.
 stream  a dense version over loopback gRPC into a server process, against as many bytes over a raw TCP socket between
-        two processes, in turn.
+        two processes, in turn; and beside them what gRPC alone takes for messages of that size.
 stall   a JAX engine that decodes in all its slots, in this process, behind real gRPC: the longest time without a new
         token while a version comes in, less that of a usual chunk, dense and sparse (the trainer and the loading of
         the version share the cores with the decoder); and the time from the optimizer's step to the first token that
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +171,17 @@ def stream(config: DecoderConfig) -> None:
     typed = {name: tensor.view(jnp.bfloat16) for name, tensor in tensors.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     flat = b"".join(tensor.tobytes() for tensor in tensors.values())
-    grpc_seconds, tcp_seconds = [], []
+    grpc_seconds, bare_seconds, tcp_seconds = [], [], []
+    cut = [flat[start : start + 2**20] for start in range(0, size, 2**20)]
+
+    async def bare(channel: Any) -> float:
+        began = time.perf_counter()
+        call = channel.stream_unary("/bare/Take")()
+        for data in cut:
+            await call.write(data)
+        await call.done_writing()
+        assert int(await call) == size
+        return time.perf_counter() - began
 
     async def push(publisher: Publisher, stub: Stub, step: int) -> float:
         publisher.offer(step, typed)
@@ -182,6 +193,7 @@ def stream(config: DecoderConfig) -> None:
             stub = Stub(channel)
             for step in range(FLAGS.repeats + 1):
                 grpc_seconds.append(await push(publisher, stub, step))
+                bare_seconds.append(await bare(channel))
                 tcp_seconds.append(await asyncio.to_thread(_send, tcp_port, flat))
         publisher.close()
 
@@ -190,6 +202,7 @@ def stream(config: DecoderConfig) -> None:
     ratios = [tcp / ours for tcp, ours in zip(tcp_seconds[1:], grpc_seconds[1:])]
     print(f"{size / 1e6:.1f} MB, chunks of 1 MiB, CRC-32 and a copy into the host buffer on the gRPC side")
     print(f"gRPC     {size / median(grpc_seconds[1:]) / 1e9:6.2f} GB/s (header to last good chunk)")
+    print(f"bare     {size / median(bare_seconds[1:]) / 1e9:6.2f} GB/s (gRPC alone: bytes that nobody looks at)")
     print(f"raw TCP  {size / median(tcp_seconds[1:]) / 1e9:6.2f} GB/s")
     print(f"ratio    {median(ratios):6.2f}  (smallest {min(ratios):.2f}, largest {max(ratios):.2f})")
 
@@ -203,7 +216,10 @@ def _send(port: int, data: bytes) -> float:
 
 
 def _receiver(size: str, pipe: Any) -> None:
-    """A process with a server of the contract, and one that reads from a socket into a buffer and does no more."""
+    """A process with a server of the contract, and one that reads from a socket into a buffer and does no more.
+
+    The first also has a method /bare/Take, which counts the bytes that come and drops them.
+    """
     config = SIZES[size]
     wanted = 2 * sum(int(np.prod(shape)) for shape in hf_tensors(config).values())
     buffer = bytearray(wanted)
@@ -217,8 +233,13 @@ def _receiver(size: str, pipe: Any) -> None:
                     got += connection.recv_into(view[got:])
                 connection.sendall(b".")
 
+    async def take(messages: Any, _: grpc.aio.ServicerContext) -> bytes:
+        return str(sum([len(message) async for message in messages])).encode()
+
     async def run() -> None:
         server = RolloutServer(replay(config))
+        method = grpc.stream_unary_rpc_method_handler(take)
+        server._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", {"Take": method}),))
         await server.start()
         listener = socket.create_server(("127.0.0.1", 0))
         pipe.send((server.port, listener.getsockname()[1]))
