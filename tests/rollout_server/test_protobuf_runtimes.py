@@ -34,7 +34,7 @@ print(json.dumps(dict(
 
 @pytest.mark.parametrize("major", sorted(PROTOBUFS))
 def test_the_contract_speaks_the_same_bytes(major: int, tmp_path: pathlib.Path) -> None:
-    python = environment(tmp_path / "environment", [*PROTOBUFS[major], "numpy"])
+    python = environment(tmp_path / "environment", [*PROTOBUFS[major], "numpy", "zlib-ng"])
     interruption = codec.Interruption((4, 5, 6), (6,))
     request = codec.request_to_proto(
         group("train/é", thinking_budget=3, interruption=interruption, pinned_step=0)
