@@ -1,5 +1,6 @@
 """Both ends of the service, with chunks of weights read and written as chunks.py does it; all else as generated."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -22,12 +23,26 @@ class Stub(rollout_pb2_grpc.RolloutStub):
         )
 
 
+class _Generated:
+    """Takes down what the generated code would register: which of two handlers counts differs between gRPC releases."""
+
+    def __init__(self, servicer: Any):
+        self.handlers: dict[str, grpc.RpcMethodHandler] = {}
+        rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, self)
+
+    def add_generic_rpc_handlers(self, _: Any) -> None:
+        """The same handlers once more."""
+
+    def add_registered_method_handlers(self, _: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        self.handlers.update(handlers)
+
+
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
-    push = grpc.stream_stream_rpc_method_handler(
+    handlers = _Generated(servicer).handlers
+    handlers["PushWeights"] = grpc.stream_stream_rpc_method_handler(
         servicer.PushWeights,
         request_deserializer=chunks.from_bytes,
         response_serializer=pb.WeightReply.SerializeToString,
     )
-    # Of two handlers of one method the first counts.
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"PushWeights": push}),))
-    rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    server.add_registered_method_handlers(SERVICE, handlers)
