@@ -16,6 +16,7 @@ from absl import logging
 
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Completion
+from scalerl_jax import memory
 from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints
@@ -266,6 +267,7 @@ class Trainer:
     def save(self, step: int) -> None:
         manifest = {"version": step, "incarnation": self.folder.incarnation, "seed": self.config.seed}
         self.checkpoints.save(step, self.learner.state, manifest=manifest, arrays=self.draws.state())
+        memory.trim()
 
     def _book(self, groups: Sequence[FinishedGroup], *, evaluation: bool) -> None:
         for group in groups:

@@ -1,0 +1,21 @@
+"""Memory that malloc holds free goes back to the system.
+
+The buffers of an update, the completions on their way and what a checkpoint copies have many sizes and lives, so free
+pieces come to lie between used ones: over thousands of updates a process holds ever more than it uses, faster so with
+huge pages. glibc gives such pieces back only when it is asked.
+"""
+
+import ctypes
+import functools
+
+
+def trim() -> None:
+    """Some milliseconds. Nothing happens with a C library that has no malloc_trim."""
+    function = _malloc_trim()
+    if function is not None:
+        function(0)
+
+
+@functools.cache
+def _malloc_trim() -> "ctypes._FuncPointer | None":
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
