@@ -395,6 +395,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if multiprocessing.parent_process() is None:
-        restart_with_huge_pages()  # as the commands do
+    restart_with_huge_pages()  # as the commands do
     app.run(main)
