@@ -3,11 +3,13 @@
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from scalerl_jax import live_forecast
 from scalerl_jax.live_forecast import LEAST_POINTS, LiveForecast, forecast_of_end
+from scalerl_jax.report_page.score import AXES, score
 from tests.scaling.runs import TABLE_1, curve, sampled_passes
 
 UPDATES = 6400
@@ -50,6 +52,28 @@ def test_the_end_that_is_planned():
     mixed[-1]["passes"] = [round(16 * rows[-2]["pass_rate"])] * 200
     mixed[-1]["pass_rate"] = mixed[-1]["passes"][0] / 16
     assert 0 < forecast_of_end(mixed, updates=UPDATES)["end_score"] < 1
+
+
+def test_evaluations_that_come_compile_nothing_more():
+    # Compiled programs stay in the trainer's memory, and a run may have a thousand evaluations.
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("jaxpr_to_mlir_module_duration") else None
+    )
+
+    def fits(evaluations):
+        compiled.clear()
+        rows = run_rows(evaluations)
+        forecast_of_end(rows, updates=UPDATES)
+        found = score([row | {"model_flops": row["device_hours"] * 1e18} for row in rows])
+        assert all("asymptote" in found["curves"][axis][part] for axis in AXES for part in ("all", "half"))
+        return len(compiled)
+
+    jax.clear_caches()
+    assert fits(8) > 0
+    assert [fits(evaluations) for evaluations in (9, 10, 13, 17, 34, 65)] == [0] * 6
+    assert fits(66) > 0  # above 0 there are one fewer
+    assert [fits(evaluations) for evaluations in (67, 90, 129)] == [0] * 3
 
 
 def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations():

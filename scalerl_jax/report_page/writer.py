@@ -12,6 +12,7 @@ from types import TracebackType
 
 from absl import logging
 
+from scalerl_jax import memory
 from scalerl_jax.report_page.page import write_report
 
 
@@ -54,3 +55,4 @@ class ReportWriter:
                 if not self._failed:
                     logging.warning("no report.html: %s; the training goes on", error)
                 self._failed = True
+            memory.trim()  # a page reads all rows of the run, and fits curves

@@ -4,6 +4,7 @@ law.py            the sigmoid, the power law beside it, the straightened form
 points.py         checks the evaluations and sets R0 and the noise apart
 noise.py          how far a score can be from the true one
 paper_grid.py     the paper's fit, cell by cell
+padding.py        sizes that numbers of points are rounded up to
 least_squares.py  the fit over the whole plane of shapes
 profile.py        intervals and bands by profile likelihood
 resample.py       bootstrap

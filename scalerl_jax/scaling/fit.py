@@ -20,6 +20,7 @@ import numpy as np
 from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample
 from scalerl_jax.scaling.identify import IDENTIFIED_REACH as IDENTIFIED_REACH
 from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
+from scalerl_jax.scaling.padding import padded
 from scalerl_jax.scaling.points import Points, check_points
 from scalerl_jax.scaling.precision import double_precision
 
@@ -27,7 +28,7 @@ _LEVEL = 0.95
 _CELL_ROWS = 40  # of ln B
 _CELL_COLUMNS = 64  # of ln C_mid
 _CELL_EXPONENTS = (0.05, 60.0)
-_BAND_POINTS = 128  # bands are computed at multiples of this many points, so that few shapes are compiled
+_CURVE_POINTS = 128  # curves and bands are computed at this many points at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,10 @@ class SigmoidFit:
 
     def predict(self, compute) -> np.ndarray:
         """The curve at compute (a number or an array, 0 allowed): float64 of its shape."""
+        compute = np.asarray(compute, np.float64)
         with double_precision():
-            return np.asarray(law.sigmoid_law(np.asarray(compute, np.float64), **self.parameters))
+            curve = np.asarray(_curve(_widened(compute.ravel()), **self.parameters))
+        return curve[: compute.size].reshape(compute.shape)
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -68,7 +71,7 @@ class SigmoidFit:
         """
         log_compute = np.log(np.atleast_1d(np.asarray(compute, np.float64)))
         asked = len(log_compute)
-        log_compute = np.pad(log_compute, (0, -asked % _BAND_POINTS), mode="edge")
+        log_compute = _widened(log_compute)
         rise = min(profile.threshold(level, self.dispersion, self.state.degrees), 1e12)
         with double_precision():
             shapes = profile.band_shapes(self.state.found)
@@ -190,6 +193,12 @@ def fit_sigmoid(
 
 
 _search = jax.jit(least_squares.search_from_rows, static_argnums=3)
+_curve = jax.jit(law.sigmoid_law)
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    """values [M] with ones behind them, so that few shapes are compiled."""
+    return np.pad(values, (0, padded(len(values), least=_CURVE_POINTS) - len(values)), constant_values=1.0)
 
 
 def search_cells(log_compute: np.ndarray, midpoint_grid=None, *, coarse: bool = False) -> least_squares.Cells:

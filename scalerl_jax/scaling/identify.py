@@ -84,7 +84,10 @@ def compute_that_tells(
         half = np.sqrt(np.maximum(rise[:, None] * variance, 0.0))
         low, high = intervals["asymptote"]
         now = np.array([(high - low) / 2, np.log(intervals["midpoint"][1] / midpoint)])
-        wider = np.clip(now / half[0, [0, 2]], 1.0, _MOST_WIDER)
+        expected = half[0, [0, 2]]
+        # 0 is expected where points lie on the curve exactly, inf where they tell nothing: no factor makes them wider.
+        some = (expected > 0) & np.isfinite(expected)
+        wider = np.divide(now, expected, out=np.ones(2), where=some).clip(1.0, _MOST_WIDER)
         half_asymptote, half_midpoint = (half[:, [0, 2]] * (1 + (wider - 1) * most / edges[:, None])).T
         highest = midpoint * np.exp(half_midpoint)
     told = is_identified(asymptote - half_asymptote, asymptote + half_asymptote, highest, initial=initial, most=edges)

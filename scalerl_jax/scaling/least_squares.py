@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalerl_jax.scaling.padding import padded
+
 LOG_EXPONENT_BOX = (math.log(1e-4), math.log(1e4))  # what the search may not leave
 LOG_COMPUTE_MARGIN = 30.0  # nor the midpoint further than this beyond the data, in ln C
 _STEPS = 80  # at most, of a search
 _TINY = 1e-300
-_PADDING = 16  # the number of points is rounded up to a multiple of this, so that few shapes are compiled
 
 
 class Data(NamedTuple):
@@ -66,9 +67,9 @@ class Cells(NamedTuple):
 def make_data(
     compute: np.ndarray, reward: np.ndarray, weight: np.ndarray, *, initial: float, initial_weight: float
 ) -> Data:
-    """Pads to a multiple of 16 points. compute, reward, weight: [N]; a reward may have leading axes of data sets."""
+    """Pads the points (padding.py). compute, reward, weight: [N]; a reward may have leading axes of data sets."""
     count = len(compute)
-    pad = -count % _PADDING
+    pad = padded(count) - count
     widen = [(0, 0)] * (np.ndim(reward) - 1) + [(0, pad)]
     return Data(
         log_compute=np.pad(np.log(compute), (0, pad), mode="edge"),

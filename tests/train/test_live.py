@@ -57,7 +57,10 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
         run.finish()
         second = run.metrics[-1]["incarnation"]
         assert second > first
-        assert all(held(address) == pb.Version(incarnation=second, step=last) for address in addresses)
+        # A run that is over has left at least one with its last version; the other may have been on its way to it.
+        versions = [held(address) for address in addresses]
+        assert all(version.incarnation == second for version in versions), versions
+        assert max(version.step for version in versions) == last, versions
 
     # 1. One timeline: every group once, no token older than k updates or than its trainer.
     rows = run.metrics
