@@ -46,7 +46,7 @@ def fields() -> dict[str, object]:
         "updates": 100_000,
         "model.path": os.path.abspath(FLAGS.model),
         "curriculum.retire_at": 1.1,  # prompts for ever
-        "evaluation.every": 50,
+        "evaluation.every": 25,  # the forecast is first fitted within the first quarter
         "evaluation.prompts": 64,
         "evaluation.samples": 4,
         "checkpoint.every": 20,
