@@ -1,8 +1,9 @@
-"""What the embedded generator runs on the device: three pure functions over a fixed number of slots.
+"""What the embedded generator runs on the device: four pure functions over a fixed number of slots.
 
     prefill   prompt tokens [bucket]           -> their keys and values, once per group and version of the weights
     insert    a prefix and settings into slots -> slots that are live at their prompt's last token
-    decode    N steps of all slots             -> N tokens per slot; slots that end stop being live in mid-chunk
+    move      slots to places of others        -> the live ones stand together at the front
+    decode    N steps of the first slots       -> N tokens per slot; slots that end stop being live in mid-chunk
 
 A slot holds the token to be fed next and the position at which it is fed. One step feeds it (its keys and values enter
 the cache), samples from the float32 logits, and moves on; prefill stops before the prompt's last token, so every token
@@ -21,8 +22,9 @@ Layers are unrolled in Python with one cache array each: in a scanned layer the 
 whole cache, so the host keeps the cache as short as the longest slot allows, in a few compiled sizes, and fits it
 between chunks: cutting a part out of a longer one would cost a copy per chunk.
 
-Legend: B slots, S positions, N steps, K key/value heads, G query heads that share one, H = K G, h head size, D width,
-V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of stop tokens.
+Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads, G query heads that share one, H = K G,
+h head size, D width, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of
+stop tokens.
 """
 
 import dataclasses
@@ -88,11 +90,11 @@ class State:
 class Output:
     """One chunk. A slot's tokens are those where it is live: a prefix of the chunk."""
 
-    tokens: jax.Array  # [N, B] int32
-    logprobs: jax.Array  # [N, B] float32, 0 where forced
-    forced: jax.Array  # [N, B] bool
-    live: jax.Array  # [N, B] bool
-    finish: jax.Array  # [B] int32: RUNNING, STOP or LENGTH
+    tokens: jax.Array  # [N, W] int32
+    logprobs: jax.Array  # [N, W] float32, 0 where forced
+    forced: jax.Array  # [N, W] bool
+    live: jax.Array  # [N, W] bool
+    finish: jax.Array  # [W] int32: RUNNING, STOP or LENGTH
 
 
 def empty_settings(slots: int) -> Settings:
@@ -250,10 +252,27 @@ def insert(
     )
 
 
+@functools.partial(jax.jit, donate_argnames=("state",))
+def move(state: State, origins: jax.Array, targets: jax.Array, count: jax.Array) -> State:
+    """Slot origins[i] goes on as slot targets[i], for the first `count` of [B] int32 each; what was there is lost."""
+
+    def one(i: jax.Array, state: State) -> State:
+        def copy(rows: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_index_in_dim(rows, origins[i], keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(rows, row, targets[i], 0)
+
+        state = jax.tree.map(copy, state)
+        return dataclasses.replace(state, live=state.live.at[origins[i]].set(False))
+
+    return jax.lax.fori_loop(0, count, one, state)
+
+
 # ----------------------------------------------------------------------------------------------------- decode
 
 
-@functools.partial(jax.jit, static_argnames=("config", "precision", "steps", "maximum"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "precision", "steps", "maximum", "width"), donate_argnames=("state",)
+)
 def decode_chunk(
     weights: DecodeWeights,
     state: State,
@@ -262,11 +281,16 @@ def decode_chunk(
     precision: Precision,
     steps: int,
     maximum: int,
+    width: int,
 ) -> tuple[State, Output]:
-    """`steps` steps of all slots, none of which grows over `maximum` tokens, prompt included.
+    """`steps` steps of the first `width` slots, none of which grows over `maximum` tokens, prompt included.
 
-    The caller sees to it that the cache is long enough for every slot that counts.
+    The caller sees to it that the cache is long enough for every slot that counts. Fewer slots than there are cost a
+    copy of their part of the caches there and back, once a chunk.
     """
+    whole = state
+    if width < len(whole.token):
+        state = jax.tree.map(lambda rows: rows[:width], whole)
     # A live slot advances by one a step, so all angles and random numbers are known before the first.
     positions = state.position + jnp.arange(steps)[:, None]
     per_step = (*rope_tables(config, positions), uniforms(state.settings.seed, positions))
@@ -282,6 +306,8 @@ def decode_chunk(
         return _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
 
     state, (tokens, logprobs, forced, live, finish) = jax.lax.scan(step, state, per_step)
+    if width < len(whole.token):
+        state = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, 0, 0), whole, state)
     return state, Output(tokens=tokens, logprobs=logprobs, forced=forced, live=live, finish=jnp.max(finish, axis=0))
 
 

@@ -201,6 +201,7 @@ class JaxEngine:
             self._closing = True
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._pool.close)
 
     def _submit(self, request: GroupRequest) -> _Group:
         info = self.info

@@ -7,12 +7,15 @@
 
 A chunk may be started before the one before it was collected; an end is then noticed a chunk late, and the slot idles
 for that chunk. A slot that is left, or taken by another owner, while chunks are on their way takes nothing from them.
+Where few slots are taken they are moved to the front, and a chunk runs those only (jax_programs.py).
 
 Not thread-safe: the engine's thread owns it. It knows no queue and no versions beyond the number it is given per chunk.
 """
 
 import collections
 import dataclasses
+import functools
+import heapq
 import itertools
 from typing import Any
 
@@ -22,6 +25,7 @@ import numpy as np
 from rollout_server.contract.codec import CompletionRequest, GroupRequest
 from rollout_server.engines import jax_decode
 from rollout_server.engines.jax_decode import NO_TOKEN, Output, Settings
+from rollout_server.engines.jax_programs import Program, Programs, widths
 from rollout_server.engines.jax_weights import DecodeWeights
 from scalerl_jax.model import DecoderConfig, Precision
 
@@ -62,7 +66,8 @@ class _Chunk:
 
     output: Output
     step: int  # of the weights it runs with
-    tenancies: np.ndarray  # [B] int64: whose tokens they are
+    tenancies: np.ndarray  # [W] int64: whose tokens they are
+    slots: np.ndarray  # [W] int64: where those are now
 
 
 def buckets(smallest: int, longest: int, *, halfway: bool = False) -> list[int]:
@@ -94,7 +99,9 @@ class SlotPool:
         self._state = jax_decode.empty_state(config, precision, slots=slots, length=self._length)
         self._too_long = 0  # chunks in a row for which a shorter cache would have done
         self._owners: list[Any] = [None] * slots
-        self._free = list(range(slots))[::-1]
+        self._free = list(range(slots))  # a heap: those at the front are taken first
+        self._programs = Programs(widths(slots, copies_are_cheap=jax.default_backend() == "cpu"), self._compile_chunk)
+        self._weights_like: Any = None  # shapes and dtypes
         # A new number whenever a slot changes hands.
         self._tenancy = np.zeros(slots, np.int64)
         self._tenancies = 0
@@ -121,8 +128,12 @@ class SlotPool:
         """Chunks started and not collected."""
         return len(self._chunks)
 
+    def close(self) -> None:
+        """Waits for what is being compiled."""
+        self._programs.close()
+
     def warm_up(self, weights: DecodeWeights) -> None:
-        """Compiles everything that serving will run. No slot may be taken."""
+        """Compiles everything that serving begins with. No slot may be taken."""
         assert not self.busy
         nobody = np.full(self.slots, self.slots, np.int32)
         prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
@@ -132,7 +143,8 @@ class SlotPool:
                 self._set_length(length)
             for prefix in prefixes:
                 self._insert(prefix, nobody, 0, 0, 0, jax_decode.empty_settings(self.slots))
-            self._run_chunk(weights)
+            self._run_chunk(weights, self.slots, None)
+            self._move_on_device([], [])
         self._set_length(self._lengths[0])
         jax.block_until_ready(self._state)
 
@@ -154,7 +166,7 @@ class SlotPool:
         slots = np.full(self.slots, self.slots, np.int32)
         settings = jax_decode.empty_settings(self.slots)
         for i, entry in enumerate(entries):
-            slots[i] = slot = self._free.pop()
+            slots[i] = slot = heapq.heappop(self._free)
             _fill(settings, slot, entry)
             self._take(slot, entry.owner)
             self._reach[slot] = len(prompt) - 1
@@ -167,7 +179,7 @@ class SlotPool:
         """Frees the slot of an owner that has one. The device goes on with it, unheard, until it is taken again."""
         slot = next(i for i, other in enumerate(self._owners) if other is owner)
         self._take(slot, None)
-        self._free.append(slot)
+        heapq.heappush(self._free, slot)
 
     def _take(self, slot: int, owner: Any) -> None:
         self._owners[slot] = owner
@@ -178,6 +190,8 @@ class SlotPool:
 
     def dispatch(self, weights: DecodeWeights, step: int) -> None:
         """Starts a chunk with these weights, which are those of version `step`."""
+        if self._weights_like is None:
+            self._weights_like = jax.eval_shape(lambda: weights)
         taken = [slot for slot, owner in enumerate(self._owners) if owner is not None]
         self._reach[taken] += self._steps
         reach = min(int(self._reach[taken].max()), self._maximum)
@@ -185,28 +199,51 @@ class SlotPool:
         self._too_long = self._too_long + 1 if length < self._length else 0
         if length > self._length or self._too_long > PATIENCE:
             self._set_length(length)
-        self._chunks.append(_Chunk(self._run_chunk(weights), step, self._tenancy.copy()))
+        width, program = self._programs.narrowest(len(taken), self._length)
+        self._gather([slot for slot in taken if slot >= width])
+        output = self._run_chunk(weights, width, program)
+        self._chunks.append(_Chunk(output, step, self._tenancy[:width].copy(), np.arange(width)))
+
+    def _gather(self, origins: list[int]) -> None:
+        """Moves these to the first free slots."""
+        if not origins:
+            return
+        targets = [heapq.heappop(self._free) for _ in origins]
+        for origin, target in zip(origins, targets):
+            self._owners[target], self._tenancy[target] = self._owners[origin], self._tenancy[origin]
+            self._take(origin, None)
+            heapq.heappush(self._free, origin)
+        of_slots = (self._reach, self._produced, self._tokens, self._logprobs, self._forced, self._versions)
+        for rows in of_slots:
+            rows[targets] = rows[origins]
+        now = np.arange(self.slots)
+        now[origins] = targets
+        for chunk in self._chunks:
+            chunk.slots[:] = now[chunk.slots]
+        self._move_on_device(origins, targets)
 
     def collect(self) -> list[Finished]:
         """Waits for the oldest chunk started; the completions that ended in it, their slots free again."""
         chunk = self._chunks.popleft()
         output = jax.device_get(chunk.output)
-        heard = chunk.tenancies == self._tenancy
-        heard &= np.array([owner is not None for owner in self._owners])
-        live = output.live & heard
+        heard = chunk.tenancies == self._tenancy[chunk.slots]
+        heard &= np.array([self._owners[slot] is not None for slot in chunk.slots])
+        columns = np.flatnonzero(heard)
+        slots, live = chunk.slots[columns], output.live[:, columns]
         counts = live.sum(axis=0)
-        forced = int((output.forced & live).sum())
+        forced = int((output.forced[:, columns] & live).sum())
         self.forced_tokens += forced
         self.sampled_tokens += int(counts.sum()) - forced
-        rows = np.arange(self.slots)[:, None]
-        columns = self._produced[:, None] + np.arange(self._steps)
-        self._tokens[rows, columns] = output.tokens.T
-        self._logprobs[rows, columns] = output.logprobs.T
-        self._forced[rows, columns] = output.forced.T
-        self._versions[rows, columns] = chunk.step
-        self._produced += counts
-        done = np.flatnonzero(heard & (output.finish != jax_decode.RUNNING))
-        return [self._finish(int(slot), _REASONS[int(output.finish[slot])]) for slot in done]
+        rows = slots[:, None], self._produced[slots][:, None] + np.arange(self._steps)
+        self._tokens[rows] = output.tokens.T[columns]
+        self._logprobs[rows] = output.logprobs.T[columns]
+        self._forced[rows] = output.forced.T[columns]
+        self._versions[rows] = chunk.step
+        self._produced[slots] += counts
+        ends = output.finish[columns]
+        return [
+            self._finish(int(slot), _REASONS[int(end)]) for slot, end in zip(slots, ends) if end != jax_decode.RUNNING
+        ]
 
     def _finish(self, slot: int, reason: str) -> Finished:
         count = self._produced[slot]
@@ -239,16 +276,30 @@ class SlotPool:
         jax_decode.fit(self._state.keys, self._state.values, length)
         self._length, self._too_long = length, 0
 
-    def _run_chunk(self, weights: DecodeWeights) -> Output:
-        self._state, output = jax_decode.decode_chunk(
-            weights,
-            self._state,
-            config=self._config,
-            precision=self._precision,
-            steps=self._steps,
-            maximum=self._maximum,
-        )
+    def _move_on_device(self, origins: list[int], targets: list[int]) -> None:
+        padded = [np.pad(np.array(slots, np.int32), (0, self.slots - len(slots))) for slots in (origins, targets)]
+        self._state = jax_decode.move(self._state, *padded, np.int32(len(origins)))
+
+    def _run_chunk(self, weights: DecodeWeights, width: int, program: Program | None) -> Output:
+        run = program or functools.partial(jax_decode.decode_chunk, **self._chunk_settings(width))
+        self._state, output = run(weights, self._state)
         return output
+
+    def _chunk_settings(self, width: int) -> dict[str, Any]:
+        return {
+            "config": self._config,
+            "precision": self._precision,
+            "steps": self._steps,
+            "maximum": self._maximum,
+            "width": width,
+        }
+
+    def _compile_chunk(self, width: int, length: int) -> Program:
+        """On another thread: reads nothing that changes."""
+        state = jax.eval_shape(
+            lambda: jax_decode.empty_state(self._config, self._precision, slots=self.slots, length=length)
+        )
+        return jax_decode.decode_chunk.lower(self._weights_like, state, **self._chunk_settings(width)).compile()
 
 
 def _fill(settings: Settings, row: int, entry: Entry) -> None:

@@ -1,12 +1,15 @@
 """The embedded generator's device functions through its slots: what is sampled, and with which probability."""
 
 import functools
+import threading
+import time
+from concurrent.futures import Executor, Future
 
 import jax
 import numpy as np
 import pytest
 
-from rollout_server.engines import jax_decode
+from rollout_server.engines import jax_decode, jax_programs
 from rollout_server.engines.jax_slots import Entry, SlotPool, buckets
 from rollout_server.engines.jax_weights import decode_precision, decode_weights, model_params
 from scalerl_jax.model import Precision, forward, token_logprobs
@@ -42,8 +45,8 @@ def run(pool, weights, requests, *, ahead=0, steps=None):
     return out
 
 
-def make(config, *, slots=4, steps=8, named=None):
-    pool = SlotPool(config, decode_precision(PRECISION), slots=slots, maximum=LENGTH, steps=steps)
+def make(config, *, slots=4, steps=8, named=None, maximum=LENGTH):
+    pool = SlotPool(config, decode_precision(PRECISION), slots=slots, maximum=maximum, steps=steps)
     return pool, decode_weights(named or tensors(config, 0), config, PRECISION)
 
 
@@ -127,13 +130,135 @@ def test_the_cache_grows_and_shrinks_with_the_longest_slot():
     late = ask(prompt, name="late", seeds=(1, 2), answer_budget=20)  # its prefix alone is longer than the short cache
     lengths = []
     run_chunk = pool._run_chunk
-    pool._run_chunk = lambda weights: (lengths.append(pool._length), run_chunk(weights))[1]
+    pool._run_chunk = lambda *chunk: (lengths.append(pool._length), run_chunk(*chunk))[1]
     finished = run(pool, [weights], [long, short, late])
     changes = [length for i, length in enumerate(lengths) if i == 0 or length != lengths[i - 1]]
     assert changes == [64, 96, 128, 64, 128]
     for (group, _), one in finished.items():
         reference = reference_logprobs(config, prompt if group == "late" else PROMPT, one.token_ids, lambda t: named)
         np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Narrow chunks are compiled where they are first missed; gives the widths of the chunks that were run."""
+
+    class AtOnce(Executor):
+        def submit(self, run, *arguments):
+            future = Future()
+            future.set_result(run(*arguments))
+            return future
+
+    widths = []
+    run_chunk = SlotPool._run_chunk
+
+    def noted(pool, weights, width, program):
+        assert (program is None) == (width == pool.slots)
+        widths.append(width)
+        return run_chunk(pool, weights, width, program)
+
+    monkeypatch.setattr(jax_programs, "MISSES", 1)
+    monkeypatch.setattr(jax_programs, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
+    monkeypatch.setattr(SlotPool, "_run_chunk", noted)
+    return widths
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
+    """Completions end one by one, some are withdrawn, others enter late: whoever is moved goes on as if it were not."""
+    config, rng = tiny(), np.random.default_rng(ahead)
+    weights = decode_weights(tensors(config, 0), config, PRECISION)
+    lengths = {name: np.minimum(rng.geometric(1 / 12, count), 38) for name, count in (("a", 14), ("b", 9), ("c", 20))}
+    requests = [
+        ask(PROMPT[: 3 + i], name=f"{name}/{j}", seeds=(100 * i + j,), answer_budget=int(length))
+        for i, (name, drawn) in enumerate(lengths.items())
+        for j, length in enumerate(drawn)
+    ]
+    alone = {}
+    for request in requests:
+        pool, _ = make(config, slots=4)
+        alone |= run(pool, [weights], [request])
+
+    at_once.clear()
+    pool, _ = make(config, slots=32, steps=4)
+    entries = [Entry((r.group_id, 0), r, r.completions[0]) for r in requests]
+    out, withdrawn, running = {}, set(), set()
+    while entries or pool.busy or pool.on_their_way:
+        entering = entries[: min(pool.free, int(rng.integers(0, 9)))] if rng.random() < 0.3 or not pool.busy else []
+        for entry in entering:
+            pool.enter(pool.prefill(weights, entry.request.prompt), [entry])
+            running.add(entry.owner)
+        del entries[: len(entering)]
+        if running and rng.random() < 0.1:
+            owner = sorted(running)[int(rng.integers(len(running)))]
+            pool.leave(owner)
+            running.remove(owner)
+            withdrawn.add(owner)
+        if pool.busy:
+            pool.dispatch(weights, 7)
+        if pool.on_their_way > (ahead if pool.busy else 0):
+            found = {finished.owner: finished for finished in pool.collect()}
+            running -= found.keys()
+            out |= found
+    assert withdrawn and not withdrawn & out.keys() and len(withdrawn) + len(out) == len(requests)
+    for owner, one in out.items():
+        np.testing.assert_array_equal(one.token_ids, alone[owner].token_ids)
+        np.testing.assert_allclose(one.logprobs, alone[owner].logprobs, atol=1e-5)
+        assert one.versions == ((7, 0, len(one.token_ids)),)
+    assert {8, 16} <= set(at_once)
+    assert pool.free == 32 and sorted(pool._free) == list(range(32))
+
+
+def test_the_cache_grows_for_a_slot_that_was_moved(at_once):
+    """To the place of one that ended long before."""
+    config = tiny()
+    named = tensors(config, 0)
+    weights = decode_weights(named, config, PRECISION)
+    pool, _ = make(config, slots=16, maximum=128)
+    lengths = [4, *[40] * 9, 110]
+    requests = [ask(PROMPT, name=f"{i}", seeds=(i,), answer_budget=length) for i, length in enumerate(lengths)]
+    finished = run(pool, [weights], requests)
+    assert at_once[0] == 16 and at_once[-1] == 8
+    last = finished["10", 0]
+    assert len(last.token_ids) == 110
+    reference = reference_logprobs(config, PROMPT, last.token_ids, lambda t: named)
+    np.testing.assert_allclose(last.logprobs, reference, atol=1e-4)
+
+
+def test_a_narrow_chunk_is_compiled_once_it_would_have_served_for_a_while():
+    compiled, go = [], threading.Event()
+
+    def compile_(width, length):
+        compiled.append((width, length))
+        assert go.wait(60)
+        if length == 96:
+            raise MemoryError("too large")
+        return f"{width}, {length}"
+
+    programs = jax_programs.Programs([8, 16, 32], compile_)
+    for _ in range(jax_programs.MISSES + 5):
+        assert programs.narrowest(9, 64) == (32, None)  # decoding goes on
+        assert programs.narrowest(32, 64) == (32, None)
+    go.set()
+
+    def arrives(slots, length):
+        while (found := programs.narrowest(slots, length)) == (32, None):
+            time.sleep(0.001)
+        return found
+
+    assert arrives(9, 64) == (16, "16, 64") and compiled == [(16, 64)]
+    assert programs.narrowest(8, 64) == (16, "16, 64")  # wider, but better than all
+    with pytest.raises(MemoryError):
+        arrives(16, 96)
+    programs.close()
+
+
+def test_the_widths_that_are_compiled():
+    assert jax_programs.widths(64, copies_are_cheap=True) == [8, 16, 32, 64]
+    assert jax_programs.widths(64, copies_are_cheap=False) == [8, 16, 64]
+    assert jax_programs.widths(24, copies_are_cheap=True) == [8, 24]
+    assert jax_programs.widths(24, copies_are_cheap=False) == [24]
+    assert jax_programs.widths(4, copies_are_cheap=True) == [4]
 
 
 def test_the_first_tokens_frequencies_match_the_softmax():
@@ -264,7 +389,9 @@ def test_a_chunk_works_on_the_cache_in_place():
     weights = decode_weights(tensors(config, 0), config, PRECISION)
     state = jax.eval_shape(lambda: jax_decode.empty_state(config, PRECISION, slots=4, length=2048))
     cache = sum(array.size * array.dtype.itemsize for array in (*state.keys, *state.values))
-    lowered = jax_decode.decode_chunk.lower(weights, state, config=config, precision=PRECISION, steps=8, maximum=2048)
+    lowered = jax_decode.decode_chunk.lower(
+        weights, state, config=config, precision=PRECISION, steps=8, maximum=2048, width=4
+    )
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < cache // 2

@@ -1,0 +1,67 @@
+"""The chunk compiled for fewer slots than there are: a step costs what the slots that it runs cost.
+
+For all slots it is compiled before serving begins, once for every length of the cache. For fewer it is compiled when
+that would have served for a while, on a thread of its own, and decoding goes on meanwhile with what there is. So no
+server starts later for it, and one that is always full compiles nothing more.
+"""
+
+import collections
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+SMALLEST_WIDTH = 8  # slots; below, a step costs as much
+MISSES = 16  # chunks that would have been narrower before it is compiled
+
+Program = Callable[..., Any]
+
+
+def widths(slots: int, *, copies_are_cheap: bool) -> list[int]:
+    """Of the chunks that may be compiled: doubling up to all slots.
+
+    A chunk copies its part of the caches. Where memory is dear (on an accelerator the caches may fill most of it) none
+    is wider than a quarter of the slots: that takes no more than the temporaries of a chunk of all.
+    """
+    found, width = [], SMALLEST_WIDTH
+    while width <= slots // (2 if copies_are_cheap else 4):
+        found.append(width)
+        width *= 2
+    return [*found, slots]
+
+
+class Programs:
+    """compile: (width, length) -> the chunk for so many slots and such a cache. Of one thread, but for `compile`."""
+
+    def __init__(self, widths: list[int], compile: Callable[[int, int], Program]):
+        """widths: rising; the last is all slots, which is never compiled here."""
+        self._widths, self._compile = widths, compile
+        self._programs: dict[tuple[int, int], Program] = {}
+        self._coming: dict[tuple[int, int], Future[Program]] = {}
+        self._missed = collections.Counter[tuple[int, int]]()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compiling")
+
+    def narrowest(self, slots: int, length: int) -> tuple[int, Program | None]:
+        """The narrowest width that there is for so many slots, and its program; None: that of all slots.
+
+        Raises what compiling one has raised.
+        """
+        fitting = [width for width in self._widths if width >= slots]
+        for width in fitting[:-1]:
+            program = self._programs.get((width, length)) or self._arrived((width, length))
+            if program is not None:
+                return width, program
+        return fitting[-1], None
+
+    def _arrived(self, key: tuple[int, int]) -> Program | None:
+        coming = self._coming.get(key)
+        if coming is not None and coming.done():
+            self._programs[key] = self._coming.pop(key).result()
+            return self._programs[key]
+        self._missed[key] += 1
+        if self._missed[key] == MISSES:
+            self._coming[key] = self._thread.submit(self._compile, *key)
+        return None
+
+    def close(self) -> None:
+        """Waits for what is being compiled."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
