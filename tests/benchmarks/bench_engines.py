@@ -29,7 +29,7 @@ import grpc
 import numpy as np
 from absl import app, flags
 
-from launch.commands import restart_with_huge_pages
+from launch.commands import restart_with_tuned_malloc
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.limits import CHANNEL_OPTIONS
@@ -141,5 +141,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # as the commands do
+    restart_with_tuned_malloc()  # as the commands do
     app.run(main)

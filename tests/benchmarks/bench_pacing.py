@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import app, flags
 
-from launch.commands import restart_with_huge_pages
+from launch.commands import restart_with_tuned_malloc
 from scalerl_jax.telemetry import read_rows
 from tests.benchmarks.folders import write_stopping_policy
 
@@ -192,5 +192,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # as the commands do
+    restart_with_tuned_malloc()  # as the commands do
     app.run(main)

@@ -39,7 +39,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from launch.commands import restart_with_huge_pages
+from launch.commands import restart_with_tuned_malloc
 from rollout_server.contract import codec
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.hf_layout import hf_tensors
@@ -395,5 +395,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # as the commands do
+    restart_with_tuned_malloc()  # as the commands do
     app.run(main)

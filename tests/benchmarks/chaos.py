@@ -23,7 +23,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-from launch.commands import restart_with_huge_pages
+from launch.commands import restart_with_tuned_malloc
 from scalerl_jax.config import load_file, override
 from scalerl_jax.telemetry import read_rows
 from tests.train.chaos import Chaos, Reading, check_rows
@@ -162,5 +162,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # as the commands do
+    restart_with_tuned_malloc()  # as the commands do
     app.run(main)
