@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 SMALLEST_WIDTH = 8  # slots; below, a step costs as much
-MISSES = 16  # chunks that would have been narrower before it is compiled
+MISSES = 16  # chunks that a width would have served before it is compiled, for each length that then comes up
 
 Program = Callable[..., Any]
 
@@ -37,7 +37,7 @@ class Programs:
         self._widths, self._compile = widths, compile
         self._programs: dict[tuple[int, int], Program] = {}
         self._coming: dict[tuple[int, int], Future[Program]] = {}
-        self._missed = collections.Counter[tuple[int, int]]()
+        self._missed = collections.Counter[int]()  # by width
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compiling")
 
     def narrowest(self, slots: int, length: int) -> tuple[int, Program | None]:
@@ -57,8 +57,8 @@ class Programs:
         if coming is not None and coming.done():
             self._programs[key] = self._coming.pop(key).result()
             return self._programs[key]
-        self._missed[key] += 1
-        if self._missed[key] == MISSES:
+        self._missed[key[0]] += 1
+        if coming is None and self._missed[key[0]] >= MISSES:
             self._coming[key] = self._thread.submit(self._compile, *key)
         return None
 

@@ -45,6 +45,7 @@ flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of compute and w
 flags.DEFINE_string("vllm_python", ".venv-vllm/bin/python", "of vLLM's environment")
 
 GROUP, PROMPT = 4, 32
+WARM_UP = 3  # loads that are not counted: an engine may compile what they show to be needed
 SEQUENCES = (8, 32, 64)
 SIZES = {
     "tiny": DecoderConfig(
@@ -123,8 +124,8 @@ async def compare(size: str) -> None:
             print(f"{size}: {parameters / 1e6:.2f} M parameters, {FLAGS.dtype}, logits in {about.head_dtype}")
             for sequences in SEQUENCES:
                 rates: dict[str, list[float]] = {"jax": [], "vllm": []}
-                for repeat in range(-1, FLAGS.repeats):  # the first is not counted
-                    requests = load(config.vocabulary, sequences, repeat + 1)
+                for repeat in range(-WARM_UP, FLAGS.repeats):
+                    requests = load(config.vocabulary, sequences, repeat + WARM_UP)
                     for name, stub in (("jax", jax), ("vllm", vllm)):
                         found = await rate(stub, requests)
                         if repeat >= 0:
