@@ -6,7 +6,8 @@
 Both engines are served by scalerl-serve, each from its own environment, with the same folder of random weights, the
 same prompts (32 tokens, 4 completions each) and the same lengths to produce, log-normal and skewed as those of
 reasoning traces are: a group's completions are as long as each other, and the longest is about three times the mean.
-A repeat asks each server in turn for one such load and waits for the last completion; the other server idles.
+A repeat asks each server in turn for one such load and waits for the last completion. Meanwhile the other idles: a
+turn begins when neither has anything left to do for itself (compiling, say).
 
   tiny    0.37 M parameters, the quickstart's decoder
   small   27 M
@@ -27,6 +28,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import numpy as np
+import psutil
 from absl import app, flags
 
 from launch.commands import restart_with_tuned_malloc
@@ -45,6 +47,7 @@ flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of compute and w
 flags.DEFINE_string("vllm_python", ".venv-vllm/bin/python", "of vLLM's environment")
 
 GROUP, PROMPT = 4, 32
+IDLE_SECONDS = 0.5
 WARM_UP = 3  # loads that are not counted: an engine may compile what they show to be needed
 SEQUENCES = (8, 32, 64)
 SIZES = {
@@ -78,7 +81,7 @@ def load(vocabulary: int, sequences: int, round_: int) -> list[codec.GroupReques
 
 
 @contextlib.asynccontextmanager
-async def served(engine: str, python: str, folder: str) -> AsyncIterator[RolloutStub]:
+async def served(engine: str, python: str, folder: str) -> AsyncIterator[tuple[RolloutStub, psutil.Process]]:
     with tempfile.TemporaryDirectory() as scratch:
         port_file, log_file = os.path.join(scratch, "port"), os.path.join(scratch, "log")
         command = [
@@ -95,10 +98,26 @@ async def served(engine: str, python: str, folder: str) -> AsyncIterator[Rollout
                 await asyncio.sleep(0.1)
             port = pathlib.Path(port_file).read_text().strip()
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
-                yield RolloutStub(channel)
+                yield RolloutStub(channel), psutil.Process(process.pid)
         finally:
             process.terminate()
             process.wait()
+
+
+async def idle(servers: list[psutil.Process]) -> None:
+    """Returns when no process of theirs has computed for a moment."""
+
+    def seconds() -> float:
+        every = [process for server in servers for process in (server, *server.children(recursive=True))]
+        return sum(sum(process.cpu_times()[:2]) for process in every)
+
+    before = seconds()
+    while True:
+        await asyncio.sleep(IDLE_SECONDS)
+        now = seconds()
+        if now - before < 0.05 * IDLE_SECONDS:
+            return
+        before = now
 
 
 async def rate(stub: RolloutStub, requests: list[codec.GroupRequest]) -> float:
@@ -119,7 +138,10 @@ async def compare(size: str) -> None:
     config = SIZES[size]
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_folder(folder, config)
-        async with served("jax", sys.executable, folder) as jax, served("vllm", FLAGS.vllm_python, folder) as vllm:
+        async with (
+            served("jax", sys.executable, folder) as (jax, jax_process),
+            served("vllm", FLAGS.vllm_python, folder) as (vllm, vllm_process),
+        ):
             about = await vllm.Status(pb.StatusRequest(), timeout=60)
             print(f"{size}: {parameters / 1e6:.2f} M parameters, {FLAGS.dtype}, logits in {about.head_dtype}")
             for sequences in SEQUENCES:
@@ -127,6 +149,7 @@ async def compare(size: str) -> None:
                 for repeat in range(-WARM_UP, FLAGS.repeats):
                     requests = load(config.vocabulary, sequences, repeat + WARM_UP)
                     for name, stub in (("jax", jax), ("vllm", vllm)):
+                        await idle([jax_process, vllm_process])
                         found = await rate(stub, requests)
                         if repeat >= 0:
                             rates[name].append(found)
