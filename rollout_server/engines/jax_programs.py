@@ -6,14 +6,19 @@ server starts later for it, and one that is always full compiles nothing more.
 """
 
 import collections
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import jax
 
 SMALLEST_WIDTH = 8  # slots; below, a step costs as much
 MISSES = 16  # chunks that a width would have served before it is compiled, for each length that then comes up
 
 Program = Callable[..., Any]
+
+_log = logging.getLogger(__name__)
 
 
 def widths(slots: int, *, copies_are_cheap: bool) -> list[int]:
@@ -35,32 +40,40 @@ class Programs:
     def __init__(self, widths: list[int], compile: Callable[[int, int], Program]):
         """widths: rising; the last is all slots, which is never compiled here."""
         self._widths, self._compile = widths, compile
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int], Program | None] = {}  # None: XLA cannot compile it
         self._coming: dict[tuple[int, int], Future[Program]] = {}
         self._missed = collections.Counter[int]()  # by width
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compiling")
 
     def narrowest(self, slots: int, length: int) -> tuple[int, Program | None]:
-        """The narrowest width that there is for so many slots, and its program; None: that of all slots.
-
-        Raises what compiling one has raised.
-        """
+        """The narrowest width that there is for so many slots, and its program; None: that of all slots."""
         fitting = [width for width in self._widths if width >= slots]
+        if len(fitting) > 1:
+            self._want((fitting[0], length))
         for width in fitting[:-1]:
-            program = self._programs.get((width, length)) or self._arrived((width, length))
+            program = self._programs.get((width, length))
             if program is not None:
                 return width, program
         return fitting[-1], None
 
-    def _arrived(self, key: tuple[int, int]) -> Program | None:
+    def _want(self, key: tuple[int, int]) -> None:
+        """Counts a chunk for which that program was the best one, and takes it where it has been made.
+
+        Raises what compiling has raised, but for XLA's own errors: those cost speed only, and are said in the log.
+        """
+        if key in self._programs:
+            return
         coming = self._coming.get(key)
-        if coming is not None and coming.done():
-            self._programs[key] = self._coming.pop(key).result()
-            return self._programs[key]
-        self._missed[key[0]] += 1
-        if coming is None and self._missed[key[0]] >= MISSES:
-            self._coming[key] = self._thread.submit(self._compile, *key)
-        return None
+        if coming is None:
+            self._missed[key[0]] += 1
+            if self._missed[key[0]] >= MISSES:
+                self._coming[key] = self._thread.submit(self._compile, *key)
+        elif coming.done():
+            error = coming.exception()
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                _log.warning("no chunk of %d slots and %d positions, wider ones run instead: %s", *key, error)
+            self._programs[key] = None if isinstance(error, jax.errors.JaxRuntimeError) else coming.result()
+            del self._coming[key]
 
     def close(self) -> None:
         """Waits for what is being compiled."""
