@@ -27,6 +27,7 @@ from rollout_server.engines import jax_decode
 from rollout_server.engines.jax_decode import NO_TOKEN, Output, Settings
 from rollout_server.engines.jax_programs import Program, Programs, widths
 from rollout_server.engines.jax_weights import DecodeWeights
+from scalerl_jax import memory
 from scalerl_jax.model import DecoderConfig, Precision
 
 SMALLEST_PREFILL = 32
@@ -147,6 +148,7 @@ class SlotPool:
             self._move_on_device([], [])
         self._set_length(self._lengths[0])
         jax.block_until_ready(self._state)
+        memory.trim()  # XLA takes tens of MiB to compile
 
     # ------------------------------------------------------------------------------------------------- entering
 
@@ -299,7 +301,9 @@ class SlotPool:
         state = jax.eval_shape(
             lambda: jax_decode.empty_state(self._config, self._precision, slots=self.slots, length=length)
         )
-        return jax_decode.decode_chunk.lower(self._weights_like, state, **self._chunk_settings(width)).compile()
+        program = jax_decode.decode_chunk.lower(self._weights_like, state, **self._chunk_settings(width)).compile()
+        memory.trim()  # XLA takes tens of MiB to compile
+        return program
 
 
 def _fill(settings: Settings, row: int, entry: Entry) -> None:
