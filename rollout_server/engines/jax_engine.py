@@ -86,7 +86,7 @@ class JaxEngine:
       maximum_tokens: prompt and completion together; no more than the model's positions.
       lookahead: chunks started before the oldest is collected; None: 1, and 0 on a CPU.
 
-    Raises ValueError naming what is wrong with the folder. Returns when everything is compiled.
+    Raises ValueError naming what is wrong with the folder. Returns when all that serving begins with is compiled.
     """
 
     def __init__(
