@@ -21,17 +21,26 @@ Program = Callable[..., Any]
 _log = logging.getLogger(__name__)
 
 
+def buckets(smallest: int, longest: int, *, halfway: bool = False) -> list[int]:
+    """Sizes to compile for: doubling from `smallest`, then `longest`; none that saves less than a quarter of it.
+
+    halfway: also once and a half each.
+    """
+    sizes = []
+    while smallest < longest:
+        sizes += [smallest, smallest * 3 // 2] if halfway else [smallest]
+        smallest *= 2
+    return [*(size for size in sizes if size <= longest * 3 // 4), longest]
+
+
 def widths(slots: int, *, copies_are_cheap: bool) -> list[int]:
     """Of the chunks that may be compiled: doubling up to all slots.
 
     A chunk copies its part of the caches. Where memory is dear (on an accelerator the caches may fill most of it) none
     is wider than a quarter of the slots: that takes no more than the temporaries of a chunk of all.
     """
-    found, width = [], SMALLEST_WIDTH
-    while width <= slots // (2 if copies_are_cheap else 4):
-        found.append(width)
-        width *= 2
-    return [*found, slots]
+    most = slots // (2 if copies_are_cheap else 4)
+    return [*(width for width in buckets(SMALLEST_WIDTH, slots) if width <= most), slots]
 
 
 class Programs:
@@ -69,11 +78,12 @@ class Programs:
             if self._missed[key[0]] >= MISSES:
                 self._coming[key] = self._thread.submit(self._compile, *key)
         elif coming.done():
-            error = coming.exception()
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                _log.warning("no chunk of %d slots and %d positions, wider ones run instead: %s", *key, error)
-            self._programs[key] = None if isinstance(error, jax.errors.JaxRuntimeError) else coming.result()
             del self._coming[key]
+            try:
+                self._programs[key] = coming.result()
+            except jax.errors.JaxRuntimeError as error:
+                _log.warning("no chunk of %d slots and %d positions, wider ones run instead: %s", *key, error)
+                self._programs[key] = None
 
     def close(self) -> None:
         """Waits for what is being compiled."""

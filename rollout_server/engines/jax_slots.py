@@ -25,7 +25,7 @@ import numpy as np
 from rollout_server.contract.codec import CompletionRequest, GroupRequest
 from rollout_server.engines import jax_decode
 from rollout_server.engines.jax_decode import NO_TOKEN, Output, Settings
-from rollout_server.engines.jax_programs import Program, Programs, widths
+from rollout_server.engines.jax_programs import Program, Programs, buckets, widths
 from rollout_server.engines.jax_weights import DecodeWeights
 from scalerl_jax import memory
 from scalerl_jax.model import DecoderConfig, Precision
@@ -69,18 +69,6 @@ class _Chunk:
     step: int  # of the weights it runs with
     tenancies: np.ndarray  # [W] int64: whose tokens they are
     slots: np.ndarray  # [W] int64: where those are now
-
-
-def buckets(smallest: int, longest: int, *, halfway: bool = False) -> list[int]:
-    """Sizes to compile for: doubling from `smallest`, then `longest`; none that saves less than a quarter of it.
-
-    halfway: also once and a half each.
-    """
-    sizes = []
-    while smallest < longest:
-        sizes += [smallest, smallest * 3 // 2] if halfway else [smallest]
-        smallest *= 2
-    return [*(size for size in sizes if size <= longest * 3 // 4), longest]
 
 
 class SlotPool:

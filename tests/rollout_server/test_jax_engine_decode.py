@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rollout_server.engines import jax_decode, jax_programs
-from rollout_server.engines.jax_slots import Entry, SlotPool, buckets
+from rollout_server.engines.jax_programs import buckets
+from rollout_server.engines.jax_slots import Entry, SlotPool
 from rollout_server.engines.jax_weights import decode_precision, decode_weights, model_params
 from scalerl_jax.model import Precision, forward, token_logprobs
 from scalerl_jax.model.hf import from_hf
