@@ -213,10 +213,10 @@ async def serve(
     await server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if port_file:
-        _write_whole(port_file, f"{server.port}\n")
     name, identity = engine.info.name, server.service.server_id
     logging.info("%s engine at %s:%d, open to %s; server %s", name, host, server.port, access.words(host), identity)
+    if port_file:
+        _write_whole(port_file, f"{server.port}\n")
 
     # 3. Until the end. A server whose engine is over ends too: whoever started it can start it anew.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
