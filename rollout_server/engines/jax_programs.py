@@ -1,12 +1,14 @@
 """The chunk compiled for fewer slots than there are: a step costs what the slots that it runs cost.
 
 For all slots it is compiled before serving begins, once for every length of the cache. For fewer it is compiled when
-that would have served for a while, on a thread of its own, and decoding goes on meanwhile with what there is. So no
-server starts later for it, and one that is always full compiles nothing more.
+going without has cost as much as compiling does (so waiting and compiling never cost more than twice the better of the
+two), on a thread of its own, and decoding goes on meanwhile with what there is. No server starts later for it, one that
+is always full compiles nothing more, and one that is idle for most of the time leaves the cores to its neighbours.
 """
 
 import collections
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import jax
 
 SMALLEST_WIDTH = 8  # slots; below, a step costs as much
-MISSES = 16  # chunks that a width would have served before it is compiled, for each length that then comes up
+UNPRICED = 0.0, math.inf  # nothing is gained, and compiling takes for ever
 
 Program = Callable[..., Any]
 
@@ -51,39 +53,46 @@ class Programs:
         self._widths, self._compile = widths, compile
         self._programs: dict[tuple[int, int], Program | None] = {}  # None: XLA cannot compile it
         self._coming: dict[tuple[int, int], Future[Program]] = {}
-        self._missed = collections.Counter[int]()  # by width
+        self._seconds: dict[int, tuple[float, float]] = {}  # by length: of a chunk of all slots, of compiling it
+        self._lost = collections.Counter[tuple[int, int]]()  # seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compiling")
 
-    def narrowest(self, slots: int, length: int) -> tuple[int, Program | None]:
-        """The narrowest width that there is for so many slots, and its program; None: that of all slots."""
-        fitting = [width for width in self._widths if width >= slots]
-        if len(fitting) > 1:
-            self._want((fitting[0], length))
-        for width in fitting[:-1]:
-            program = self._programs.get((width, length))
-            if program is not None:
-                return width, program
-        return fitting[-1], None
+    def price(self, length: int, *, chunk: float, compiling: float) -> None:
+        """What a chunk of all slots takes with a cache of this length, and what compiling it took, in seconds."""
+        self._seconds[length] = chunk, compiling
 
-    def _want(self, key: tuple[int, int]) -> None:
-        """Counts a chunk for which that program was the best one, and takes it where it has been made.
+    def narrowest(self, slots: int, length: int) -> tuple[int, Program | None]:
+        """The narrowest width that there is for so many slots, and its program; None: that of all slots.
 
         Raises what compiling has raised, but for XLA's own errors: those cost speed only, and are said in the log.
         """
-        if key in self._programs:
-            return
-        coming = self._coming.get(key)
-        if coming is None:
-            self._missed[key[0]] += 1
-            if self._missed[key[0]] >= MISSES:
-                self._coming[key] = self._thread.submit(self._compile, *key)
-        elif coming.done():
-            del self._coming[key]
-            try:
-                self._programs[key] = coming.result()
-            except jax.errors.JaxRuntimeError as error:
-                _log.warning("no chunk of %d slots and %d positions, wider ones run instead: %s", *key, error)
-                self._programs[key] = None
+        fitting = [width for width in self._widths if width >= slots]
+        best = fitting[0], length
+        if best in self._coming and self._coming[best].done():
+            self._take(best)
+        for width in fitting[:-1]:
+            program = self._programs.get((width, length))
+            if program is not None:
+                break
+        else:
+            width, program = fitting[-1], None
+        if width > best[0] and best not in self._programs and best not in self._coming:
+            self._lose(best, width)
+        return width, program
+
+    def _take(self, key: tuple[int, int]) -> None:
+        try:
+            self._programs[key] = self._coming.pop(key).result()
+        except jax.errors.JaxRuntimeError as error:
+            _log.warning("no chunk of %d slots and %d positions, wider ones run instead: %s", *key, error)
+            self._programs[key] = None
+
+    def _lose(self, best: tuple[int, int], width: int) -> None:
+        """Books a chunk of `width` slots where the best one would have done."""
+        chunk, compiling = self._seconds.get(best[1], UNPRICED)
+        self._lost[best] += chunk * (width - best[0]) / self._widths[-1]
+        if self._lost[best] >= compiling:
+            self._coming[best] = self._thread.submit(self._compile, *best)
 
     def close(self) -> None:
         """Waits for what is being compiled."""

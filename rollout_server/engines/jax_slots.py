@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import time
 from typing import Any
 
 import jax
@@ -132,11 +133,20 @@ class SlotPool:
                 self._set_length(length)
             for prefix in prefixes:
                 self._insert(prefix, nobody, 0, 0, 0, jax_decode.empty_settings(self.slots))
-            self._run_chunk(weights, self.slots, None)
+            compiling, chunk = self._time_chunk(weights), self._time_chunk(weights)
+            self._programs.price(length, chunk=chunk, compiling=compiling)
             self._move_on_device([], [])
         self._set_length(self._lengths[0])
         jax.block_until_ready(self._state)
         memory.trim()  # XLA takes tens of MiB to compile
+
+    def _time_chunk(self, weights: DecodeWeights) -> float:
+        """Seconds of a chunk of all slots, and of compiling it if it is the first."""
+        jax.block_until_ready(self._state)
+        began = time.perf_counter()
+        self._run_chunk(weights, self.slots, None)
+        jax.block_until_ready(self._state)
+        return time.perf_counter() - began
 
     # ------------------------------------------------------------------------------------------------- entering
 

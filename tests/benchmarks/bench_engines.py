@@ -7,7 +7,8 @@ Both engines are served by scalerl-serve, each from its own environment, with th
 same prompts (32 tokens, 4 completions each) and the same lengths to produce, log-normal and skewed as those of
 reasoning traces are: a group's completions are as long as each other, and the longest is about three times the mean.
 A repeat asks each server in turn for one such load and waits for the last completion. Meanwhile the other idles: a
-turn begins when neither has anything left to do for itself (compiling, say).
+turn begins when neither has anything left to do for itself (compiling, say). Before the first that counts, each serves
+such loads for a while, as in a run of hours an engine has long compiled what they show to be worth it.
 
   tiny    0.37 M parameters, the quickstart's decoder
   small   27 M
@@ -17,6 +18,7 @@ Printed: tokens/s (of the tokens asked for), and the ratio of the medians.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pathlib
 import statistics
@@ -48,7 +50,7 @@ flags.DEFINE_string("vllm_python", ".venv-vllm/bin/python", "of vLLM's environme
 
 GROUP, PROMPT = 4, 32
 IDLE_SECONDS = 0.5
-WARM_UP = 3  # loads that are not counted: an engine may compile what they show to be needed
+WARM_UP_SECONDS = 30.0  # of each engine
 SEQUENCES = (8, 32, 64)
 SIZES = {
     "tiny": DecoderConfig(
@@ -62,7 +64,7 @@ SIZES = {
 
 def load(vocabulary: int, sequences: int, round_: int) -> list[codec.GroupRequest]:
     """Groups of completions that nothing ends before their budget."""
-    rng = np.random.default_rng([sequences, round_])
+    rng = np.random.default_rng([sequences, round_ % 2**32])
     drawn = rng.lognormal(0, 0.8, sequences // GROUP)
     budgets = np.clip(drawn / drawn.max() * FLAGS.longest, 8, FLAGS.longest).astype(int)
     return [
@@ -146,13 +148,15 @@ async def compare(size: str) -> None:
             print(f"{size}: {parameters / 1e6:.2f} M parameters, {FLAGS.dtype}, logits in {about.head_dtype}")
             for sequences in SEQUENCES:
                 rates: dict[str, list[float]] = {"jax": [], "vllm": []}
-                for repeat in range(-WARM_UP, FLAGS.repeats):
-                    requests = load(config.vocabulary, sequences, repeat + WARM_UP)
+                for stub in (jax, vllm):
+                    began, rounds = time.perf_counter(), itertools.count(-1, -1)
+                    while time.perf_counter() - began < WARM_UP_SECONDS:
+                        await rate(stub, load(config.vocabulary, sequences, next(rounds)))
+                for repeat in range(FLAGS.repeats):
+                    requests = load(config.vocabulary, sequences, repeat)
                     for name, stub in (("jax", jax), ("vllm", vllm)):
                         await idle([jax_process, vllm_process])
-                        found = await rate(stub, requests)
-                        if repeat >= 0:
-                            rates[name].append(found)
+                        rates[name].append(await rate(stub, requests))
                 ours, peer = (statistics.median(rates[name]) for name in ("jax", "vllm"))
                 print(f"  {sequences:3} sequences   JAX {ours:8,.0f} tokens/s   vLLM {peer:8,.0f}   {ours / peer:.2f}x")
 

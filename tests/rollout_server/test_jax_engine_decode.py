@@ -158,7 +158,7 @@ def at_once(monkeypatch):
         widths.append(width)
         return run_chunk(pool, weights, width, program)
 
-    monkeypatch.setattr(jax_programs, "MISSES", 1)
+    monkeypatch.setattr(jax_programs, "UNPRICED", (1.0, 0.0))
     monkeypatch.setattr(jax_programs, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
     monkeypatch.setattr(SlotPool, "_run_chunk", noted)
     return widths
@@ -226,7 +226,7 @@ def test_the_cache_grows_for_a_slot_that_was_moved(at_once):
     np.testing.assert_allclose(last.logprobs, reference, atol=1e-4)
 
 
-def test_a_narrow_chunk_is_compiled_once_it_would_have_served_for_a_while(caplog):
+def test_a_narrow_chunk_is_compiled_once_going_without_has_cost_as_much(caplog):
     compiled, go = [], threading.Event()
     errors = {96: jax.errors.JaxRuntimeError("too large"), 128: TypeError("ours")}
 
@@ -238,26 +238,42 @@ def test_a_narrow_chunk_is_compiled_once_it_would_have_served_for_a_while(caplog
         return f"{width}, {length}"
 
     programs = jax_programs.Programs([8, 16, 32], compile_)
-    for _ in range(jax_programs.MISSES + 5):
-        assert programs.narrowest(9, 64) == (32, None)  # decoding goes on
-        assert programs.narrowest(32, 64) == (32, None)
-    go.set()
 
-    def arrives(slots, length):
+    def misses(slots, length, count):
+        for _ in range(count):
+            assert programs.narrowest(slots, length)[0] > 16
+            assert programs.narrowest(32, length) == (32, None)
+
+    def arrives(slots, length, width):
         deadline = time.monotonic() + 60
-        while (found := programs.narrowest(slots, length)) == (32, None):
+        while (found := programs.narrowest(slots, length))[0] != width:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return found
 
-    assert arrives(9, 64) == (16, "16, 64") and compiled == [(16, 64)]
-    assert programs.narrowest(8, 64) == (16, "16, 64")  # wider, but better than all
+    for length in (64, 96, 128):
+        programs.price(length, chunk=1.0, compiling=4.0)
+    misses(9, 64, 7)  # half a second each
+    assert not programs._coming
+    misses(9, 64, 5)  # and decoding goes on
+    assert list(programs._coming) == [(16, 64)]
+    go.set()
+    assert arrives(9, 64, 16) == (16, "16, 64") and compiled == [(16, 64)]
+
+    # Against 16 slots, 8 save a quarter of a chunk.
+    assert [programs.narrowest(8, 64) for _ in range(15)] == [(16, "16, 64")] * 15
+    assert not programs._coming
+    programs.narrowest(8, 64)
+    assert arrives(8, 64, 8) == (8, "8, 64") and compiled == [(16, 64), (8, 64)]
+
+    misses(16, 128, 8)  # each length for itself
     with pytest.raises(TypeError, match="ours"):
-        arrives(16, 128)  # another length of that width is compiled at once
+        arrives(16, 128, 16)
+    misses(16, 96, 8)
     while not caplog.messages:
         assert programs.narrowest(16, 96) == (32, None)
     assert [programs.narrowest(16, 96) for _ in range(100)] == [(32, None)] * 100
-    assert compiled == [(16, 64), (16, 128), (16, 96)]
+    assert compiled == [(16, 64), (8, 64), (16, 128), (16, 96)]
     assert caplog.messages == ["no chunk of 16 slots and 96 positions, wider ones run instead: too large"]
     programs.close()
 
