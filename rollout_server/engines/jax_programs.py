@@ -54,7 +54,7 @@ class Programs:
         self._programs: dict[tuple[int, int], Program | None] = {}  # None: XLA cannot compile it
         self._coming: dict[tuple[int, int], Future[Program]] = {}
         self._seconds: dict[int, tuple[float, float]] = {}  # by length: of a chunk of all slots, of compiling it
-        self._lost = collections.Counter[tuple[int, int]]()  # seconds
+        self._lost = collections.defaultdict[tuple[int, int], float](float)  # seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compiling")
 
     def price(self, length: int, *, chunk: float, compiling: float) -> None:
