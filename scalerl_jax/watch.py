@@ -57,7 +57,7 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
                 tell(f"{empty[0]}: waiting for its first evaluation")
             elif now != seen:
                 try:
-                    _draw_settled(paths, draw)
+                    now = _draw_settled(paths, draw)
                     drawn += 1
                 except UserError as error:
                     if isinstance(error.__cause__, TooFewPoints):
@@ -78,11 +78,12 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
     tell("; ".join(dict.fromkeys(reason for reason in ended if reason)))
 
 
-def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -> None:
-    """Draws what is there once no file is in the middle of a row."""
+def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -> _Signature:
+    """Draws what is there once no file is in the middle of a row; the files as they were just before."""
     for attempt in range(_ATTEMPTS):
         if any(_unfinished(path) for path, *_ in _signature(paths)):
             time.sleep(_SETTLE_SECONDS)
+        drawn = _signature(paths)
         try:
             draw(paths)
         except UserError as error:
@@ -90,7 +91,8 @@ def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -
                 raise
             time.sleep(_SETTLE_SECONDS)
         else:
-            return
+            return drawn
+    raise AssertionError("the last attempt draws or raises")
 
 
 def _files(path: str) -> list[str]:
