@@ -34,6 +34,7 @@ STEADY_SECONDS = 60.0  # a server that lived this long did not die of how it was
 LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is started again
 STOP_SECONDS = 5.0  # between asking a server to stop and killing it
 DESCENDANT_SECONDS = 12.0  # that what a dead server has started may take to end by itself (vLLM tidies up for 10)
+KILLED_SECONDS = 2.0  # that what was killed may take until it is gone
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
@@ -208,6 +209,11 @@ class _Server:
                 time.sleep(_POLL_SECONDS)
             os.killpg(group, signal.SIGKILL)
             log.warning("local server %d ended, and what it had started did not: killed", self.index)
+            # What is killed needs a core once more to end; where nobody reaps orphans they stay for ever, as zombies.
+            deadline = time.monotonic() + KILLED_SECONDS
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(_POLL_SECONDS)
 
     def _supervise(self) -> None:
         pause, born = self._first_pause, time.monotonic()

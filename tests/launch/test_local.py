@@ -1,5 +1,6 @@
 """The supervision of local servers: ports that hold, restarts, and nobody left behind."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -148,8 +149,11 @@ def test_a_server_that_never_serves_is_given_up_and_stopped(tmp_path: pathlib.Pa
 
 def children() -> set[int]:
     """The process ids of this process's living children."""
-    path = pathlib.Path(f"/proc/{os.getpid()}/task")
-    return {int(child) for task in path.iterdir() for child in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in pathlib.Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found |= {int(child) for child in (task / "children").read_text().split()}
+    return found
 
 
 def test_servers_end_with_a_parent_that_is_killed(tmp_path: pathlib.Path) -> None:

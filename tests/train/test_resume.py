@@ -72,7 +72,7 @@ def check_rows(run: helpers.Run, config) -> None:
 
 
 def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start):
-    flags = [*flags, *UNPROBED]
+    flags = [*flags, *UNPROBED, "--config.updates=24"]  # half of them after the last kill: the run must not end before
     config = config_of(flags)
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
     os.mkdir(tmp_path / "servers")
@@ -99,9 +99,9 @@ def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, 
         time.sleep(rng.uniform(0, 0.2))
         again()
         # ... while a checkpoint is being written, ...
-        stopped.until(lambda: any("tmp" in name and name.startswith("6") for name in saved(stopped)), "save 6 begins")
+        stopped.until(lambda: any("tmp" in name for name in saved(stopped)), "a save begins")
         again()
-        # ... and towards the end.
+        # ... and later.
         step = rng.randint(8, 11)
         stopped.until(lambda: len(stopped.metrics) >= step, f"{step} updates")
         time.sleep(rng.uniform(0, 0.2))
