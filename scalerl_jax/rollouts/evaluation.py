@@ -1,9 +1,10 @@
 """One version, pinned on some servers until its evaluation is done.
 
 A server that evaluates gets no more training groups, finishes those it has, is brought to the version if it is behind,
-answers requests pinned to it, and then catches up with the latest one. When it is lost its unfinished completions go to
-another evaluating server, or to any that can still be brought to the version. A server never goes back to an older
-version, so with newer ones out everywhere the evaluation may be beyond saving: EvaluationLost.
+answers requests pinned to it, and then goes on to the next evaluation, or catches up with the latest version. When it
+is lost its unfinished completions go to another evaluating server, or to any that can still be brought to the version.
+A server never goes back to an older version, so with newer ones out everywhere the evaluation may be beyond saving:
+EvaluationLost.
 """
 
 import collections
@@ -41,8 +42,13 @@ class Evaluation:
         )
         self._orphaned_at: float | None = None
 
-    def assign(self, connections: Sequence[Connection], *, latest: int) -> list[Connection]:
-        """Makes servers evaluate until there are enough; returns those that began."""
+    def assign(
+        self, connections: Sequence[Connection], *, latest: int, done: Sequence[Connection] = ()
+    ) -> list[Connection]:
+        """Makes servers evaluate until there are enough; returns those that began.
+
+        done: those whose last evaluation has ended just now, so that no newer version is on its way to them yet.
+        """
         active = [c for c in connections if c.state == connection_lib.ACTIVE]
         for c in active:
             if c.evaluation is self and c.step is not None and c.step > self.version:
@@ -51,7 +57,7 @@ class Evaluation:
         free = [c for c in active if c.evaluation is None and c.step is not None and c.step <= self.version]
         if self.version != latest:
             # One that is being brought to a newer version now would not stop at ours.
-            free = [c for c in free if c.step == self.version]
+            free = [c for c in free if c.step == self.version or c in done]
         wanted = (self._servers or len(active)) - working
         chosen = sorted(free, key=lambda c: c.in_flight)[: max(0, wanted)]
         for c in chosen:
@@ -90,12 +96,13 @@ class Evaluations:
 
         latest: the version that every server is to hold. patience: seconds, see Evaluation.lost.
         """
-        ended = []
+        ended: list[Evaluation] = []
+        done: list[Connection] = []
         while self._queue:
             evaluation = self._queue[0]
             groups = evaluation.book.take(0)
             if groups is None and not evaluation.lost(connections, latest=latest, patience=patience):
-                for connection in evaluation.assign(connections, latest=latest):
+                for connection in evaluation.assign(connections, latest=latest, done=done):
                     connection.retarget()
                 break
             ended.append(self._queue.popleft())
@@ -103,6 +110,7 @@ class Evaluations:
                 if connection.evaluation is evaluation:
                     connection.evaluation = None
                     connection.retarget()
+                    done.append(connection)
             if groups is not None:
                 evaluation.future.set_result([finished(group) for group in groups])
             else:

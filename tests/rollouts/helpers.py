@@ -20,11 +20,12 @@ from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts.book import FinishedGroup
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.probe import Expected, Probe
-from tests.rollouts.replay_server import read_dump
+from tests.rollouts.replay_server import hold_file, read_dump
 
 SHAPES = {"model.embed_tokens.weight": (64, 24), "model.norm.weight": (24,), "lm_head.weight": (64, 24)}
 VOCABULARY = 64
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ENDLESS = 10**9  # updates: no test ends because the run does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def weights(version: int) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-def eventually(condition: Callable[[], Any], *, seconds: float = 20.0) -> Any:
+def eventually(condition: Callable[[], Any], *, seconds: float = 60.0) -> Any:
     """The first true value of `condition`; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -110,8 +111,19 @@ class ReplayServer:
         """(version, tensors) as the engine has them; version 0 of nobody before there was one."""
         return read_dump(self.dump) if os.path.exists(self.dump) else (Version(0, 0), {})
 
+    def hold_back(self, group_id: str) -> None:
+        """From now on it says nothing to a request for this group, until `let_go`."""
+        with open(self.dump + ".new", "w") as file:
+            file.write(group_id)
+        os.replace(self.dump + ".new", hold_file(self.dump))
+
+    def let_go(self) -> None:
+        if os.path.exists(hold_file(self.dump)):
+            os.remove(hold_file(self.dump))
+
     def forget(self) -> None:
-        """The dump of what an earlier test sent."""
+        """The dump of what an earlier test sent, and what it had held back."""
+        self.let_go()
         if os.path.exists(self.dump):
             os.remove(self.dump)
 
@@ -139,14 +151,18 @@ class ReplayServer:
 
 
 def config(**changes: Any) -> Config:
-    """Small and quick; `changes` are dotted names with _ for the dot's first level: fleet_silence_seconds=1."""
-    made = Config(seed=3, updates=8)
+    """Small and quick; `changes` are dotted names with _ for the dot's first level: fleet_silence_seconds=1.
+
+    The run has no end, and no server is given up because a process stood still for some seconds, as it may on a busy
+    machine.
+    """
+    made = Config(seed=3, updates=ENDLESS)
     made.rollout.groups, made.rollout.group_size = 4, 4
     made.rollout.thinking_low, made.rollout.thinking_high, made.rollout.answer_budget = 4, 24, 16
     made.rollout.phrase, made.rollout.end_of_thinking = "time is up>", ">"
-    made.fleet.connect_seconds, made.fleet.heartbeat_seconds = 10.0, 0.1
-    made.fleet.status_seconds, made.fleet.silence_seconds = 0.5, 1.0
-    made.fleet.completion_seconds, made.fleet.push_seconds = 10.0, 10.0
+    made.fleet.connect_seconds, made.fleet.heartbeat_seconds = 60.0, 0.1
+    made.fleet.status_seconds, made.fleet.silence_seconds = 5.0, 15.0
+    made.fleet.completion_seconds, made.fleet.push_seconds = 60.0, 60.0
     made.fleet.chunk_bytes = 1000  # several chunks, and tensors across their borders
     made.evaluation.servers = 1
     for name, value in changes.items():
@@ -169,7 +185,7 @@ class Trainer:
 
     def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, score=None, **kwargs: Any):
         """kwargs: of Fleet."""
-        self.config, self.version = made, start
+        self.config, self.version, self.servers = made, start, servers
         common = {"k": made.pacing.k, "groups": made.rollout.groups, "batches": made.updates, "start": start}
         self.pacing: pacing_lib.Pacing = pacing_lib.Phased(**common)
         if made.pacing.kind == "pipeline":
@@ -220,9 +236,9 @@ class Trainer:
     def wait(self) -> None:
         self.admitted += [server for server, _ in self.probe.admit_newcomers(self.fleet)]
 
-    def update(self) -> list[FinishedGroup]:
+    def update(self, wait: Callable[[], None] | None = None) -> list[FinishedGroup]:
         """One batch: taken, "trained", and the next version published where the pacing wants it."""
-        groups = self.fleet.batch(self.version, self.wait)
+        groups = self.fleet.batch(self.version, wait or self.wait)
         self.batches.append(groups)
         self.version += 1
         self.fleet.advance(self.version)
@@ -232,12 +248,27 @@ class Trainer:
     def states(self) -> dict[str, str]:
         return {address: s["state"] for address, s in self.fleet.status()["servers"].items()}
 
-    def admit_until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def server(self, server: ReplayServer) -> dict[str, Any]:
+        """What the fleet says of it."""
+        return self.fleet.status()["servers"][server.address]
+
+    def admit_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         def look() -> bool:
             self.wait()
             return condition()
 
         eventually(look, seconds=seconds)
+
+    def admit_all(self) -> None:
+        """All servers given have been admitted; one that was lost since may not be again."""
+        self.admit_until(lambda: {s.address for s in self.servers} <= set(self.admitted))
+
+    def update_until(self, condition: Callable[[], Any]) -> None:
+        """Updates, none if it holds already: a fleet that nobody takes batches from comes to a stop."""
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "not within 60 s"
+            self.update()
 
     def check(self) -> None:
         """What must hold of everything trained so far, whatever happened."""

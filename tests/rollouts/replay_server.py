@@ -2,7 +2,8 @@
 
     python -m tests.rollouts.replay_server '{"port": 0, "port_file": ..., "dump": ..., "shapes": {...}, ...}'
 
-`dump` is written after every version: an .npz of the tensors held, and the version, as the engine has them.
+`dump` is written after every version: an .npz of the tensors held, and the version, as the engine has them. While there
+is a file hold_file(dump), requests for the group that it names wait.
 """
 
 import asyncio
@@ -28,7 +29,16 @@ class DumpingEngine(ReplayEngine):
     lie_after = 0  # after so many completions their log-probs are nonsense
     asked = told = 0
 
+    def holds_back(self, group_id):
+        try:
+            with open(hold_file(self.dump)) as file:
+                return file.read() == group_id
+        except FileNotFoundError:
+            return False
+
     async def generate(self, request):
+        while self.holds_back(request.group_id):
+            await asyncio.sleep(0.02)
         self.asked += 1
         if self.full_every and self.asked % self.full_every == 0:
             raise QueueFull("as the test wants it")
@@ -46,6 +56,10 @@ class DumpingEngine(ReplayEngine):
             np.savez(file, incarnation=np.uint64(held.incarnation), step=held.step, **self.weights)
         os.replace(self.dump + ".tmp", self.dump)
         return pause
+
+
+def hold_file(dump: str) -> str:
+    return dump + ".hold"
 
 
 def read_dump(path: str) -> tuple[Version, dict[str, np.ndarray]]:

@@ -8,6 +8,7 @@ from tests.rollouts.helpers import Trainer, config, eventually, prompt, verdict
 HELD_OUT = [prompt(5000 + i) for i in range(12)]
 SAMPLES = 3
 BRISK = {"token_seconds": 0.004, "mean_tokens": 12.0}
+LAST = HELD_OUT[-1].index
 
 
 def check(groups, version: int) -> None:
@@ -24,33 +25,60 @@ def evaluating(trainer: Trainer) -> list[str]:
     return [address for address, s in trainer.fleet.status()["servers"].items() if s["evaluating"]]
 
 
+def hold_back(servers, version: int) -> None:
+    """The evaluation of `version` does not end before `let_go`, however long the test takes over what it does."""
+    for server in servers:
+        server.hold_back(f"eval/{version}/{LAST}")
+
+
+def let_go(servers) -> None:
+    for server in servers:
+        server.let_go()
+
+
+def half_way(trainer: Trainer) -> bool:
+    """Whether some prompts of an evaluation that is held back are finished."""
+    evaluation = trainer.fleet.status()["evaluation"]
+    return evaluation is not None and evaluation["finished"] > 0
+
+
 def test_one_server_evaluates_while_the_others_train(start):
     servers = start(BRISK, BRISK, BRISK)
-    with Trainer(config(updates=4000), servers) as trainer:
-        trainer.admit_until(lambda: len(trainer.admitted) == 3)
+    with Trainer(config(), servers) as trainer:
+        trainer.admit_all()
         for _ in range(3):
             trainer.update()
+        hold_back(servers, 3)
         future = trainer.fleet.evaluate(3, HELD_OUT, SAMPLES)
         (evaluator,) = eventually(lambda: evaluating(trainer))
-        held = set()
+
+        def observed() -> bool:
+            return {evaluating for _, evaluating in trainer.observed} == {True, False}
+
+        # Training goes on, and the versions do not reach the evaluating server.
+        while trainer.version < 6 or not (half_way(trainer) and observed()):
+            trainer.update()
+            status = trainer.fleet.status()["servers"][evaluator]
+            assert status["step"] <= 3 and evaluating(trainer) == [evaluator]
+        assert status["step"] == 3
+        let_go(servers)
         while not future.done():
             assert evaluating(trainer) in ([evaluator], [])
             trainer.update()
-            held.add(trainer.fleet.status()["servers"][evaluator]["step"])
-        assert trainer.version > 4  # training went on, and the versions did not reach the evaluating server
         check(future.result(), 3)
         eventually(lambda: trainer.fleet.status()["servers"][evaluator]["step"] == trainer.version)
         trainer.update()
         trainer.check()
-        assert {evaluating for _, evaluating in trainer.observed} == {True, False}
 
 
 def test_all_servers_evaluate_and_training_waits(start):
     servers = start(BRISK, BRISK)
     with Trainer(config(evaluation_servers=0, updates=6), servers) as trainer:
-        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        trainer.admit_all()
+        hold_back(servers, 0)
         first = trainer.fleet.evaluate(0, HELD_OUT, SAMPLES)
         assert sorted(evaluating(trainer)) == sorted(s.address for s in servers)
+        let_go(servers)
         while trainer.version < 6:
             trainer.update()
         last = trainer.fleet.evaluate(6, HELD_OUT, SAMPLES)
@@ -86,7 +114,7 @@ def test_a_prompt_has_more_samples_than_a_group_has_completions(start, samples):
 
 def test_evaluations_queue_up_and_keep_their_versions(start):
     (server,) = start(BRISK)
-    with Trainer(config(updates=12), [server]) as trainer:
+    with Trainer(config(), [server]) as trainer:
         futures = []
         for version in range(3):
             futures.append(trainer.fleet.evaluate(version, HELD_OUT, SAMPLES))
@@ -96,16 +124,38 @@ def test_evaluations_queue_up_and_keep_their_versions(start):
         trainer.check()
 
 
+@pytest.mark.parametrize("evaluators", [1, 2])
+def test_the_queue_may_be_far_behind_the_training(start, evaluators):
+    """A server goes from one evaluation to the next, past no version that is still to be evaluated."""
+    servers = start(BRISK, BRISK, BRISK)
+    with Trainer(config(evaluation_servers=evaluators, fleet_silence_seconds=1.0), servers) as trainer:
+        trainer.admit_all()
+        hold_back(servers, 0)
+        futures = []
+        while trainer.version < 6:
+            if trainer.version in (0, 2, 3):
+                futures.append(trainer.fleet.evaluate(trainer.version, HELD_OUT, SAMPLES))
+            trainer.update()
+        assert len(evaluating(trainer)) == evaluators
+        let_go(servers)
+        for version, future in zip((0, 2, 3), futures):
+            check(trainer.fleet.result(future, trainer.wait), version)
+        trainer.update()
+        trainer.check()
+
+
 def test_an_evaluating_server_that_dies_is_replaced(start):
     servers = start(BRISK, BRISK)
     with Trainer(config(), servers) as trainer:
-        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+        trainer.admit_all()
         trainer.update()
+        hold_back(servers, 1)
         future = trainer.fleet.evaluate(1, HELD_OUT, SAMPLES)
         (evaluator,) = eventually(lambda: evaluating(trainer))
-        eventually(lambda: (trainer.fleet.status()["evaluation"] or {}).get("finished"))
+        eventually(lambda: half_way(trainer))
         server = next(s for s in servers if s.address == evaluator)
         server.kill()
+        let_go(servers)
         check(trainer.fleet.result(future, trainer.wait), 1)
         assert evaluator not in evaluating(trainer)
         trainer.update()
@@ -116,9 +166,11 @@ def test_the_only_server_dies_while_it_evaluates_and_comes_back(start):
     (server,) = start(BRISK)
     with Trainer(config(), [server]) as trainer:
         trainer.update()
+        hold_back([server], 1)
         future = trainer.fleet.evaluate(1, HELD_OUT, SAMPLES)
-        eventually(lambda: (trainer.fleet.status()["evaluation"] or {}).get("finished"))
+        eventually(lambda: half_way(trainer))
         server.kill()
+        server.let_go()
         server.launch()
         server.wait()
         check(trainer.fleet.result(future, trainer.wait), 1)
@@ -129,10 +181,10 @@ def test_the_only_server_dies_while_it_evaluates_and_comes_back(start):
 
 def test_an_evaluation_beyond_saving_says_so(start):
     servers = start(BRISK, BRISK)
-    with Trainer(config(), servers) as trainer:
-        trainer.admit_until(lambda: len(trainer.admitted) == 2)
-        # Several seconds' worth: it cannot be done before the other server holds the next version.
-        future = trainer.fleet.evaluate(0, [prompt(6000 + i) for i in range(400)], SAMPLES)
+    with Trainer(config(fleet_silence_seconds=1.0), servers) as trainer:
+        trainer.admit_all()
+        hold_back(servers, 0)
+        future = trainer.fleet.evaluate(0, HELD_OUT, SAMPLES)
         (evaluator,) = eventually(lambda: evaluating(trainer))
         server, other = sorted(servers, key=lambda s: s.address != evaluator)
         trainer.update()
