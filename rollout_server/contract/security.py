@@ -20,6 +20,7 @@ import hmac
 import ipaddress
 import logging
 import os
+import re
 import socket
 import ssl
 import time
@@ -33,6 +34,9 @@ from rollout_server.contract import limits
 HEADER = "authorization"
 SHORTEST_TOKEN = 16  # characters
 LOG_SECONDS = 60.0  # refusals are logged at most this often: a flood of them must not fill a disk
+
+# How gRPC ends the details of a call whose connection the other end has closed at once.
+CLOSED = re.compile(r"(Socket closed|Connection reset by peer|Broken pipe)( \(\d+\))?$")
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +185,8 @@ def refusal(error: grpc.RpcError, credentials: Credentials) -> str:
     if "handshake failed" in details:
         return f"the TLS handshake failed ({details.rpartition('OPENSSL_internal:')[2]})"
     # In TLS 1.3 a client is through with the handshake before the server looks at its certificate, and gRPC servers
-    # say nothing when they close.
-    if "failed to connect" in details and details.endswith("Socket closed"):
+    # say nothing when they close. What the client sees of it depends on what was still under way between the two.
+    if "failed to connect" in details and CLOSED.search(details):
         if not credentials.authority:
             return "it closes the connection at once, as a server with TLS does"
         which = "another client certificate" if credentials.certificate else "a client certificate"

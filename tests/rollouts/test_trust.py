@@ -1,10 +1,16 @@
 """A fleet behind TLS, client certificates and a token; and the line that says which server lets nobody in, and why."""
 
+import contextlib
 import dataclasses
-import time
+import socket
+import ssl
+import struct
+import threading
 
+import grpc
 import pytest
 
+from rollout_server.contract import security
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.rollouts import credentials
 from scalerl_jax.rollouts.fleet import FleetError
@@ -67,8 +73,9 @@ def test_a_run_through_tls(servers, files, caplog):
     ],
 )
 def test_a_trainer_that_is_not_let_in_says_by_whom_and_why(servers, files, changes, told):
-    trainer = Trainer(config(), servers, credentials=credentials.read(shown(files, **changes)))
-    began = time.monotonic()
+    # Each time it is sure long before it would stop waiting for them to be there.
+    made = config(fleet_connect_seconds=10000.0)
+    trainer = Trainer(made, servers, credentials=credentials.read(shown(files, **changes)))
     with pytest.raises(FleetError) as error:
         with trainer:
             pass
@@ -77,19 +84,79 @@ def test_a_trainer_that_is_not_let_in_says_by_whom_and_why(servers, files, chang
     for server in servers:
         assert f"rollout server {server.address}: " in message
     assert told in message
-    assert time.monotonic() - began < config().fleet.connect_seconds + 5
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("how", ["at its end", "in the middle"])
+def test_each_way_of_closing_a_connection_at_once(files, encrypted, how):
+    """With all read that came the client sees the end, with something unread a reset."""
+    shows = credentials.read(FleetConfig(tls_authority=files["authority"] if encrypted else ""))
+    told = (
+        "closes the connection after the TLS handshake" if encrypted else "closes the connection at once, as a server"
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["server_certificate"], files["server_key"])
+    context.set_alpn_protocols(["h2"])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def close_all() -> None:
+            while True:
+                try:
+                    connection = listening.accept()[0]
+                except OSError:  # the test is over
+                    return
+                with contextlib.suppress(OSError):
+                    if encrypted:
+                        connection = context.wrap_socket(connection, server_side=True)
+                    if how == "at its end":
+                        connection.recv(1 << 20)
+                    else:
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+
+        threading.Thread(target=close_all, daemon=True).start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        trainer = Trainer(config(fleet_connect_seconds=10000.0), [], addresses=[address], credentials=shows)
+        with pytest.raises(FleetError, match=told), trainer:
+            pass
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("end", "closed"),
+    [
+        ("Socket closed", True),
+        ("recvmsg:Connection reset by peer", True),
+        ("sendmsg: Connection reset by peer (104)", True),
+        ("sendmsg: Broken pipe (32)", True),
+        ("Failed to connect to remote host: connect: Connection refused (111)", False),
+        ("Timeout occurred: FD Shutdown", False),
+    ],
+)
+def test_a_connection_that_was_closed_at_once(end, closed):
+    details = f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:7: {end}"
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details=details)
+    assert bool(security.refusal(error, security.PLAIN)) == closed
 
 
 def test_the_others_may_be_away(servers, files):
-    nowhere = "127.0.0.1:1"
-    made = config(fleet_connect_seconds=2.0)
+    nowhere, seconds = "127.0.0.1:1", 0.5
     shows = credentials.read(shown(files, token_file="other_token"))
-    trainer = Trainer(made, [], addresses=[servers[0].address, nowhere], credentials=shows)
-    with pytest.raises(FleetError) as error:
-        with trainer:
-            pass
+
+    def refused() -> str:
+        """Why the run does not begin, or nothing if the time did not even suffice to be refused."""
+        nonlocal seconds
+        seconds *= 2
+        made = config(fleet_connect_seconds=seconds)
+        with pytest.raises(FleetError) as error:
+            with Trainer(made, [], addresses=[servers[0].address, nowhere], credentials=shows):
+                pass
+        late = str(error.value).startswith(f"no rollout server answers at {servers[0].address}, {nowhere} (tried for")
+        return "" if late else str(error.value)
+
     named = f"rollout server {servers[0].address}: it does not take the token"
-    assert str(error.value) == f"{named}; nobody answers at {nowhere}"
+    assert eventually(refused) == f"{named}; nobody answers at {nowhere}"
 
 
 def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files, tmp_path_factory, caplog):
@@ -98,8 +165,8 @@ def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files,
         with Trainer(config(), [*servers, stranger], credentials=credentials.read(shown(files))) as trainer:
             trainer.admit_until(lambda: len(trainer.admitted) == 2)
             trainer.update()
-            state = trainer.fleet.status()["servers"][stranger.address]
-            assert (state["state"], state["reason"]) == ("connecting", "it speaks without TLS")
+            eventually(lambda: trainer.server(stranger)["reason"] == "it speaks without TLS")
+            assert trainer.server(stranger)["state"] == "connecting"
             said = f"server {stranger.address} is left out: it speaks without TLS"
             eventually(lambda: said in caplog.messages)
         assert sum(stranger.address in message for message in caplog.messages) == 1
