@@ -21,23 +21,21 @@ def test_servers_join_and_leave_with_the_file(start, tmp_path, caplog):
     one, two, three = servers = start(SLOW, SLOW, SLOW)
     path = tmp_path / "servers"
     write(path, one)
-    made = config(updates=4000, fleet_discovery_seconds=0.1)
+    made = config(fleet_discovery_seconds=0.1)
     with Trainer(made, servers, **watching(path)) as trainer:
         trainer.update()
         assert list(trainer.states()) == [one.address]
 
         # 1. Two join: they are brought to the version the run has reached, met, and asked.
         write(path, one, two, three)
-        while len(trainer.admitted) < 3:
-            trainer.update()
+        trainer.update_until(lambda: len(trainer.admitted) == 3)
         for server in servers:
             assert_holds(server, trainer.version)
 
         # 2. One leaves with work in its hands: it is asked for nothing more, and what it has is not lost.
-        eventually(lambda: trainer.fleet.status()["servers"][one.address]["in_flight"] > 0)
+        trainer.update_until(lambda: trainer.server(one)["in_flight"] > 0)
         write(path, two, three)
-        while one.address in trainer.states():
-            trainer.update()
+        trainer.update_until(lambda: one.address not in trainer.states())
         seen = [state for state, _ in states_seen(trainer, one)]
         assert seen[-1] == "leaving" and "connecting" not in seen
         trainer.update()
@@ -53,8 +51,7 @@ def test_servers_join_and_leave_with_the_file(start, tmp_path, caplog):
 
         # 4. It returns, and is met as a new one.
         write(path, one, two)
-        while trainer.admitted.count(one.address) < 2 or three.address in trainer.states():
-            trainer.update()
+        trainer.update_until(lambda: trainer.admitted.count(one.address) == 2 and three.address not in trainer.states())
         assert_holds(one, trainer.version)
         trainer.check()
 
@@ -63,12 +60,13 @@ def test_the_only_server_is_replaced(start, tmp_path):
     one, two = start(SLOW, SLOW)
     path = tmp_path / "servers"
     write(path, one)
-    made = config(updates=4000, fleet_discovery_seconds=0.1)
+    made = config(fleet_discovery_seconds=0.1)
     with Trainer(made, [], **watching(path)) as trainer:
         trainer.update()
         one.kill()
         write(path, two)
-        trainer.update()
+        # Batches that were ready before come first.
+        trainer.update_until(lambda: list(trainer.states()) == [two.address] and two.address in trainer.admitted)
         trainer.update()
         trainer.check()
         assert list(trainer.states()) == [two.address]
