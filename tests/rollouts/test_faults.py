@@ -14,8 +14,8 @@ BRISK = {"token_seconds": 0.002, "mean_tokens": 12.0}
 AFTER = 24  # completions: the eight of the probe, and four groups
 
 
-def run(trainer: Trainer, servers, updates: int) -> None:
-    trainer.admit_until(lambda: len(trainer.admitted) == len(servers))
+def run(trainer: Trainer, updates: int) -> None:
+    trainer.admit_all()
     for _ in range(updates):
         trainer.update()
     trainer.check()
@@ -50,14 +50,9 @@ def check_against_the_script(trainer: Trainer) -> None:
 )
 def test_a_server_that_begins_to_lie_is_named_and_sent_away(start, caplog, fault, named):
     servers = start({**BRISK, "faults": f"{fault}:{AFTER}"}, BRISK)
-    with Trainer(config(updates=4000), servers) as trainer:
-        run(trainer, servers, 8)
-
-        def rejected():
-            trainer.update()
-            return states_seen(trainer, servers[0])[-1][0] == "rejected"
-
-        eventually(rejected)
+    with Trainer(config(), servers) as trainer:
+        run(trainer, 8)
+        trainer.update_until(lambda: states_seen(trainer, servers[0])[-1][0] == "rejected")
         reason = states_seen(trainer, servers[0])[-1][1]
         assert servers[0].address in reason and named in reason
         assert any(servers[0].address in r.message and named in r.message for r in caplog.records)
@@ -82,25 +77,35 @@ def test_a_server_that_lies_from_the_start_is_never_admitted(start, fault):
 def test_repeated_and_reordered_completions_count_once(start, caplog):
     servers = start({**BRISK, "faults": "duplicate:0,reorder:0"}, {**BRISK, "faults": "duplicate:0"})
     with Trainer(config(), servers) as trainer:
-        run(trainer, servers, 8)
+        run(trainer, 8)
+
+        def said(server) -> int:
+            return sum(server.address in r.message and "came twice" in r.message for r in caplog.records)
+
+        trainer.update_until(lambda: all(map(said, servers)))
+        trainer.update()
+        trainer.check()
         assert set(trainer.states().values()) == {"active"}
-    for server in servers:
-        assert sum(server.address in r.message and "came twice" in r.message for r in caplog.records) == 1
+    assert [said(server) for server in servers] == [1, 1]
 
 
 def test_a_server_that_slows_down_gets_less_and_stays(start):
     servers = start({**BRISK, "faults": f"delay:{AFTER}:0.1"}, BRISK)
-    with Trainer(config(updates=4000), servers) as trainer:
-        run(trainer, servers, 20)
+    with Trainer(config(), servers) as trainer:
+        run(trainer, 20)
+
+        def slower() -> bool:
+            slow, fast = (trainer.server(server)["completions_per_second"] for server in servers)
+            return 0 < slow < fast / 2
+
+        trainer.update_until(slower)
         assert trainer.states()[servers[0].address] == "active"
-        slow, fast = (trainer.fleet.status()["servers"][s.address]["completions_per_second"] for s in servers)
-        assert slow < fast / 2
 
 
 def test_corrupted_chunks_are_sent_again(start):
     servers = start({**BRISK, "faults": "corrupt_chunk:0"}, BRISK)
     with Trainer(config(), servers) as trainer:
-        run(trainer, servers, 4)
+        run(trainer, 4)
         for server in servers:
             assert_holds(server, 4)
         resent = {s.address: 0 for s in servers}
@@ -113,6 +118,8 @@ def test_corrupted_chunks_are_sent_again(start):
 def test_a_late_answer_after_the_deadline_changes_nothing(start):
     """Asked for again elsewhere under the same ids; what the slow server still sends belongs to a call that is over."""
     servers = start({**BRISK, "faults": f"delay:{AFTER}:2"}, BRISK)
-    with Trainer(config(updates=4000, fleet_completion_seconds=0.7), servers) as trainer:
-        run(trainer, servers, 8)
-        eventually(lambda: any("finished nothing for" in reason for _, reason in states_seen(trainer, servers[0])))
+    with Trainer(config(fleet_completion_seconds=0.7), servers) as trainer:
+        run(trainer, 8)
+        trainer.update_until(lambda: any("finished nothing for" in why for _, why in states_seen(trainer, servers[0])))
+        trainer.check()
+        check_against_the_script(trainer)

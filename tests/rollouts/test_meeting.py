@@ -29,7 +29,7 @@ def test_a_server_given_twice_or_none():
 def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(start):
     servers = start({}, {})
     late = servers[1].reserve()
-    with Trainer(config(updates=4000, pacing_store_batches=2.0), servers) as trainer:
+    with Trainer(config(pacing_store_batches=2.0), servers) as trainer:
         for _ in range(4):
             trainer.update()
         late.launch()
@@ -56,7 +56,7 @@ def test_the_trainer_that_never_waits_still_meets_newcomers(start):
     """Batches lie ready all the time; the newcomer always holds the version before, were it not waited for."""
     servers = start({}, {"token_seconds": 0.005})
     late = servers[1].reserve()
-    with Trainer(config(updates=4000, pacing_store_batches=3.0), servers) as trainer:
+    with Trainer(config(pacing_store_batches=3.0), servers) as trainer:
         trainer.update()
         late.launch()
         while late.address not in trainer.admitted:
@@ -83,7 +83,7 @@ def test_other_log_probs_stop_the_run(start):
 def test_a_later_server_of_another_kind_is_turned_away(start):
     servers = start({}, {})
     late = servers[1].reserve()
-    with Trainer(config(updates=4000), servers) as trainer:
+    with Trainer(config(), servers) as trainer:
         trainer.update()
         late.launch(fingerprint="another")
         eventually(lambda: trainer.states()[late.address] == "rejected")
@@ -91,8 +91,7 @@ def test_a_later_server_of_another_kind_is_turned_away(start):
         # The right one on the same port is welcome.
         late.kill()
         late.launch(fingerprint="replay")
-        while late.address not in trainer.admitted:
-            trainer.update()
+        trainer.update_until(lambda: late.address in trainer.admitted)
         trainer.check()
 
 

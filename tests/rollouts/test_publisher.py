@@ -85,14 +85,14 @@ def test_the_latest_version_wins_and_others_are_never_made(start):
 
     def tensors(version):
         def make():
-            gate.wait(10)
+            gate.wait(60)
             made.append((version, threading.current_thread().name))
             return weights(version)
 
         return make
 
     with Trainer(config(updates=20), [server]) as trainer:
-        trainer.admit_until(lambda: trainer.admitted)
+        trainer.admit_all()
         for version in range(1, 6):
             trainer.fleet.publish(version, tensors(version))  # returns at once
         gate.set()
@@ -117,7 +117,7 @@ def test_what_making_the_tensors_raises_stops_the_run(start):
 def test_all_servers_receive_at_once(start):
     servers = start({}, {}, {})
     with Trainer(config(), servers) as trainer:
-        trainer.admit_until(lambda: len(trainer.admitted) == 3)
+        trainer.admit_all()
         trainer.fleet.publish(1, lambda: weights(1))
         for server in servers:
             eventually(lambda server=server: server.held()[0].step == 1)
