@@ -14,8 +14,9 @@ from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from rollout_server.engines.engine import QueueFull, WrongVersion
 from rollout_server.engines.jax_engine import JaxEngine
 from tests.rollout_server.jax_reference import ask, reference_logprobs, tensors, tiny, write_folder
+from tests.rollout_server.standstill import CHUNK, standstill, until
 
-LENGTH, SLOTS, QUEUE, CHUNK = 128, 4, 8, 4
+LENGTH, SLOTS, QUEUE = 128, 4, 8
 CONFIG = tiny()
 PROMPT = np.array([5, 11, 2, 40, 7])
 LONG = LENGTH - len(PROMPT)
@@ -45,13 +46,6 @@ async def collect(engine, request):
 def load(engine, version, named):
     """A version that may differ anywhere."""
     return engine.load(version, named, dict.fromkeys(named))
-
-
-async def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.002)
 
 
 def steady(engine):
@@ -112,7 +106,7 @@ def test_info_and_folder_errors(folder, tmp_path):
 
 def test_a_request_that_does_not_fit_takes_nothing(folder):
     async def main():
-        async with opened(folder) as engine:
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
             first = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS), answer_budget=LONG)))
             await until(lambda: engine.status().busy_slots == SLOTS)
             second = asyncio.create_task(
@@ -123,6 +117,8 @@ def test_a_request_that_does_not_fit_takes_nothing(folder):
                 await collect(engine, ask(PROMPT, name="c", seeds=(1, 2)))
             assert engine.status().queued == QUEUE - 1
             third = asyncio.create_task(collect(engine, ask(PROMPT, name="d", seeds=(1,), answer_budget=2)))
+            await until(lambda: engine.status().queued == QUEUE)
+            decoding.go_on()
             assert [len(one) for one in await asyncio.gather(first, second, third)] == [SLOTS, QUEUE - 1, 1]
 
     asyncio.run(main())
@@ -165,18 +161,24 @@ def test_weights_swapped_in_flight(folder):
     named = [tensors(CONFIG, seed) for seed in range(3)]
 
     async def main():
-        async with opened(folder) as engine:
+        async with opened(folder) as engine, standstill(engine, chunks=7) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(3), answer_budget=LONG)))
+            pauses = []
             for step in (1, 2):
-                before = engine.status().sampled_tokens
-                await until(lambda before=before: engine.status().sampled_tokens > before + 30)
-                pause = await load(engine, Version(0, step), named[step])
-                assert 0 <= pause < 0.1
-            assert engine.status().version == Version(0, 2)
+                await until(lambda: decoding.stands)
+                loading = asyncio.create_task(load(engine, Version(0, step), named[step]))
+                await decoding.arrival(Version(0, step))
+                assert engine.status().version == Version(0, step - 1)
+                decoding.more(8)
+                pauses.append(await loading)
+                assert engine.status().version == Version(0, step)
+            assert min(pauses) >= 0 and engine.status().pause_seconds == pytest.approx(sum(pauses))
+            decoding.go_on()
             for completion in (await task).values():
                 steps = completion.token_steps()
-                assert [step for step, *_ in completion.versions] == [0, 1, 2]
-                assert all(start % CHUNK == 0 for _, start, _ in completion.versions)  # between two chunks only
+                # The chunk that was about to begin is the old version's, the next one the new version's.
+                first, second = 8 * CHUNK, 16 * CHUNK
+                assert completion.versions == ((0, 0, first), (1, first, second), (2, second, LONG))
                 reference = reference_logprobs(CONFIG, PROMPT, completion.token_ids, lambda t, s=steps: named[s[t]])
                 np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
 
@@ -188,10 +190,13 @@ def test_one_prefill_per_group_and_version(folder):
     named = [tensors(CONFIG, seed) for seed in range(2)]
 
     async def main():
-        async with opened(folder) as engine:
+        async with opened(folder) as engine, standstill(engine, chunks=3) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS + 5), answer_budget=40)))
             await until(lambda: engine.status().sampled_tokens >= 10)
-            await load(engine, Version(0, 1), named[1])
+            loading = asyncio.create_task(load(engine, Version(0, 1), named[1]))
+            await decoding.arrival(Version(0, 1))
+            decoding.go_on()
+            await loading
             got = await task
             late = [one for one in got.values() if one.versions[0][0] == 1]
             assert len(late) == 5
@@ -208,12 +213,14 @@ def test_one_prefill_per_group_and_version(folder):
 
 def test_a_pinned_request_is_finished_before_the_weights_change(folder):
     async def main():
-        async with opened(folder) as engine:
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
             named = tensors(CONFIG, 1)
             pinned = ask(PROMPT, name="eval", seeds=range(SLOTS + 2), pinned_step=0, answer_budget=50)
             task = asyncio.create_task(collect(engine, pinned))
             await until(lambda: engine.status().sampled_tokens > 0)
             loading = asyncio.create_task(load(engine, Version(0, 1), named))
+            await decoding.arrival(Version(0, 1))
+            decoding.go_on()
             got = await task
             assert all(one.versions == ((0, 0, 50),) for one in got.values())
             await loading
@@ -226,17 +233,19 @@ def test_a_pinned_request_is_finished_before_the_weights_change(folder):
 
 def test_a_load_that_is_given_up_while_it_waits_changes_nothing(folder):
     async def main():
-        async with opened(folder, queue=100 * SLOTS) as engine:
+        async with opened(folder) as engine, standstill(engine, chunks=5) as decoding:
             named = tensors(CONFIG, 1)
-            many = ask(PROMPT, seeds=range(100 * SLOTS), pinned_step=0, answer_budget=LONG)  # outlasts what follows
-            pinned = engine.generate(many)
+            # The first of them ends in the fifth chunk.
+            pinned = engine.generate(ask(PROMPT, seeds=range(SLOTS + 1), pinned_step=0, answer_budget=5 * CHUNK))
             await anext(pinned)
             loading = asyncio.create_task(load(engine, Version(0, 2), named))
-            await asyncio.sleep(0.05)
+            await decoding.arrival(Version(0, 2))
             loading.cancel()
             await asyncio.wait([loading])
+            assert loading.cancelled()
             await pinned.aclose()
-            await until(lambda: steady(engine))
+            assert steady(engine)
+            decoding.go_on()
             assert engine.status().version == Version(0, 0)
             await load(engine, Version(0, 3), named)
             assert engine.status().version == Version(0, 3)
@@ -246,11 +255,14 @@ def test_a_load_that_is_given_up_while_it_waits_changes_nothing(folder):
 
 def test_another_incarnation_ends_the_requests_of_the_one_before(folder):
     async def main():
-        async with opened(folder) as engine:
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
             pinned = ask(PROMPT, seeds=range(SLOTS + 3), pinned_step=0, answer_budget=LONG)
             task = asyncio.create_task(collect(engine, pinned))
             await until(lambda: engine.status().queued == 3)
-            await load(engine, Version(77, 5), tensors(CONFIG, 1))
+            loading = asyncio.create_task(load(engine, Version(77, 5), tensors(CONFIG, 1)))
+            await decoding.arrival(Version(77, 5))
+            decoding.go_on()
+            await loading
             with pytest.raises(WrongVersion, match="77"):
                 await task
             assert steady(engine)
@@ -284,11 +296,12 @@ def test_closing_the_iterator_frees_its_slots_at_once(folder):
         async with opened(folder) as engine:
             endless = ask(PROMPT, seeds=range(SLOTS + QUEUE), answer_budget=LONG)
             for _ in range(3):
-                task = asyncio.create_task(collect(engine, endless))
-                await until(lambda: engine.status().busy_slots == SLOTS)
-                task.cancel()
-                await asyncio.wait({task})
-                assert steady(engine)
+                async with standstill(engine, chunks=1):
+                    task = asyncio.create_task(collect(engine, endless))
+                    await until(lambda: engine.status().busy_slots == SLOTS)
+                    task.cancel()
+                    await asyncio.wait({task})
+                    assert steady(engine)
             # Half of it was read.
             stream = engine.generate(ask(PROMPT, seeds=range(3), budgets=[4, 4, 4], phrase=(1,), answer_budget=2))
             await anext(stream)
@@ -303,11 +316,14 @@ def test_closing_the_iterator_frees_its_slots_at_once(folder):
 
 def test_closing_the_engine_ends_what_is_running(folder):
     async def main():
-        async with opened(folder) as engine:
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(9), answer_budget=LONG)))
             await until(lambda: engine.status().sampled_tokens > 0)
-            await engine.close()
-            assert len(await task) < 9
+            closing = asyncio.create_task(engine.close())
+            await until(lambda: engine._closing)
+            decoding.go_on()
+            await closing
+            assert await task == {}
             with pytest.raises(RuntimeError, match="closed"):
                 await collect(engine, ask(PROMPT))
 
@@ -359,10 +375,11 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
                 await engine.score(prompt.astype(np.int32))
             await load(engine, Version(3, 1), tensors(CONFIG, 1))
             await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))
-            task = asyncio.create_task(collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG)))
-            await until(lambda: engine.status().busy_slots == 1)
-            task.cancel()
-            await asyncio.wait({task})
+            async with standstill(engine, chunks=1):
+                task = asyncio.create_task(collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG)))
+                await until(lambda: engine.status().busy_slots == 1)
+                task.cancel()
+                await asyncio.wait({task})
             assert compiled == []
             before = time.process_time()
             await asyncio.sleep(1)
