@@ -53,7 +53,7 @@ class Served:
         reply = await self.stub.Score(request, timeout=SECONDS)
         return codec.decode_floats(reply.logprobs), codec.version_from_proto(reply.version)
 
-    async def until(self, holds: Callable[[pb.StatusReply], bool], *, seconds: float = 20.0) -> pb.StatusReply:
+    async def until(self, holds: Callable[[pb.StatusReply], bool], *, seconds: float = SECONDS) -> pb.StatusReply:
         """The first status for which `holds`."""
         async with asyncio.timeout(seconds):
             while not holds(status := await self.status()):

@@ -13,6 +13,7 @@ from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import Engine
 from tests.rollout_server.client import INCARNATION, PROMPT, STOP, ended, group, long_group, random_weights, serving
+from tests.rollout_server.standstill import CHUNK, standstill
 
 MakeEngine = Callable[..., Engine]
 
@@ -178,26 +179,27 @@ async def test_requests_that_nobody_could_serve(make_engine: MakeEngine) -> None
 
 
 async def test_a_full_server_says_so_and_takes_nothing(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served:
-        first = asyncio.create_task(served.generate(long_group("train/0", completions=12, incarnation=0)))
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=1) as decoding:
+        first = asyncio.create_task(served.generate(long_group("train/0", completions=11, incarnation=0)))
         full = await served.until(lambda status: status.busy_slots == 4)
-        assert full.queued == 8
-        # A group of five is not taken in part, however few of the first twelve are finished by now.
+        assert full.queued == 7
+        # A group of five is not taken in part.
         refused = await served.refusal(group("train/1", completions=5, incarnation=0))
         assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await served.status()).queued <= full.queued
-        assert len(await first) == 12
+        after = await served.status()
+        assert (after.busy_slots, after.queued) == (4, 7)
+        decoding.go_on()
+        assert len(await first) == 11
         assert len(await served.generate(group("train/1", completions=5, incarnation=0))) == 5
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 async def test_hanging_up_frees_slots_and_places(make_engine: MakeEngine, how: str) -> None:
-    async with serving(make_engine()) as served:
-        # Three times the slots, 250 tokens each: nothing that the deadline leaves time for.
-        wanted = codec.request_to_proto(long_group(completions=12, tokens=250, incarnation=0))
-        call = served.stub.Generate(wanted, timeout=0.05 if how == "deadline" else 60)
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=2) as decoding:
+        wanted = codec.request_to_proto(long_group(completions=12, incarnation=0))
+        call = served.stub.Generate(wanted, timeout=0.2 if how == "deadline" else 60)
         if how == "cancel":
-            await served.until(lambda status: status.busy_slots == 4)
+            await served.until(lambda status: status.sampled_tokens == 4 * 2 * CHUNK)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call.read()
@@ -205,19 +207,25 @@ async def test_hanging_up_frees_slots_and_places(make_engine: MakeEngine, how: s
             await ended(call)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         status = await served.until(free)
-        assert status.sampled_tokens < 12 * 250
-        assert len(await served.generate(group("train/1", completions=12, incarnation=0))) == 12
+        decoding.go_on()
+        completions = await served.generate(group("train/1", completions=12, incarnation=0))
+        assert len(completions) == 12
+        # Of what was given up, no more than the chunk that was about to begin.
+        more = (await served.status()).sampled_tokens - status.sampled_tokens
+        assert 0 <= more - sum(len(c.token_ids) for c in completions) <= 4 * CHUNK
 
 
 async def test_asking_again_ends_the_older_call(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served:
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=1) as decoding:
         older = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=60)
         await served.until(lambda status: status.busy_slots == 4)
         # The server is full, yet this is no more than it holds already: the places of the older call are taken over.
-        newer = await served.generate(long_group(indices=range(2, 8), tokens=20, incarnation=0))
-        assert [c.index for c in newer] == [2, 3, 4, 5, 6, 7]
-        assert len(await ended(older)) < 12
+        wanted = long_group(indices=range(2, 8), tokens=20, incarnation=0)
+        newer = asyncio.create_task(served.generate(wanted))
+        assert await ended(older) == []
         assert await older.code() is grpc.StatusCode.ABORTED
+        decoding.go_on()
+        assert [c.index for c in await newer] == [2, 3, 4, 5, 6, 7]
         assert free(await served.until(free))
 
 
@@ -229,7 +237,7 @@ async def test_the_same_index_of_another_group_is_another_completion(make_engine
 
 
 async def test_a_stopping_server_says_unavailable(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served:
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=1):
         call = served.stub.Generate(codec.request_to_proto(long_group(incarnation=0)), timeout=60)
         await served.until(lambda status: status.busy_slots == 4)
         await served.server.service.stop()
