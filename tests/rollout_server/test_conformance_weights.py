@@ -22,6 +22,7 @@ from tests.rollout_server.client import (
     random_weights,
     serving,
 )
+from tests.rollout_server.standstill import CHUNK, standstill, until
 
 MakeEngine = Callable[..., Engine]
 
@@ -30,12 +31,6 @@ TEXT = np.array([7, 8, 9, 20, 21, 22, 23], np.int32)
 
 def step(number: int) -> Version:
     return Version(INCARNATION, number)
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def held(served: Served) -> Version:
@@ -73,33 +68,34 @@ async def staged(served: Served, version: Version, seed: int) -> Push:
 
 
 async def test_weights_are_swapped_in_mid_completion(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served:
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
         await served.push(step(1), random_weights(served.engine, 1))
         push = await staged(served, step(2), 2)
-        # Three times the slots: whenever the weights come, some completions are in the middle.
         sampling = asyncio.create_task(served.generate(long_group(completions=12)))
-        await served.until(lambda status: status.sampled_tokens > 40)
+        await served.until(lambda status: status.sampled_tokens == 4 * 3 * CHUNK)
         await push.send_commit()
+        await decoding.arrival(step(2))
+        decoding.go_on()
         assert (await push.outcome()).HasField("applied")
         assert await held(served) == step(2)
         completions = await sampling
         spans = [[version for version, _, _ in c.versions] for c in completions]
-        assert all(steps in ([1], [1, 2], [2]) for steps in spans)
         # Those in slots changed weights in their middle, and those that waited began with the new ones.
-        assert 1 <= sum(steps == [1, 2] for steps in spans) <= 4
-        assert [2] in spans
+        assert sorted(spans) == [[1, 2]] * 4 + [[2]] * 8
         for completion in completions:
             assert len(completion.token_ids) == 200
             assert completion.token_steps().tolist() == sorted(completion.token_steps().tolist())
 
 
 async def test_a_pinned_completion_is_finished_by_its_own_version(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served:
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
         await served.push(step(1), random_weights(served.engine, 1))
         push = await staged(served, step(2), 2)
         pinned = asyncio.create_task(served.generate(long_group("eval/1/0", completions=12, pinned_step=1)))
         await served.until(lambda status: status.busy_slots == 4)
         await push.send_commit()
+        await decoding.arrival(step(2))
+        decoding.go_on()
         completions = await pinned
         assert [c.versions for c in completions] == [((1, 0, 200),)] * 12
         assert (await push.outcome()).HasField("applied")
@@ -107,20 +103,23 @@ async def test_a_pinned_completion_is_finished_by_its_own_version(make_engine: M
 
 
 async def test_a_pin_that_is_given_up_lets_the_weights_in(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served:
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
         await served.push(step(1), random_weights(served.engine, 1))
         wanted = codec.request_to_proto(long_group("eval/1/0", completions=12, pinned_step=1))
         push = await staged(served, step(2), 2)
         pinned = served.stub.Generate(wanted, timeout=60)
         await served.until(lambda status: status.busy_slots == 4)
         await push.send_commit()
-        await eventually(lambda: served.server.service._weights._applying is not None)
+        await decoding.arrival(step(2))
+        assert await held(served) == step(1)
         pinned.cancel()
+        await served.until(lambda status: status.busy_slots == status.queued == 0)
+        decoding.go_on()
         assert (await push.outcome()).HasField("applied")
 
 
 async def test_a_new_incarnation_ends_what_the_old_one_leased(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served:
+    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
         await served.push(step(9), random_weights(served.engine, 1))
         # A trainer that starts anew, from an older checkpoint.
         new = Version(INCARNATION + 1, 4)
@@ -129,8 +128,10 @@ async def test_a_new_incarnation_ends_what_the_old_one_leased(make_engine: MakeE
             served.stub.Generate(codec.request_to_proto(wanted), timeout=60)
             for wanted in (long_group("train/0", completions=6), long_group("eval/0/0", completions=6, pinned_step=9))
         ]
-        await served.until(lambda status: status.busy_slots == 4)
+        await served.until(lambda status: (status.busy_slots, status.queued) == (4, 8))
         await push.send_commit()
+        await decoding.arrival(new)
+        decoding.go_on()
         assert (await push.outcome()).HasField("applied")
         for call in calls:
             await ended(call)
@@ -252,7 +253,7 @@ async def test_a_newer_push_takes_the_place_of_an_older_one(make_engine: MakeEng
         older = Push(served.stub, step(2), random_weights(served.engine, 2))
         await older.send_header()
         await older.send_chunk(0)
-        await eventually(lambda: served.server.service._weights._receiving is not None)
+        await until(lambda: served.server.service._weights._receiving is not None)
         assert "newer" in (await served.push(step(1), random_weights(served.engine, 1))).refused
         assert (await served.push(step(3), random_weights(served.engine, 3))).HasField("applied")
         await older.send_chunk(1)
@@ -277,11 +278,11 @@ async def test_a_push_waits_while_another_is_applied(make_engine: MakeEngine, mo
     async with serving(make_engine()) as served:
         service, go = served.server.service._weights, hold_loading(served, monkeypatch)
         second = asyncio.create_task(served.push(step(2), random_weights(served.engine, 2)))
-        await eventually(lambda: service._applying is not None)
+        await until(lambda: service._applying is not None)
         third = asyncio.create_task(served.push(step(3), random_weights(served.engine, 3)))
-        await eventually(lambda: service._receiving_version == step(3))
+        await until(lambda: service._receiving_version == step(3))
         fourth = asyncio.create_task(served.push(step(4), random_weights(served.engine, 4)))
-        await eventually(lambda: service._receiving_version == step(4))
+        await until(lambda: service._receiving_version == step(4))
         assert await held(served) == Version(0, 0)
         go.set()
         assert (await second).HasField("applied")
@@ -298,7 +299,7 @@ async def test_a_client_that_leaves_after_commit_leaves_a_whole_version(
         service, go = served.server.service._weights, hold_loading(served, monkeypatch)
         push = await staged(served, step(2), 2)
         await push.send_commit()
-        await eventually(lambda: service._applying is not None)
+        await until(lambda: service._applying is not None)
         push.call.cancel()
         go.set()
         await served.until(lambda status: status.version.step == 2)
