@@ -229,7 +229,9 @@ class ReplayEngine:
         lane.sink.put_nowait(lane.completion())
         self._finished += 1
         if self._finished == self._faults.crash_after:
-            await asyncio.sleep(0.05)  # so that the n-th completion is on the wire
+            # So that the n-th completion is on the wire: that takes time, and some turns of the loop.
+            for _ in range(10):
+                await asyncio.sleep(0.005)
             self._faults.crash()
         if self._finished == self._faults.hang_after:
             await asyncio.get_running_loop().create_future()  # never done
