@@ -13,7 +13,7 @@ from rollout_server.contract import rollout_pb2_grpc
 class Process:
     """One `python -m rollout_server.serve`, or another program, its standard input held open by us."""
 
-    def __init__(self, folder: pathlib.Path, *flags: str, seconds: float = 60.0, program: str = ""):
+    def __init__(self, folder: pathlib.Path, *flags: str, seconds: float = 150.0, program: str = ""):
         port_file = folder / "port"
         what = ["-c", program] if program else ["-m", "rollout_server.serve"]
         command = [sys.executable, *what, "--port=0", f"--port_file={port_file}", *flags]

@@ -1,8 +1,10 @@
 """scalerl-serve as a process: health and reflection by their own stubs, its end, and what it says to bad flags."""
 
 import asyncio
+import concurrent.futures
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +28,8 @@ from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
 from tests.rollout_server.serving_process import Process
 
 SECONDS = 60
+
+pytestmark = pytest.mark.timeout(300)  # a server's start alone may take half of it
 
 
 @pytest.fixture
@@ -64,25 +68,25 @@ def test_health_and_reflection(replay: Process) -> None:
 def test_sigterm_ends_calls_and_watchers_and_exits_0(replay: Process) -> None:
     watch = health_pb2_grpc.HealthStub(replay.channel).Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    # Asked for before it comes: gRPC drops what nobody has asked for when a connection ends.
+    last = concurrent.futures.ThreadPoolExecutor(1).submit(next, watch)
     wanted = group(incarnation=0, answer_budget=4000, stop_token_ids=())  # 40 s
     call = replay.stub.Generate(codec.request_to_proto(wanted), timeout=SECONDS)
     while replay.stub.Status(pb.StatusRequest(), timeout=SECONDS).busy_slots < 4:
         time.sleep(0.01)
-    began = time.monotonic()
     replay.process.send_signal(signal.SIGTERM)
-    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert last.result(SECONDS).status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.RpcError) as error:
         list(call)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert replay.process.wait(20) == 0
-    assert time.monotonic() - began < 10
+    assert replay.process.wait(SECONDS) == 0
     assert "Traceback" not in replay.log.read_text()
 
 
 def test_it_ends_with_its_parent(replay: Process) -> None:
     assert replay.process.stdin is not None
     replay.process.stdin.close()
-    assert replay.process.wait(20) == 0
+    assert replay.process.wait(SECONDS) == 0
 
 
 def test_it_says_who_can_reach_it(replay: Process) -> None:
@@ -90,14 +94,20 @@ def test_it_says_who_can_reach_it(replay: Process) -> None:
 
 
 def test_a_crash_that_was_ordered(tmp_path: pathlib.Path) -> None:
-    process = Process(tmp_path, "--engine=replay", "--replay_crash_after=3", "--slots=1")
+    flags = ["--replay_crash_after=3", "--slots=1", "--replay_token_seconds=0.02"]
+    process = Process(tmp_path, "--engine=replay", *flags)
     try:
-        call = process.stub.Generate(codec.request_to_proto(group(incarnation=0, completions=6)), timeout=SECONDS)
-        assert [next(call).group_id for _ in range(3)] == ["train/0"] * 3
+        for name in ("train/0", "train/1"):
+            whole = codec.request_to_proto(group(name, incarnation=0, completions=1))
+            assert [message.group_id for message in process.stub.Generate(whole, timeout=SECONDS)] == [name]
+        # A call of its own: gRPC drops what nobody has asked for when a connection ends.
+        wanted = codec.request_to_proto(group("train/2", incarnation=0, completions=4))
+        call = process.stub.Generate(wanted, timeout=SECONDS)
+        assert next(call).group_id == "train/2"
         with pytest.raises(grpc.RpcError) as error:
             next(call)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert process.process.wait(20) == CRASH_EXIT_CODE
+        assert process.process.wait(SECONDS) == CRASH_EXIT_CODE
     finally:
         process.close()
 
@@ -165,7 +175,7 @@ async def test_a_decode_thread_that_dies_is_noticed(
         call = rollout_pb2_grpc.RolloutStub(channel).Generate(codec.request_to_proto(group(incarnation=0)), timeout=20)
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
-        assert isinstance(await asyncio.wait_for(server.failure(), 10), RuntimeError)
+        assert isinstance(await asyncio.wait_for(server.failure(), SECONDS), RuntimeError)
     await server.stop()
 
 
@@ -230,16 +240,16 @@ def test_a_folder_without_what_a_model_needs(
 
 
 @pytest.mark.parametrize("engine", ["replay", "jax"])
-def test_a_taken_port(model_folder: pathlib.Path, engine: str) -> None:
-    """Also where a model would have to be loaded: the port is looked at first."""
+def test_a_taken_port(tmp_path: pathlib.Path, model_folder: pathlib.Path, engine: str) -> None:
+    """Also where a model would have to be loaded: the port is looked at first, and nobody hears of broken weights."""
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        began = time.monotonic()
-        line = complaint(f"--engine={engine}", f"--port={port}", f"--model={model_folder}")
+        line = complaint(f"--engine={engine}", f"--port={port}", f"--model={tmp_path}")
         assert f"--port={port}" in line and "in use" in line
-        assert time.monotonic() - began < 20
 
 
 def test_two_servers_do_not_share_a_port(replay: Process, tmp_path: pathlib.Path) -> None:
