@@ -39,17 +39,19 @@ async def test_it_plays_at_the_speed_that_was_set(make_replay: MakeReplay) -> No
     async with serving(make_replay(token_seconds=0.01)) as served:
         began = time.monotonic()
         completions = await served.generate(long_group(completions=8, tokens=20, incarnation=0))
-        seconds = time.monotonic() - began
         # 8 completions in 4 slots, 20 steps each.
-        assert 0.39 < seconds < 10
+        assert time.monotonic() - began > 0.39
         assert all(c.sampling_seconds > 0.19 for c in completions)
-        assert sorted(c.queued_seconds > 0.19 for c in completions) == [False] * 4 + [True] * 4
+        # The last four waited for the first four.
+        queued = sorted(c.queued_seconds for c in completions)
+        assert queued[4] - queued[3] > 0.19
 
 
 async def test_new_weights_stop_decoding_for_as_long_as_was_set(make_replay: MakeReplay) -> None:
     async with serving(make_replay(load_seconds=0.2)) as served:
+        began = time.monotonic()
         reply = await served.push(Version(INCARNATION, 1), random_weights(served.engine, 1))
-        assert 0.2 <= reply.applied.pause_seconds < 2
+        assert 0.2 <= reply.applied.pause_seconds <= time.monotonic() - began
         assert (await served.status()).pause_seconds == pytest.approx(reply.applied.pause_seconds)
 
 
