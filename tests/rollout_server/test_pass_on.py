@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from rollout_server import pass_on
 from rollout_server.contract.codec import Version
 from rollout_server.contract.security import Access, Credentials, server_credentials
 from rollout_server.contract.weight_patch import Change, Patch, digest, encode
@@ -22,6 +23,14 @@ from tests.rollout_server.client import INCARNATION, Served, serving
 
 MakeReplay = Callable[..., ReplayEngine]
 SERVERS = 8
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is given up for being slow, which on a loaded machine anybody may be, before a push's deadline."""
+    for module in (trees, pass_on):
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(trees, "AVOID_SECONDS", 600.0)
 
 
 class Run:
@@ -144,8 +153,7 @@ async def test_a_server_that_others_cannot_reach_is_served_directly(make_replay:
         size, before = run.publish(), run.publisher.sent_bytes
         addresses = [f"127.0.0.1:{served.server.port}" for served in servers]
         addresses[broken] = "127.0.0.1:1"  # nobody listens there
-        async with asyncio.timeout(10):
-            await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
+        await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
         for served in servers:
             run.compare(served)
         behind = {1: 4, 2: 3, 7: 1}[broken]  # of eight, with two each
@@ -208,8 +216,12 @@ async def test_a_server_that_is_slow_to_take_it_holds_up_nobody(
         run.compare(servers[1])
 
 
-async def test_a_frozen_server_in_the_middle_is_routed_around(make_replay: MakeReplay) -> None:
+async def test_a_frozen_server_in_the_middle_is_routed_around(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes the connection and what fits into it, and says nothing."""
+    for module in (trees, pass_on):
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", 1.0)
 
     async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
@@ -222,10 +234,8 @@ async def test_a_frozen_server_in_the_middle_is_routed_around(make_replay: MakeR
         run.publish()
         addresses = [f"127.0.0.1:{served.server.port}" for served in servers]
         addresses[1] = f"127.0.0.1:{port}"
-        began = asyncio.get_running_loop().time()
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
-        assert asyncio.get_running_loop().time() - began < 3 * trees.PATIENCE_SECONDS
+        # A push that waited for the frozen one would fail at its deadline.
+        await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
         for served in servers:
             run.compare(served)
         frozen.close()
