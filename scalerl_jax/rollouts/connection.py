@@ -41,6 +41,7 @@ ANSWERING = (UPDATING, PROBING, NEWCOMER, ACTIVE)
 
 BACKOFF_SECONDS = (0.1, 2.0)  # first and longest wait after a refusal; doubled in between
 SPEED_SECONDS = 30.0
+SURE_AFTER = 8  # calls in a row: then it was no restart that looked like mistrust
 PATIENCE_SECONDS = 5.0  # a finished batch waits so long in all for a newcomer that is about to be ready
 
 
@@ -202,11 +203,14 @@ class Connection:
     def _unheard(self, error: grpc.aio.AioRpcError) -> None:
         why = security.refusal(error, self._credentials)
         self.mistrusted = self.mistrusted + 1 if why else 0
+        told = error.code() is grpc.StatusCode.UNAUTHENTICATED  # in so many words, not guessed
         if why and self.state == CONNECTING:
-            if why != self.reason:
+            # A process that ends closes the connections half made to it, too.
+            sure = told or self.heard_at < 0 or self.mistrusted >= SURE_AFTER
+            if sure and why != self.reason:
                 self._enter(CONNECTING, why)
             return
-        if why and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        if why and told:
             self.lose(why)
             return
         if self.state == CONNECTING or self.state == REJECTED:

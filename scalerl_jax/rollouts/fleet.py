@@ -37,7 +37,7 @@ from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup, fin
 from scalerl_jax.rollouts.connection import Connection, Hub
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.loop_thread import LoopThread
-from scalerl_jax.rollouts.members import SURE_AFTER, Members
+from scalerl_jax.rollouts.members import Members
 from scalerl_jax.rollouts.pacing import Pacing
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher, Source
@@ -173,7 +173,7 @@ class Fleet:
         deadline = time.monotonic() + seconds
         while not self._thread.call(lambda: self._members.in_state(*connection_lib.ANSWERING)):
             late = time.monotonic() > deadline
-            silent, mistrusted = self._thread.call(self._not_answering, 1 if late else SURE_AFTER)
+            silent, mistrusted = self._thread.call(self._not_answering, 1 if late else connection_lib.SURE_AFTER)
             if mistrusted and (late or not silent):
                 also = f"; nobody answers at {', '.join(silent)}" if silent else ""
                 raise FleetError("; ".join(mistrusted) + also)

@@ -14,8 +14,6 @@ from scalerl_jax.rollouts.connection import Connection
 
 _log = logging.getLogger(__name__)
 
-SURE_AFTER = 8  # calls in a row: then it was no restart that looked like mistrust
-
 
 class Members:
     """Lives on the fleet's event loop.
@@ -88,7 +86,7 @@ class Members:
             self.connections.remove(connection)
             self._said.pop(connection, None)
             self._tasks.pop(connection).cancel()
-        for connection in [c for c in self.connections if c.mistrusted >= SURE_AFTER]:
+        for connection in [c for c in self.connections if c.mistrusted >= connection_lib.SURE_AFTER]:
             # Where none is trusted the run does not begin, and says so itself.
             if not self._all_lost and self._said.get(connection) != connection.reason:
                 self._said[connection] = connection.reason
