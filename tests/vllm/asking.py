@@ -17,6 +17,7 @@ from rollout_server.contract.codec import (
 from rollout_server.engines.vllm_engine import VllmEngine
 
 PROMPT = np.array([7, 8, 9], np.int32)
+LONG = 300  # tokens: a test that stalls for a second finds it unfinished
 
 
 def ask(

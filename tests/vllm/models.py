@@ -16,7 +16,7 @@ import tokenizers
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.hf_layout import hf_tensors
 
-MAXIMUM_TOKENS = 256
+MAXIMUM_TOKENS = 480
 SLOTS = 4
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rollout_server.contract.codec import CompletionRequest, Interruption, Version
 from tests.rollout_server.client import serving
-from tests.vllm.asking import PROMPT, HostCopy, ask, collect, tokens_seen
+from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, random_tensors, started
 from tests.vllm.reference import Reference, alone, logprobs_of, swapped
 
@@ -129,13 +129,13 @@ def test_a_swap_in_mid_sequence_keeps_the_old_keys_and_values(shared: Any, monke
         host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
         await shared.vllm.engine.update_weight_version("old")
         before, after = Reference(shared, 0), Reference(shared, 1)
-        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=150)))
-        await tokens_seen(engine, 60)
+        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=LONG)))
+        await tokens_seen(engine, 20)
         await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
         completions = await sampling
         for completion in completions:
             (first, _, at), (second, start, end) = completion.versions
-            assert (first, second, start, end) == (0, 1, at, 150)
+            assert (first, second, start, end) == (0, 1, at, LONG)
             expected = swapped(before, after, PROMPT, completion, at)
             np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
             # A test that cannot tell the two apart would prove nothing.
@@ -143,7 +143,7 @@ def test_a_swap_in_mid_sequence_keeps_the_old_keys_and_values(shared: Any, monke
             stale = np.abs(alone(before, PROMPT, completion) - expected)[at:]
             assert fresh.max() > 100 * TOLERANCE and stale.max() > 100 * TOLERANCE
         spans = {tuple((span.version, span.start, span.end) for span in versions) for versions in told}
-        ours = {(("old", 0, c.versions[0][2]), ("new", c.versions[1][1], 150)) for c in completions}
+        ours = {(("old", 0, c.versions[0][2]), ("new", c.versions[1][1], LONG)) for c in completions}
         assert spans == ours
         await engine.close()
 
@@ -164,7 +164,7 @@ def test_a_new_request_never_sees_old_keys_and_values(shared: Any) -> None:
         # The prompt is in the prefix cache now; another completion of it is under way when the weights change.
         seen = engine.status()
         assert seen.prefill_tokens < 2 * len(prompt), "nothing was found in the prefix cache"
-        long = asyncio.create_task(collect(engine, ask(prompt, name="train/1", answer_budget=100)))
+        long = asyncio.create_task(collect(engine, ask(prompt, name="train/1", answer_budget=LONG)))
         await tokens_seen(engine, seen.sampled_tokens + 10)
         await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
         after = Reference(shared, 1)

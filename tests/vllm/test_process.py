@@ -4,9 +4,9 @@ import asyncio
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import grpc
@@ -171,8 +171,11 @@ def complaint(arguments: list[str], *, program: str = "from rollout_server impor
     return line
 
 
-def test_time_is_not_wasted_on_a_port_that_is_taken(served: Process, folder: pathlib.Path) -> None:
-    port = served.port
-    began = time.monotonic()
-    assert "in use" in complaint([*flags(folder), f"--port={port}"])
-    assert time.monotonic() - began < 20
+def test_time_is_not_wasted_on_a_port_that_is_taken(folder: pathlib.Path) -> None:
+    """It is looked at first: nobody hears of the broken weights, nor starts vLLM's processes to find them."""
+    (folder / "model.safetensors").write_bytes(b"broken")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert "in use" in complaint([*flags(folder), f"--port={port}"])

@@ -10,7 +10,7 @@ import pytest
 from rollout_server.contract.codec import Version
 from rollout_server.contract.hf_layout import pieces
 from rollout_server.contract.weight_patch import Change
-from tests.vllm.asking import PROMPT, HostCopy, ask, collect, tokens_seen
+from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, random_tensors, started
 from tests.vllm.reference import Reference, alone, swapped
 
@@ -38,13 +38,13 @@ def test_a_swap_in_mid_sequence_is_that_of_one_worker(shared: Any) -> None:
         assert engine.info.devices == WORKERS
         host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
         before, after = Reference(shared, 0), Reference(shared, 1)
-        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=100)))
-        await tokens_seen(engine, 40)
+        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=LONG)))
+        await tokens_seen(engine, 20)
         await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
         await assert_held(shared, host.views)
         for completion in await sampling:
             at = completion.versions[0][2]
-            assert completion.versions == ((0, 0, at), (1, at, 100))
+            assert completion.versions == ((0, 0, at), (1, at, LONG))
             expected = swapped(before, after, PROMPT, completion, at)
             np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
         await engine.close()

@@ -12,7 +12,7 @@ from rollout_server.contract.codec import Version
 from rollout_server.contract.weight_patch import Change
 from rollout_server.engines.vllm_engine import LOAD_ATTEMPTS, VllmEngine
 from rollout_server.service import RolloutServer
-from tests.vllm.asking import HostCopy, ask, collect, tokens_seen
+from tests.vllm.asking import LONG, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, random_tensors, started
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -103,8 +103,8 @@ def test_a_load_that_failed_midway_is_repeated_whole(shared: Any, monkeypatch: p
         rng = np.random.default_rng(4)
         engine = shared.engine(slots=SLOTS, queue=8)
         host = HostCopy(engine, bfloat16(random_tensors(shared.vllm.config, 0)))
-        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=150)))
-        await tokens_seen(engine, 40)
+        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=LONG)))
+        await tokens_seen(engine, 20)
         names = list(host.views)[3:9]
         changes = {name: random_change(rng, host.views[name], 0.2) for name in names}
         sizes = breaking(shared, monkeypatch, LOAD_ATTEMPTS - 1)
@@ -124,8 +124,8 @@ def test_after_too_many_failures_the_engine_is_over(shared: Any, monkeypatch: py
         engine: VllmEngine = shared.engine(slots=SLOTS, queue=8)
         server = RolloutServer(engine)
         host = HostCopy(engine, bfloat16(random_tensors(shared.vllm.config, 0)))
-        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=150)))
-        await tokens_seen(engine, 40)
+        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=LONG)))
+        await tokens_seen(engine, 20)
         sizes = breaking(shared, monkeypatch, LOAD_ATTEMPTS)
         with pytest.raises(RuntimeError, match=f"could not be written in {LOAD_ATTEMPTS} attempts"):
             await host.load(Version(0, 1), bfloat16(random_tensors(shared.vllm.config, 1)))
