@@ -86,8 +86,13 @@ class PassOn:
                 for task in (reader, writer):
                     task.cancel()
                 await asyncio.gather(reader, writer, return_exceptions=True)
+        await self.give_up(why)
+
+    async def give_up(self, why: str) -> None:
+        """Tells who has not got it. To be called once the task has ended: one that was cancelled has told nobody."""
         for address in sorted(self._open):
             await self._tell(pb.WeightReply.Passed(address=address, lost=why))
+        self._open.clear()
 
     async def _tell(self, passed: pb.WeightReply.Passed) -> None:
         await self._reply(pb.WeightReply(passed=passed))

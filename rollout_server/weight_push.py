@@ -77,6 +77,8 @@ class WeightReceiver:
         await write(reply)
         if reply.WhichOneof("kind") == "applied" and passing:
             await asyncio.wait({one.task for one in passing})
+            for one in passing:
+                await one.give_up("the server that was to pass it on went on to another version")
         # A call that ends under a client's write loses the reply that explains it, so the client ends it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rollout_server import pass_on
+from rollout_server import pass_on, weight_push
 from rollout_server.contract.codec import Version
 from rollout_server.contract.security import Access, Credentials, server_credentials
 from rollout_server.contract.weight_patch import Change, Patch, digest, encode
@@ -214,6 +214,35 @@ async def test_a_server_that_is_slow_to_take_it_holds_up_nobody(
         assert (await pushes[1]).step == 1
         await run.push(servers[1], 1)
         run.compare(servers[1])
+
+
+async def test_one_that_goes_on_to_another_dense_version_says_whom_it_has_left(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was passing on lies where the other version goes, so it stops at once. The end of its call comes late."""
+    monkeypatch.setattr(weight_push, "DRAIN_SECONDS", 600.0)
+    async with fleet(make_replay, 2) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        go, load = asyncio.Event(), servers[1].engine.load
+
+        async def held_up(*arguments) -> float:
+            await go.wait()
+            return await load(*arguments)
+
+        monkeypatch.setattr(servers[1].engine, "load", held_up)
+        run.publish()
+        before = run.publisher.sent_bytes
+        pushes = [asyncio.create_task(run.push(served, None)) for served in servers]
+        await pushes[0]
+        assert run.publisher.sent_bytes - before == run.dense_bytes
+        run.publish()
+        assert (await run.push(servers[0], None)).step == 2
+        go.set()
+        assert (await pushes[1]).step == 1  # from the trainer
+        await run.push(servers[1], None)
+        for served in servers:
+            run.compare(served)
 
 
 async def test_a_frozen_server_in_the_middle_is_routed_around(
