@@ -155,11 +155,13 @@ def test_as_a_command_it_draws_again_and_ends_on_ctrl_c(folder):
     try:
         lines = iter(process.stdout)
         picture = folder / "fits" / "fit.json"
-        for points in (11, 19):
+        for points, next_rows in ((11, rows(20, 12)), (19, "{broken}\n")):
             assert any(line.startswith("written: ") for line in lines)
             assert json.loads(picture.read_text())["fits"][0]["points"] == points
             with open(folder / "evals.jsonl", "a") as file:
-                file.write(rows(20, 12) if points == 11 else "")
+                file.write(next_rows)
+        # By now the second drawing has been counted, too.
+        assert any(line.startswith("waiting: ") for line in lines)
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=60)
     finally:
