@@ -204,16 +204,11 @@ class _Server:
         assert self.process is not None
         group = self.process.pid  # it leads a process group of its own
         with contextlib.suppress(ProcessLookupError):  # nothing is left of it
-            while time.monotonic() < deadline:
-                os.killpg(group, 0)
-                time.sleep(_POLL_SECONDS)
+            _wait_for_group(group, deadline)
             os.killpg(group, signal.SIGKILL)
             log.warning("local server %d ended, and what it had started did not: killed", self.index)
             # What is killed needs a core once more to end; where nobody reaps orphans they stay for ever, as zombies.
-            deadline = time.monotonic() + KILLED_SECONDS
-            while time.monotonic() < deadline:
-                os.killpg(group, 0)
-                time.sleep(_POLL_SECONDS)
+            _wait_for_group(group, time.monotonic() + KILLED_SECONDS)
 
     def _supervise(self) -> None:
         pause, born = self._first_pause, time.monotonic()
@@ -243,6 +238,13 @@ class _Server:
             file.seek(max(0, file.tell() - 4096))
             lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else f"nothing in {self.log_file}"
+
+
+def _wait_for_group(group: int, deadline: float) -> None:
+    """Until the deadline. Raises ProcessLookupError once nothing is left of the process group."""
+    while time.monotonic() < deadline:
+        os.killpg(group, 0)
+        time.sleep(_POLL_SECONDS)
 
 
 class LocalServers:

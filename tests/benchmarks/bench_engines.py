@@ -64,7 +64,7 @@ SIZES = {
 
 def load(vocabulary: int, sequences: int, round_: int) -> list[codec.GroupRequest]:
     """Groups of completions that nothing ends before their budget."""
-    rng = np.random.default_rng([sequences, round_ % 2**32])
+    rng = np.random.default_rng([sequences, round_])
     drawn = rng.lognormal(0, 0.8, sequences // GROUP)
     budgets = np.clip(drawn / drawn.max() * FLAGS.longest, 8, FLAGS.longest).astype(int)
     return [
@@ -149,7 +149,7 @@ async def compare(size: str) -> None:
             for sequences in SEQUENCES:
                 rates: dict[str, list[float]] = {"jax": [], "vllm": []}
                 for stub in (jax, vllm):
-                    began, rounds = time.perf_counter(), itertools.count(-1, -1)
+                    began, rounds = time.perf_counter(), itertools.count(FLAGS.repeats)
                     while time.perf_counter() - began < WARM_UP_SECONDS:
                         await rate(stub, load(config.vocabulary, sequences, next(rounds)))
                 for repeat in range(FLAGS.repeats):

@@ -155,3 +155,15 @@ async def standstill(engine: Any, *, chunks: int = 0) -> AsyncIterator[Decoding]
             yield decoding
         finally:
             decoding.go_on()
+
+
+def hold_loading(engine: Any, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """The engine takes no weights before the event is set."""
+    go, load = asyncio.Event(), engine.load
+
+    async def held_up(version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
+        await go.wait()
+        return await load(version, tensors, changes)
+
+    monkeypatch.setattr(engine, "load", held_up)
+    return go

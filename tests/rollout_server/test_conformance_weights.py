@@ -1,7 +1,7 @@
 """What every engine does when weights arrive, over real gRPC: all or nothing, and never the wrong version."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import grpc
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Version
-from rollout_server.engines.engine import Changes, Engine
+from rollout_server.engines.engine import Engine
 from tests.rollout_server.client import (
     INCARNATION,
     PROMPT,
@@ -22,7 +22,7 @@ from tests.rollout_server.client import (
     random_weights,
     serving,
 )
-from tests.rollout_server.standstill import CHUNK, standstill, until
+from tests.rollout_server.standstill import CHUNK, hold_loading, standstill, until
 
 MakeEngine = Callable[..., Engine]
 
@@ -261,22 +261,10 @@ async def test_a_newer_push_takes_the_place_of_an_older_one(make_engine: MakeEng
         assert await held(served) == step(3)
 
 
-def hold_loading(served: Served, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The engine takes no weights before the event is set."""
-    go, load = asyncio.Event(), served.engine.load
-
-    async def held_up(version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
-        await go.wait()
-        return await load(version, tensors, changes)
-
-    monkeypatch.setattr(served.engine, "load", held_up)
-    return go
-
-
 async def test_a_push_waits_while_another_is_applied(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 is held up; 3 and 4 come meanwhile. The newest goes on, and the tensors of 2 are not overwritten."""
     async with serving(make_engine()) as served:
-        service, go = served.server.service._weights, hold_loading(served, monkeypatch)
+        service, go = served.server.service._weights, hold_loading(served.engine, monkeypatch)
         second = asyncio.create_task(served.push(step(2), random_weights(served.engine, 2)))
         await until(lambda: service._applying is not None)
         third = asyncio.create_task(served.push(step(3), random_weights(served.engine, 3)))
@@ -296,7 +284,7 @@ async def test_a_client_that_leaves_after_commit_leaves_a_whole_version(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(make_engine()) as served:
-        service, go = served.server.service._weights, hold_loading(served, monkeypatch)
+        service, go = served.server.service._weights, hold_loading(served.engine, monkeypatch)
         push = await staged(served, step(2), 2)
         await push.send_commit()
         await until(lambda: service._applying is not None)

@@ -20,6 +20,7 @@ from scalerl_jax.rollouts import trees
 from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushReport
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import INCARNATION, Served, serving
+from tests.rollout_server.standstill import hold_loading
 
 MakeReplay = Callable[..., ReplayEngine]
 SERVERS = 8
@@ -196,13 +197,7 @@ async def test_a_server_that_is_slow_to_take_it_holds_up_nobody(
     async with fleet(make_replay, 4) as (servers, run):
         run.publish()
         await all_of(run, servers, None)
-        go, load = asyncio.Event(), servers[1].engine.load
-
-        async def held_up(*arguments) -> float:
-            await go.wait()
-            return await load(*arguments)
-
-        monkeypatch.setattr(servers[1].engine, "load", held_up)
+        go = hold_loading(servers[1].engine, monkeypatch)
         run.publish()
         pushes = [asyncio.create_task(run.push(served, 0)) for served in servers]
         await asyncio.wait({pushes[0], pushes[2], pushes[3]})
@@ -224,13 +219,7 @@ async def test_one_that_goes_on_to_another_dense_version_says_whom_it_has_left(
     async with fleet(make_replay, 2) as (servers, run):
         run.publish()
         await all_of(run, servers, None)
-        go, load = asyncio.Event(), servers[1].engine.load
-
-        async def held_up(*arguments) -> float:
-            await go.wait()
-            return await load(*arguments)
-
-        monkeypatch.setattr(servers[1].engine, "load", held_up)
+        go = hold_loading(servers[1].engine, monkeypatch)
         run.publish()
         before = run.publisher.sent_bytes
         pushes = [asyncio.create_task(run.push(served, None)) for served in servers]

@@ -18,14 +18,14 @@ def verifier():
 @pytest.fixture
 def hasty():
     with Verifier(processes=1, seconds=1.0) as made:
-        assert at_last(made, 1)
+        assert at_last(made, "</think>1", "1")
         yield made
 
 
-def at_last(verifier: Verifier, number: int) -> bool:
+def at_last(verifier: Verifier, text: str, answer: str) -> bool:
     """A right answer is found to be right, if not within the second that it is given, then when it is asked again."""
     end = time.monotonic() + 60
-    while not verifier.judge(f"</think>{number}", str(number)):
+    while not verifier.judge(text, answer):
         assert time.monotonic() < end
     return True
 
@@ -65,9 +65,9 @@ def test_without_thinking_all_of_the_text_is_the_answer():
 
 def test_an_answer_that_never_ends_is_wrong_and_holds_up_nobody(hasty):
     hanging = hasty.submit("</think>$9^{9^{9^{9}}}$", "7")
-    after = hasty.submit("</think>11", "11")
+    after = hasty.submit("</think>\\boxed{11}", "11")
     assert hanging.result(60) is False
-    assert after.result(60) or at_last(hasty, 11)
+    assert after.result(60) or at_last(hasty, "</think>\\boxed{11}", "11")
 
 
 def test_a_worker_that_hangs_beyond_interruption_is_replaced(hasty):
@@ -75,7 +75,7 @@ def test_a_worker_that_hangs_beyond_interruption_is_replaced(hasty):
     first = worker._running.process.pid
     os.kill(first, signal.SIGSTOP)  # as a computation in C: deaf to its own alarm
     assert hasty.judge("</think>22", "22") is False
-    assert at_last(hasty, 23)
+    assert at_last(hasty, "</think>23", "23")
     assert worker._running.process.pid != first
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)  # and not left behind
