@@ -155,12 +155,14 @@ class WeightHeader(_message.Message):
     def __init__(self, target: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., payload_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., pass_on: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ...) -> None: ...
 
 class Hop(_message.Message):
-    __slots__ = ("address", "pass_on")
+    __slots__ = ("address", "pass_on", "server_id")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PASS_ON_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     address: str
     pass_on: _containers.RepeatedCompositeFieldContainer[Hop]
-    def __init__(self, address: _Optional[str] = ..., pass_on: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ...) -> None: ...
+    server_id: str
+    def __init__(self, address: _Optional[str] = ..., pass_on: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., server_id: _Optional[str] = ...) -> None: ...
 
 class WeightChunk(_message.Message):
     __slots__ = ("index", "data", "crc32")
@@ -185,16 +187,18 @@ class WeightMessage(_message.Message):
 class WeightReply(_message.Message):
     __slots__ = ("resend", "applied", "refused", "anchor", "passed")
     class Applied(_message.Message):
-        __slots__ = ("version", "staging_seconds", "pause_seconds", "checking_seconds")
+        __slots__ = ("version", "staging_seconds", "pause_seconds", "checking_seconds", "server_id")
         VERSION_FIELD_NUMBER: _ClassVar[int]
         STAGING_SECONDS_FIELD_NUMBER: _ClassVar[int]
         PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
         CHECKING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        SERVER_ID_FIELD_NUMBER: _ClassVar[int]
         version: Version
         staging_seconds: float
         pause_seconds: float
         checking_seconds: float
-        def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., staging_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., checking_seconds: _Optional[float] = ...) -> None: ...
+        server_id: str
+        def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., staging_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., checking_seconds: _Optional[float] = ..., server_id: _Optional[str] = ...) -> None: ...
     class Passed(_message.Message):
         __slots__ = ("address", "staged", "applied", "refused", "anchor", "lost")
         ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -241,7 +245,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "wire_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused")
+    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "wire_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +268,7 @@ class StatusReply(_message.Message):
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_APPLIED_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    HEAD_PRECISION_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     engine: str
     version: Version
@@ -286,4 +291,5 @@ class StatusReply(_message.Message):
     pause_seconds: float
     versions_applied: int
     chunks_refused: int
-    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ...) -> None: ...
+    head_precision: str
+    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ...) -> None: ...
