@@ -102,6 +102,7 @@ async def _vllm_engine() -> Engine:
         maximum_tokens=_MAXIMUM_TOKENS.value,
         compute_dtype=_COMPUTE_DTYPE.value,
         wire_dtype=_WIRE_DTYPE.value,
+        head_precision=_HEAD_PRECISION.value,
         workers=_TENSOR_PARALLEL.value,
         device_memory=_DEVICE_MEMORY.value,
     )
@@ -143,6 +144,7 @@ def _replay_engine() -> Engine:
         maximum_tokens=_MAXIMUM_TOKENS.value,
         compute_dtype=_COMPUTE_DTYPE.value,
         wire_dtype=_WIRE_DTYPE.value,
+        head_precision=_HEAD_PRECISION.value,
         faults=Faults(crash_after=_REPLAY_CRASH_AFTER.value, hang_after=_REPLAY_HANG_AFTER.value),
         **describe,
     )

@@ -90,6 +90,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             compute_dtype=info.compute_dtype,
             head_dtype=info.head_dtype,
+            head_precision=info.head_precision,
             wire_dtype=info.wire_dtype,
             devices=info.devices,
             slots=info.slots,

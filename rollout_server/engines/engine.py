@@ -45,6 +45,7 @@ class EngineInfo:
     tokenizer_fingerprint: str
     compute_dtype: str
     head_dtype: str
+    head_precision: str  # "default" | "highest"
     wire_dtype: str
     devices: int
     slots: int

@@ -111,6 +111,7 @@ class JaxEngine:
             tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
             compute_dtype=compute_dtype,
             head_dtype="float32",
+            head_precision=head_precision,
             wire_dtype=wire_dtype,
             devices=1,
             slots=slots,

@@ -67,6 +67,7 @@ class Vllm:
       slots: completions sampled at once; one more place is for `score`.
       maximum_tokens: prompt and completion together.
       compute_dtype, wire_dtype: "float32" | "bfloat16".
+      head_precision: "default" | "highest" (with float32 only); the operands are those of compute_dtype either way.
       workers: tensor-parallel workers, a device each.
       device_memory: the share of a device's memory that vLLM takes; of no meaning on a CPU.
 
@@ -81,6 +82,7 @@ class Vllm:
         maximum_tokens: int,
         compute_dtype: str,
         wire_dtype: str,
+        head_precision: str = "default",
         workers: int = 1,
         device_memory: float = 0.9,
     ):
@@ -89,7 +91,8 @@ class Vllm:
         check_workers(self.config, workers)
         self.slots, self.workers = slots, workers
         self.maximum_tokens = min(maximum_tokens, self.config.max_positions)
-        self.compute_dtype, self.wire_dtype = compute_dtype, wire_dtype
+        assert head_precision == "default" or compute_dtype == "float32", head_precision
+        self.compute_dtype, self.wire_dtype, self.head_precision = compute_dtype, wire_dtype, head_precision
         self.tensors = hf_tensors(self.config)
         self._names = itertools.count()
         for name, value in ENVIRONMENT.items():

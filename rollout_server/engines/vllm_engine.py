@@ -115,6 +115,7 @@ class VllmEngine:
             tokenizer_fingerprint=tokenizer_fingerprint(vllm.model_dir),
             compute_dtype=vllm.compute_dtype,
             head_dtype="float32",
+            head_precision=vllm.head_precision,
             wire_dtype=vllm.wire_dtype,
             devices=vllm.workers,
             slots=slots,

@@ -31,6 +31,7 @@ async def test_status_tells_what_the_server_is(make_engine: MakeEngine) -> None:
         told = (status.engine, status.model_config, status.tokenizer_fingerprint, status.compute_dtype)
         assert told == (info.name, info.model_config, info.tokenizer_fingerprint, info.compute_dtype)
         assert (status.head_dtype, status.wire_dtype, status.devices) == ("float32", info.wire_dtype, info.devices)
+        assert status.head_precision == info.head_precision == "default"
         assert (status.slots, status.queue_capacity, status.maximum_tokens) == (4, 8, 256)
         assert codec.version_from_proto(status.version) == Version(0, 0)
         assert free(status) and status.sampled_tokens == status.versions_applied == 0

@@ -113,20 +113,23 @@ def test_a_crash_that_was_ordered(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_replay_server_passes_for_one_of_the_model(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
-    process = Process(tmp_path, "--engine=replay", f"--model={model_folder}", "--wire_dtype=float32")
+    process = Process(
+        tmp_path, "--engine=replay", f"--model={model_folder}", "--wire_dtype=float32", "--head_precision=highest"
+    )
     try:
         status = process.stub.Status(pb.StatusRequest(), timeout=SECONDS)
         assert status.model_config == CONFIG.canonical_json()
         assert len(status.tokenizer_fingerprint) == 64
-        assert status.wire_dtype == "float32"
+        assert (status.wire_dtype, status.head_precision) == ("float32", "highest")
     finally:
         process.close()
 
 
 def test_the_jax_engine_is_served_without_torch(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
     flags = ["--slots=2", "--queue=2", "--decode_chunk=4", "--maximum_tokens=64", "--compute_dtype=float32"]
-    process = Process(tmp_path, "--engine=jax", f"--model={model_folder}", *flags)
+    process = Process(tmp_path, "--engine=jax", f"--model={model_folder}", "--head_precision=highest", *flags)
     try:
+        assert process.stub.Status(pb.StatusRequest(), timeout=SECONDS).head_precision == "highest"
         request = codec.request_to_proto(group(incarnation=0, completions=4))
         completions = [codec.completion_from_proto(m) for m in process.stub.Generate(request, timeout=SECONDS)]
         assert sorted(c.index for c in completions) == [0, 1, 2, 3]

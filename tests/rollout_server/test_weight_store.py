@@ -29,6 +29,7 @@ def info(wire_dtype: str) -> EngineInfo:
         tokenizer_fingerprint="",
         compute_dtype="float32",
         head_dtype="float32",
+        head_precision="default",
         wire_dtype=wire_dtype,
         devices=1,
         slots=1,

@@ -1,0 +1,34 @@
+"""What the other end says, made fit for a log line or for the details of an error.
+
+said(text)       for a log: one line, printable, cut; it can neither forge another line nor fill a disk
+details(text)    for gRPC: besides, no longer than DETAIL_BYTES. Details travel in a header, and a header that is too
+                 long arrives as RESOURCE_EXHAUSTED, which means something else
+"""
+
+LONGEST = 300  # characters of what one peer said in one line of a log
+DETAIL_BYTES = 1024  # of UTF-8
+
+
+def said(text: object, *, longest: int = LONGEST) -> str:
+    """The text in one line: what is not printable is escaped, what is too long is cut and its length told.
+
+    Only the part that is shown is looked at, however long the text is.
+    """
+    whole = text if isinstance(text, str) else str(text)
+    shown = "".join(map(_printable, whole[:longest]))
+    if len(whole) <= longest and len(shown) <= longest:
+        return shown
+    return f"{shown[:longest]}... ({len(whole)} characters)"
+
+
+def details(text: object) -> str:
+    """The text for an error's details: in one line, at most DETAIL_BYTES of UTF-8."""
+    line = said(text, longest=DETAIL_BYTES - 64)
+    data = line.encode()
+    if len(data) <= DETAIL_BYTES:
+        return line
+    return data[: DETAIL_BYTES - 3].decode(errors="ignore") + "..."
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
