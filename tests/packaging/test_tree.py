@@ -22,7 +22,8 @@ PYTHONS = ("3.11", "3.12")
 
 def text_files() -> list[pathlib.Path]:
     """Every text file of the project, whether or not it is checked out with git."""
-    files = [path for path in ROOT.iterdir() if path.is_file()]
+    # In a further working tree of a checkout `.git` is a file.
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     return [path for path in files if path.suffix not in (".pyc", ".png", ".lock") and "_pb2" not in path.name]
 
