@@ -9,8 +9,25 @@
     stale_version     completions name a version older than any
     nan_logprobs      the first log-prob of every completion is NaN
     wrong_group       completions name a group that nobody asked for
-    wrong_tokenizer   Status gives another tokenizer's fingerprint
     corrupt_chunk     a bit of every chunk of weights is flipped when it comes for the first time
+
+Log-probs that keep the contract and are not those of the policy (sampled tokens; never above 0):
+
+    shifted_logprobs  `value` is added to each
+    noisy_logprobs    a draw from N(0, value^2) is added to each
+    flat_logprobs     each is `value`
+    copied_logprobs   each is that of the completion before, repeated where that one is shorter
+    random_tokens     the tokens are drawn anew from the ids up to the completion's largest; the log-probs stay
+
+Status that claims what cannot be:
+
+    wrong_tokenizer   another tokenizer's fingerprint
+    nan_status        busy_seconds is NaN
+    many_devices      `value` devices
+    many_seconds      busy and up for `value` seconds
+    many_tokens       `value` sampled tokens
+    many_slots        `value` slots
+    no_slots          no slot and no queue
 
 The service knows nothing of it: the faults are done to the messages, in a gRPC interceptor, and go with every engine.
 Crash and hang are the replay engine's own; a process frozen or killed is the test's business.
@@ -28,15 +45,29 @@ from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.chunks import Chunk
 
-ON_COMPLETIONS = "delay duplicate reorder truncated_stream stale_version nan_logprobs wrong_group".split()
-KINDS = (*ON_COMPLETIONS, "wrong_tokenizer", "corrupt_chunk")
+ON_LOGPROBS = "nan_logprobs shifted_logprobs noisy_logprobs flat_logprobs copied_logprobs random_tokens".split()
+ON_COMPLETIONS = ("delay", "duplicate", "reorder", "truncated_stream", "stale_version", "wrong_group", *ON_LOGPROBS)
+ON_STATUS = "wrong_tokenizer nan_status many_devices many_seconds many_tokens many_slots no_slots".split()
+KINDS = (*ON_COMPLETIONS, *ON_STATUS, "corrupt_chunk")
+# Kinds that take a value, and what it is.
+VALUES = {
+    "delay": "seconds",
+    "shifted_logprobs": "nats",
+    "noisy_logprobs": "nats",
+    "flat_logprobs": "nats",
+    "many_devices": "number",
+    "many_seconds": "seconds",
+    "many_tokens": "number",
+    "many_slots": "number",
+}
+SIGNED = ("shifted_logprobs", "flat_logprobs")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
     kind: str
     after: int = 0  # completions sent
-    value: float = 0.0  # delay: seconds
+    value: float = 0.0  # in the unit of VALUES
 
 
 def parse(text: str) -> list[Fault]:
@@ -50,8 +81,10 @@ def parse(text: str) -> list[Fault]:
             faults.append(Fault(kind, int(numbers[0]), *(float(number) for number in numbers[1:])))
         except (IndexError, TypeError, ValueError):
             raise ValueError(f"{part}: is not kind:after or kind:after:value") from None
-        if len(numbers) != (2 if kind == "delay" else 1) or min(map(float, numbers)) < 0:
-            raise ValueError(f"{part}: is not {kind}:after{':seconds' if kind == 'delay' else ''}, numbers from 0 on")
+        unsigned = numbers[: 1 if kind in SIGNED else 2]
+        if len(numbers) != 1 + (kind in VALUES) or min(map(float, unsigned)) < 0:
+            form = f"{kind}:after" + (f":{VALUES[kind]}" if kind in VALUES else "")
+            raise ValueError(f"{part}: is not {form}, numbers from 0 on")
     return faults
 
 
@@ -61,6 +94,8 @@ class FaultInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, faults: Sequence[Fault]):
         self._faults = {fault.kind: fault for fault in faults}
         self.told = 0  # completions that the service has sent
+        self.draws = np.random.default_rng(0)
+        self.before = np.zeros(1, np.float32)  # log-probs of the completion before
 
     def on(self, kind: str) -> Fault | None:
         """The fault, if it happens now."""
@@ -92,8 +127,7 @@ class FaultInterceptor(grpc.aio.ServerInterceptor):
 
             async def status(request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
                 reply = await handler.unary_unary(request, context)
-                if self.on("wrong_tokenizer"):
-                    reply.tokenizer_fingerprint = "another tokenizer"
+                claim(reply, self)
                 return reply
 
             return grpc.unary_unary_rpc_method_handler(status, **codecs)
@@ -102,6 +136,52 @@ class FaultInterceptor(grpc.aio.ServerInterceptor):
             await handler.stream_stream(messages, _Chunks(context, self))
 
         return grpc.stream_stream_rpc_method_handler(push, **codecs)
+
+
+def claim(reply: pb.StatusReply, faults: FaultInterceptor) -> None:
+    """Does to a status what is due now."""
+    if faults.on("wrong_tokenizer"):
+        reply.tokenizer_fingerprint = "another tokenizer"
+    if faults.on("nan_status"):
+        reply.busy_seconds = float("nan")
+    if fault := faults.on("many_devices"):
+        reply.devices = int(fault.value)
+    if fault := faults.on("many_seconds"):
+        reply.busy_seconds = reply.up_seconds = fault.value
+    if fault := faults.on("many_tokens"):
+        reply.sampled_tokens = int(fault.value)
+    if fault := faults.on("many_slots"):
+        reply.slots = int(fault.value)
+    if faults.on("no_slots"):
+        reply.slots = reply.queue_capacity = 0
+
+
+def distort(message: pb.Completion, faults: FaultInterceptor) -> None:
+    """Does to a completion's tokens and log-probs what is due now."""
+    if not any(faults.on(kind) for kind in ON_LOGPROBS):
+        return
+    tokens, logprobs = codec.decode_ids(message.token_ids), codec.decode_floats(message.logprobs)
+    sampled = np.ones(len(tokens), bool)
+    for span in message.forced:
+        sampled[span.start : span.end] = False
+    own = logprobs.copy()
+    if fault := faults.on("shifted_logprobs"):
+        logprobs = logprobs + np.float32(fault.value)
+    if fault := faults.on("noisy_logprobs"):
+        logprobs = logprobs + fault.value * faults.draws.normal(size=len(logprobs))
+    if fault := faults.on("flat_logprobs"):
+        logprobs = np.full_like(logprobs, fault.value)
+    if faults.on("copied_logprobs"):
+        logprobs = np.resize(faults.before, len(logprobs))
+    faults.before = own
+    logprobs = np.where(sampled, np.minimum(logprobs, 0), 0).astype(np.float32)
+    if faults.on("nan_logprobs"):
+        logprobs[0] = np.nan
+    if faults.on("random_tokens"):
+        sampled[-1] = False  # it may be the one that it stopped at
+        drawn = faults.draws.integers(0, tokens.max() + 1, size=len(tokens), dtype=np.int32)
+        message.token_ids = codec.encode_ids(np.where(sampled, drawn, tokens))
+    message.logprobs = codec.encode_floats(logprobs)
 
 
 class _Context:
@@ -123,10 +203,7 @@ class _Completions(_Context):
 
     async def write(self, message: pb.Completion) -> None:
         on = self._faults.on
-        if on("nan_logprobs"):
-            logprobs = codec.decode_floats(message.logprobs)
-            logprobs[0] = np.nan
-            message.logprobs = codec.encode_floats(logprobs)
+        distort(message, self._faults)
         if on("stale_version"):
             for span in message.versions:
                 span.step = -1
