@@ -27,43 +27,14 @@ import grpc
 from absl import app, flags, logging
 
 from rollout_server import access_flags, faults
+from rollout_server import serve_flags as given
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.engine import Engine
 from rollout_server.service import RolloutServer
-from rollout_server.weight_store import ITEM_BYTES
 
 # How long a stopping server may take before it is gone whatever hangs.
 STOP_SECONDS = 5.0
-
-_DTYPES = sorted(ITEM_BYTES)
-
-_ENGINE = flags.DEFINE_enum("engine", None, ["jax", "vllm", "replay"], "What samples the tokens.", required=True)
-_MODEL = flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
-_PORT = flags.DEFINE_integer("port", None, "Port to listen on; 0: any free one.", 0, 65535, required=True)
-_PORT_FILE = flags.DEFINE_string("port_file", "", "Written with the port, in decimal, once the server answers.")
-_EXIT_WITH_PARENT = flags.DEFINE_bool("exit_with_parent", False, "Stop at the end of standard input.")
-_SLOTS = flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_bound=1)
-_QUEUE = flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)
-_DECODE_CHUNK = flags.DEFINE_integer("decode_chunk", 8, "Not vllm: decode steps between two looks at the queue.", 1)
-_COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "Of the matrix products.")
-_WIRE_DTYPE = flags.DEFINE_enum("wire_dtype", "bfloat16", _DTYPES, "In which the weights come.")
-_HEAD_PRECISION = flags.DEFINE_enum(
-    "head_precision", "default", ["default", "highest"], "Operands of the head: in compute_dtype, or in float32."
-)
-_MAXIMUM_TOKENS = flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
-
-_TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "vllm: devices that share the model.", lower_bound=1)
-_DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a GPU's memory to take.", 0.05, 1.0)
-_FAULTS = flags.DEFINE_string("faults", "", "For tests: kind:after,... of what goes wrong on the wire (faults.py).")
-_REPLAY_FILE = flags.DEFINE_string("replay_file", "", "JSONL of completions to play; empty: made up by a hash.")
-_REPLAY_VOCABULARY = flags.DEFINE_integer("replay_vocabulary", 256, "Made-up tokens are below this.", lower_bound=1)
-_REPLAY_MEAN_TOKENS = flags.DEFINE_float("replay_mean_tokens", 24.0, "Mean length of what is made up.", lower_bound=2)
-_REPLAY_TOKEN_SECONDS = flags.DEFINE_float("replay_token_seconds", 0.0, "Time of one decode step.", lower_bound=0)
-_REPLAY_LOAD_SECONDS = flags.DEFINE_float("replay_load_seconds", 0.0, "Pause at new weights.", lower_bound=0)
-_REPLAY_CRASH_AFTER = flags.DEFINE_integer("replay_crash_after", 0, "Die after so many completions.", lower_bound=0)
-_REPLAY_HANG_AFTER = flags.DEFINE_integer("replay_hang_after", 0, "Hang after so many completions.", lower_bound=0)
 
 
 class UsageError(Exception):
@@ -78,37 +49,37 @@ def _jax_engine() -> Engine:
     from rollout_server.engines.jax_engine import JaxEngine
 
     return JaxEngine(
-        _MODEL.value,
-        slots=_SLOTS.value,
-        queue=_QUEUE.value,
-        decode_chunk=_DECODE_CHUNK.value,
-        compute_dtype=_COMPUTE_DTYPE.value,
-        wire_dtype=_WIRE_DTYPE.value,
-        head_precision=_HEAD_PRECISION.value,
-        maximum_tokens=_MAXIMUM_TOKENS.value,
+        given.MODEL.value,
+        slots=given.SLOTS.value,
+        queue=given.QUEUE.value,
+        decode_chunk=given.DECODE_CHUNK.value,
+        compute_dtype=given.COMPUTE_DTYPE.value,
+        wire_dtype=given.WIRE_DTYPE.value,
+        head_precision=given.HEAD_PRECISION.value,
+        maximum_tokens=given.MAXIMUM_TOKENS.value,
     )
 
 
 async def _vllm_engine() -> Engine:
     _check_model_folder(weights=True)
-    if _HEAD_PRECISION.value == "highest" and _COMPUTE_DTYPE.value != "float32":
+    if given.HEAD_PRECISION.value == "highest" and given.COMPUTE_DTYPE.value != "float32":
         raise UsageError("--head_precision=highest: the vllm engine has it with --compute_dtype=float32 only")
     from rollout_server.engines.vllm_adapter import Vllm
     from rollout_server.engines.vllm_engine import VllmEngine
 
     vllm = Vllm(
-        _MODEL.value,
-        slots=_SLOTS.value,
-        maximum_tokens=_MAXIMUM_TOKENS.value,
-        compute_dtype=_COMPUTE_DTYPE.value,
-        wire_dtype=_WIRE_DTYPE.value,
-        head_precision=_HEAD_PRECISION.value,
-        workers=_TENSOR_PARALLEL.value,
-        device_memory=_DEVICE_MEMORY.value,
+        given.MODEL.value,
+        slots=given.SLOTS.value,
+        maximum_tokens=given.MAXIMUM_TOKENS.value,
+        compute_dtype=given.COMPUTE_DTYPE.value,
+        wire_dtype=given.WIRE_DTYPE.value,
+        head_precision=given.HEAD_PRECISION.value,
+        workers=given.TENSOR_PARALLEL.value,
+        device_memory=given.DEVICE_MEMORY.value,
     )
     try:
         await vllm.prepare()
-        return VllmEngine(vllm, slots=_SLOTS.value, queue=_QUEUE.value)
+        return VllmEngine(vllm, slots=given.SLOTS.value, queue=given.QUEUE.value)
     except ValueError:
         vllm.shutdown()
         raise
@@ -119,33 +90,33 @@ def _replay_engine() -> Engine:
     from rollout_server.engines.scripts import Recorded, Script, Scripted
 
     describe: dict[str, Any] = {"tensors": {}}
-    if _MODEL.value:  # to pass for a server of this model: its tensors, its config, its tokenizer
+    if given.MODEL.value:  # to pass for a server of this model: its tensors, its config, its tokenizer
         _check_model_folder(weights=False)
         from scalerl_jax.model.hf import hf_tensors, read_config
 
-        config = read_config(_MODEL.value)
+        config = read_config(given.MODEL.value)
         describe = {
             "tensors": hf_tensors(config),
             "model_config": config.canonical_json(),
-            "tokenizer_fingerprint": tokenizer_fingerprint(_MODEL.value),
+            "tokenizer_fingerprint": tokenizer_fingerprint(given.MODEL.value),
         }
     script: Script
-    if _REPLAY_FILE.value:
-        script = Recorded(_REPLAY_FILE.value)
+    if given.REPLAY_FILE.value:
+        script = Recorded(given.REPLAY_FILE.value)
     else:
-        script = Scripted(vocabulary=_REPLAY_VOCABULARY.value, mean_tokens=_REPLAY_MEAN_TOKENS.value)
+        script = Scripted(vocabulary=given.REPLAY_VOCABULARY.value, mean_tokens=given.REPLAY_MEAN_TOKENS.value)
     return ReplayEngine(
         script,
-        slots=_SLOTS.value,
-        queue=_QUEUE.value,
-        decode_chunk=_DECODE_CHUNK.value,
-        token_seconds=_REPLAY_TOKEN_SECONDS.value,
-        load_seconds=_REPLAY_LOAD_SECONDS.value,
-        maximum_tokens=_MAXIMUM_TOKENS.value,
-        compute_dtype=_COMPUTE_DTYPE.value,
-        wire_dtype=_WIRE_DTYPE.value,
-        head_precision=_HEAD_PRECISION.value,
-        faults=Faults(crash_after=_REPLAY_CRASH_AFTER.value, hang_after=_REPLAY_HANG_AFTER.value),
+        slots=given.SLOTS.value,
+        queue=given.QUEUE.value,
+        decode_chunk=given.DECODE_CHUNK.value,
+        token_seconds=given.REPLAY_TOKEN_SECONDS.value,
+        load_seconds=given.REPLAY_LOAD_SECONDS.value,
+        maximum_tokens=given.MAXIMUM_TOKENS.value,
+        compute_dtype=given.COMPUTE_DTYPE.value,
+        wire_dtype=given.WIRE_DTYPE.value,
+        head_precision=given.HEAD_PRECISION.value,
+        faults=Faults(crash_after=given.REPLAY_CRASH_AFTER.value, hang_after=given.REPLAY_HANG_AFTER.value),
         **describe,
     )
 
@@ -158,7 +129,7 @@ ENGINES: dict[str, MakeEngine] = {"jax": _jax_engine, "vllm": _vllm_engine, "rep
 
 def _check_model_folder(*, weights: bool) -> None:
     """Raises UsageError naming what is missing, before anything slow is imported."""
-    folder = _MODEL.value
+    folder = given.MODEL.value
     if not folder:
         raise UsageError("--model: a Hugging Face folder is needed")
     if not os.path.isdir(folder):
@@ -205,7 +176,7 @@ async def serve(
         made = make_engine()
         engine = await made if isinstance(made, Awaitable) else made
     except ValueError as error:
-        raise UsageError(f"--engine={_ENGINE.value}: {error}") from error
+        raise UsageError(f"--engine={given.ENGINE.value}: {error}") from error
 
     # 2. From here on it answers.
     try:
@@ -249,18 +220,18 @@ def _exit_after(seconds: float, code: int) -> None:
 
 def _access() -> Access:
     try:
-        return access_flags.read(_HOST.value)
+        return access_flags.read(given.HOST.value)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
 def _faults() -> list[grpc.aio.ServerInterceptor]:
     try:
-        wanted = faults.parse(_FAULTS.value)
+        wanted = faults.parse(given.FAULTS.value)
     except ValueError as error:
-        raise UsageError(f"--faults={_FAULTS.value}: {error}") from None
+        raise UsageError(f"--faults={given.FAULTS.value}: {error}") from None
     if wanted:
-        logging.warning("faults on purpose: %s", _FAULTS.value)
+        logging.warning("faults on purpose: %s", given.FAULTS.value)
     return [faults.FaultInterceptor(wanted)] if wanted else []
 
 
@@ -293,11 +264,11 @@ def main(argv: Sequence[str]) -> None:
     try:
         asyncio.run(
             serve(
-                ENGINES[_ENGINE.value],
-                host=_HOST.value,
-                port=_PORT.value,
-                port_file=_PORT_FILE.value,
-                with_parent=_EXIT_WITH_PARENT.value,
+                ENGINES[given.ENGINE.value],
+                host=given.HOST.value,
+                port=given.PORT.value,
+                port_file=given.PORT_FILE.value,
+                with_parent=given.EXIT_WITH_PARENT.value,
                 access=_access(),
                 interceptors=_faults(),
             )
