@@ -11,7 +11,7 @@ from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Completion
 
 
-def completion(tokens: int = 40, seed: int = 0) -> Completion:
+def completion(tokens: int = 40, seed: int = 5) -> Completion:
     rng = np.random.default_rng(seed)
     return Completion(
         incarnation=1,
