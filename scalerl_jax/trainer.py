@@ -16,7 +16,9 @@ from absl import logging
 
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Completion
+from scalerl_jax import config as config_lib
 from scalerl_jax import memory
+from scalerl_jax.alarms import LearningWatch
 from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints
@@ -186,6 +188,10 @@ class Trainer:
         self.forecast = forecast
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
         self._waits = Waits()
+        self._learning = LearningWatch(config_lib.leaves(config))
+        # What the thinking of a completion ends with, in tokens; none where there is no thinking.
+        thinks = config.rollout.thinking_high > 0
+        self._end_of_thinking = tokenizer.encode(config.rollout.end_of_thinking) if thinks else []
         self._copies: WireCopies | None = None
         if config.model.wire_dtype == "bfloat16" and config.fleet.sparse_share > 0:
             self._copies = WireCopies(learner.decoder, learner.mesh, share=config.fleet.sparse_share)
@@ -221,7 +227,7 @@ class Trainer:
         waited, waited_for = time.monotonic() - began, self._waits.take()
         self._book(groups, evaluation=False)
         with self.ledger.trainer("busy"):
-            batch = build(groups, self.config.objective, number=number)
+            batch = build(groups, self.config.objective, number=number, end_of_thinking=self._end_of_thinking)
             sums = self.learner.update(batch.segments) if batch.segments else {}
             self.ledger.trained([len(segment.tokens) for segment in batch.segments])
             publish = self._version(number + 1)
@@ -331,6 +337,8 @@ class Trainer:
         if forecast is not None:
             values["forecast"] = forecast
         self.folder.metrics(step, values)
+        if remark := self._learning.row({"step": step, **values}):
+            self.line.say(remark)
         if self.folder.wants_rollouts(step):
             self.folder.rollouts(step, self._samples(groups, batch))
         elapsed = max(1e-9, waited + seconds)

@@ -46,8 +46,13 @@ class Batch:
     prompt_tokens: int  # of the segments, prompts and forced tokens included: what the trainer computes
 
 
-def build(groups: Sequence[Group], objective: ObjectiveConfig, *, number: int) -> Batch:
-    """Batch `number` from its groups, all of one size."""
+def build(
+    groups: Sequence[Group], objective: ObjectiveConfig, *, number: int, end_of_thinking: Sequence[int] = ()
+) -> Batch:
+    """Batch `number` from its groups, all of one size.
+
+    end_of_thinking: the token ids that the thinking ends with; how many completions lack them is measured.
+    """
     completions = [list(group.completions) for group in groups]
     truncated = np.array([[c.finish_reason == "length" for c in row] for row in completions])
     right = np.array([list(group.verdicts) for group in groups], bool) & ~truncated
@@ -99,6 +104,10 @@ def build(groups: Sequence[Group], objective: ObjectiveConfig, *, number: int) -
         "lag_max": float(max(lags, default=0)),
         "loss_tokens": float(sum(int((s.weights > 0).sum()) for s in segments)),
     }
+    if end_of_thinking:
+        # Sampled or forced: without it a completion has no answer.
+        ended = [[_contains(c.token_ids, end_of_thinking) for c in row] for row in completions]
+        metrics["no_end_of_thinking"] = 1.0 - float(np.mean(ended))
     outcomes = [(int(g.prompt.index), int(right[p].sum()), right.shape[1]) for p, g in enumerate(groups)]
     return Batch(
         segments=segments,
@@ -109,6 +118,17 @@ def build(groups: Sequence[Group], objective: ObjectiveConfig, *, number: int) -
         sampled_tokens=tokens,
         prompt_tokens=sum(len(s.tokens) for s in segments),
     )
+
+
+def _contains(tokens: np.ndarray, wanted: Sequence[int]) -> bool:
+    """Whether `wanted` stands somewhere in tokens [t], on end."""
+    starts = len(tokens) - len(wanted) + 1
+    if starts < 1:
+        return False
+    found = np.ones(starts, bool)
+    for offset, token in enumerate(wanted):
+        found &= tokens[offset : offset + starts] == token
+    return bool(found.any())
 
 
 def per_token(sums: dict[str, float]) -> dict[str, float]:

@@ -1,32 +1,13 @@
-"""The health of a run: series of its updates, each with the line beyond which something is wrong.
-
-    lag            k of the pacing: a bound that nothing may cross
-    truncated      5 % and 10 %: the paper's unstable runs were past the second, its sound ones below the first
-    mismatch       what the probe at meeting allows the worst percent of tokens
-    clipped        1 % of the tokens: CISPO's cap is for outliers
-    entropy        a tenth of the first one: what is left to explore is nearly gone
-    surviving      a quarter of the prompts: the update stands on few groups
-
-The first two lines are the pacing's and the paper's; the others are this project's own choice.
-"""
+"""The health of a run: series of its updates with their limits, and its alarms, which alarms.py decides and words."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from scalerl_jax import alarms as alarms_lib
 from scalerl_jax.report_page.numbers import groups_of, rounded, thinned
 
 Row = dict[str, Any]
-
-# As rollouts/probe.py has them for config.probe.p99_limit = 0; that file brings gRPC, which a report does without.
-_P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1}
-_TRUNCATED = (0.05, 0.10)
-_CLIPPED = 0.01
-_ENTROPY_LEFT = 0.1
-_SURVIVING_LEFT = 0.25
-_RECENT = 10  # updates whose mean is held against a line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,39 +43,11 @@ CHARTS = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """An alarm line: where, why, and on which side trouble is."""
-
-    value: float
-    label: str
-    trouble: str = "above"  # or "below"
-    bound: bool = False  # nothing can cross it; it is shown, and raises no alarm
-
-
-def lines(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[Line]]:
-    """The lines of each chart, the gravest last. settings: the config's leaves by their dotted names."""
-    found: dict[str, list[Line]] = {
-        "lag": [Line(settings["pacing.k"], f"k = {settings['pacing.k']}", bound=True)],
-        "truncated": [Line(share, f"{share:.0%}") for share in _TRUNCATED],
-        "clipped": [Line(_CLIPPED, f"{_CLIPPED:.0%}")],
-    }
-    limit = settings["probe.p99_limit"] or _P99_LIMITS[settings["model.compute_dtype"]]
-    found["mismatch"] = [Line(limit, f"{limit:g}: the probe's limit")]
-    entropy = [row["entropy"] for row in rows if row.get("entropy") is not None]
-    if entropy:
-        found["entropy"] = [Line(_ENTROPY_LEFT * entropy[0], "a tenth of the first", "below")]
-    prompts = [row["prompts"] for row in rows if row.get("prompts")]
-    if prompts:
-        found["surviving"] = [Line(_SURVIVING_LEFT * prompts[-1], "a quarter", "below")]
-    return found
-
-
 def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Every chart of which the rows of metrics.jsonl hold anything."""
     groups = groups_of(len(rows))
     steps = [row["step"] for row in rows]
-    drawn = lines(rows, settings)
+    drawn = alarms_lib.limits(rows, settings)
     charts = []
     for chart in CHARTS:
         series = [
@@ -105,8 +58,7 @@ def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
         if not series:
             continue
         column = next(iter(chart.columns))
-        recent = [row[column] for row in rows[-_RECENT:] if row.get(column) is not None]
-        latest = float(np.mean(recent)) if recent else None
+        latest = alarms_lib.recent_mean(rows, column)
         charts.append(
             {
                 **{name: getattr(chart, name) for name in ("key", "title", "what", "form")},
@@ -118,7 +70,7 @@ def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
                         "label": line.label,
                         "bound": line.bound,
                         "trouble": line.trouble,
-                        "over": latest is not None and not line.bound and beyond(latest, line),
+                        "over": line.passed_by(latest),
                     }
                     for line in drawn.get(chart.key, [])
                 ],
@@ -127,10 +79,7 @@ def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": [steps[group.stop - 1] for group in groups],
         "each": groups[0].stop if groups else 1,  # updates behind a point
-        "recent": _RECENT,
+        "recent": alarms_lib.RECENT,
         "charts": charts,
+        "alarms": [dataclasses.asdict(alarm) for alarm in alarms_lib.alarms(rows, settings)],
     }
-
-
-def beyond(value: float, line: Line) -> bool:
-    return value > line.value if line.trouble == "above" else value < line.value

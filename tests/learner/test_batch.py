@@ -211,3 +211,15 @@ def test_sums_become_means_over_loss_tokens():
     assert values["loss"] == -0.25 and values["gradient_norm"] == 3.0
     assert (values["entropy"], values["clipped"], values["masked"]) == (2.0, 0.25, 0.5)
     assert values["effective_sample_size"] == pytest.approx(16 / 20)  # (sum r)^2 / (n sum r^2)
+
+
+def test_completions_whose_thinking_never_ended_are_measured():
+    """Tokens are 100, 101, ...; the end is two of them on end, sampled or forced."""
+    groups = [
+        group(1, [completion(0, 6), completion(1, 3), completion(2, 2), completion(3, 1)], (False,) * 4),
+        group(2, [completion(0, 4, forced=((2, 4),)), *(completion(i, 3) for i in (1, 2, 3))], (False,) * 4),
+    ]
+    assert build(groups, ObjectiveConfig(), number=7, end_of_thinking=(102, 103)).metrics["no_end_of_thinking"] == 6 / 8
+    assert build(groups, ObjectiveConfig(), number=7, end_of_thinking=(103, 102)).metrics["no_end_of_thinking"] == 1
+    assert build(groups, ObjectiveConfig(), number=7, end_of_thinking=(101,)).metrics["no_end_of_thinking"] == 1 / 8
+    assert "no_end_of_thinking" not in build(groups, ObjectiveConfig(), number=7).metrics  # without thinking
