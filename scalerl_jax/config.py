@@ -39,8 +39,8 @@ class TaskConfig:
     train_prompts: int = 512  # arithmetic: how many distinct training prompts
     minimum_terms: int = 3  # arithmetic: terms of the shortest chain
     maximum_terms: int = 8
-    verifier_processes: int = 1
-    verifier_seconds: float = 5.0  # one answer is judged wrong after this long
+    verifier_processes: int = 1  # jsonl: how many judge answers
+    verifier_seconds: float = 5.0  # jsonl: one answer is judged wrong after this much CPU time
 
 
 @dataclasses.dataclass
@@ -339,7 +339,7 @@ def check(config: Config) -> None:
         "updates rollout.groups rollout.answer_budget pacing.k learner.row_length learner.rows learner.logprob_chunk "
         "learner.replica learner.tensor fleet.slots fleet.decode_chunk evaluation.prompts evaluation.samples "
         "evaluation.every checkpoint.every checkpoint.keep fleet.chunk_bytes fleet.discovery_seconds objective.cap "
-        "optimizer.learning_rate"
+        "optimizer.learning_rate task.verifier_processes task.verifier_seconds"
     )
     for name in positive.split():
         if not values[name] > 0:

@@ -43,10 +43,10 @@ from scalerl_jax.rollouts.addresses import Addresses
 from scalerl_jax.rollouts.fleet import Fleet, FleetError
 from scalerl_jax.rollouts.probe import Expected, Probe, ProbeError
 from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.tasks import judge
 from scalerl_jax.tasks import prompts as tasks
 from scalerl_jax.tasks.curriculum import Curriculum, NoPromptLeft
 from scalerl_jax.tasks.tokenizer import Tokenizer
-from scalerl_jax.tasks.verifiers import Verifier
 from scalerl_jax.telemetry import RunFolder
 from scalerl_jax.trainer import Draws, Pushes, Trainer, observe, score
 
@@ -189,14 +189,7 @@ def main(config: Config) -> None:
             else config.fleet.compute_dtype,
         )
         pushes = Pushes()
-        thinking = config.rollout.thinking_high > 0
-        verifier = stack.enter_context(
-            Verifier(
-                processes=config.task.verifier_processes,
-                seconds=config.task.verifier_seconds,
-                end_of_thinking=config.rollout.end_of_thinking if thinking else "",
-            )
-        )
+        answers = stack.enter_context(judge.make(config))
         fleet = Fleet(
             config,
             addresses=given,
@@ -206,7 +199,7 @@ def main(config: Config) -> None:
             pacing=make_pacing(config, start=start),
             incarnation=folder.incarnation,
             draw=draws.draw,
-            judge=lambda prompt, c: verifier.submit(tokenizer.decode_completion(c.token_ids.tolist()), prompt.answer),
+            judge=functools.partial(judge.verdict, answers=answers, decode=tokenizer.decode_completion),
             tokenizer=tokenizer,
             probe_prompts=train_prompts,
             check=probe.check,

@@ -25,6 +25,14 @@ GRACE_SECONDS = 1.0  # the worker interrupts itself at the limit; over the limit
 CACHE = 65_536  # verdicts remembered; completions of one group mostly end in one of a few answers
 
 
+def after_thinking(text: str, end: str) -> str | None:
+    """What follows the last `end` of a completion's text ("": all of it); None where nothing does."""
+    if not end:
+        return text.strip() or None
+    _, found, answer = text.rpartition(end)
+    return (answer.strip() or None) if found else None
+
+
 class Verifier:
     """Judges answers in `processes` workers.
 
@@ -60,7 +68,7 @@ class Verifier:
         """Whether the completion `text` gives `answer`. The result raises RuntimeError where no worker can start."""
         assert not self._closed
         future: Future[bool] = Future()
-        question = self._answer_of(text)
+        question = after_thinking(text, self._end)
         if question is None:
             future.set_result(False)
             return future
@@ -99,13 +107,6 @@ class Verifier:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _answer_of(self, text: str) -> str | None:
-        """What is judged; None where there is nothing to judge."""
-        if not self._end:
-            return text.strip() or None
-        _, found, answer = text.rpartition(self._end)
-        return (answer.strip() or None) if found else None
 
     def _serve(self, worker: "_Worker") -> None:
         while (item := self._questions.get()) is not None:

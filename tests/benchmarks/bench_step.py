@@ -14,7 +14,7 @@ them, in float32, on all cores:
           those of reasoning traces
 
 
-  here   scalerl-train with two local servers: pipeline(8), the whole recipe, math-verify as the judge
+  here   scalerl-train with two local servers: pipeline(8), the whole recipe, integers compared as such
   TRL    GRPOTrainer in one process: the same prompts and lengths, its rewards a comparison of strings. Its ways of
          sampling (generate with a dynamic or a static cache, continuous batching) are tried for two steps, with all
          192 completions in one pass of the model or in three; the fastest one is the peer.
