@@ -60,9 +60,7 @@ def make(config: Config) -> AnswerJudge:
     end = config.rollout.end_of_thinking if config.rollout.thinking_high > 0 else ""
     if config.task.name == "arithmetic":
         return IntegerJudge(end_of_thinking=end)
-    return Verifier(
-        processes=config.task.verifier_processes, seconds=config.task.verifier_seconds, end_of_thinking=end
-    )
+    return Verifier(processes=config.task.verifier_processes, seconds=config.task.verifier_seconds, end_of_thinking=end)
 
 
 def verdict(

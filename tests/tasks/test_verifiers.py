@@ -112,5 +112,3 @@ def test_closing_ends_the_workers_and_what_waits():
         asked.result(1)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
