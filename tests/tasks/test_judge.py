@@ -29,17 +29,17 @@ def judged(answers: judge.AnswerJudge, answer: str, completion: Completion) -> b
 
 
 def test_a_completion_cut_by_the_budget_is_wrong_and_no_verifier_is_asked():
-    class Asked(judge.IntegerJudge):
-        texts: list[str] = []
+    asked = []
 
+    class Asked(judge.IntegerJudge):
         def submit(self, text, answer):
-            self.texts.append(text)
+            asked.append(text)
             return super().submit(text, answer)
 
     answers = Asked(end_of_thinking="</think>")
     assert judged(answers, "7", completion("<think>3+4=7</think>7"))
     assert not judged(answers, "7", completion("<think>3+4=7</think>7", "length"))
-    assert answers.texts == ["<think>3+4=7</think>7"]
+    assert asked == ["<think>3+4=7</think>7"]
 
 
 @pytest.mark.parametrize("right", ["7", " 7", "7\n", "+7", "07"])
