@@ -16,21 +16,29 @@ The trainer's segments are counted one by one. Generators report tokens without 
 is that of the completions finished so far. Where a new mean makes that estimate smaller, the sum waits until the tokens
 have caught up: no column ever falls.
 
+What is booked is finite and not negative, whatever anybody reports: a status is believed or dropped before it comes
+here (rollouts/plausible.py), and a file that says otherwise is repaired from the run's rows (ledger_repair.py).
+
 Left out on purpose: norms, softmax and the optimizer (well under 1 %), and the probe's scoring.
 """
 
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+
+from scalerl_jax import ledger_repair
+
+_log = logging.getLogger(__name__)
 
 _CLASSES = ("busy", "idle", "evaluation", "setup")
 _TOKENS = ("training", "evaluation", "setup")
 _SLACK_SECONDS = 1.0  # between two machines' ideas of when something began
+_AWAY_SLACK_SECONDS = 60.0  # between two trainers' wall clocks
 _SERVERS_REMEMBERED = 4096  # last counters kept of that many server processes; an older one is met as if new
 
 
@@ -75,9 +83,13 @@ class ServerCounters:
 class Ledger:
     """Books compute from the trainer's thread and the fleet's; keeps itself in a JSON file, at most `save_seconds` old.
 
-    The clock is monotonic seconds. What is saved survives a restart of the trainer; the time between two trainers is
-    nobody's. A server process that is known from before is booked on from where it was, but idle only while a trainer
-    was there; one never seen before is booked from its start if it is younger than this trainer, else from first sight.
+    The clock is monotonic seconds, `wall` unix seconds. What is saved survives a restart of the trainer; the time
+    between two trainers is nobody's. A server process that is known from before is booked on from where it was, but
+    idle only while a trainer was there; one never seen before is booked from its start if it is younger than this
+    trainer, else from first sight.
+    A server that claims more of the time between two trainers than there was is booked from first sight, too.
+
+    Raises ValueError (one line) where the file is broken and the rows beside it do not say what was spent.
     """
 
     def __init__(
@@ -87,12 +99,13 @@ class Ledger:
         trainer_devices: int,
         shape: ModelShape,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
         save_seconds: float = 1.0,
     ):
         self._path = path
         self._devices = trainer_devices
         self._shape = shape
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._save_seconds = save_seconds
         self._lock = threading.Lock()
         self._start = self._mark = self._saved = clock()
@@ -107,7 +120,10 @@ class Ledger:
         self._estimated = dict.fromkeys(_TOKENS, 0.0)  # the generators' FLOPs
         # Sums over finished completions: tokens, positions they attended to; prompt tokens, positions of the prefill.
         self._finished = {kind: [0, 0.0, 0, 0.0] for kind in ("training", "evaluation")}
+        # FLOPs of generators that were spent before the file was repaired, by class.
+        self._recovered = dict.fromkeys(_TOKENS, 0.0)
         self._servers: dict[str, ServerCounters] = {}
+        self._heard: dict[str, float] = {}  # server -> unix seconds of its latest status
         if os.path.exists(path):
             self._load()
 
@@ -132,8 +148,10 @@ class Ledger:
             self._advance()
             self._began = True
 
-    def observe(self, server_id: str, counters: ServerCounters, *, evaluating: bool) -> None:
+    def observe(self, server_id: str, counters: ServerCounters, *, evaluating: bool, anew: bool = False) -> None:
         """Books what a server did since its last status; `evaluating`: it did so for an evaluation.
+
+        anew: what its counters say of the time up to now is not known to be true; it is booked from here on.
 
         Call it at each heartbeat, and where a server enters or leaves an evaluation: an interval is in one class.
         """
@@ -143,11 +161,15 @@ class Ledger:
             if before is None:
                 younger = counters.up_seconds <= now - self._start + _SLACK_SECONDS
                 before = ServerCounters(counters.devices, 0.0, 0.0, 0, 0, 0) if younger else counters
+            if anew or not self._there_was_time(server_id, before, counters):
+                before = counters
             self._servers[server_id] = counters
+            self._heard[server_id] = self._wall()
             while len(self._servers) > _SERVERS_REMEMBERED:
                 oldest = next(iter(self._servers))
                 del self._servers[oldest]
                 self._met.pop(oldest, None)
+                self._heard.pop(oldest, None)
             watched = now - self._met.get(server_id, self._start)
             self._met[server_id] = now
 
@@ -227,8 +249,11 @@ class Ledger:
                     "prefilled": self._prefilled,
                     "estimated": self._estimated,
                     "finished": self._finished,
+                    "recovered": self._recovered,
                     "servers": {name: dataclasses.astuple(counters) for name, counters in self._servers.items()},
-                }
+                    "heard": self._heard,
+                },
+                allow_nan=False,  # a fault of ours: nothing that is not finite is booked
             )
             temporary = f"{self._path}.tmp"
             with open(temporary, "w") as file:
@@ -240,11 +265,11 @@ class Ledger:
             self.save()
 
     def _load(self) -> None:
-        with open(self._path) as file:
-            try:
-                saved: dict[str, Any] = json.load(file)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{self._path}: the compute ledger of this run is not readable ({error})") from error
+        try:
+            saved = ledger_repair.read(self._path)
+        except ValueError as error:
+            saved = ledger_repair.recover(self._path, str(error))
+            _log.warning("%s", saved.pop("said"))
         for mine, name in (
             (self._seconds, "seconds"),
             (self._trainer, "trainer"),
@@ -253,9 +278,18 @@ class Ledger:
             (self._prefilled, "prefilled"),
             (self._estimated, "estimated"),
             (self._finished, "finished"),
+            (self._recovered, "recovered"),
+            (self._heard, "heard"),
         ):
-            mine.update(saved[name])
+            mine.update(saved.get(name, {}))
         self._servers = {name: ServerCounters(*values) for name, values in saved["servers"].items()}
+
+    def _there_was_time(self, server_id: str, before: ServerCounters, counters: ServerCounters) -> bool:
+        """Whether a process that an earlier trainer knew can have been up for as long as it says since then."""
+        if server_id in self._met or server_id not in self._heard:
+            return True
+        away = max(0.0, self._wall() - self._heard[server_id]) + _AWAY_SLACK_SECONDS
+        return max(counters.up_seconds - before.up_seconds, counters.busy_seconds - before.busy_seconds) <= away
 
     def _advance(self) -> None:
         """Books the trainer's time up to now."""
@@ -273,5 +307,6 @@ class Ledger:
         if prompt_tokens:
             attended += self._prefilled[kind] * prompt_context / prompt_tokens
         flops = self._shape.forward_flops(tokens=self._decoded[kind] + self._prefilled[kind], context=attended)
+        flops += self._recovered[kind]
         self._estimated[kind] = max(self._estimated[kind], flops)
         return self._estimated[kind]
