@@ -5,7 +5,15 @@ book        which groups are open, who was asked for what, what is finished
 requests    ids, seeds, budgets: what a group looks like on the wire
 addresses   what --servers means, now and later
 members     who belongs to the fleet now
-connection  one server: heartbeat, leases, pushes
+states      of one server, seen from the trainer
+connection  one server: heartbeat, what it holds, its state
+calls       what it is asked for
+upkeep      versions sent to it, and its samples for the probe
+offences    what it did wrong, and how much it may be given
+words       what it says, made fit for a log
+dispatch    who is asked for what next
+judging     completions on their way to the judge
+hub         what a connection asks of the fleet and tells it
 sampling    what a newcomer samples for the probe
 validate    what a completion must be before anybody looks at it
 publisher   versions of the weights on their way to the servers

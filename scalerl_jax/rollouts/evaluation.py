@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from scalerl_jax.rollouts import connection as connection_lib
+from scalerl_jax.rollouts import states
 from scalerl_jax.rollouts.book import Book, FinishedGroup, finished
 from scalerl_jax.rollouts.connection import Connection
 from scalerl_jax.rollouts.pacing import Pinned
@@ -49,7 +49,7 @@ class Evaluation:
 
         done: those whose last evaluation has ended just now, so that no newer version is on its way to them yet.
         """
-        active = [c for c in connections if c.state == connection_lib.ACTIVE]
+        active = [c for c in connections if c.state == states.ACTIVE]
         for c in active:
             if c.evaluation is self and c.step is not None and c.step > self.version:
                 c.evaluation = None  # a newer version was on its way when it was chosen

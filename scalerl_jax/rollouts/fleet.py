@@ -20,7 +20,6 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-import heapq
 import logging
 import threading
 import time
@@ -32,12 +31,16 @@ from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.weight_patch import Patch
 from scalerl_jax.config import Config
 from scalerl_jax.rollouts import connection as connection_lib
-from scalerl_jax.rollouts import report
+from scalerl_jax.rollouts import report, states
 from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup, finished
-from scalerl_jax.rollouts.connection import Connection, Hub
+from scalerl_jax.rollouts.connection import Connection
+from scalerl_jax.rollouts.dispatch import dispatch
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
+from scalerl_jax.rollouts.hub import Hub
+from scalerl_jax.rollouts.judging import Judging
 from scalerl_jax.rollouts.loop_thread import LoopThread
 from scalerl_jax.rollouts.members import Members
+from scalerl_jax.rollouts.offences import Records
 from scalerl_jax.rollouts.pacing import Pacing
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher, Source
@@ -108,7 +111,7 @@ class Fleet:
         if twice:
             raise FleetError(f"rollout server {twice[0]} is given twice")
         self._config, self._addresses, self._pacing = config, tuple(addresses), pacing
-        self._incarnation, self._draw, self._judge = incarnation, draw, judge
+        self._incarnation, self._draw = incarnation, draw
         self._credentials, self._vocabulary = credentials, vocabulary
         self._requests = Requests(config, tokenizer, incarnation=incarnation)
         self._hub = Hub(
@@ -125,9 +128,10 @@ class Fleet:
         )
         self._on_event = on_event
         self._thread = LoopThread("fleet")
-        self._judging = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-judging")
+        self._judging = Judging(judge, post=self._thread.post, fail=self._fail, finished=self._group_finished)
         self._something = threading.Event()  # the caller should look
         self._members = Members(make=self._connect, look=look, watch=self._thread.watch, changed=self._changed)
+        self._records = Records()
         self._publisher = Publisher(
             incarnation=incarnation,
             chunk_bytes=config.fleet.chunk_bytes,
@@ -139,7 +143,6 @@ class Fleet:
         self._newest: tuple[int, Source] | None = None
         self._evaluations = Evaluations()
         self._pump_due = False
-        self._judged_waiting = 0
         self._typical_seconds = 0.0  # running mean of a completion's queued and sampling seconds
         self._waits: report.Waits | None = None
         self._ever_admitted = False
@@ -171,7 +174,7 @@ class Fleet:
     def _wait_for_the_first(self) -> None:
         seconds = self._config.fleet.connect_seconds
         deadline = time.monotonic() + seconds
-        while not self._thread.call(lambda: self._members.in_state(*connection_lib.ANSWERING)):
+        while not self._thread.call(lambda: self._members.in_state(*states.ANSWERING)):
             late = time.monotonic() > deadline
             silent, mistrusted = self._thread.call(self._not_answering, 1 if late else connection_lib.SURE_AFTER)
             if mistrusted and (late or not silent):
@@ -194,7 +197,7 @@ class Fleet:
     def close(self) -> None:
         """Ends every call and the thread. Evaluations that are not done are cancelled."""
         self._thread.close()
-        self._judging.shutdown(wait=False, cancel_futures=True)
+        self._judging.close()
         self._publisher.close()
         self._evaluations.cancel()
 
@@ -252,7 +255,7 @@ class Fleet:
         def newcomers() -> list[Newcomer]:
             return [
                 Newcomer(c.address, c.status, c.samples)
-                for c in self._members.in_state(connection_lib.NEWCOMER)
+                for c in self._members.in_state(states.NEWCOMER)
                 if c.samples_step == c.step == self._book.trained
             ]
 
@@ -263,7 +266,7 @@ class Fleet:
 
         def admit() -> None:
             connection = self._members.named(server)
-            if connection is not None and connection.state == connection_lib.NEWCOMER:
+            if connection is not None and connection.state == states.NEWCOMER:
                 self._ever_admitted = True
                 connection.admit()
 
@@ -323,14 +326,14 @@ class Fleet:
     def waiting(self) -> str:
         """One line: for whom the trainer waits, for how long, and how deep the queues are. Empty: it does not wait."""
         return self._thread.call(
-            lambda: report.waiting(self._waits, self._book, self._members.connections, self._judged_waiting)
+            lambda: report.waiting(self._waits, self._book, self._members.connections, self._judging.waiting)
         )
 
     def status(self) -> dict[str, Any]:
         """Servers, queues and whom the trainer waits for, as plain values."""
         return self._thread.call(
             lambda: report.status(
-                *(self._waits, self._book, self._members.connections, self._judged_waiting),
+                *(self._waits, self._book, self._members.connections, self._judging.waiting),
                 evaluation=self._evaluations.current,
             )
         )
@@ -352,6 +355,7 @@ class Fleet:
             publisher=self._publisher,
             hub=self._hub,
             incarnation=self._incarnation,
+            records=self._records,
             credentials=self._credentials,
             vocabulary=self._vocabulary,
         )
@@ -399,7 +403,7 @@ class Fleet:
         always be one version behind it, and never be met."""
         if self._publisher.latest != self._book.trained:
             return False
-        soon = (connection_lib.UPDATING, connection_lib.PROBING, connection_lib.NEWCOMER)
+        soon = (states.UPDATING, states.PROBING, states.NEWCOMER)
         expected = [c for c in self._members.in_state(*soon) if c.patience > 0 and not c.leaving]
         for c in expected:
             c.patience -= POLL_SECONDS
@@ -409,7 +413,7 @@ class Fleet:
         self._something.set()
         if not self._ever_admitted:
             self._fail(ProbeError(connection.reason))
-        elif self._members.fixed and all(c.state == connection_lib.REJECTED for c in self._members.connections):
+        elif self._members.fixed and all(c.state == states.REJECTED for c in self._members.connections):
             self._fail(FleetError(f"every rollout server was turned away; the last one: {connection.reason}"))
         else:
             _log.warning("turned away: %s", connection.reason)
@@ -419,27 +423,12 @@ class Fleet:
             return
         seconds = completion.queued_seconds + completion.sampling_seconds
         self._typical_seconds += 0.05 * (seconds - self._typical_seconds) if self._typical_seconds else seconds
-        self._judged_waiting += 1
-        self._judging.submit(self._ask_judge, book, lease.group, completion)
+        self._judging.submit(book, lease.group, completion)
         self._changed()
 
-    def _ask_judge(self, book: Book, group: OpenGroup, completion: codec.Completion) -> None:
-        try:
-            verdict = self._judge(group.prompt, completion)
-        except BaseException as error:  # noqa: BLE001  raised by the trainer's next call
-            self._thread.post(self._fail, error)
-            return
-        verdict.add_done_callback(lambda done: self._thread.post(self._judged, book, group, completion.index, done))
-
-    def _judged(self, book: Book, group: OpenGroup, index: int, verdict: "concurrent.futures.Future[bool]") -> None:
-        self._judged_waiting -= 1
-        error = RuntimeError("a verdict was cancelled") if verdict.cancelled() else verdict.exception()
-        if error is not None:
-            self._fail(error)
-            return
-        if book.judged(group, index, bool(verdict.result()), now=time.monotonic()):
-            self._something.set()
-            self._changed()
+    def _group_finished(self) -> None:
+        self._something.set()
+        self._changed()
 
     def _returned(self, book: Book, lease: Lease, failed: bool) -> None:
         book.returned(lease, failed=failed)
@@ -455,23 +444,8 @@ class Fleet:
         self._pump_due = False
         self._members.sweep()
         self._advance_evaluations()
-        now = time.monotonic()
-        active = self._members.in_state(connection_lib.ACTIVE)
-        books = {c: book for c in active if (book := self._book_of(c)) is not None}
-        sharing = collections.Counter(map(id, books.values()))
-        # One lease at a time to whoever is least loaded, so that few groups are spread over all servers.
-        heap = [(c.load, i) for i, c in enumerate(active) if c in books and c.free_at <= now]
-        heapq.heapify(heap)
-        while heap:
-            connection = active[heapq.heappop(heap)[1]]
-            book, step = books[connection], connection.step
-            assert step is not None
-            room, split = connection.room(group_size=book.group_size, typical_seconds=self._typical_seconds, now=now)
-            alone = sharing[id(book)] == 1
-            lease = book.lease(server=connection.address, step=step, room=room, split=split, alone=alone, now=now)
-            if lease is not None:
-                connection.ask(book, lease)
-                heapq.heappush(heap, (connection.load, active.index(connection)))
+        active = self._members.in_state(states.ACTIVE)
+        dispatch(active, self._book_of, typical_seconds=self._typical_seconds, now=time.monotonic())
 
     def _book_of(self, connection: Connection) -> Book | None:
         evaluation = connection.evaluation
@@ -479,7 +453,7 @@ class Fleet:
             return None
         if evaluation is None:
             return self._book
-        drained = not connection.works_on(self._book)
+        drained = not connection.calls.works_on(self._book)
         return evaluation.book if drained and connection.step == evaluation.version else None
 
     def _advance_evaluations(self) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from scalerl_jax.rollouts import connection as connection_lib
+from scalerl_jax.rollouts import states
 from scalerl_jax.rollouts.connection import Connection
 
 _log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Members:
             if not self._all_lost and self._said.get(connection) != connection.reason:
                 self._said[connection] = connection.reason
                 _log.warning("server %s is left out: %s", connection.address, connection.reason)
-        lost = not self.in_state(*connection_lib.ANSWERING)
+        lost = not self.in_state(*states.ANSWERING)
         if lost != self._all_lost:
             self._all_lost = lost
             if lost:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from scalerl_jax.rollouts import connection as connection_lib
+from scalerl_jax.rollouts import states
 from scalerl_jax.rollouts.book import Book, OpenGroup
 from scalerl_jax.rollouts.connection import Connection
 from scalerl_jax.rollouts.evaluation import Evaluation
@@ -33,11 +33,11 @@ def waiting(waits: Waits | None, book: Book, connections: Sequence[Connection], 
     elif unopened:
         text += f"; group {book.next_number} not asked for yet"
     in_flight = sum(c.in_flight for c in connections)
-    queued = sum(c.status.queued for c in connections if c.state == connection_lib.ACTIVE)
+    queued = sum(c.status.queued for c in connections if c.state == states.ACTIVE)
     text += f"; in flight {in_flight} completions, queued {queued}, unasked {book.unasked()}, unjudged {verdicts}"
-    states = collections.Counter(c.state for c in connections)
-    text += "; servers " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    away = [c for c in connections if c.state not in connection_lib.ANSWERING]
+    counts = collections.Counter(c.state for c in connections)
+    text += "; servers " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    away = [c for c in connections if c.state not in states.ANSWERING]
     if away:
         text += " (" + "; ".join(f"{c.address} {now - c.state_since:.0f} s: {c.reason}" for c in away) + ")"
     return text

@@ -1,0 +1,28 @@
+"""What one server's connection asks of the fleet and tells it; all of it on the fleet's event loop."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.rollouts.book import Book, Lease
+
+if TYPE_CHECKING:
+    from scalerl_jax.rollouts.connection import Connection
+
+
+@dataclasses.dataclass(frozen=True)
+class Hub:
+    """What the parts of one server's connection ask of the fleet and tell it."""
+
+    target: Callable[["Connection"], int | None]  # the version the server should hold
+    check: Callable[[str, pb.StatusReply], None]  # raises ProbeError
+    probe_prompts: tuple[tuple[Any, int], ...]  # (prompt, completions)
+    arrived: Callable[[Book, Lease, codec.Completion], None]
+    returned: Callable[[Book, Lease, bool], None]
+    changed: Callable[[], None]  # look whether there is something to do
+    rejected: Callable[["Connection"], None]
+    event: Callable[[str, dict[str, Any]], None]
+    observe: Callable[[pb.StatusReply, bool], None]  # a status; whether the time since the one before was evaluation's
+    fail: Callable[[BaseException], None]  # a fault of ours

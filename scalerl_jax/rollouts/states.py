@@ -1,0 +1,13 @@
+"""The states of one server, seen from the trainer.
+
+connecting ──answers──> updating ──holds the version──> probing ──samples are in──> newcomer ──admit()──> active
+    ^                      |   ^─────────────── a newer version came ──────────────────┘                    |
+    └──── no answer for silence_seconds, connection refused, another process on the port, ... ──────────────┘
+rejected: turned away for good; another process on the same address is met anew
+taken:    it holds weights of a newer trainer; left alone until it does not
+leaving:  no longer listed; delivers what it was asked for, and is forgotten then
+"""
+
+CONNECTING, UPDATING, PROBING, NEWCOMER = "connecting", "updating", "probing", "newcomer"
+ACTIVE, REJECTED, TAKEN, LEAVING = "active", "rejected", "taken", "leaving"
+ANSWERING = (UPDATING, PROBING, NEWCOMER, ACTIVE)

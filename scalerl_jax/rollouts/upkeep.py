@@ -1,0 +1,163 @@
+"""While a server answers: it is brought to the version that it should hold, and a newcomer samples with it.
+
+Lives on the fleet's event loop, in one task for each time that the server is met.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+
+from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.rpc import Stub
+from scalerl_jax.config import FleetConfig
+from scalerl_jax.rollouts.calls import backoff, said
+from scalerl_jax.rollouts.hub import Hub
+from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushRefused
+from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.sampling import Sample, sample
+from scalerl_jax.rollouts.states import NEWCOMER, PROBING, UPDATING
+
+_log = logging.getLogger(__name__)
+
+
+class Server(Protocol):
+    """What it needs of the connection that it belongs to."""
+
+    address: str
+    status: pb.StatusReply
+    state: str
+    step: int | None
+    leaving: bool
+    samples: tuple[Sample, ...]
+    samples_step: int | None
+
+    def enter(self, state: str, reason: str) -> None: ...
+
+    def reject(self, reason: str) -> None: ...
+
+    def hurry(self) -> None: ...
+
+    def holds(self, step: int | None) -> None: ...
+
+
+class Upkeep:
+    """Of one server. `target` gives the version it should hold now."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        stub: Stub,
+        config: FleetConfig,
+        requests: Requests,
+        publisher: Publisher,
+        hub: Hub,
+        target: Callable[[], int | None],
+        validate: Callable[[codec.Completion, codec.GroupRequest], None],
+    ):
+        self._server, self._stub, self._config, self._requests = server, stub, config, requests
+        self._publisher, self._hub, self._target, self._validate = publisher, hub, target, validate
+        self._wake = asyncio.Event()  # target or version changed
+        self._task: asyncio.Task | None = None
+        self._needs_anchor = False  # the server's host copy is not what it says it decodes with
+        self.applied_at = -1.0  # when it took a version last
+
+    def begin(self) -> None:
+        """The server has been met."""
+        self._task = asyncio.create_task(self._keep_up())
+        self._task.add_done_callback(self._ended)
+
+    def end(self) -> None:
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self._task = None
+
+    def wake(self) -> None:
+        """The version held, or the one that should be, may have changed."""
+        self._wake.set()
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._hub.fail(error)
+
+    async def _keep_up(self) -> None:
+        server, refusals = self._server, 0
+        while self._task is asyncio.current_task() and not server.leaving:  # until it is given up or rejected
+            self._wake.clear()
+            target = self._target()
+            if target is not None and server.step != target:
+                if server.state in (PROBING, NEWCOMER):
+                    server.samples, server.samples_step = (), None
+                    server.enter(UPDATING, "")
+                good = await self._push(target)
+            elif target is not None and server.state in (UPDATING, PROBING):
+                good = await self._sample(target)
+            else:
+                await self._wake.wait()
+                good = True
+            refusals = 0 if good else refusals + 1
+            if not good:
+                await asyncio.sleep(backoff(refusals))
+
+    async def _push(self, step: int) -> bool:
+        server = self._server
+        base = None if self._needs_anchor else server.step
+        self._needs_anchor = False
+        try:
+            report = await self._publisher.push(
+                self._stub, step, base=base, timeout=self._config.push_seconds, address=server.address
+            )
+        except PushRefused as error:
+            if base is not None and isinstance(error, AnchorNeeded):
+                _log.info("server %s: version %d goes out whole (%s)", server.address, step, error)
+                self._needs_anchor = True
+                return True  # at once
+            _log.warning("server %s: refused version %d (%s)", server.address, step, error)
+            server.hurry()
+            return False
+        except TimeoutError:
+            _log.warning("server %s: version %d did not arrive in time", server.address, step)
+            server.hurry()
+            return False
+        except grpc.aio.AioRpcError as error:
+            _log.warning("server %s: version %d did not arrive (%s)", server.address, step, said(error))
+            server.hurry()
+            return False
+        self.applied_at = time.monotonic()
+        self._hub.event("push", {"server": server.address, **dataclasses.asdict(report)})
+        server.holds(report.step)
+        return True
+
+    async def _sample(self, step: int) -> bool:
+        """Lets the newcomer sample a little with version `step`, for the trainer to compare."""
+        server = self._server
+        if server.state != PROBING:
+            server.enter(PROBING, "")
+        requests: list[tuple[Any, codec.GroupRequest]] = [
+            (prompt, self._requests.probe(server.address, prompt, samples=samples, version=step))
+            for prompt, samples in self._hub.probe_prompts
+        ]
+        room, seconds = server.status.slots + server.status.queue_capacity, self._config.connect_seconds
+        try:
+            got = await sample(self._stub, requests, room=room, seconds=seconds, validate=self._validate)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                server.reject(f"server {server.address} cannot serve this run: {error.details()}")
+            else:
+                _log.warning("server %s: did not sample for the probe (%s)", server.address, said(error))
+            return False
+        except ValueError as error:
+            server.reject(f"server {server.address} breaks the contract: {error}")
+            return False
+        if any(completion.finish_reason == "aborted" for _, completion in got):
+            _log.warning("server %s: did not sample for the probe (it is shutting down)", server.address)
+            return False
+        server.samples, server.samples_step = tuple(got), step
+        server.enter(NEWCOMER, "")
+        return True
