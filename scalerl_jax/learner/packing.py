@@ -47,12 +47,17 @@ class Place:
     positions: int
 
 
-def pack(segments: Sequence[Segment], *, length: int, rows: int) -> tuple[list[MicroBatch], list[Place]]:
+def pack(
+    segments: Sequence[Segment], *, length: int, rows: int, beside: Sequence[Segment] = ()
+) -> tuple[list[MicroBatch], list[Place]]:
     """Packs segments into micro-batches of [rows, length].
 
-    Returns: (micro-batches, the place of each segment in the order given).
+    beside: segments that take what room the others leave, and rows of their own beyond it: those lie where they would
+    lie without.
+    Returns: (micro-batches, the place of each segment in the order given, those beside after the others).
     Raises ValueError naming a segment that does not fit into a row.
     """
+    first, segments = len(segments), [*segments, *beside]
     positions = [len(segment.tokens) - 1 for segment in segments]
     for i, size in enumerate(positions):
         if size < 1:
@@ -61,7 +66,7 @@ def pack(segments: Sequence[Segment], *, length: int, rows: int) -> tuple[list[M
             raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.row_length)")
     room: list[int] = []
     where: dict[int, tuple[int, int]] = {}
-    for i in sorted(range(len(segments)), key=lambda i: (-positions[i], i)):
+    for i in sorted(range(len(segments)), key=lambda i: (i >= first, -positions[i], i)):
         row = next((r for r, free in enumerate(room) if free >= positions[i]), None)
         if row is None:
             row = len(room)

@@ -2,6 +2,9 @@
 
     grads = 0;  for each micro-batch: grads += d loss / d params;  params, moments = adamw(grads)
 
+What `accumulate` computes of every token on its way, its log-prob, is there before `apply` is called: a batch may be
+looked at, and dropped, before anything has changed.
+
 Both are compiled once, for one shape, and overwrite what they carry (donated). The loss is a plain sum of weighted
 tokens, so the gradient is the same however the batch is packed, cut or laid out on the mesh. The state is one tree
 {"params", "opt_state", "step"}; `step` counts the optimizer's steps.
@@ -9,6 +12,7 @@ tokens, so the gradient is the same however the batch is packed, cut or laid out
 Left out on purpose: versions and batches are the caller's count: a batch in which no prompt survives never comes here.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout_server.contract.decoder_config import DecoderConfig
 from scalerl_jax.learner.optimizer import state_shardings
-from scalerl_jax.learner.packing import MicroBatch, Segment, pack, plain
+from scalerl_jax.learner.packing import MicroBatch, Place, Segment, pack, plain
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward, param_shardings
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
@@ -29,6 +33,34 @@ from scalerl_jax.model.sharding import ROWS
 from scalerl_jax.objective.surrogate import Surrogate, policy_loss
 
 State = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Pending:
+    """An update that is computed and not applied. Applying it, or computing another one, is up to the caller."""
+
+    grads: Params
+    sums: dict[str, jax.Array]  # summed statistics of policy_loss, `entropy` and `loss`
+    batches: int  # micro-batches
+    filled: int  # positions that segments take, those beside left out
+    _scored: list[jax.Array]  # of each micro-batch: [rows, length] float32
+    _places: list[Place]
+
+    def logprobs(self) -> list[np.ndarray]:
+        """The policy's log p of each token given those before it, at temperature 1: [t] float32 each, the first 0.
+
+        Of the segments in the order given, those beside after the others. Waits for the device.
+        """
+        return unpack([np.asarray(scored) for scored in self._scored], self._places)
+
+
+def unpack(scored: Sequence[np.ndarray], places: Sequence[Place]) -> list[np.ndarray]:
+    """Of micro-batches [rows, length]: each segment's part [t], with a 0 for the token that nothing predicts."""
+    out = []
+    for place in places:
+        row = scored[place.batch][place.row, place.start : place.start + place.positions]
+        out.append(np.concatenate([np.zeros(1, np.float32), row]))
+    return out
 
 
 class Learner:
@@ -74,7 +106,7 @@ class Learner:
             token_logprobs, config=decoder, precision=precision, chunk=logprob_chunk, mesh=mesh
         )
 
-        def loss_of(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
+        def loss_of(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, tuple[dict[str, Any], jax.Array]]:
             hidden = hidden_of(
                 params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
             )
@@ -85,15 +117,14 @@ class Learner:
             )  # fmt: skip
             sums["entropy"] = jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0))
             sums["loss"] = jax.lax.stop_gradient(loss)
-            return loss, sums
+            return loss, (sums, jax.lax.stop_gradient(logp))
 
         def accumulate(params: Params, carry: Any, batch: dict[str, jax.Array]) -> Any:
             grads, sums = carry
-            new, parts = jax.grad(loss_of, has_aux=True)(params, batch)
+            new, (parts, logp) = jax.grad(loss_of, has_aux=True)(params, batch)
             grads = jax.tree.map(jnp.add, grads, new)
-            return grads, {
-                k: jnp.maximum(v, parts[k]) if k.startswith("max_") else v + parts[k] for k, v in sums.items()
-            }
+            sums = {k: jnp.maximum(v, parts[k]) if k.startswith("max_") else v + parts[k] for k, v in sums.items()}
+            return (grads, sums), logp
 
         def apply(state: State, grads: Params) -> tuple[State, jax.Array]:
             updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
@@ -114,9 +145,10 @@ class Learner:
             name: jax.ShapeDtypeStruct((rows, row_length), value.dtype, sharding=batches)
             for name, value in pack([plain(np.zeros(2))], length=2, rows=1)[0][0].arrays().items()
         }
-        names = jax.eval_shape(lambda p, b: loss_of(p, b)[1], abstract, batch_shape)
+        names = jax.eval_shape(lambda p, b: loss_of(p, b)[1][0], abstract, batch_shape)
         self._sums = dict.fromkeys(names, 0.0)
-        self._accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=(shardings, dict.fromkeys(names, whole)))
+        carried = (shardings, dict.fromkeys(names, whole))
+        self._accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=(carried, batches))
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=batches)
         self._zeros = jax.jit(zeros, out_shardings=shardings)
@@ -151,40 +183,52 @@ class Learner:
     def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:
         return {name: jax.device_put(value, self._batch_sharding) for name, value in batch.arrays().items()}
 
-    def gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, float]]:
+    def gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, jax.Array]]:
         """The gradient of the whole batch (float32) and the summed statistics of policy_loss, `entropy` and `loss`."""
-        grads = self._zeros(self.state["params"])
-        sums: Any = jax.device_put({k: np.float32(v) for k, v in self._sums.items()}, self._whole)
-        for batch in batches:
-            grads, sums = self._accumulate(self.state["params"], (grads, sums), self._put(batch))
+        grads, sums, _ = self._gradient(batches)
         return grads, sums
 
-    def update(self, segments: Sequence[Segment]) -> dict[str, float]:
-        """Trains on one batch. Returns the summed statistics, `gradient_norm`, and how full the rows were.
+    def _gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, jax.Array], list[jax.Array]]:
+        grads = self._zeros(self.state["params"])
+        sums: Any = jax.device_put({k: np.float32(v) for k, v in self._sums.items()}, self._whole)
+        scored = []
+        for batch in batches:
+            (grads, sums), logp = self._accumulate(self.state["params"], (grads, sums), self._put(batch))
+            scored.append(logp)
+        return grads, sums, scored
+
+    def differentiate(self, segments: Sequence[Segment], beside: Sequence[Segment] = ()) -> Pending:
+        """The gradient of one batch; nothing is changed by it.
+
+        beside: segments without loss whose log-probs are wanted too. They change no bit of the gradient.
+        """
+        batches, places = pack(segments, length=self.row_length, rows=self.rows, beside=beside)
+        grads, sums, scored = self._gradient(batches)
+        return Pending(grads, sums, len(batches), sum(len(s.tokens) - 1 for s in segments), scored, places)
+
+    def apply(self, pending: Pending) -> dict[str, float]:
+        """Steps the optimizer. Returns the summed statistics, `gradient_norm`, and how full the rows were.
 
         Raises FloatingPointError where the gradient is not finite; the state is then lost: restart from a checkpoint.
         """
-        batches, _ = pack(segments, length=self.row_length, rows=self.rows)
-        grads, sums = self.gradient(batches)
-        self.state, norm = self._apply(self.state, grads)
-        out = {name: float(value) for name, value in jax.device_get(sums).items()}
+        self.state, norm = self._apply(self.state, pending.grads)
+        out = {name: float(value) for name, value in jax.device_get(pending.sums).items()}
         out["gradient_norm"] = float(norm)
         if not np.isfinite(out["gradient_norm"]):
             raise FloatingPointError(f"the gradient norm is {out['gradient_norm']} at step {int(self.state['step'])}")
-        filled = sum(len(s.tokens) - 1 for s in segments)
-        out["micro_batches"] = len(batches)
-        out["row_use"] = filled / (len(batches) * self.rows * self.row_length)
+        out["micro_batches"] = pending.batches
+        out["row_use"] = pending.filled / (pending.batches * self.rows * self.row_length)
         return out
+
+    def update(self, segments: Sequence[Segment]) -> dict[str, float]:
+        """Trains on one batch; as `apply`."""
+        return self.apply(self.differentiate(segments))
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """log p of each token given those before it, at temperature 1: [t] float32 each, the first 0."""
         batches, places = pack([plain(s) for s in sequences], length=self.row_length, rows=self.rows)
         scored = [np.asarray(self._score(self.state["params"], self._put(batch))) for batch in batches]
-        out = []
-        for place in places:
-            row = scored[place.batch][place.row, place.start : place.start + place.positions]
-            out.append(np.concatenate([np.zeros(1, np.float32), row]))
-        return out
+        return unpack(scored, places)
 
     def wire(self) -> dict[str, jax.Array]:
         """The weights as they are sent: Hugging Face names, wire dtype, buffers of their own (safe to keep)."""

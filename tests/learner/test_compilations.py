@@ -10,7 +10,7 @@ import pytest
 
 from scalerl_jax.config import OptimizerConfig
 from scalerl_jax.learner import optimizer
-from scalerl_jax.learner.packing import pack
+from scalerl_jax.learner.packing import pack, plain
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.model import init_params
 from scalerl_jax.model.decoder import Precision
@@ -104,7 +104,9 @@ def test_nothing_compiles_after_the_warm_up(learner):
             sums = learner.update(segments(lengths, seed))
             micro_batches.add(sums["micro_batches"])
             scored = learner.score([s.tokens for s in segments(lengths, seed)])
-            assert len(scored) == len(lengths)
+            beside = [plain(s.tokens) for s in segments([9] * (2 * seed), seed)]
+            looked_at = learner.differentiate(segments(lengths, seed), beside).logprobs()
+            assert len(scored) == len(lengths) == len(looked_at) - len(beside)
             jax.block_until_ready(learner.wire())
             assert int(learner.state["step"]) == first + seed + 1
             assert work.take() == [], lengths
@@ -177,6 +179,32 @@ def test_a_batch_of_several_micro_batches_is_the_sum_of_them(learner):
     assert sums["micro_batches"] == 2
     assert sums["row_use"] == pytest.approx((32 * 2 + 16 * 2 + 8 * 3) / (2 * ROWS * LENGTH))
     assert sums["tokens"] == sum((segment.weights > 0).sum() for segment in many)
+
+
+@pytest.mark.parametrize("beside", [[], [3, 5], [9, 33, 33, 33, 20]], ids=["none", "in the room left", "in rows more"])
+def test_what_is_looked_at_changes_nothing(learner, beside):
+    """The log-probs are there before anything is applied; segments beside those trained on change no bit of it."""
+    trained = segments([20, 33, 9, 5, 5], seed=6)
+    looked_at = [plain(s.tokens) for s in segments(beside, seed=7)]
+    before = jax.device_get(learner.state)
+    alone, pending = learner.differentiate(trained), learner.differentiate(trained, looked_at)
+    assert pending.batches == (2 if len(beside) < 3 else 3)
+    for mine, theirs in zip(jax.tree.leaves(pending.grads), jax.tree.leaves(alone.grads), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    assert jax.device_get(pending.sums) == jax.device_get(alone.sums)
+    assert pending.filled == alone.filled
+    logprobs = pending.logprobs()
+    for segment, mine, theirs in zip(
+        [*trained, *looked_at],
+        logprobs,
+        learner.score([*(s.tokens for s in trained), *(s.tokens for s in looked_at)]),
+        strict=True,
+    ):
+        assert mine.shape == segment.tokens.shape and mine[0] == 0
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(learner.state), before)
+    learner.apply(pending)
+    assert int(learner.state["step"]) == int(before["step"]) + 1
 
 
 def test_scores_come_back_in_the_order_asked_for(learner):
