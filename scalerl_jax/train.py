@@ -180,6 +180,7 @@ def main(config: Config) -> None:
             expected=Expected(
                 tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
                 model_config=decoder.canonical_json(),
+                head_precision=config.model.head_precision,
                 wire_dtype=config.model.wire_dtype,
                 maximum_tokens=maximum_tokens,
             ),

@@ -125,8 +125,8 @@ class Waits:
         return sorted(seconds.items(), key=lambda item: -item[1])
 
 
-def observe(ledger: Ledger, status: pb.StatusReply, evaluating: bool) -> None:
-    """Books what a server did since its last status."""
+def observe(ledger: Ledger, status: pb.StatusReply, evaluating: bool, anew: bool) -> None:
+    """Books what a server did since its last status; anew: from here on."""
     counters = ServerCounters(
         devices=status.devices,
         up_seconds=status.up_seconds,
@@ -135,7 +135,7 @@ def observe(ledger: Ledger, status: pb.StatusReply, evaluating: bool) -> None:
         forced_tokens=status.forced_tokens,
         prefill_tokens=status.prefill_tokens,
     )
-    ledger.observe(status.server_id, counters, evaluating=evaluating)
+    ledger.observe(status.server_id, counters, evaluating=evaluating, anew=anew)
 
 
 def by_task(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:

@@ -20,9 +20,11 @@ from rollout_server.contract import codec, security
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rpc import Stub
 from scalerl_jax.config import FleetConfig
+from scalerl_jax.rollouts import plausible
 from scalerl_jax.rollouts.calls import Calls
 from scalerl_jax.rollouts.hub import Hub
 from scalerl_jax.rollouts.offences import Record, Records
+from scalerl_jax.rollouts.plausible import StatusCheck
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher
 from scalerl_jax.rollouts.requests import Requests
@@ -70,6 +72,7 @@ class Connection:
         self._channel = security.connect(address, credentials)
         self._stub = Stub(self._channel)
         self._hurry = asyncio.Event()  # do not wait for the next heartbeat
+        self._statuses = StatusCheck()
         self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
         self._records = Records() if records is None else records
         self.record = Record()  # of the process that answered last
@@ -115,13 +118,13 @@ class Connection:
         try:
             while True:
                 self._hurry.clear()
-                began = time.monotonic()
+                began, asked_at = time.monotonic(), plausible.clock()
                 try:
                     status = await self._stub.Status(pb.StatusRequest(), timeout=self._config.status_seconds)
                 except grpc.aio.AioRpcError as error:
                     self._unheard(error)
                 else:
-                    self._heard(status, began)
+                    self._heard(status, began, asked_at)
                 pause = self._config.heartbeat_seconds
                 if self.state == CONNECTING:
                     pause = min(pause, 0.25)
@@ -130,17 +133,23 @@ class Connection:
             self._end_calls()
             await self._channel.close()
 
-    def _heard(self, status: pb.StatusReply, began: float) -> None:
+    def _heard(self, status: pb.StatusReply, began: float, asked_at: float) -> None:
         now = time.monotonic()
+        newest = self._publisher.latest if status.version.incarnation == self._incarnation else None
+        found = self._statuses.look(status, asked_at=asked_at, heard_at=plausible.clock(), newest=newest)
+        if found.lie:
+            self._lied(status, found.lie)
+            return
         another_process = status.server_id != self.status.server_id
         if another_process and self.state in (*ANSWERING, LEAVING):
             self.lose("it was started anew")
-        self._hub.observe(status, self._evaluates and not another_process)
-        self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.book)
-        self.status, self.heard_at, self.mistrusted = status, now, 0
         self.record = self._records.of(self.address, status.server_id, now=now)
+        self.heard_at, self.mistrusted = now, 0
         if self.state == REJECTED and not another_process:
-            return
+            return  # nor is its time booked any more
+        self._hub.observe(status, self._evaluates and not another_process, found.anew)
+        self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.book)
+        self.status = status
         version = codec.version_from_proto(status.version)
         if version.incarnation > self._incarnation:
             if self.state != TAKEN:
@@ -167,6 +176,18 @@ class Connection:
             self.patience = PATIENCE_SECONDS
             self.enter(UPDATING, "")
             self._upkeep.begin()
+
+    def _lied(self, status: pb.StatusReply, lie: str) -> None:
+        """A status that cannot be is dropped: nothing of it is booked or acted upon."""
+        if self.state == REJECTED:
+            return
+        if status.server_id == self.status.server_id:
+            self.offend("its status says what cannot be", lie)
+            return
+        # The first of a process: nothing is known of it but this.
+        self.lose("")
+        self.status = pb.StatusReply(server_id=status.server_id[: plausible.MAXIMUM_NAME])
+        self.reject(f"server {self.address}: its status says what cannot be: {lie}")
 
     def _unheard(self, error: grpc.aio.AioRpcError) -> None:
         why = security.refusal(error, self._credentials)

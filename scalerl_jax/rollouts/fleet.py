@@ -82,7 +82,8 @@ class Fleet:
         tokenizer: of the run; gives the stop ids and the interruption phrase's.
         probe_prompts: what newcomers sample for the probe.
         check: raises ProbeError on the status of a server that is not one for this run.
-        observe: each status of each server; whether the time since the one before was an evaluation's.
+        observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
+            whether its counters are to be believed from here on only.
         on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
             ("version", {step, changed, patch_bytes, ...}).
     """
@@ -103,7 +104,7 @@ class Fleet:
         vocabulary: int = 0,
         check: Callable[[str, pb.StatusReply], None] = lambda server, status: None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
-        observe: Callable[[pb.StatusReply, bool], None] = lambda status, evaluating: None,
+        observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, anew: None,
     ):
         if not addresses:
             raise FleetError("no rollout server is given")

@@ -24,5 +24,6 @@ class Hub:
     changed: Callable[[], None]  # look whether there is something to do
     rejected: Callable[["Connection"], None]
     event: Callable[[str, dict[str, Any]], None]
-    observe: Callable[[pb.StatusReply, bool], None]  # a status; whether the time since the one before was evaluation's
+    # A status; whether the time since the one before was evaluation's; whether what lies before it is not known.
+    observe: Callable[[pb.StatusReply, bool, bool], None]
     fail: Callable[[BaseException], None]  # a fault of ours

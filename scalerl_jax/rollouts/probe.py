@@ -1,6 +1,8 @@
 """What is compared when trainer and server meet: are both sides going to run the same policy?
 
-    before any weight is sent   tokenizer fingerprint, the decoder's shape, dtype of the logits, dtype of the weights
+    before any weight is sent   tokenizer fingerprint, the decoder's shape, dtype of the logits, precision of the head's
+                                operands (a server that does not tell is left to the comparison below), dtype of the
+                                weights
     with the weights held       the server samples, the trainer scores:  d_t = |logp_trainer(t) - logp_server(t)| over
                                 sampled tokens;  mean d and the 99th percentile of d must be under their limits
 
@@ -17,6 +19,7 @@ import numpy as np
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Completion
 from scalerl_jax.config import ProbeConfig
+from scalerl_jax.rollouts.words import told
 
 if TYPE_CHECKING:
     from scalerl_jax.rollouts.fleet import Fleet
@@ -40,6 +43,7 @@ class Expected:
     model_config: str  # canonical JSON
     wire_dtype: str
     head_dtype: str = "float32"
+    head_precision: str = "default"  # default | highest
     maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
 
 
@@ -59,13 +63,18 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
             f"server {server}: its tokenizer ({_short(status.tokenizer_fingerprint)}) is not the trainer's "
             f"({_short(expected.tokenizer_fingerprint)}); serve the folder that the trainer starts from"
         )
-    for what, theirs, ours in (
-        ("model config", status.model_config, expected.model_config),
-        ("head dtype", status.head_dtype, expected.head_dtype),
-        ("wire dtype", status.wire_dtype, expected.wire_dtype),
+    for what, theirs, ours, flag in (
+        ("model config", status.model_config, expected.model_config, ""),
+        ("head dtype", status.head_dtype, expected.head_dtype, ""),
+        # A server written before there was such a field tells nothing.
+        ("head precision", status.head_precision or expected.head_precision, expected.head_precision, "head_precision"),
+        ("wire dtype", status.wire_dtype, expected.wire_dtype, "wire_dtype"),
     ):
         if theirs != ours:
-            raise ProbeError(f"server {server}: its {what} is {theirs or 'unknown'}, the trainer's is {ours}")
+            hint = f"; start it with --{flag}={ours}" if flag else ""
+            raise ProbeError(
+                f"server {server}: its {what} is {told(theirs) or 'unknown'}, the trainer's is {ours}{hint}"
+            )
     if status.maximum_tokens < expected.maximum_tokens:
         raise ProbeError(
             f"server {server}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "

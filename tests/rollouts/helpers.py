@@ -216,7 +216,7 @@ class Trainer:
             probe_prompts=[prompt(1000), prompt(1001)],
             check=self.probe.check,
             on_event=lambda kind, fields: self.events.append((kind, fields)),
-            observe=lambda status, evaluating: self.observed.append((status, evaluating)),
+            observe=lambda status, evaluating, anew: self.observed.append((status, evaluating)),
             **kwargs,
         )
 

@@ -124,3 +124,67 @@ def test_a_late_answer_after_the_deadline_changes_nothing(start):
         trainer.update_until(lambda: any("finished nothing for" in why for _, why in states_seen(trainer, servers[0])))
         trainer.check()
         check_against_the_script(trainer)
+
+
+CLAIMS = {
+    "nan_status": "busy_seconds is nan",
+    "many_devices:1e9": "devices is 1000000000",
+    "many_seconds:1e12": "up_seconds is 1e+12",
+    "many_tokens:9223372036854775808": "sampled_tokens is 9223372036854775808",
+    "no_slots": "slots is 0, queue_capacity 0",
+    "many_slots:4294967295": "slots is 4294967295",
+}
+
+
+def claim(kind: str, after: int) -> dict[str, str]:
+    name, *value = kind.split(":")
+    return {"faults": ":".join([name, str(after), *value])}
+
+
+@pytest.mark.parametrize("kind", CLAIMS)
+def test_a_status_that_cannot_be_is_dropped_and_counts_against_the_server(start, caplog, kind):
+    servers = start({**BRISK, **claim(kind, AFTER)}, BRISK)
+    with Trainer(config(), servers) as trainer:
+        run(trainer, 8)
+
+        def said() -> list[str]:
+            lines = [r.message for r in caplog.records if CLAIMS[kind] in r.message]
+            assert all(servers[0].address in line for line in lines)
+            return lines
+
+        trainer.update_until(said)
+        told = trainer.server(servers[0])
+        trainer.update()
+        trainer.check()
+        assert len(said()) == 1  # once, not at each heartbeat
+    # Nobody has seen any of it: neither the ledger nor what the fleet says of its servers.
+    for status, _ in trainer.observed:
+        assert 0 <= status.busy_seconds < 1e6 and status.sampled_tokens < 1e9
+        assert status.devices == 1 and status.slots == 8
+    assert told["busy_seconds"] < 1e6 and told["slots"] == 8
+
+
+@pytest.mark.parametrize("kind", CLAIMS)
+def test_a_server_whose_first_status_cannot_be_is_turned_away(start, kind):
+    servers = start(BRISK, {**BRISK, **claim(kind, 0)})
+    with Trainer(config(), [servers[0]]) as trainer:
+        trainer.update()
+        trainer.fleet._thread.call(trainer.fleet._members.update, [s.address for s in servers])
+        eventually(lambda: trainer.states()[servers[1].address] == "rejected")
+        reason = states_seen(trainer, servers[1])[-1][1]
+        assert servers[1].address in reason and CLAIMS[kind] in reason
+        trainer.update()
+        trainer.check()
+
+
+def test_a_server_that_was_turned_away_costs_nothing_any_more(start):
+    servers = start({**BRISK, "faults": f"nan_logprobs:{AFTER}"}, BRISK)
+    with Trainer(config(), servers) as trainer:
+        run(trainer, 8)
+        trainer.update_until(lambda: trainer.states()[servers[0].address] == "rejected")
+        (liar,) = {s.server_id for s, _ in trainer.observed} - {
+            trainer.fleet._members.named(servers[1].address).status.server_id
+        }
+        booked = len(trainer.observed)
+        eventually(lambda: len(trainer.observed) > booked + 20)  # the other one's, at each heartbeat
+        assert liar not in {status.server_id for status, _ in trainer.observed[booked:]}

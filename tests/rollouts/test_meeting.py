@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from rollout_server.contract import rollout_pb2 as pb
 from scalerl_jax.rollouts.fleet import FleetError
-from scalerl_jax.rollouts.probe import LIMITS, ProbeError, mismatch
+from scalerl_jax.rollouts.probe import LIMITS, Expected, ProbeError, compare, mismatch
 from tests.rollouts.helpers import Trainer, config, eventually, weights
 
 
@@ -126,3 +127,20 @@ def test_mismatch_is_over_sampled_tokens_only(start):
     assert mismatch(samples, [c.logprobs for _, c in samples]).p99 == 0
     ours[0][0] = np.nan
     assert not mismatch(samples, ours).mean <= LIMITS["bfloat16"][0]
+
+
+def test_another_head_precision_stops_the_run_and_names_the_flag():
+    expected = Expected(
+        tokenizer_fingerprint="a", model_config="{}", wire_dtype="bfloat16", head_precision="highest", maximum_tokens=9
+    )
+    known = {"tokenizer_fingerprint": "a", "model_config": "{}", "wire_dtype": "bfloat16", "head_dtype": "float32"}
+    status = pb.StatusReply(**known, maximum_tokens=9)
+    compare("s:1", status, expected)  # a server that does not tell: what it samples is compared
+    status.head_precision = "highest"
+    compare("s:1", status, expected)
+    status.head_precision = "default"
+    with pytest.raises(ProbeError, match=r"its head precision is default.*start it with --head_precision=highest"):
+        compare("s:1", status, expected)
+    status.head_precision, status.wire_dtype = "highest", "float32"
+    with pytest.raises(ProbeError, match=r"its wire dtype is float32.*start it with --wire_dtype=bfloat16"):
+        compare("s:1", status, expected)
