@@ -132,10 +132,12 @@ class _Server:
         os.makedirs(os.path.dirname(self.log_file), exist_ok=True)
         self._spawn()
 
-    def wait_for_port(self, deadline: float) -> None:
+    def wait_for_port(self, deadline: float, stopping: threading.Event) -> None:
         """Reads the port that the first process serves on, then begins to supervise. Raises StartError."""
         assert self.process is not None
         while not os.path.exists(self.port_file):
+            if stopping.is_set():
+                raise StartError(f"local server {self.index} was stopped before it served")
             code = self.process.poll()
             if code is not None:
                 raise StartError(
@@ -259,6 +261,7 @@ class LocalServers:
         threads: int = 0,
         start_seconds: float = 120.0,
         first_pause: float = 0.5,
+        stopping: threading.Event | None = None,
     ):
         """Starts all servers at once and returns when each of them serves.
 
@@ -269,6 +272,7 @@ class LocalServers:
             threads: XLA threads of each server; 0: this machine's cores divided by `count`, at least 1.
             start_seconds: how long the slowest may take until it serves.
             first_pause: seconds before a server that died is started again; doubled for each early death after it.
+            stopping: set by another thread, it makes those that do not serve yet stop.
 
         Raises:
             StartError: one of them ended or did not serve in time; all are stopped by then.
@@ -285,7 +289,7 @@ class LocalServers:
             for server in self._servers:
                 server.start()
             for server in self._servers:
-                server.wait_for_port(deadline)
+                server.wait_for_port(deadline, stopping or threading.Event())
         except BaseException:  # Ctrl-C while they start, too: none is left behind
             self.close()
             raise

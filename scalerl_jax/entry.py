@@ -1,13 +1,13 @@
 """What every command does around its main: read flags, turn a user's mistake into one line, leave with a code."""
 
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from absl import app, flags, logging
 
+from scalerl_jax import signals
 from scalerl_jax.config import Config, ConfigError, parse_argv
 
 
@@ -61,33 +61,19 @@ def _describe(main: Callable[..., None]) -> None:
                 flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
-_interrupted = False
-
-
-def _on_interrupt(*_: object) -> None:
-    global _interrupted
-    _interrupted = True
-    raise KeyboardInterrupt
-
-
-def raise_if_interrupted() -> None:
-    """For long loops: code that was called back from C may have swallowed the KeyboardInterrupt it was hit by."""
-    if _interrupted:
-        raise KeyboardInterrupt
-
-
 def _guarded(main: Callable[[], None]) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _on_interrupt)
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO; --verbosity=0 brings it back
-    try:
-        main()
-    except (UserError, ConfigError) as error:
-        fail(str(error))
-    except KeyboardInterrupt:  # everything that was open is closed by now, and what was saved is on disk
-        sys.stderr.write("interrupted: the same command goes on where this one stopped\n")
-        raise SystemExit(128 + signal.SIGINT) from None
+    with signals.installed():
+        try:
+            main()
+        except (UserError, ConfigError) as error:
+            signals.wait_if_leaving()
+            fail(str(error))
+        except signals.Interrupted as stop:  # everything that was open is closed by now
+            signals.wait_if_leaving()
+            sys.stderr.write(f"{stop.line}\n")
+            raise SystemExit(128 + stop.number) from None
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ import numpy as np
 import optax
 from absl import flags
 
-from scalerl_jax import entry
+from scalerl_jax import entry, signals
 from scalerl_jax.config import Config, ConfigError
 from scalerl_jax.learner import optimizer
-from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.packing import Segment, pack
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.model import DecoderConfig, Precision, init_params, load_hf
@@ -301,10 +301,15 @@ def check(config: Config) -> None:
 
 
 def main(config: Config, workdir: str) -> None:
+    signals.be(signals.EXIT)
+    signals.expect("interrupted before the first update: the same command begins again")
     check(config)
     with contextlib.ExitStack() as stack:
         # ---- 1. The run folder; nothing to do where the model is there ---------------------------------------------
         folder = stack.enter_context(RunFolder(workdir, relevant(config)))
+        saved = newest_step(folder.path("checkpoints"))
+        if saved is not None:
+            signals.expect(f"interrupted: the same command goes on from step {saved}")
         out = folder.path("model")
         if os.path.isdir(out):
             print(f"warm start: {out} is there already")
@@ -328,13 +333,23 @@ def main(config: Config, workdir: str) -> None:
         if found is not None:
             learner.state = found.state
         start = found.step if found else 0
+
+        def save(step: int) -> None:
+            checkpoints.save(step, learner.state, manifest={"update": step}, arrays={"update": np.asarray([step])})
+
         folder.resume(start)
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.updates, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(learner.state["params"]))
         line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.updates} updates, from update {start}")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
+        signals.be(signals.HOLD)
         for update in range(start, config.sft.updates):
+            if signals.requested() and update > start:
+                save(update)
+                checkpoints.wait()
+                signals.expect(f"interrupted: saved at step {update}; the same command goes on from there")
+            signals.look()
             examples = traces.batch(update)
             sums = learner.update(segments(examples))
             step = update + 1
@@ -343,7 +358,7 @@ def main(config: Config, workdir: str) -> None:
                 folder.metrics(step, {**values, "examples": len(examples), "tokens": sums["tokens"]})
             line.update(step=step, note=f"loss {sums['loss']:.3f}")
             if step % config.sft.checkpoint_every == 0 and step < config.sft.updates:
-                checkpoints.save(step, learner.state, manifest={"update": step}, arrays={"update": np.asarray([step])})
+                save(step)
 
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
         write_model_folder(

@@ -168,6 +168,10 @@ class RunFolder:
         """The rows of evals.jsonl, in order."""
         return read_rows(self.path("evals.jsonl")) if os.path.exists(self.path("evals.jsonl")) else []
 
+    def last_evaluation(self) -> int:
+        """The step of the latest row of evals.jsonl; -1 without one."""
+        return max((row["step"] for row in self.evaluations()), default=-1)
+
     def wants_rollouts(self, step: int) -> bool:
         telemetry = self._config.telemetry
         return telemetry.samples > 0 and telemetry.samples_every > 0 and step % telemetry.samples_every == 0

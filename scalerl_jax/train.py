@@ -16,6 +16,7 @@ Without --servers, local ones are started and supervised as config.fleet says.
 
 import contextlib
 import functools
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -24,7 +25,7 @@ from absl import flags
 from launch.local import LocalServers, StartError, serve_command
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax import entry, summary
+from scalerl_jax import entry, signals, summary
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
@@ -88,20 +89,33 @@ def make_pacing(config: Config, *, start: int) -> pacing_lib.Pacing:
     return pacing_lib.Pipeline(**common, store_batches=config.pacing.store_batches)
 
 
-def start_servers(config: Config, workdir: str, *, maximum_tokens: int) -> LocalServers:
+def start_servers(config: Config, workdir: str, *, maximum_tokens: int, stopping: threading.Event) -> LocalServers:
     """Local generators, supervised; returns when they serve. Raises entry.UserError where one cannot start."""
     try:
         command = serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens)
-        return LocalServers(command, count=config.fleet.servers, workdir=workdir, threads=config.fleet.threads)
+        fleet = config.fleet
+        return LocalServers(command, count=fleet.servers, workdir=workdir, threads=fleet.threads, stopping=stopping)
     except StartError as error:
         raise entry.UserError(str(error)) from error
 
 
+def stop_servers(local: Future[LocalServers], stopping: threading.Event) -> None:
+    """Of local servers that serve, or are about to: those that could not start have stopped by themselves."""
+    stopping.set()
+    if local.exception() is None:
+        local.result().close()
+
+
 def main(config: Config) -> None:
+    signals.be(signals.EXIT)
+    signals.expect("interrupted before the first update: the same command begins again")
     with contextlib.ExitStack() as stack:
         # ---- 1. The run folder; the policy, the tokenizer and the task to start from ---------------------------------
         folder = stack.enter_context(RunFolder(FLAGS.workdir, config))
-        if newest_step(folder.path("checkpoints")) == config.updates:  # the last thing a run writes
+        saved = newest_step(folder.path("checkpoints"))
+        if saved is not None:
+            signals.expect(f"interrupted: the same command goes on from step {saved}")
+        if saved == config.updates == folder.last_evaluation():
             summary.show(FLAGS.workdir)
             return
         with entry.user_mistakes():
@@ -145,7 +159,13 @@ def main(config: Config) -> None:
         starter = stack.enter_context(ThreadPoolExecutor(1))
         local: Future[LocalServers] | None = None
         if not given:
-            local = starter.submit(start_servers, config, folder.workdir, maximum_tokens=maximum_tokens)
+            stopping = threading.Event()
+            local = starter.submit(
+                start_servers, config, folder.workdir, maximum_tokens=maximum_tokens, stopping=stopping
+            )
+            stop = functools.partial(stop_servers, local, stopping)
+            stack.callback(stop)
+            signals.before_exit(stop)
         with entry.user_mistakes():
             learner = make_learner(config, decoder, max_segment=maximum_tokens)
 
@@ -171,7 +191,6 @@ def main(config: Config) -> None:
         draws = Draws(curriculum, train_prompts)
         learner.compile()
         if local is not None:
-            stack.callback(local.result().close)
             given = local.result().addresses
 
         # ---- 4. Meet the fleet ---------------------------------------------------------------------------------------
@@ -233,24 +252,29 @@ def main(config: Config) -> None:
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
         with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft):
             fleet.start(start * config.rollout.groups)
+            # From here on a signal is only noted, and looked at where the state is that of a whole number of updates.
+            signals.be(signals.HOLD)
+            stack.enter_context(trainer.saved_when_interrupted())
             trainer.begin(start)
-            saved, save_due = start, False
+            save_due = False
             for number in range(start, config.updates):
-                entry.raise_if_interrupted()
+                signals.look()
                 trainer.train_on(number)
                 step = number + 1
                 if step % config.evaluation.every == 0 or step == config.updates:
                     trainer.evaluate(step)
                 if step == config.updates:
                     trainer.finish_evaluations()
-                # Not before the rows of its evaluations are written: a run that goes on from it would lack them. But an
-                # evaluation that takes longer than the updates between two checkpoints does not hold them up.
+                # Not before the rows of earlier evaluations are written: a run that goes on from it would lack them.
+                # But one that takes longer than the updates between two checkpoints does not hold them up.
                 save_due |= step % config.checkpoint.every == 0 or step == config.updates
-                if save_due and (not trainer.evaluating or step - saved >= 2 * config.checkpoint.every):
+                if save_due and (not trainer.owes(step) or step - trainer.saved >= 2 * config.checkpoint.every):
                     trainer.save(step)
-                    saved, save_due = step, False
+                    save_due = False
 
     # ---- 6. What came of it ------------------------------------------------------------------------------------------
+    signals.expect("interrupted: the run is finished; the same command shows what came of it")
+    signals.be(signals.EXIT)
     summary.show(FLAGS.workdir)
 
 

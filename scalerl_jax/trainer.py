@@ -6,7 +6,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,7 +17,7 @@ from absl import logging
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Completion
 from scalerl_jax import config as config_lib
-from scalerl_jax import memory
+from scalerl_jax import memory, signals
 from scalerl_jax.alarms import LearningWatch
 from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch, build, per_token
@@ -186,6 +186,7 @@ class Trainer:
         self.checkpoints, self.tokenizer, self.draws, self.validation = checkpoints, tokenizer, draws, validation
         self.fleet, self.probe, self.pushes, self.line, self.report = fleet, probe, pushes, line, report
         self.forecast = forecast
+        self.step = self.saved = 0  # updates made, and those on disk; from begin() on
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
         self._waits = Waits()
         self._learning = LearningWatch(config_lib.leaves(config))
@@ -197,11 +198,19 @@ class Trainer:
             self._copies = WireCopies(learner.decoder, learner.mesh, share=config.fleet.sparse_share)
 
     def begin(self, start: int) -> None:
-        """The first version goes out; the servers are met; version `start` is evaluated if it is due."""
+        """The first version goes out; the servers are met; version `start` is evaluated if that is still due."""
+        self.step = self.saved = start
         self._version(start)()
-        if start % self.config.evaluation.every == 0:
+        if start % self.config.evaluation.every == 0 or start == self.config.updates:
             self.evaluate(start)
+        if start == self.config.updates:
+            self.finish_evaluations()
         self.ledger.begin()
+
+    def wait(self) -> None:
+        """What happens again and again in a wait for the fleet. Raises Interrupted: the state is that of `step`."""
+        signals.look()
+        self.serve_fleet()
 
     def serve_fleet(self) -> None:
         """What the trainer's thread owes the fleet while it waits: newcomers are scored, the line is redrawn."""
@@ -223,7 +232,7 @@ class Trainer:
     def train_on(self, number: int) -> None:
         """Batch `number`: wait, build, update, publish, write down."""
         began = time.monotonic()
-        groups = self.fleet.batch(number, wait=self.serve_fleet)
+        groups = self.fleet.batch(number, wait=self.wait)
         waited, waited_for = time.monotonic() - began, self._waits.take()
         self._book(groups, evaluation=False)
         with self.ledger.trainer("busy"):
@@ -232,7 +241,7 @@ class Trainer:
             self.ledger.trained([len(segment.tokens) for segment in batch.segments])
             publish = self._version(number + 1)
         seconds = time.monotonic() - began - waited
-        step = number + 1
+        self.step = step = number + 1
         self.draws.record(number, batch.outcomes)
         publish()
         self.fleet.advance(step)
@@ -259,21 +268,61 @@ class Trainer:
         if self.config.evaluation.servers == 0:
             self.finish_evaluations()
 
-    @property
-    def evaluating(self) -> bool:
-        return bool(self._evaluations)
+    def owes(self, step: int) -> list[int]:
+        """Versions before `step` that are being evaluated: a run that goes on from `step` would lack their rows."""
+        return [evaluated for evaluated, *_ in self._evaluations if evaluated < step]
 
     def finish_evaluations(self) -> None:
         with self.ledger.trainer("evaluation"):
-            for *_, future in list(self._evaluations):
-                with contextlib.suppress(EvaluationLost):  # serve_fleet says so
-                    self.fleet.result(future, wait=self.serve_fleet)
-            self.serve_fleet()
+            self._finish_evaluations(self.wait)
+
+    def _finish_evaluations(self, wait: Callable[[], None]) -> None:
+        for *_, future in list(self._evaluations):
+            with contextlib.suppress(EvaluationLost):  # serve_fleet says so
+                self.fleet.result(future, wait=wait)
+        self.serve_fleet()
 
     def save(self, step: int) -> None:
         manifest = {"version": step, "incarnation": self.folder.incarnation, "seed": self.config.seed}
         self.checkpoints.save(step, self.learner.state, manifest=manifest, arrays=self.draws.state())
+        self.saved = step
+        signals.expect(f"interrupted: the same command goes on from step {step}")
         memory.trim()
+
+    @contextlib.contextmanager
+    def saved_when_interrupted(self) -> Iterator[None]:
+        """Around code that looks at signals only where `step` updates are whole: saves them before it is left."""
+        try:
+            yield
+        except signals.Interrupted as stop:
+            raise signals.Interrupted(stop.number, self._save_to_leave()) from None
+
+    def _save_to_leave(self) -> str:
+        """Saves, if nothing is lost by that; returns what is to be said.
+
+        An evaluation beside training is waited for as long as a signal allows. Where it does not come, the run goes on
+        from the checkpoint before it, and evaluates that version anew. One of the version reached is simply made again.
+        """
+        if self.owes(self.step):
+            with contextlib.suppress(signals.Interrupted, ValueError):  # of a fleet that fails now
+                self._finish_evaluations(self._wait_until_overdue)
+        owed = self.owes(self.step)
+        if self.step > self.saved and not (owed and min(owed) >= self.saved):
+            self.save(self.step)
+        self.checkpoints.wait()
+        if self.saved < self.step:
+            return (
+                f"interrupted: the same command goes on from step {self.saved}, saved last, not from step {self.step}: "
+                f"the evaluation of step {min(owed)} is not done"
+            )
+        if not self.step:
+            return "interrupted before the first update: the same command begins again"
+        return f"interrupted: saved at step {self.step}; the same command goes on from there"
+
+    def _wait_until_overdue(self) -> None:
+        if signals.overdue():
+            signals.look()
+        self.serve_fleet()
 
     def _book(self, groups: Sequence[FinishedGroup], *, evaluation: bool) -> None:
         for group in groups:

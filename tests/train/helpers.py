@@ -212,6 +212,10 @@ class Run:
 
         eventually(look, what)
 
+    def until_ended_or(self, condition: Callable[[], Any]) -> None:
+        assert self.process is not None
+        eventually(lambda: self.process.poll() is not None or condition(), "the run ends or comes so far")
+
     def path(self, *names: str) -> str:
         return os.path.join(self.workdir, *names)
 
