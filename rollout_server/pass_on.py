@@ -3,25 +3,45 @@
     trainer ─chunks→ this server ─chunks→ those that the header names, and they to those behind them
             ←passed─             ←passed─
 
+    meeting   is it one that may be dialled (hops.py)? does its Status tell the server_id that the header names? Only
+              then is it sent the header; and `applied` counts from that server_id alone
+
 What is sent comes from where this server stages the version, so passing on costs no memory. A server that cannot be
-reached, or takes nothing for PATIENCE_SECONDS, is reported as lost together with those behind it: whoever sends the
-version serves them in another way. Nothing is tried twice here.
+reached, is another one, or takes nothing for PATIENCE_SECONDS, is reported as lost together with those behind it:
+whoever sends the version serves them in another way. Nothing is tried twice here.
+
+A meeting with TLS that fails is told in the same words and after the same time whatever it was that failed: a header
+may name any address, and who wrote it is not to learn what listens there. A header without server_id, of an older
+trainer, is served all the same, under all other rules.
 """
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import grpc
 
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.chunks import Chunk
+from rollout_server.contract.peer_text import said
 from rollout_server.contract.rpc import Stub
-from rollout_server.contract.security import PLAIN, Credentials, connect
+from rollout_server.contract.security import connect
+from rollout_server.hops import LOOPBACK, Reach
+from rollout_server.quiet_log import QuietLog
 from rollout_server.staging import Staging
 
-# A server that takes nothing for so long is given up.
+# A server that takes nothing for so long is given up, and so is one that does not answer at the meeting.
 PATIENCE_SECONDS = 3.0
+
+# A chunk is sent again this many times on average before the link counts as broken.
+RESENDS = 3
+
+NOT_MET = "not reached, or not the server that it should be"
+
+log = logging.getLogger(__name__)
+quiet = QuietLog(log)
 
 Reply = Callable[[pb.WeightReply], Awaitable[None]]
 
@@ -39,7 +59,10 @@ def lost(hop: pb.Hop, why: str) -> Iterator[pb.WeightReply]:
 
 
 class PassOn:
-    """One version to one server. `news()` says that there are more chunks, or the commit."""
+    """One version to one server. `news()` says that there are more chunks, or the commit.
+
+    staging: its header names nobody to pass it on to; those behind the hop are added. own_id: this server's.
+    """
 
     def __init__(
         self,
@@ -48,10 +71,13 @@ class PassOn:
         *,
         reply: Reply,
         timeout: float | None,
-        credentials: Credentials = PLAIN,
+        reach: Reach = LOOPBACK,
+        own_id: str = "",
     ):
         self._hop, self._staging, self._reply, self._timeout = hop, staging, reply, timeout
-        self._credentials = credentials
+        self._reach, self._own_id = reach, own_id
+        self._resends = 0
+        self._staged: set[str] = set()  # who has all of it
         self._news = asyncio.Event()
         self._again: asyncio.Queue[int] = asyncio.Queue()
         self._open = set(behind(hop))  # whose outcome is not known
@@ -62,15 +88,22 @@ class PassOn:
         self._news.set()
 
     async def _run(self) -> None:
-        header = pb.WeightHeader()
-        header.CopyFrom(self._staging.header)
-        del header.pass_on[:]
-        header.pass_on.extend(self._hop.pass_on)
+        if why := self._reach.why_not(self._hop.address):
+            await self.give_up(why)
+            return
+        assert self._reach.credentials is not None
         why = "the connection ended"
         async with contextlib.AsyncExitStack() as stack:
-            channel = connect(self._hop.address, self._credentials)
+            channel = connect(self._hop.address, self._reach.credentials)
             stack.push_async_callback(channel.close)
-            call = Stub(channel).PushWeights(timeout=self._timeout)
+            stub = Stub(channel)
+            if not await self._met(stub):
+                await self.give_up(NOT_MET)
+                return
+            header = pb.WeightHeader()
+            header.CopyFrom(self._staging.header)
+            header.pass_on.extend(self._hop.pass_on)
+            call = stub.PushWeights(timeout=self._timeout)
             stack.callback(call.cancel)
             reader = asyncio.create_task(self._read(call))
             writer = asyncio.create_task(self._write(call, header))
@@ -81,18 +114,51 @@ class PassOn:
                     if isinstance(error, TimeoutError):
                         why = f"it took nothing for {PATIENCE_SECONDS:g} s"
                     elif isinstance(error, grpc.aio.AioRpcError):
-                        why = f"{error.code().name}: {error.details()}"
+                        why = f"{error.code().name}: {said(error.details() or '')}"
+                    elif isinstance(error, Over) and str(error):
+                        why = str(error)
             finally:
                 for task in (reader, writer):
                     task.cancel()
                 await asyncio.gather(reader, writer, return_exceptions=True)
         await self.give_up(why)
 
+    async def _met(self, stub: Stub) -> bool:
+        """Whether the server there is the one that the header means."""
+        began, why = time.monotonic(), ""
+        try:
+            status = await stub.Status(pb.StatusRequest(), timeout=PATIENCE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+        else:
+            if status.server_id == self._own_id:
+                why = "it is this server itself"
+            elif self._hop.server_id and status.server_id != self._hop.server_id:
+                why = f"it is server {said(status.server_id)}, not {said(self._hop.server_id)}"
+        if not why:
+            return True
+        quiet.say("not met", logging.WARNING, "not passed on to %s: %s", said(self._hop.address), said(why))
+        if self._reach.tls:
+            await asyncio.sleep(PATIENCE_SECONDS - (time.monotonic() - began))
+        return False
+
     async def give_up(self, why: str) -> None:
         """Tells who has not got it. To be called once the task has ended: one that was cancelled has told nobody."""
         for address in sorted(self._open):
             await self._tell(pb.WeightReply.Passed(address=address, lost=why))
         self._open.clear()
+
+    async def _relay(self, passed: pb.WeightReply.Passed) -> None:
+        kind = passed.WhichOneof("kind")
+        if kind == "staged":
+            if passed.address in self._staged:
+                return
+            self._staged.add(passed.address)
+        else:
+            self._open.discard(passed.address)
+            if kind in ("refused", "anchor", "lost"):
+                setattr(passed, kind, said(getattr(passed, kind)))
+        await self._tell(passed)
 
     async def _tell(self, passed: pb.WeightReply.Passed) -> None:
         await self._reply(pb.WeightReply(passed=passed))
@@ -123,21 +189,28 @@ class PassOn:
         while self._open and (reply := await call.read()) is not grpc.aio.EOF:
             kind = reply.WhichOneof("kind")
             if kind == "resend":
+                self._resends += 1
+                if reply.resend >= self._staging.chunks or self._resends > RESENDS * self._staging.chunks:
+                    raise Over("it asks for chunks without end, or for one that there is not")
                 self._again.put_nowait(reply.resend)
             elif kind == "passed":
-                if reply.passed.WhichOneof("kind") != "staged":
-                    self._open.discard(reply.passed.address)
-                await self._reply(reply)
+                if reply.passed.address not in self._open:
+                    continue  # it speaks of one that is not behind it, or for the second time
+                await self._relay(reply.passed)
+            elif kind is None:
+                raise Over("it answers in a way that this server does not know")
             else:
+                if kind == "applied" and self._hop.server_id and reply.applied.server_id != self._hop.server_id:
+                    raise Over("another process took it")
                 self._open.discard(self._hop.address)
                 passed = pb.WeightReply.Passed(address=self._hop.address)
                 if kind == "applied":
                     passed.applied.CopyFrom(reply.applied)
                 else:
-                    setattr(passed, kind, getattr(reply, kind))
+                    setattr(passed, kind, said(getattr(reply, kind)))
                 await self._tell(passed)
         raise Over
 
 
-class Over(grpc.RpcError):
-    """Nothing more will come."""
+class Over(Exception):
+    """Nothing more will come; says why where it should have."""

@@ -97,6 +97,7 @@ def _replay_engine() -> Engine:
         config = read_config(given.MODEL.value)
         describe = {
             "tensors": hf_tensors(config),
+            "vocabulary": config.vocabulary,
             "model_config": config.canonical_json(),
             "tokenizer_fingerprint": tokenizer_fingerprint(given.MODEL.value),
         }

@@ -1,7 +1,7 @@
 """The rollout contract over an engine: what contract/rollout.proto promises, on grpc.aio.
 
     RolloutServer    a port with RolloutService, health and reflection behind it, from start to stop
-    RolloutService   the four calls:
+    RolloutService   the four calls (behind guard.py, which every call of every service passes):
 
         Status        counters of the engine and of this file
         Generate      one pump task per call moves completions from the engine to the call's outbox; ending the pump
@@ -10,8 +10,8 @@
         Score         a bounded number at a time
 
 Everything runs on one event loop, so the state below needs no locks; what matters is that nothing is awaited between a
-check and the act that relies on it. An error that is not in the contract is a bug: it reaches the log and the client as
-UNKNOWN.
+check and the act that relies on it. What a client says is bounded before anything is done in proportion to it. An error
+that is not in the contract is a bug: it reaches the log and the client as UNKNOWN.
 """
 
 import asyncio
@@ -27,15 +27,22 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_server.contract import codec, rollout_pb2_grpc, rpc
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract import limits
 from rollout_server.contract.limits import SERVER_OPTIONS
-from rollout_server.contract.security import OPEN, PLAIN, Access, Credentials
-from rollout_server.engines.engine import Engine, QueueFull, WrongVersion
+from rollout_server.contract.security import OPEN, Access
+from rollout_server.engines.admission import check_score
+from rollout_server.engines.engine import Engine, EngineInfo, QueueFull, WrongVersion
+from rollout_server.guard import MOST_CALLS, Guard
+from rollout_server.hops import LOOPBACK, Reach
 from rollout_server.weight_push import WeightReceiver
 
 # Score calls that may wait for the engine at once: each holds a whole sequence.
 MAXIMUM_SCORES = 8
 
-# Calls beyond those that can hold a slot or a place: status, health, pushes, scores.
+# Versions that may be on their way here at once: the trainer's, and those of trainers that are not quite gone.
+MAXIMUM_PUSHES = 16
+
+# Status calls, which take no time, and Generate calls beyond those that can hold a slot or a place: they are refused.
 SPARE_CALLS = 64
 
 # How often the engine is asked whether it still lives.
@@ -50,7 +57,8 @@ log = logging.getLogger(__name__)
 class _Call:
     """One Generate call that is being served."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[tuple[int, str, int]]) -> None:
+        self.names = names  # of the completions it was asked for
         # Holds at most one item per completion asked for, and the None that ends it.
         self.outbox: asyncio.Queue[codec.Completion | None] = asyncio.Queue()
         self.pump: asyncio.Task[None] | None = None
@@ -64,11 +72,11 @@ class _Call:
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
-    def __init__(self, engine: Engine, passing: Credentials | None = PLAIN):
-        """passing: what servers that weights are passed on to are shown; None: they are not passed on."""
+    def __init__(self, engine: Engine, reach: Reach = LOOPBACK):
+        """reach: whom weights are passed on to."""
         self.server_id = uuid.uuid4().hex
         self._engine = engine
-        self._weights = WeightReceiver(engine, passing)
+        self._weights = WeightReceiver(engine, reach, server_id=self.server_id)
         self._calls: dict[tuple[int, str, int], _Call] = {}  # by the name of each completion they were asked for
         self._scores = 0
         self._stopping = False
@@ -111,8 +119,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     # ------------------------------------------------------------------------------------------------ Generate
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        most = self._engine.info.slots + self._engine.info.queue_capacity
         try:
-            group = codec.request_from_proto(request)
+            group = codec.request_from_proto(request, most_completions=most)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         names = [(group.incarnation, group.group_id, c.index) for c in group.completions]
@@ -122,7 +131,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             self._forget(older)
         if self._stopping:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
-        call = _Call()
+        if group.pinned_step is not None and self._weights.late:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a later version has waited for too long")
+        call = _Call(names)
         call.pump = asyncio.create_task(self._pump(group, call.outbox))
         self._calls.update(dict.fromkeys(names, call))
         try:
@@ -151,8 +162,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             outbox.put_nowait(None)
 
     def _forget(self, call: _Call) -> None:
-        for name in [name for name, owner in self._calls.items() if owner is call]:
-            del self._calls[name]
+        for name in call.names:
+            if self._calls.get(name) is call:
+                del self._calls[name]
 
     # --------------------------------------------------------------------------------------------- PushWeights
 
@@ -167,9 +179,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._scores += 1
         try:
             token_ids = codec.decode_ids(request.token_ids)
-            limit = self._engine.info.maximum_tokens
-            if not 0 < len(token_ids) <= limit:
-                raise ValueError(f"{len(token_ids)} tokens to score, not within 1 and {limit}")
+            check_score(token_ids, self._engine.info)
             logprobs, version = await self._engine.score(token_ids)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -194,15 +204,20 @@ class RolloutServer:
 
         access: who may call. interceptors: further ones, behind the one that looks at the token.
         """
-        self.engine, self.service = engine, RolloutService(engine, access.passing)
-        self._checker = health.aio.HealthServicer()
-        calls = engine.info.slots + engine.info.queue_capacity + SPARE_CALLS
+        self.engine, self.service = engine, RolloutService(engine, Reach(access.passing, access.beyond))
+        self._checker = _Health()
+        most = most_calls(engine.info)
         self._server = grpc.aio.server(
-            interceptors=[*access.interceptors(), *interceptors],
+            interceptors=[
+                *access.interceptors(),
+                Guard(longest=longest_messages(engine.info), most=most),
+                *interceptors,
+            ],
             options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=calls,
+            # Health, reflection and what comes next take MOST_CALLS each.
+            maximum_concurrent_rpcs=sum(most.values()) + 4 * MOST_CALLS,
         )
-        rpc.add_to_server(self.service, self._server)
+        rpc.add_to_server(self.service, self._server, longest_header=longest_header(engine.info))
         health_pb2_grpc.add_HealthServicer_to_server(self._checker, self._server)
         names = (rpc.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -230,6 +245,48 @@ class RolloutServer:
         await self.service.stop()
         await self._server.stop(STOP_GRACE_SECONDS)
         await self.engine.close()
+
+
+def _method(name: str) -> str:
+    return f"/{rpc.SERVICE}/{name}"
+
+
+def most_calls(info: EngineInfo) -> dict[str, int]:
+    """Calls of each method at a time."""
+    return {
+        _method("Status"): SPARE_CALLS,
+        _method("Generate"): info.slots + info.queue_capacity + SPARE_CALLS,
+        _method("Score"): MAXIMUM_SCORES + 1,  # one is told by the service itself that there are too many
+        _method("PushWeights"): MAXIMUM_PUSHES,
+    }
+
+
+def longest_messages(info: EngineInfo) -> dict[str, int]:
+    """Bytes of one message to each method: what can be served, and as much again for fields that are yet to come."""
+    tokens = 4 * info.maximum_tokens
+    completions = 64 * (info.slots + info.queue_capacity)
+    return {
+        _method("Status"): 2**12,
+        _method("Generate"): 2**16 + tokens + completions,
+        _method("Score"): 2**12 + tokens,
+        _method("PushWeights"): limits.MAXIMUM_REQUEST_BYTES,
+    }
+
+
+def longest_header(info: EngineInfo) -> int:
+    """Bytes of the header of a version of this model."""
+    tensors = sum(len(name.encode()) + 32 + 12 * len(shape) + 64 for name, shape in info.tensors.items())
+    hop = limits.MAXIMUM_ADDRESS_BYTES + limits.MAXIMUM_ID_BYTES + 16
+    return 2**12 + tensors + limits.MAXIMUM_HOPS * hop
+
+
+class _Health(health.aio.HealthServicer):
+    """That of gRPC keeps something for ever of every service that anybody has asked for."""
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        if request.service not in ("", rpc.SERVICE):
+            request = health_pb2.HealthCheckRequest(service="no such service")
+        await super().Watch(request, context)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

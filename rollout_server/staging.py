@@ -29,9 +29,10 @@ class Staging:
         self._began = time.monotonic()
         self._good = np.zeros(-(-len(buffer) // header.chunk_bytes), bool)  # [chunks]
         self._waiting = len(self._good)  # chunks that are not good yet
-        self._attempts: dict[int, int] = {}  # chunk -> how often it was wrong
-        self._asked: set[int] = set()  # asked for again and not seen since
-        self._crcs: dict[int, int] = {}  # of good chunks
+        # Arrays, so that a version in very many chunks takes no more than a few bytes for each of them.
+        self._attempts = np.zeros(len(self._good), np.uint8)  # how often it was wrong
+        self._asked = np.zeros(len(self._good), bool)  # asked for again and not seen since
+        self._crcs = np.zeros(len(self._good), np.uint32)  # of good chunks
 
     @property
     def is_patch(self) -> bool:
@@ -56,7 +57,7 @@ class Staging:
     def chunk(self, index: int) -> Chunk:
         """A good chunk, as it came: a view of the buffer."""
         start = index * self._chunk_bytes
-        return Chunk(index, (self._buffer[start : start + self._chunk_bytes],), self._crcs[index])
+        return Chunk(index, (self._buffer[start : start + self._chunk_bytes],), int(self._crcs[index]))
 
     @property
     def payload(self) -> np.ndarray:
@@ -72,15 +73,15 @@ class Staging:
         index, data = chunk.index, chunk.data
         if index >= len(self._good):
             raise ValueError(f"chunk {index} of {len(self._good)}")
-        self._asked.discard(index)
+        self._asked[index] = False
         if crc32(data) != chunk.crc32:
             self.chunks_refused += 1
             if self._good[index]:
                 return True  # a good copy is here already
-            self._attempts[index] = self._attempts.get(index, 0) + 1
+            self._attempts[index] += 1
             if self._attempts[index] >= MAXIMUM_ATTEMPTS:
                 raise ValueError(f"the checksum of chunk {index} was wrong {MAXIMUM_ATTEMPTS} times")
-            self._asked.add(index)
+            self._asked[index] = True
             return False
         start = index * self._chunk_bytes
         size = min(self._chunk_bytes, len(self._buffer) - start)
@@ -97,6 +98,6 @@ class Staging:
 
     def ask(self) -> list[int]:
         """The chunks that never came and were not asked for yet; from now on they are."""
-        missing = [int(index) for index in np.flatnonzero(~self._good) if int(index) not in self._asked]
-        self._asked.update(missing)
-        return missing
+        missing = np.flatnonzero(~self._good & ~self._asked)
+        self._asked[missing] = True
+        return missing.tolist()

@@ -4,6 +4,10 @@
            -> WeightStore.finish on a thread of its own, decoding goes on -> engine.load
     and, where the header says so, every chunk to other servers (pass_on.py)
 
+Every stage has its end, so that no client holds up the others: STALL_SECONDS for the header and for every message after
+it; for a whole version RECEIVE_SECONDS and what it takes at SLOWEST_BYTES a second; APPLY_SECONDS until what is there
+is applied, from when on no more requests are taken that would hold it up.
+
 Everything but `finish` runs on one event loop, so the state below needs no locks; what matters is that nothing is
 awaited between a check and the act that relies on it.
 """
@@ -12,20 +16,34 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
-from rollout_server.contract import codec
+from rollout_server import hops
+from rollout_server.contract import codec, peer_text
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.chunks import Chunk
-from rollout_server.contract.security import PLAIN, Credentials
 from rollout_server.engines.engine import Engine
+from rollout_server.hops import LOOPBACK, Reach
 from rollout_server.pass_on import PassOn, Reply, lost
+from rollout_server.quiet_log import QuietLog
 from rollout_server.staging import Staging
 from rollout_server.weight_store import AnchorNeeded, WeightStore
 
 # How long a push that is over goes on reading, and dropping, what its client still sends.
 DRAIN_SECONDS = 10.0
+
+# A client that has the word and says nothing for so long has lost it.
+STALL_SECONDS = 30.0
+
+# What one version may take to come: so long, and as long as its bytes take at a speed that is no use to anybody.
+RECEIVE_SECONDS = 600.0
+SLOWEST_BYTES = 2**20  # a second
+
+# A version that is not applied so long after it was there: see WeightReceiver.late.
+APPLY_SECONDS = 600.0
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +51,27 @@ log = logging.getLogger(__name__)
 class WeightReceiver:
     """Of one server: its host copy of the weights, and who may write to it."""
 
-    def __init__(self, engine: Engine, credentials: Credentials | None = PLAIN):
-        """credentials: what servers that weights are passed on to are shown; None: nothing is passed on."""
-        self._credentials = credentials
+    def __init__(self, engine: Engine, reach: Reach = LOOPBACK, *, server_id: str = ""):
+        """reach: whom weights are passed on to. server_id: this server's, which `applied` carries."""
+        self._reach, self._server_id = reach, server_id
+        self._quiet = QuietLog(log)
         self._passing: list[PassOn] = []  # what they send lies in the host copy
         self.store = WeightStore(engine.info, engine.weight_buffer)
         self.versions_applied = 0
         self._engine = engine
-        self._receiving: object | None = None  # the ticket of the push that may write to the store
+        self._receiving: _Messages | None = None  # of the push that may write to the store
         self._receiving_version = codec.Version(0, 0)  # what it brings
         self._applying: asyncio.Task[tuple[float, float]] | None = None
+        self._applying_since = 0.0
+
+    @property
+    def late(self) -> bool:
+        """Whether a version has waited too long to be applied: requests pinned to the one held are refused then."""
+        return self._applying is not None and time.monotonic() - self._applying_since > APPLY_SECONDS
 
     async def push(self, context: grpc.aio.ServicerContext) -> None:
         """One call, from header to last reply."""
-        ticket = object()  # of this call: the one in self._receiving may go on
+        messages = _Messages(context)  # those of the call in self._receiving are taken
         passing: list[PassOn] = []
         writing = asyncio.Lock()
 
@@ -55,24 +80,27 @@ class WeightReceiver:
                 await context.write(reply)
 
         try:
-            await self._push(ticket, context, write, passing)
+            await self._push(messages, context, write, passing)
         finally:
+            messages.close()
             for one in passing:
                 one.task.cancel()
 
     async def _push(
-        self, ticket: object, context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
+        self, messages: "_Messages", context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
     ) -> None:
         try:
-            reply = pb.WeightReply(applied=await self._receive(ticket, context, write, passing))
+            reply = pb.WeightReply(applied=await self._receive(messages, context, write, passing))
         except AnchorNeeded as error:
-            log.warning("a dense version is needed: %s", error)
-            reply = pb.WeightReply(anchor=str(error))
+            why = peer_text.details(error)
+            self._quiet.say("anchor", logging.WARNING, "a dense version is needed: %s", why)
+            reply = pb.WeightReply(anchor=why)
         except ValueError as error:
-            log.warning("weights refused: %s", error)
-            reply = pb.WeightReply(refused=str(error))
+            why = peer_text.details(error)
+            self._quiet.say("refused", logging.WARNING, "weights refused: %s", why)
+            reply = pb.WeightReply(refused=why)
         finally:
-            if self._receiving is ticket:
+            if self._receiving is messages:
                 self._receiving = None
         await write(reply)
         if reply.WhichOneof("kind") == "applied" and passing:
@@ -82,47 +110,58 @@ class WeightReceiver:
         # A call that ends under a client's write loses the reply that explains it, so the client ends it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                while await context.read() is not grpc.aio.EOF:
+                while await messages.next(DRAIN_SECONDS) is not grpc.aio.EOF:
                     pass
 
     async def _receive(
-        self, ticket: object, context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
+        self, messages: "_Messages", context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
     ) -> pb.WeightReply.Applied:
         """Raises ValueError where the version is refused; the weights are then as they were."""
-        message = await context.read()
+        message = await messages.next_in_time()
         if message is grpc.aio.EOF or isinstance(message, Chunk) or message.WhichOneof("kind") != "header":
             raise ValueError("the first message is not a header")
         header = message.header
+        hops.check(header.pass_on)
+        onward = list(header.pass_on)
+        del header.pass_on[:]  # each of them is sent its own part
         target = codec.version_from_proto(header.target)
 
         def still_welcome() -> None:
-            if self._receiving is not ticket:
+            if self._receiving is not messages:
                 raise ValueError(f"another push of step {self._receiving_version.step} took its place")
 
         # 1. The whole header is checked, and the newest of those that want to send goes on.
         self.store.check(header, self._engine.status().version)
         if self._receiving is not None and target < self._receiving_version:
             raise ValueError(f"step {self._receiving_version.step}, which is newer, is being received")
-        self._receiving, self._receiving_version = ticket, target
+        if self._receiving is not None:
+            self._receiving.displace()
+        self._receiving, self._receiving_version = messages, target
 
         # 2. The host copy is the engine's until the version before this one is applied.
         while self._applying is not None:
-            await asyncio.wait({self._applying})
+            left = self._applying_since + 2 * APPLY_SECONDS - time.monotonic()
+            await asyncio.wait({self._applying, messages.displaced}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             still_welcome()
+            if self._applying is not None and time.monotonic() - self._applying_since >= 2 * APPLY_SECONDS:
+                raise ValueError(f"the version before it is not applied after {2 * APPLY_SECONDS:g} s")
         await self._stop_passing()
         still_welcome()
         self.store.check(header, self._engine.status().version)
         if self.store.holds(header):
-            await self._tell_lost(header, write, "the version was here already")
-            return pb.WeightReply.Applied(version=header.target)
+            await self._tell_lost(onward, write, "the version was here already")
+            return pb.WeightReply.Applied(version=header.target, server_id=self._server_id)
         self.store.check_base(header)
 
         # 3. Chunks, in any order, until commit and the last of them are there.
         staging, committed = self.store.stage(header), False
-        await self._pass_on(staging, context, write, passing)
+        await self._pass_on(onward, staging, context, write, passing)
+        until = time.monotonic() + RECEIVE_SECONDS + header.payload_bytes / SLOWEST_BYTES
         while not (committed and staging.complete):
-            message = await context.read()
+            message = await messages.next_in_time()
             still_welcome()
+            if time.monotonic() > until:
+                raise ValueError(f"it came too slowly: {staging.waiting} of {staging.chunks} chunks are missing")
             if message is grpc.aio.EOF:
                 raise ValueError(f"the stream ended with {staging.waiting} chunks missing, commit {committed}")
             if isinstance(message, Chunk):
@@ -139,23 +178,30 @@ class WeightReceiver:
 
         # 4. The engine takes it. From here on the client's going away changes nothing: all tensors or none.
         self._receiving = None
+        self._applying_since = time.monotonic()
         self._applying = asyncio.create_task(self._apply(staging))
         self._applying.add_done_callback(_seen)
         checking, pause = await asyncio.shield(self._applying)
         return pb.WeightReply.Applied(
-            version=header.target, staging_seconds=staging.seconds, checking_seconds=checking, pause_seconds=pause
+            version=header.target,
+            staging_seconds=staging.seconds,
+            checking_seconds=checking,
+            pause_seconds=pause,
+            server_id=self._server_id,
         )
 
     async def _pass_on(
-        self, staging: Staging, context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
+        self,
+        onward: Sequence[pb.Hop],
+        staging: Staging,
+        context: grpc.aio.ServicerContext,
+        write: Reply,
+        passing: list[PassOn],
     ) -> None:
-        if self._credentials is None:
-            await self._tell_lost(staging.header, write, "this server cannot show itself to others")
-            return
         timeout = context.time_remaining()
         passing += [
-            PassOn(hop, staging, reply=write, timeout=timeout, credentials=self._credentials)
-            for hop in staging.header.pass_on
+            PassOn(hop, staging, reply=write, timeout=timeout, reach=self._reach, own_id=self._server_id)
+            for hop in onward
         ]
         if not staging.is_patch:  # those have memory of their own
             self._passing = passing
@@ -169,8 +215,8 @@ class WeightReceiver:
             await asyncio.wait(tasks)
         self._passing = []
 
-    async def _tell_lost(self, header: pb.WeightHeader, write: Reply, why: str) -> None:
-        for hop in header.pass_on:
+    async def _tell_lost(self, onward: Sequence[pb.Hop], write: Reply, why: str) -> None:
+        for hop in onward:
             for reply in lost(hop, why):
                 await write(reply)
 
@@ -185,10 +231,59 @@ class WeightReceiver:
         finally:
             self._applying = None
         self.versions_applied += 1
+        self._quiet.say(
+            "applied",
+            logging.INFO,
+            "step %d of trainer %d is applied: %s, %d bytes in %.2f s; checked in %.2f s, decoding stood still %.3f s",
+            *(staging.target.step, staging.target.incarnation),
+            *("a patch" if staging.is_patch else "dense", staging.header.payload_bytes, staging.seconds),
+            *(checking, pause),
+        )
         return checking, pause
 
 
-def _seen(task: asyncio.Task) -> None:
+class _Messages:
+    """What one client sends, one message after another, and whether it still has the word.
+
+    A read is never cancelled: gRPC would refuse the next one. It is left waiting, and gone on with.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext):
+        self._context = context
+        self._reading: asyncio.Future[Any] | None = None
+        self.displaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def displace(self) -> None:
+        """Another push takes its place: who waits for its next message is woken."""
+        if not self.displaced.done():
+            self.displaced.set_result(None)
+
+    async def next(self, seconds: float, *wakers: asyncio.Future) -> Any:
+        """The next message or EOF. Raises TimeoutError where there is none after so long; None where a waker woke."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._context.read())
+        await asyncio.wait({self._reading, *wakers}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self._reading.done():
+            done, self._reading = self._reading, None
+            return done.result()
+        if any(waker.done() for waker in wakers):
+            return None
+        raise TimeoutError
+
+    async def next_in_time(self) -> Any:
+        """Raises ValueError where the client says nothing. None where another push has taken its place."""
+        try:
+            return await self.next(STALL_SECONDS, self.displaced)
+        except TimeoutError:
+            raise ValueError(f"nothing came for {STALL_SECONDS:g} s") from None
+
+    def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading.add_done_callback(_seen)
+
+
+def _seen(task: asyncio.Future) -> None:
     """What a version turned out to be is told to whoever pushed it, if it is still there."""
     if not task.cancelled():
         task.exception()

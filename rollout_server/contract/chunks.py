@@ -2,8 +2,9 @@
 
     WeightMessage{chunk: {index, data, crc32}}   =   12 <length>  08 <index>  12 <length> data  1d <crc32>
 
-A dense version is mostly `data`. It is copied once when a chunk is written and not at all when one is read; every other
-message, and a chunk whose fields come in another order, goes through protobuf. Numbers are varints, little-endian.
+A dense version is mostly `data`. It is copied once when a chunk is written and not at all when one is read, in whatever
+order its fields come and whichever of them are left out for being zero; every other message goes through protobuf, and
+may not be long, since protobuf makes an object of every two bytes of it. Numbers are varints, little-endian.
 """
 
 import dataclasses
@@ -12,7 +13,10 @@ from collections.abc import Sequence
 
 from zlib_ng import zlib_ng
 
+from rollout_server.contract import limits
 from rollout_server.contract import rollout_pb2 as pb
+
+_FIELDS = 3  # of a chunk, each once
 
 Buffer = bytes | bytearray | memoryview
 
@@ -57,10 +61,15 @@ def to_bytes(message: pb.WeightMessage | Chunk) -> bytes:
     return b"".join([b"\x12", _varint(length), head, *message.parts, tail])
 
 
-def from_bytes(data: bytes) -> pb.WeightMessage | Chunk:
-    """What gRPC has received: never a message of kind `chunk`, but a Chunk. Raises protobuf's DecodeError."""
+def from_bytes(data: bytes, *, longest: int = limits.MAXIMUM_MESSAGE_BYTES) -> pb.WeightMessage | Chunk:
+    """What gRPC has received: never a message of kind `chunk`, but a Chunk.
+
+    Raises protobuf's DecodeError, and ValueError where what is not plainly a chunk has more than `longest` bytes.
+    """
     if (chunk := _chunk(data)) is not None:
         return chunk
+    if len(data) > longest:
+        raise ValueError(f"{len(data)} bytes that are not one chunk of weights, at most {longest} are possible")
     message = pb.WeightMessage.FromString(data)
     if message.WhichOneof("kind") != "chunk":
         return message
@@ -68,23 +77,32 @@ def from_bytes(data: bytes) -> pb.WeightMessage | Chunk:
 
 
 def _chunk(data: bytes) -> Chunk | None:
-    """A view of the data; None where it is another message, or not laid out as to_bytes does it."""
+    """A view of the data; None where it is another message, or one chunk written in an odd way."""
+    index, start, end, checksum, fields = 0, 0, 0, 0, 0
     try:
         if data[0] != 0x12:
             return None
         length, at = _read_varint(data, 1)
-        if at + length != len(data) or data[at] != 0x08:
+        if at + length != len(data):
             return None
-        index, at = _read_varint(data, at + 1)
-        if data[at] != 0x12:
-            return None
-        size, start = _read_varint(data, at + 1)
-    except IndexError:  # it ends in the middle
+        while at < len(data):
+            tag, fields = data[at], fields + 1
+            if fields > _FIELDS:
+                return None
+            if tag == 0x08:
+                index, at = _read_varint(data, at + 1)
+            elif tag == 0x12:
+                size, start = _read_varint(data, at + 1)
+                at = end = start + size
+            elif tag == 0x1D:
+                (checksum,) = struct.unpack_from("<I", data, at + 1)
+                at += 5
+            else:
+                return None
+    except (IndexError, struct.error):  # it ends in the middle
         return None
-    end = start + size
-    if end + 5 != len(data) or data[end] != 0x1D or index >= 2**32:
+    if at != len(data) or index >= 2**32:
         return None
-    (checksum,) = struct.unpack_from("<I", data, end + 1)
     return Chunk(index, (memoryview(data)[start:end],), checksum)
 
 

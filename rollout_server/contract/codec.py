@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rollout_server.contract import limits
 from rollout_server.contract import rollout_pb2 as pb
 
 FINISH_REASONS = {
@@ -152,20 +153,34 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
     return message
 
 
-def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
-    """Raises ValueError on a request that no server could serve."""
+def request_from_proto(message: pb.GenerateRequest, *, most_completions: int | None = None) -> GroupRequest:
+    """Raises ValueError on a request that no server could serve, or that asks for more completions than this one can."""
+    if len(message.group_id) > limits.MAXIMUM_NAME_BYTES:
+        raise ValueError(
+            f"a group_id of {len(message.group_id)} characters, at most {limits.MAXIMUM_NAME_BYTES} may be"
+        )
     if not message.prompt_token_ids:
         raise ValueError(f"group {message.group_id!r}: the prompt is empty")
     if not message.completions:
         raise ValueError(f"group {message.group_id!r}: no completion is asked for")
+    asked = len(message.completions)
+    if most_completions is not None and asked > most_completions:
+        raise ValueError(f"group {message.group_id!r}: {asked} completions, slots and queue hold {most_completions}")
     indices = [c.index for c in message.completions]
     if len(set(indices)) != len(indices):
-        raise ValueError(f"group {message.group_id!r}: a completion is asked for twice in one request ({indices})")
+        twice = next(index for index in indices if indices.count(index) > 1)
+        raise ValueError(f"group {message.group_id!r}: completion {twice} is asked for twice in one request")
     sampling = message.sampling
-    if not sampling.temperature > 0:
-        raise ValueError(f"group {message.group_id!r}: temperature {sampling.temperature} is not above 0")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"group {message.group_id!r}: top_p {sampling.top_p} is outside (0, 1]")
+    lowest, highest = limits.TEMPERATURES
+    # As float32, which the field is.
+    if not np.float32(lowest) <= sampling.temperature <= highest:
+        raise ValueError(
+            f"group {message.group_id!r}: temperature {sampling.temperature:g} is not within {lowest:g} and {highest:g}"
+        )
+    if not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1:
+        raise ValueError(
+            f"group {message.group_id!r}: top_p {sampling.top_p:g} is not within {limits.SMALLEST_TOP_P:g} and 1"
+        )
     if sampling.answer_budget < 1:
         raise ValueError(f"group {message.group_id!r}: the answer budget is {sampling.answer_budget}")
     interruption = Interruption(

@@ -6,6 +6,24 @@ MAXIMUM_CHUNK_BYTES = 16 * 2**20
 # A chunk and its envelope, or a very long completion (12 bytes a token at most).
 MAXIMUM_MESSAGE_BYTES = 64 * 2**20
 
+# What a server takes in one message: a chunk and its envelope, of all that is sent to it the longest.
+MAXIMUM_REQUEST_BYTES = MAXIMUM_CHUNK_BYTES + 2**16
+
+# Whom one version may be passed on to, see WeightHeader.pass_on: by one server at once; one behind the other; in all.
+MAXIMUM_FAN_OUT = 8
+MAXIMUM_HOPS_DEEP = 16
+MAXIMUM_HOPS = 4096
+MAXIMUM_ADDRESS_BYTES = 262  # a host name of 253 and a port
+MAXIMUM_ID_BYTES = 128  # of a server_id
+
+# The name of a group comes back with every completion of it.
+MAXIMUM_NAME_BYTES = 512
+
+# Temperatures at which every engine's float32 log-probabilities are finite, and of the distribution asked for: below,
+# vLLM samples at another one. And the share of the mass under which its threshold is lost among the denormals.
+TEMPERATURES = (0.01, 100.0)
+SMALLEST_TOP_P = 1e-6
+
 # A peer that vanished without closing its connection is noticed after time + timeout.
 KEEPALIVE_SECONDS = 20
 KEEPALIVE_TIMEOUT_SECONDS = 10
@@ -29,7 +47,8 @@ CHANNEL_OPTIONS = (
 
 # Options for grpc.aio.server(options=SERVER_OPTIONS).
 SERVER_OPTIONS = (
-    *_BOTH_ENDS,
+    *((name, value) for name, value in _BOTH_ENDS if name != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", MAXIMUM_REQUEST_BYTES),
     # Two servers on one port would share its connections at random; the second must fail instead.
     ("grpc.so_reuseport", 0),
     # Half of a client's keepalive interval: pings that come faster are taken for abuse and end the connection.

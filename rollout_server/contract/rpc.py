@@ -1,5 +1,6 @@
 """Both ends of the service, with chunks of weights read and written as chunks.py does it; all else as generated."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import grpc
 
 from rollout_server.contract import chunks, rollout_pb2_grpc
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.limits import MAXIMUM_MESSAGE_BYTES
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Rollout"].full_name
 
@@ -37,11 +39,12 @@ class _Generated:
         self.handlers.update(handlers)
 
 
-def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
+def add_to_server(servicer: Any, server: grpc.aio.Server, *, longest_header: int = MAXIMUM_MESSAGE_BYTES) -> None:
+    """longest_header: bytes of the longest message to PushWeights that is no chunk."""
     handlers = _Generated(servicer).handlers
     handlers["PushWeights"] = grpc.stream_stream_rpc_method_handler(
         servicer.PushWeights,
-        request_deserializer=chunks.from_bytes,
+        request_deserializer=functools.partial(chunks.from_bytes, longest=longest_header),
         response_serializer=pb.WeightReply.SerializeToString,
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -64,6 +64,7 @@ class Access:
     token: str = dataclasses.field(default="", repr=False)
     # What servers that weights are passed on to are shown; None: they are not passed on.
     passing: Credentials | None = dataclasses.field(default=Credentials(), repr=False)
+    beyond: tuple[Any, ...] | None = None  # hosts and networks beyond loopback that they are passed on to, see hops.py
 
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         return [TokenInterceptor(self.token)] if self.token else []

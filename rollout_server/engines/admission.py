@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from rollout_server.contract import limits
 from rollout_server.contract.codec import GroupRequest, Version
 from rollout_server.engines.engine import EngineInfo, QueueFull, WrongVersion
 
@@ -11,8 +12,9 @@ LONGEST_END = 16
 MOST_STOPS = 16
 
 
-def check_request(request: GroupRequest, *, vocabulary: int, maximum_tokens: int, completions: int) -> None:
-    """Raises ValueError where no free engine could ever serve it. `completions`: the most that fit at once."""
+def check_request(request: GroupRequest, info: EngineInfo) -> None:
+    """Raises ValueError where this engine could never serve it, however free it was."""
+    maximum_tokens, completions = info.maximum_tokens, info.slots + info.queue_capacity
     sampling, interruption = request.sampling, request.interruption
     name = f"group {request.group_id!r}"
     if not len(request.prompt) or not request.completions:
@@ -21,8 +23,17 @@ def check_request(request: GroupRequest, *, vocabulary: int, maximum_tokens: int
         raise ValueError(f"{name}: a prompt of {len(request.prompt)} tokens, and {maximum_tokens} with the completion")
     if len(request.completions) > completions:
         raise ValueError(f"{name}: {len(request.completions)} completions, and slots and queue hold {completions}")
-    if not sampling.temperature > 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or sampling.answer_budget < 1:
-        raise ValueError(f"{name}: {sampling} is out of range")
+    lowest, highest = limits.TEMPERATURES
+    if (
+        not np.float32(lowest) <= sampling.temperature <= highest
+        or not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1
+        or sampling.top_k < 0
+        or sampling.answer_budget < 1
+    ):
+        raise ValueError(
+            f"{name}: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k} or "
+            f"answer_budget {sampling.answer_budget} is out of range"
+        )
     lists = {
         "prompt": (request.prompt, maximum_tokens),
         "phrase": (interruption.phrase_token_ids, LONGEST_PHRASE),
@@ -30,11 +41,21 @@ def check_request(request: GroupRequest, *, vocabulary: int, maximum_tokens: int
         "stop tokens": (sampling.stop_token_ids, MOST_STOPS),
     }
     for what, (ids, longest) in lists.items():
-        ids = np.asarray(ids, np.int64)
         if len(ids) > longest:
             raise ValueError(f"{name}: {len(ids)} tokens of {what}, at most {longest} are possible")
-        if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
-            raise ValueError(f"{name}: token ids of {what} outside [0, {vocabulary})")
+        _check_ids(f"{name}: token ids of {what}", np.asarray(ids, np.int64), info)
+
+
+def check_score(token_ids: np.ndarray, info: EngineInfo) -> None:
+    """Raises ValueError on tokens that cannot be scored."""
+    if not 0 < len(token_ids) <= info.maximum_tokens:
+        raise ValueError(f"{len(token_ids)} tokens to score, not within 1 and {info.maximum_tokens}")
+    _check_ids("token ids to score", token_ids, info)
+
+
+def _check_ids(what: str, ids: np.ndarray, info: EngineInfo) -> None:
+    if len(ids) and not (ids.min() >= 0 and ids.max() < info.vocabulary):
+        raise ValueError(f"{what} outside [0, {info.vocabulary})")
 
 
 def check_version(request: GroupRequest, held: Version) -> None:

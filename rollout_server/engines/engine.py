@@ -51,6 +51,7 @@ class EngineInfo:
     slots: int
     queue_capacity: int
     maximum_tokens: int
+    vocabulary: int  # token ids are below it
     tensors: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape: what a version of the weights must hold
 
 

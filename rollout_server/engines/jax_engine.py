@@ -117,6 +117,7 @@ class JaxEngine:
             slots=slots,
             queue_capacity=queue,
             maximum_tokens=maximum_tokens,
+            vocabulary=self._config.vocabulary,
             tensors=hf_tensors(self._config),
         )
         computing = decode_precision(self._precision)
@@ -206,12 +207,7 @@ class JaxEngine:
 
     def _submit(self, request: GroupRequest) -> _Group:
         info = self.info
-        check_request(
-            request,
-            vocabulary=self._config.vocabulary,
-            maximum_tokens=info.maximum_tokens,
-            completions=info.slots + info.queue_capacity,
-        )
+        check_request(request, info)
         group = _Group(request)
         with self._changed:
             self._raise_if_over()

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 import numpy as np
 
 from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Version
-from rollout_server.engines.admission import check_room, check_version
+from rollout_server.engines.admission import check_request, check_room, check_version
 from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, WrongVersion
 from rollout_server.engines.scripts import Rollout, Script
 
@@ -87,6 +87,7 @@ class ReplayEngine:
         token_seconds: float = 0.0,  # one decode step, of all slots together
         load_seconds: float = 0.0,  # how long a flip of the weights stops decoding
         maximum_tokens: int = 4096,
+        vocabulary: int = 2**31,  # of the model that it passes for
         compute_dtype: str = "float32",
         wire_dtype: str = "float32",
         head_precision: str = "default",
@@ -106,6 +107,7 @@ class ReplayEngine:
             slots=slots,
             queue_capacity=queue,
             maximum_tokens=maximum_tokens,
+            vocabulary=vocabulary,
             tensors=dict(tensors),
         )
         self.weights: dict[str, np.ndarray] = {}  # copies of the version held; none before the first
@@ -126,13 +128,19 @@ class ReplayEngine:
     # ------------------------------------------------------------------------------------- what the service calls
 
     async def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
-        self._check(request)
+        check_request(request, self.info)
+        self._check_now(request)
         sink: asyncio.Queue[Completion | WrongVersion] = asyncio.Queue()
         room = self.info.maximum_tokens - len(request.prompt)
-        lanes = [
-            _Lane(request, wanted, self._script.rollout(request, wanted).cut(room), sink)
-            for wanted in request.completions
-        ]
+        # A script writes a completion down to its end, so budgets beyond the room are cut first.
+        sampling = dataclasses.replace(request.sampling, answer_budget=min(request.sampling.answer_budget, room))
+        within = dataclasses.replace(request, sampling=sampling)
+        lanes = []
+        for wanted in request.completions:
+            named = dataclasses.replace(wanted, thinking_budget=min(wanted.thinking_budget, room))
+            lanes.append(_Lane(request, wanted, self._script.rollout(within, named).cut(room), sink))
+            await asyncio.sleep(0)  # others have their turn: it takes its time
+        self._check_now(request)
         self._queue.extend(lanes)
         self._prefill_tokens += len(request.prompt)
         self._start()
@@ -145,14 +153,9 @@ class ReplayEngine:
         finally:
             self._drop(lambda lane: lane.sink is sink)
 
-    def _check(self, request: GroupRequest) -> None:
-        wanted, info = len(request.completions), self.info
-        if len(request.prompt) >= info.maximum_tokens:
-            raise ValueError(f"group {request.group_id!r}: {len(request.prompt)} tokens of {info.maximum_tokens}")
-        if wanted > info.slots + info.queue_capacity:
-            raise ValueError(f"group {request.group_id!r}: {wanted} completions never fit")
+    def _check_now(self, request: GroupRequest) -> None:
         check_version(request, self._version)
-        check_room(request, info, queued=len(self._queue), running=len(self._lanes))
+        check_room(request, self.info, queued=len(self._queue), running=len(self._lanes))
 
     def weight_buffer(self, size: int) -> np.ndarray:
         return np.empty(size, np.uint8)

@@ -28,7 +28,7 @@ import numpy as np
 
 from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Version
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from rollout_server.engines.admission import check_request, check_room, check_version
+from rollout_server.engines.admission import check_request, check_room, check_score, check_version
 from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus, WrongVersion
 from rollout_server.engines.phases import Phases
 from rollout_server.engines.shared_memory import SharedMemory
@@ -121,6 +121,7 @@ class VllmEngine:
             slots=slots,
             queue_capacity=queue,
             maximum_tokens=vllm.maximum_tokens,
+            vocabulary=vllm.config.vocabulary,
             tensors=vllm.tensors,
         )
         self._vllm = vllm
@@ -168,8 +169,7 @@ class VllmEngine:
                     return await self._swap(version, tensors, changes)
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
-        if token_ids.min() < 0 or token_ids.max() >= self._vllm.config.vocabulary:
-            raise ValueError(f"token ids to score outside [0, {self._vllm.config.vocabulary})")
+        check_score(token_ids, self.info)
         async with self._lock:
             self._raise_if_over()
             return await self._vllm.score(token_ids), self._version
@@ -203,12 +203,7 @@ class VllmEngine:
 
     def _submit(self, request: GroupRequest) -> _Group:
         info = self.info
-        check_request(
-            request,
-            vocabulary=self._vllm.config.vocabulary,
-            maximum_tokens=info.maximum_tokens,
-            completions=info.slots + info.queue_capacity,
-        )
+        check_request(request, info)
         self._raise_if_over()
         check_version(request, self._version)
         check_room(request, info, queued=len(self._waiting), running=len(self._running))

@@ -84,6 +84,7 @@ def replay_engine(
     return ReplayEngine(
         script or Scripted(vocabulary=CONFIG.vocabulary),
         tensors=hf_tensors(CONFIG),
+        vocabulary=CONFIG.vocabulary,
         model_config=CONFIG.canonical_json(),
         tokenizer_fingerprint=tokenizer_fingerprint(model_folder),
         token_seconds=token_seconds,

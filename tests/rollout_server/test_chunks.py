@@ -25,9 +25,9 @@ def test_protobuf_reads_what_is_written(index: int, parts: list[bytes], checksum
 
 @given(INDICES, st.binary(max_size=300), CHECKSUMS)
 def test_what_protobuf_writes_is_read(index: int, data: bytes, checksum: int) -> None:
-    """It leaves out fields that are zero, which our own reading leaves to it."""
+    """It leaves out fields that are zero."""
     wire = pb.WeightMessage(chunk=pb.WeightChunk(index=index, data=data, crc32=checksum)).SerializeToString()
-    found = chunks.from_bytes(wire)
+    found = chunks.from_bytes(wire, longest=0)  # protobuf is not needed for it
     assert isinstance(found, Chunk)
     assert (found.index, bytes(found.data), found.crc32) == (index, data, checksum)
 
@@ -65,6 +65,29 @@ def test_bytes_that_are_not_ours_are_what_protobuf_says(index: int, data: bytes,
 def test_other_messages_are_protobufs(message: pb.WeightMessage | bytes) -> None:
     wire = message if isinstance(message, bytes) else chunks.to_bytes(message)
     assert chunks.from_bytes(wire) == pb.WeightMessage.FromString(wire)
+
+
+@given(INDICES, st.binary(max_size=300), CHECKSUMS, st.permutations(range(3)))
+def test_the_fields_of_a_chunk_may_come_in_any_order(index: int, data: bytes, checksum: int, order: list[int]) -> None:
+    parts = [
+        pb.WeightChunk(index=index).SerializeToString(),
+        pb.WeightChunk(data=data).SerializeToString(),
+        pb.WeightChunk(crc32=checksum).SerializeToString(),
+    ]
+    inner = b"".join(parts[place] for place in order)
+    wire = b"\x12" + chunks._varint(len(inner)) + inner
+    found = chunks.from_bytes(wire, longest=0)
+    assert isinstance(found, Chunk)
+    assert (found.index, bytes(found.data), found.crc32) == (index, data, checksum)
+
+
+def test_what_is_no_chunk_may_not_be_long() -> None:
+    """A chunk with a header behind it is, to protobuf, a header, and one of any size."""
+    header = pb.WeightMessage(header=pb.WeightHeader(tensors=[pb.TensorInfo()] * 1000))
+    for wire in (chunks.to_bytes(header), chunks.to_bytes(Chunk(1, (b"x",), 0)) + chunks.to_bytes(header)):
+        assert chunks.from_bytes(wire, longest=len(wire)) == header
+        with pytest.raises(ValueError, match="not one chunk of weights"):
+            chunks.from_bytes(wire, longest=len(wire) - 1)
 
 
 def test_data_is_a_view_and_its_checksum_is_zlibs() -> None:

@@ -30,6 +30,7 @@ def info(wire_dtype: str) -> EngineInfo:
         compute_dtype="float32",
         head_dtype="float32",
         head_precision="default",
+        vocabulary=64,
         wire_dtype=wire_dtype,
         devices=1,
         slots=1,

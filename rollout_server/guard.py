@@ -1,0 +1,158 @@
+"""What stands between gRPC and the methods of every service of a server, health and reflection too.
+
+    too long, or not a message      INVALID_ARGUMENT, and the message is not read (PushWeights has its own bound for a
+                                    chunk, see contract/chunks.py)
+    too many calls of a method      RESOURCE_EXHAUSTED, so that no method can take all the places of a server
+    nothing is read for long        the call ends: a client that does not read does not hold a place for ever
+    a fault of ours                 UNKNOWN, with its traceback in the log, a few times a minute
+    details of an error             one line of at most 1 KiB
+
+A message is looked at before it is parsed: protobuf makes an object of every two bytes, on the event loop.
+"""
+
+import asyncio
+import collections
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+
+from rollout_server.contract import peer_text
+from rollout_server.quiet_log import QuietLog
+
+# Of a message to a method that has no bound of its own.
+LONGEST = 2**16
+
+# Calls of a method that has no bound of its own.
+MOST_CALLS = 32
+
+# A client that takes nothing of an answer for so long is given up.
+UNREAD_SECONDS = 120.0
+
+log = logging.getLogger(__name__)
+
+
+class Malformed(Exception):
+    """What came is not a message, or is too long to be looked at."""
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """To stand behind the one that looks at the token, before all others.
+
+    Args:
+      longest: method (/package.Service/Name) -> bytes that one message to it may have.
+      most: method -> calls of it at a time.
+    """
+
+    def __init__(self, *, longest: Mapping[str, int], most: Mapping[str, int]):
+        self._longest, self._most = longest, most
+        self._calls: collections.Counter[str] = collections.Counter()  # now
+        self._quiet = QuietLog(log)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # gRPC answers UNIMPLEMENTED
+            return handler
+        method = handler_call_details.method
+        longest, read = self._longest.get(method, LONGEST), handler.request_deserializer
+
+        def deserialize(data: bytes) -> Any:
+            """Never raises: gRPC would log a traceback and answer UNKNOWN."""
+            if len(data) > longest:
+                return Malformed(f"a message of {len(data)} bytes, at most {longest} are possible")
+            try:
+                return read(data)
+            except Exception as error:  # noqa: BLE001 (whatever a codec raises: the bytes are the client's)
+                return Malformed(f"not a message of this method ({error})")
+
+        async def serve(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            return await self._serve(method, handler, request, _Context(context))
+
+        codecs = {"request_deserializer": deserialize, "response_serializer": handler.response_serializer}
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(serve, **codecs)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(serve, **codecs)
+        return grpc.unary_unary_rpc_method_handler(serve, **codecs)
+
+    async def _serve(self, method: str, handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
+        most = self._most.get(method, MOST_CALLS)
+        if self._calls[method] >= most:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} such calls are being served already")
+        self._calls[method] += 1
+        try:
+            return await _call(handler, request, context)
+        except Malformed as error:
+            why = peer_text.said(error)
+            self._quiet.say("malformed", logging.WARNING, "%s from %s: %s", method, context.peer(), why)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+        except Unread:
+            self._quiet.say("unread", logging.WARNING, "%s from %s: nothing is read", method, context.peer())
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was read for {UNREAD_SECONDS:g} s")
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            if context.done():  # the client is gone, and gRPC says so in many ways
+                raise asyncio.CancelledError from None
+            self._quiet.say("fault", logging.ERROR, "%s from %s failed", method, context.peer(), exception=True)
+            await context.abort(grpc.StatusCode.UNKNOWN, f"a fault of the server: {type(error).__name__}")
+        finally:
+            self._calls[method] -= 1
+
+
+class Unread(Exception):
+    """The client takes nothing."""
+
+
+async def _call(handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
+    if handler.request_streaming:
+        assert handler.response_streaming  # no method here is of the fourth kind
+        answers = handler.stream_stream(_messages(context), context)
+    elif isinstance(request, Malformed):
+        raise request
+    elif handler.response_streaming:
+        answers = handler.unary_stream(request, context)
+    else:
+        return await handler.unary_unary(request, context)
+    if not isinstance(answers, AsyncIterator):
+        return await answers  # it writes by itself
+    async for answer in answers:
+        await context.write(answer)
+    return None
+
+
+async def _messages(context: "_Context") -> AsyncIterator[Any]:
+    while (message := await context.read()) is not grpc.aio.EOF:
+        yield message
+
+
+class _Context:
+    """A call's context, but for the messages that are none, the answers that nobody reads, and long details."""
+
+    def __init__(self, context: grpc.aio.ServicerContext):
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        message = await self._context.read()
+        if isinstance(message, Malformed):
+            raise message
+        return message
+
+    async def write(self, message: Any) -> None:
+        """Raises Unread."""
+        try:
+            async with asyncio.timeout(UNREAD_SECONDS):
+                await self._context.write(message)
+        except TimeoutError:
+            raise Unread from None
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        await self._context.abort(code, peer_text.details(details), trailing_metadata)

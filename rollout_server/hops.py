@@ -1,0 +1,145 @@
+"""Whom a version may be passed on to: what a header may say, and whom this server then dials.
+
+    header   at most MAXIMUM_FAN_OUT servers behind one, MAXIMUM_HOPS_DEEP behind each other, MAXIMUM_HOPS in all, each
+             a host:port. Looked at before anything is made of it
+
+    dialled by a server    without TLS   loopback addresses
+                           with TLS      any host, by TLS alone; the certificate must be for that host and signed by
+                                         --tls_authority
+                           --pass_on_to  beyond loopback these hosts and networks alone; without TLS too, but then no
+                                         server that has a token passes anything on
+
+Whoever has the token may name any host in a header. So the token goes to loopback and to hosts whose certificate has
+been checked, and nowhere else; addresses that belong to no single host (multicast, link-local, unspecified) are never
+dialled; and pass_on.py answers so that nobody learns what listens where. No name is looked up here: what is allowed
+is what is written, and what a name leads to has to show its certificate.
+"""
+
+import dataclasses
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from rollout_server.contract import limits
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.peer_text import said
+from rollout_server.contract.security import PLAIN, Credentials
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_ADDRESS = re.compile(
+    r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?)):([0-9]{1,5})", re.ASCII
+)
+_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
+
+
+def check(hops: Iterable[pb.Hop]) -> None:
+    """Raises ValueError where a header names more servers than it may, or one that is not host:port."""
+    total, rows = 0, [hops]
+    for depth in range(limits.MAXIMUM_HOPS_DEEP + 1):
+        below: list[Iterable[pb.Hop]] = []
+        for row in rows:
+            size = len(row)  # type: ignore[arg-type]
+            total += size
+            if size > limits.MAXIMUM_FAN_OUT:
+                raise ValueError(f"pass_on names {size} servers behind one, at most {limits.MAXIMUM_FAN_OUT} may be")
+            if total > limits.MAXIMUM_HOPS:
+                raise ValueError(f"pass_on names more than {limits.MAXIMUM_HOPS} servers")
+            for hop in row:
+                _check_hop(hop)
+                if len(hop.pass_on):
+                    below.append(hop.pass_on)
+        if not below:
+            return
+        if depth + 1 == limits.MAXIMUM_HOPS_DEEP:
+            raise ValueError(f"pass_on names servers behind each other, more than {limits.MAXIMUM_HOPS_DEEP} of them")
+        rows = below
+
+
+def _check_hop(hop: pb.Hop) -> None:
+    if len(hop.address) > limits.MAXIMUM_ADDRESS_BYTES or not host_of(hop.address):
+        raise ValueError(f"pass_on names {said(hop.address)!r}, which is not host:port")
+    if len(hop.server_id) > limits.MAXIMUM_ID_BYTES:
+        raise ValueError(f"pass_on names a server_id of {len(hop.server_id)} characters")
+
+
+def host_of(address: str) -> str:
+    """Of a host:port; empty where it is none. Nothing that gRPC reads in another way (unix:, dns:///, ...) is one."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[3]) < 65536:
+        return ""
+    if match[1] and _ip(match[1]) is None:
+        return ""
+    return match[1] or match[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Whom a server dials to pass a version on.
+
+    credentials: what they are shown; None: nobody is dialled.
+    beyond: hosts and networks beyond loopback, of --pass_on_to; None: not given.
+    """
+
+    credentials: Credentials | None = PLAIN
+    beyond: tuple[str | Network, ...] | None = None
+
+    @property
+    def tls(self) -> bool:
+        return self.credentials is not None and bool(self.credentials.authority)
+
+    def why_not(self, address: str) -> str:
+        """Why this host:port is not dialled; empty where it is."""
+        if self.credentials is None:
+            return "this server cannot show itself to others"
+        host = host_of(address)
+        ip = _ip(host)
+        if host == "localhost" or (ip is not None and ip.is_loopback):
+            return ""
+        if ip is not None and (ip.is_multicast or ip.is_unspecified or ip.is_link_local):
+            return "its address is not one of a single host"
+        if self.beyond is not None and not any(_within(host, ip, one) for one in self.beyond):
+            return "--pass_on_to does not name its host"
+        if self.tls:
+            return ""
+        if self.beyond is None:
+            return "without TLS a server passes nothing on beyond its machine"
+        return "a token is not sent without TLS" if self.credentials.token else ""
+
+
+LOOPBACK = Reach()
+
+
+def parse_beyond(text: str) -> tuple[str | Network, ...]:
+    """Reads host names and networks with commas between (10.0.0.0/8,fd00::/8,.pod.example: names that end so).
+
+    Raises ValueError naming the part.
+    """
+    found: list[str | Network] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(ipaddress.ip_network(part))
+        except ValueError as error:
+            if _looks_like_ip(part) or not _HOST.fullmatch(part.removeprefix(".")):
+                raise ValueError(f"{part}: neither a host name nor a network ({error})") from None
+            found.append(part.lower())
+    return tuple(found)
+
+
+def _looks_like_ip(text: str) -> bool:
+    return "/" in text or ":" in text or re.fullmatch(r"[0-9.]+", text) is not None
+
+
+def _within(host: str, ip: ipaddress.IPv4Address | ipaddress.IPv6Address | None, one: str | Network) -> bool:
+    if isinstance(one, str):
+        return host.lower().endswith(one) if one.startswith(".") else host.lower() == one
+    return ip is not None and ip.version == one.version and ip in one
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return mapped or ip
