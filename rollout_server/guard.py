@@ -96,7 +96,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was read for {UNREAD_SECONDS:g} s")
         except grpc.aio.AbortError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (said in the log, and told)
             if context.done():  # the client is gone, and gRPC says so in many ways
                 raise asyncio.CancelledError from None
             self._quiet.say("fault", logging.ERROR, "%s from %s failed", method, context.peer(), exception=True)

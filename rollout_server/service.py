@@ -25,9 +25,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollout_server.contract import codec, rollout_pb2_grpc, rpc
+from rollout_server.contract import codec, limits, rollout_pb2_grpc, rpc
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract import limits
 from rollout_server.contract.limits import SERVER_OPTIONS
 from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.admission import check_score

@@ -141,7 +141,8 @@ class WeightReceiver:
         # 2. The host copy is the engine's until the version before this one is applied.
         while self._applying is not None:
             left = self._applying_since + 2 * APPLY_SECONDS - time.monotonic()
-            await asyncio.wait({self._applying, messages.displaced}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {self._applying, messages.displaced}
+            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             still_welcome()
             if self._applying is not None and time.monotonic() - self._applying_since >= 2 * APPLY_SECONDS:
                 raise ValueError(f"the version before it is not applied after {2 * APPLY_SECONDS:g} s")
@@ -258,7 +259,7 @@ class _Messages:
         if not self.displaced.done():
             self.displaced.set_result(None)
 
-    async def next(self, seconds: float, *wakers: asyncio.Future) -> Any:
+    async def next(self, seconds: float, *wakers: "asyncio.Future[None]") -> Any:
         """The next message or EOF. Raises TimeoutError where there is none after so long; None where a waker woke."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._context.read())

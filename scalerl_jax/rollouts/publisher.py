@@ -127,37 +127,42 @@ class Publisher:
             del self._payloads[key]
 
     async def push(
-        self, stub: Stub, step: int, *, base: int | None = None, timeout: float, address: str = ""
+        self, stub: Stub, step: int, *, base: int | None = None, timeout: float, address: str = "", server_id: str = ""
     ) -> PushReport:
         """Brings one server from version `base` (None: none of ours) to `step`; returns when it decodes with it.
 
         address: where other servers reach it; those that need the same at the same time then pass it on to each other.
+        server_id: of the process that is to take it; what another one took counts for nothing. Empty: not known.
         Raises PushRefused (AnchorNeeded: try again without a base), or grpc.RpcError where the connection fails or
         `timeout` seconds have passed; and whatever making the tensors raises.
         """
         source = self._sources[step]
         if not address or not self._pass_on:
-            return await self._send(stub, await self._payload(base, step, source), timeout=timeout)
+            payload = await self._payload(base, step, source)
+            return await self._send(stub, payload, timeout=timeout, server_id=server_id)
         for _ in range(ATTEMPTS):
-            async with self._trees.join((base, step), address) as place:
+            async with self._trees.join((base, step), address, server_id) as place:
                 payload = await self._payload(base, step, source)
                 if place.tree is not None:
-                    return await self._send(stub, payload, timeout=timeout, tree=place.tree)
+                    return await self._send(stub, payload, timeout=timeout, tree=place.tree, server_id=server_id)
                 applied = await place.wait(timeout)
                 if applied is not None:
                     return self._report(payload, applied, resent=0, seconds=place.seconds)
             if place.avoid:
                 break
-        return await self._send(stub, payload, timeout=timeout)
+        return await self._send(stub, payload, timeout=timeout, server_id=server_id)
 
-    async def _send(self, stub: Stub, payload: Payload, *, timeout: float, tree: Tree = NO_TREE) -> PushReport:
+    async def _send(
+        self, stub: Stub, payload: Payload, *, timeout: float, tree: Tree = NO_TREE, server_id: str = ""
+    ) -> PushReport:
         """To one server, and through it to those of the tree. Returns when that one is through.
 
         The stream goes on until the others are, too: what they wait for must not keep this one from its next version.
         """
         report: asyncio.Future[PushReport] = asyncio.get_running_loop().create_future()
         tree.streaming = True
-        stream = asyncio.create_task(self._stream(stub, payload, timeout=timeout, tree=tree, report=report))
+        streaming = self._stream(stub, payload, timeout=timeout, tree=tree, server_id=server_id, report=report)
+        stream = asyncio.create_task(streaming)
         self._streams.add(stream)
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -173,7 +178,14 @@ class Publisher:
             raise
 
     async def _stream(
-        self, stub: Stub, payload: Payload, *, timeout: float, tree: Tree, report: asyncio.Future[PushReport]
+        self,
+        stub: Stub,
+        payload: Payload,
+        *,
+        timeout: float,
+        tree: Tree,
+        server_id: str,
+        report: asyncio.Future[PushReport],
     ) -> None:
         began = time.monotonic()
         call = stub.PushWeights(timeout=timeout)
@@ -187,6 +199,9 @@ class Publisher:
                     raise PushRefused("the server ended the push without a word")
                 kind = reply.WhichOneof("kind")
                 if kind == "applied" and not report.done():
+                    # A server of before that field says nothing; it was dialled, so it is not asked for it.
+                    if server_id and reply.applied.server_id not in ("", server_id):
+                        raise PushRefused("another process took it: the server was started anew")
                     seconds = time.monotonic() - began
                     report.set_result(self._report(payload, reply.applied, resent=resent, seconds=seconds))
                 elif kind == "refused":

@@ -8,6 +8,10 @@
              is left out of trees for AVOID_SECONDS, since one of the links to it may be broken. Where only the leader
              went away, the others make another tree
 
+A server is named in the tree by its address and by the server_id that its Status tells: those that pass a version on
+send it to that process alone, and `applied` counts from that process alone. What another one says, or an older server
+that does not say who it is, is as good as nothing: the version is sent directly.
+
 Left out on purpose: knowledge of racks and regions. Addresses are those that the trainer dials; a server that cannot
 reach another one costs that one PATIENCE_SECONDS once in AVOID_SECONDS.
 """
@@ -84,6 +88,7 @@ class Place:
     """One server's place in a tree."""
 
     address: str
+    server_id: str = ""  # as its Status tells; empty: not known, and not looked at
     ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     tree: Tree | None = None  # of a leader
     of: Tree | None = None  # of a follower
@@ -116,6 +121,9 @@ class Place:
         passed = self.outcome.result()
         kind = passed.WhichOneof("kind")
         if kind == "applied":
+            if self.server_id and passed.applied.server_id != self.server_id:
+                self._not_this_way("it was not this server that took it")
+                return None
             return passed.applied
         if kind == "refused":
             raise PushRefused(passed.refused)
@@ -139,9 +147,9 @@ class Trees:
         self._seen: set[str] = set()
 
     @contextlib.asynccontextmanager
-    async def join(self, key: Key, address: str) -> AsyncIterator[Place]:
+    async def join(self, key: Key, address: str, server_id: str = "") -> AsyncIterator[Place]:
         """The server's place; with a tree (one of nobody else, perhaps) where it is to be sent to from here."""
-        place = Place(address)
+        place = Place(address, server_id)
         self._seen.add(address)
         if len(self._seen) == 1 or self._avoided.get(address, 0.0) > time.monotonic():
             place.tree = Tree([place])
@@ -185,7 +193,7 @@ def _children(index: int, count: int) -> range:
 
 def _hop(members: list[Place], index: int) -> pb.Hop:
     further = [_hop(members, child) for child in _children(index, len(members))]
-    return pb.Hop(address=members[index].address, pass_on=further)
+    return pb.Hop(address=members[index].address, pass_on=further, server_id=members[index].server_id)
 
 
 NO_TREE = Tree([])  # of a stream that nobody passes on

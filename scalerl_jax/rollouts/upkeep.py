@@ -111,7 +111,12 @@ class Upkeep:
         self._needs_anchor = False
         try:
             report = await self._publisher.push(
-                self._stub, step, base=base, timeout=self._config.push_seconds, address=server.address
+                self._stub,
+                step,
+                base=base,
+                timeout=self._config.push_seconds,
+                address=server.address,
+                server_id=server.status.server_id,
             )
         except PushRefused as error:
             if base is not None and isinstance(error, AnchorNeeded):

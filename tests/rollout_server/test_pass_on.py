@@ -7,17 +7,20 @@ import pathlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import ml_dtypes
 import numpy as np
 import pytest
 
+from rollout_server import hops as hops_lib
 from rollout_server import pass_on, weight_push
+from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Version
-from rollout_server.contract.security import Access, Credentials, server_credentials
+from rollout_server.contract.security import PLAIN, Access, Credentials, server_credentials
 from rollout_server.contract.weight_patch import Change, Patch, digest, encode
 from rollout_server.engines.replay_engine import ReplayEngine
 from scalerl_jax.rollouts import trees
-from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushReport
+from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushRefused, PushReport
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import INCARNATION, Served, serving
 from tests.rollout_server.standstill import hold_loading
@@ -64,9 +67,15 @@ class Run:
         self.publisher.offer(self.step, whole)
         return patch.nbytes
 
-    async def push(self, served: Served, base: int | None, address: str = "") -> PushReport:
+    async def push(self, served: Served, base: int | None, address: str = "", server_id: str = "") -> PushReport:
         address = address or f"127.0.0.1:{served.server.port}"
-        return await self.publisher.push(served.stub, self.step, base=base, timeout=30, address=address)
+        return await self.publisher.push(
+            *(served.stub, self.step),
+            base=base,
+            timeout=30,
+            address=address,
+            server_id=server_id or served.server.service.server_id,
+        )
 
     def compare(self, served: Served) -> None:
         assert served.engine.status().version == Version(INCARNATION, self.step)
@@ -263,3 +272,218 @@ async def test_alone_a_server_does_not_wait_for_others() -> None:
     gathered = trees.Trees()
     async with gathered.join((0, 1), "here:1") as place:
         assert place.tree is not None and place.tree.over
+
+
+async def header_to(served: Served, run: Run, *hops: pb.Hop) -> list[pb.WeightReply]:
+    """What a server answers to the newest version, sent whole, that it is to pass on to these; until all is known."""
+    payload = await run.publisher._payload(None, run.step, lambda: pytest.fail("it is there already"))
+    header = pb.WeightHeader.FromString(payload.header.SerializeToString())
+    header.pass_on.extend(hops)
+    call = served.stub.PushWeights(timeout=60)
+    await call.write(pb.WeightMessage(header=header))
+    replies: list[pb.WeightReply] = []
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may end the call before
+        for index in range(payload.chunks):
+            await call.write(payload.chunk(index))
+        await call.write(pb.WeightMessage(commit=True))
+    waiting = len(hops) + 1
+    while waiting and (reply := await call.read()) is not grpc.aio.EOF:
+        replies.append(reply)
+        waiting -= reply.WhichOneof("kind") == "applied"
+        waiting -= reply.WhichOneof("kind") == "passed" and not reply.passed.HasField("staged")
+        if reply.WhichOneof("kind") in ("refused", "anchor"):
+            break
+    call.cancel()
+    return replies
+
+
+def fate(replies: list[pb.WeightReply], address: str) -> pb.WeightReply.Passed:
+    (passed,) = [r.passed for r in replies if r.passed.address == address and not r.passed.HasField("staged")]
+    return passed
+
+
+async def published(run: Run, servers: list[Served]) -> None:
+    run.publish()
+    await all_of(run, servers, None)
+    run.publish()
+    await run.publisher._payload(None, run.step, run.publisher._sources[run.step])
+
+
+async def test_a_version_is_passed_on_to_the_process_that_is_named_and_to_no_other(make_replay: MakeReplay) -> None:
+    async with fleet(make_replay, 3) as (servers, run):
+        await published(run, servers)
+        addresses = [f"127.0.0.1:{served.server.port}" for served in servers]
+        right = pb.Hop(address=addresses[1], server_id=servers[1].server.service.server_id)
+        other = pb.Hop(address=addresses[2], server_id="of a process that was there before")
+        replies = await header_to(servers[0], run, right, other)
+        assert fate(replies, addresses[1]).applied.server_id == right.server_id
+        assert fate(replies, addresses[2]).lost == pass_on.NOT_MET
+        assert servers[2].engine.status().version.step == run.step - 1
+        run.compare(servers[1])
+
+
+async def test_a_server_does_not_pass_a_version_on_to_itself(make_replay: MakeReplay) -> None:
+    async with fleet(make_replay, 1) as (servers, run):
+        await published(run, servers)
+        itself = f"localhost:{servers[0].server.port}"
+        replies = await header_to(servers[0], run, pb.Hop(address=itself))
+        assert fate(replies, itself).lost == pass_on.NOT_MET
+        run.compare(servers[0])
+
+
+async def test_who_took_it_is_asked_for_by_name(make_replay: MakeReplay) -> None:
+    """What the trainer thinks is there has been started anew: neither the stream nor the tree counts for it."""
+    async with fleet(make_replay, 3) as (servers, run):
+        run.publish()
+        await all_of(run, servers, None)
+        run.publish()
+        gone = "of a process that was there before"
+        pushes = [run.push(served, None, server_id=gone * (served is servers[2])) for served in servers]
+        results = await asyncio.gather(*pushes, return_exceptions=True)
+        assert [isinstance(result, PushRefused) for result in results] == [False, False, True]
+        assert "another process took it" in str(results[2])
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:80", "example.org:443", "[2001:db8::1]:80", "0.0.0.0:80", "127.1:80"])
+async def test_without_tls_nobody_beyond_this_machine_is_dialled(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr(pass_on, "connect", lambda *_: pytest.fail("dialled"))
+    async with fleet(make_replay, 1) as (servers, run):
+        await published(run, servers)
+        replies = await header_to(servers[0], run, pb.Hop(address=address))
+        assert fate(replies, address).lost
+        run.compare(servers[0])
+
+
+@pytest.mark.parametrize("there", ["nobody", "without TLS", "of another authority"])
+async def test_with_tls_nobody_learns_what_listens_where(
+    make_replay: MakeReplay, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """The same words after the same time; and the token goes to none of them."""
+    monkeypatch.setattr(pass_on, "PATIENCE_SECONDS", 3.0)
+    authority, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    shown, access = trusted(authority)
+    seen = bytearray()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend(await reader.read())
+        writer.close()
+
+    async with fleet(make_replay, 1, access, shown) as (servers, run), contextlib.AsyncExitStack() as stack:
+        await published(run, servers)
+        if there == "of another authority":
+            theirs = trusted(others)
+            there_served = await stack.enter_async_context(serving(make_replay(), theirs[1], theirs[0]))
+            address = f"127.0.0.1:{there_served.server.port}"
+        else:
+            listener = await asyncio.start_server(listen, "127.0.0.1", 0)
+            address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            if there == "nobody":
+                listener.close()
+                await listener.wait_closed()
+        began = asyncio.get_running_loop().time()
+        replies = await header_to(servers[0], run, pb.Hop(address=address))
+        assert fate(replies, address).lost == pass_on.NOT_MET
+        assert asyncio.get_running_loop().time() - began >= 2.9
+        assert shown.token.encode() not in seen
+
+
+def trusted(authority: Authority) -> tuple[Credentials, Access]:
+    """What a member of the fleet shows, and whom it lets in."""
+    certificate, key = (path.read_bytes() for path in authority.sign("member"))
+    signed = authority.certificate.read_bytes()
+    shown = Credentials(signed, certificate, key, token="a token for this test")
+    return shown, Access(server_credentials(certificate, key, signed), True, token=shown.token, passing=shown)
+
+
+def row(count: int) -> list[pb.Hop]:
+    return [pb.Hop(address=f"127.0.0.1:{port + 1}") for port in range(count)]
+
+
+def chain(depth: int) -> list[pb.Hop]:
+    hops: list[pb.Hop] = []
+    for port in range(depth):
+        hops = [pb.Hop(address=f"127.0.0.1:{port + 1}", pass_on=hops)]
+    return hops
+
+
+def bush(fan_out: int, depth: int) -> list[pb.Hop]:
+    below = bush(fan_out, depth - 1) if depth > 1 else []
+    return [pb.Hop(address="127.0.0.1:1", pass_on=below) for _ in range(fan_out)]
+
+
+@pytest.mark.parametrize(
+    ("hops", "told"),
+    [
+        (row(20_000), "20000 servers behind one, at most 8"),
+        (row(9), "9 servers behind one, at most 8"),
+        ([pb.Hop(address="a:1", pass_on=row(9))], "9 servers behind one"),
+        (chain(17), "behind each other, more than 16"),
+        (bush(8, 4), "more than 4096 servers"),
+        ([pb.Hop(address="unix:///run/docker.sock")], "is not host:port"),
+        ([pb.Hop(address="dns:///example.org:80")], "is not host:port"),
+        ([pb.Hop(address="a b:80")], "is not host:port"),
+        ([pb.Hop(address="host:0")], "is not host:port"),
+        ([pb.Hop(address="x" * 300 + ":1")], "is not host:port"),
+        ([pb.Hop(address="a:1", server_id="x" * 200)], "server_id of 200"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_header_with_too_many_hops_is_refused_before_anything_is_made_of_it(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, hops: list[pb.Hop], told: str
+) -> None:
+    monkeypatch.setattr("rollout_server.weight_push.PassOn", lambda *_, **__: pytest.fail("made"))
+    async with fleet(make_replay, 1) as (servers, run):
+        await published(run, servers)
+        replies = await header_to(servers[0], run, *hops)
+        assert told in replies[-1].refused
+        assert len(replies[-1].refused) < 1024
+        assert servers[0].engine.status().version.step == run.step - 1
+
+
+def test_the_largest_tree_that_a_trainer_makes_is_within_the_bounds() -> None:
+    async def build() -> list[pb.Hop]:
+        return trees.Tree([trees.Place(f"server-{i}.fleet.example:8000", "f" * 32) for i in range(4000)]).hops
+
+    hops_lib.check(asyncio.run(build()))
+    hops_lib.check(chain(16))
+    hops_lib.check(bush(8, 3))
+
+
+BEYOND = hops_lib.parse_beyond("10.0.0.0/8, fd00::/8, gen.example, .pods.example, 192.0.2.7")
+TLS = Credentials(b"an authority", token="a token")
+
+
+@pytest.mark.parametrize(
+    ("credentials", "beyond", "yes", "no"),
+    [
+        (PLAIN, None, "127.0.0.1:1 127.9.9.9:1 [::1]:1 localhost:1", "10.1.1.1:1 gen.example:1 [fd00::1]:1"),
+        (Credentials(token="a token"), None, "127.0.0.1:1", "10.1.1.1:1"),
+        (
+            PLAIN,
+            BEYOND,
+            "10.1.1.1:1 gen.example:1 GEN.example:1 a.pods.example:1 192.0.2.7:1",
+            "11.1.1.1:1 x.example:1",
+        ),
+        (Credentials(token="a token"), BEYOND, "127.0.0.1:1", "10.1.1.1:1"),
+        (
+            TLS,
+            None,
+            "10.1.1.1:1 gen.example:1 [fd00::1]:1 127.0.0.1:1",
+            "0.0.0.0:1 169.254.169.254:1 224.0.0.1:1 [::]:1",
+        ),
+        (TLS, BEYOND, "10.1.1.1:1 [fd00::1]:1 [::1]:1", "11.1.1.1:1 agen.example:1 pods.example:1 [::ffff:11.1.1.1]:1"),
+        (None, BEYOND, "", "127.0.0.1:1 10.1.1.1:1"),
+    ],
+)
+def test_whom_a_server_dials(credentials: Credentials | None, beyond: Any, yes: str, no: str) -> None:
+    reach = hops_lib.Reach(credentials, beyond)
+    assert [reach.why_not(address) for address in yes.split()] == [""] * len(yes.split())
+    assert all(reach.why_not(address) for address in no.split())
+
+
+@pytest.mark.parametrize("text", ["10.0.0.0/33", "10.0.0.1/8", "a b", "host:80", "1.2.3", "-x", "*.example"])
+def test_hosts_that_cannot_be(text: str) -> None:
+    with pytest.raises(ValueError, match="neither a host name nor a network"):
+        hops_lib.parse_beyond(text)
