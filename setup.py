@@ -78,10 +78,10 @@ setup(
             "scalerl-train = launch.commands:train",
             "scalerl-sft = launch.commands:sft",
             "scalerl-serve = launch.commands:serve",
-            "scalerl-fit = scalerl_jax.fit:run",
-            "scalerl-compare = scalerl_jax.compare:run",
-            "scalerl-export = scalerl_jax.export:run",
-            "scalerl-report = scalerl_jax.report:run",
+            "scalerl-fit = launch.commands:fit",
+            "scalerl-compare = launch.commands:compare",
+            "scalerl-export = launch.commands:export",
+            "scalerl-report = launch.commands:report",
         ]
     },
 )

@@ -1,4 +1,6 @@
-"""The commands that compute: each has malloc tuned, then runs as the module of its name does.
+"""The commands: what needs no imports (--help, a flag or a config that cannot be) is answered, then the module runs.
+
+Those that compute have malloc tuned:
 
     glibc.malloc.hugetlb=1     XLA on a CPU takes every result and every temporary from malloc and gives it back, and
                                the kernel clears each page anew. With pages of 2 MiB that is a fraction of the work.
@@ -11,9 +13,12 @@ again, before anything large is imported; what it starts inherits the variable. 
 Left out on purpose: `python -m` starts the modules as they are.
 """
 
+import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+from scalerl_jax import command_flags, entry
 
 OLDEST_GLIBC = (2, 35)
 
@@ -43,22 +48,38 @@ def restart_with_tuned_malloc() -> None:
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def train() -> None:
-    restart_with_tuned_malloc()
-    from scalerl_jax.train import run
+def _run(module: str, define: Callable[[], None], *, config: bool = False, tuned: bool = False) -> None:
+    """define: the command's flags. config: it takes --config. tuned: its malloc is."""
+    define()
+    entry.answer_at_once(module, config=config)
+    if tuned:
+        restart_with_tuned_malloc()
+    importlib.import_module(module).run()
 
-    run()
+
+def train() -> None:
+    _run("scalerl_jax.train", command_flags.train, config=True, tuned=True)
 
 
 def sft() -> None:
-    restart_with_tuned_malloc()
-    from scalerl_jax.sft import run
-
-    run()
+    _run("scalerl_jax.sft", command_flags.sft, config=True, tuned=True)
 
 
 def serve() -> None:
-    restart_with_tuned_malloc()
-    from rollout_server.serve import run
+    _run("rollout_server.serve", command_flags.serve, tuned=True)
 
-    run()
+
+def fit() -> None:
+    _run("scalerl_jax.fit", command_flags.fit)
+
+
+def compare() -> None:
+    _run("scalerl_jax.compare", command_flags.compare)
+
+
+def export() -> None:
+    _run("scalerl_jax.export", command_flags.export)
+
+
+def report() -> None:
+    _run("scalerl_jax.report", command_flags.report)

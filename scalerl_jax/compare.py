@@ -18,11 +18,12 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from absl import flags
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from scalerl_jax import command_flags, fit_flags
+from scalerl_jax import compare_flags as given
 from scalerl_jax import fit as fit_command
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import decide, posterior
@@ -36,26 +37,17 @@ from scalerl_jax.scaling.compare_json import (
     run_document,
 )
 from scalerl_jax.scaling.compare_plot import plot_comparison
-from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.forecast import Estimate, Forecast
 from scalerl_jax.scaling.plot import write_figure
 from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.units import short_number
 
-_BASELINE = flags.DEFINE_string("baseline", None, "Run that the others are compared with; without it the first.")
-_MARGIN = flags.DEFINE_float("margin", SEED_MARGIN, "A's (or scores) closer than this do not differ.", lower_bound=0.0)
-_COMMON = flags.DEFINE_float(
-    "common_asymptote", None, "A to refit with where A's do not differ; without it their mean.", lower_bound=0.0,
-    upper_bound=1.0,
-)  # fmt: skip
-_FORECAST = flags.DEFINE_bool("forecast", False, "What more compute will buy each run; --target, --budget.")
-_BUDGET = flags.DEFINE_float("budget", None, "Compute of a whole run, at which scores are forecast and compared.")
-_PLAN_BUDGET = flags.DEFINE_float("plan_budget", None, "Extra compute: which run to extend with it is asked.")
 _CURVES = 4000  # drawn for the plan
 _SHOWN = 8  # extensions in the table of the plan
 
 
 def run() -> None:
+    command_flags.compare()
     run_with_arguments(main)
 
 
@@ -63,13 +55,13 @@ def main(paths: Sequence[str]) -> None:
     console = fit_command.make_console()
     # ------------------------------------------------------------------ what was asked
     out = fit_command.check_arguments(paths, "compare")
-    target, grid, seed = flags.FLAGS.target, flags.FLAGS.grid, flags.FLAGS.seed
-    if target is not None and not _FORECAST.value:
+    target, grid, seed = fit_flags.TARGET.value, fit_flags.GRID.value, fit_flags.SEED.value
+    if target is not None and not given.FORECAST.value:
         raise UserError("--target: is asked of a forecast; add --forecast")
-    for flag in (_BUDGET, _PLAN_BUDGET):
+    for flag in (given.BUDGET, given.PLAN_BUDGET):
         if flag.value is not None and not (math.isfinite(flag.value) and flag.value > 0):
             raise UserError(f"--{flag.name}={flag.value:g}: must be a compute above 0")
-    if _BUDGET.value is not None and not _FORECAST.value and _PLAN_BUDGET.value is None:
+    if given.BUDGET.value is not None and not given.FORECAST.value and given.PLAN_BUDGET.value is None:
         raise UserError("--budget: is asked of a forecast or of a plan; add --forecast or --plan_budget")
 
     # ------------------------------------------------------------------ read, fit, compare
@@ -77,21 +69,26 @@ def main(paths: Sequence[str]) -> None:
     fitted = fit_command.read_and_fit(paths, said)
     runs = [Run(one.name, check_points(one.compute, one.reward, **one.window), one.fit) for one in fitted]
     names = [run.name for run in runs]
-    if len(runs) < 2 and not (_FORECAST.value and _PLAN_BUDGET.value is None):
+    if len(runs) < 2 and not (given.FORECAST.value and given.PLAN_BUDGET.value is None):
         raise UserError(
             f"{paths[0]}: holds one run, {names[0]!r}; a comparison needs two (--run_column tells runs apart)"
         )
-    if _BASELINE.value is not None and _BASELINE.value not in names:
-        raise UserError(f"--baseline={_BASELINE.value}: no such run; there are {', '.join(names)}")
-    baseline = 0 if _BASELINE.value is None else names.index(_BASELINE.value)
+    if given.BASELINE.value is not None and given.BASELINE.value not in names:
+        raise UserError(f"--baseline={given.BASELINE.value}: no such run; there are {', '.join(names)}")
+    baseline = 0 if given.BASELINE.value is None else names.index(given.BASELINE.value)
     with user_mistakes():
         found = None
         if len(runs) > 1:
             found = compare(
-                runs, baseline=baseline, margin=_MARGIN.value, common_asymptote=_COMMON.value, grid=grid, seed=seed
+                runs,
+                baseline=baseline,
+                margin=given.MARGIN.value,
+                common_asymptote=given.COMMON.value,
+                grid=grid,
+                seed=seed,
             )
-        forecasts = [_forecast(run, target) for run in runs] if _FORECAST.value else []
-        plan = None if _PLAN_BUDGET.value is None else _plan(runs, _PLAN_BUDGET.value, seed)
+        forecasts = [_forecast(run, target) for run in runs] if given.FORECAST.value else []
+        plan = None if given.PLAN_BUDGET.value is None else _plan(runs, given.PLAN_BUDGET.value, seed)
 
     # ------------------------------------------------------------------ tell
     label, y_label = fit_command.axis_labels()
@@ -135,7 +132,9 @@ def main(paths: Sequence[str]) -> None:
 
 def _forecast(run: Run, target: float | None) -> Forecast:
     try:
-        return forecast_lib.forecast(run.fit, run.reached, target=target, budget=_BUDGET.value, worth=_MARGIN.value)
+        return forecast_lib.forecast(
+            run.fit, run.reached, target=target, budget=given.BUDGET.value, worth=given.MARGIN.value
+        )
     except ValueError as error:
         raise UserError(f"{run.name}: --{error}") from error
 
@@ -149,7 +148,7 @@ def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
             raise UserError(f"{run.name}: {error}") from error
         spacing = float(np.median(np.diff(np.unique(run.points.compute))))
         contenders.append(decide.Contender(run.name, curves, run.reached, spacing, run.seeds))
-    return decide.plan(contenders, budget, at=_BUDGET.value, margin=_MARGIN.value, seed=seed)
+    return decide.plan(contenders, budget, at=given.BUDGET.value, margin=given.MARGIN.value, seed=seed)
 
 
 # ---------------------------------------------------------------------- on the terminal

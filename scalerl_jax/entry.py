@@ -1,13 +1,14 @@
 """What every command does around its main: read flags, turn a user's mistake into one line, leave with a code."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from absl import app, flags, logging
 
-from scalerl_jax import signals
+from scalerl_jax import command_help, signals
 from scalerl_jax.config import Config, ConfigError, parse_argv
 
 
@@ -17,26 +18,55 @@ class UserError(ValueError):
 
 def run(main: Callable[[], None]) -> None:
     """Runs a command without a config file. A UserError or ConfigError is printed as one line; exit code 2."""
-    _describe(main)
+    command_help.print_if_asked(_module_of(main), config=False)
     app.run(lambda _: _guarded(main), flags_parser=_parse)
 
 
 def run_with_arguments(main: Callable[[list[str]], None]) -> None:
     """The same, for a command whose arguments that are no flags are its input."""
-    _describe(main)
+    command_help.print_if_asked(_module_of(main), config=False)
     app.run(lambda argv: _guarded(lambda: main(argv[1:])), flags_parser=_parse)
 
 
 def run_with_config(main: Callable[[Config], None]) -> None:
     """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
-    _describe(main)
-    if any(item in ("--help", "-h", "--helpfull", "-help") for item in sys.argv[1:]):
-        app.run(lambda _: None)
+    command_help.print_if_asked(_module_of(main), config=True)
     try:
         config, rest = parse_argv(sys.argv[1:])
     except ConfigError as error:
         fail(str(error))
     app.run(lambda _: _guarded(lambda: main(config)), argv=[sys.argv[0], *rest], flags_parser=_parse)
+
+
+def answer_at_once(module: str, *, config: bool) -> None:
+    """What needs nothing of the command's own imports: its help, and what is wrong with its flags and its config.
+
+    module: the command's, which defines the same flags when it runs. Ends the process, or returns.
+    """
+    command_help.print_if_asked(module, config=config)
+    rest = sys.argv[1:]
+    if "--helpfull" in rest or "--helpxml" in rest:
+        return
+    if config:
+        try:
+            _, rest = parse_argv(rest)
+        except ConfigError as error:
+            fail(str(error))
+    _parse([sys.argv[0], *rest])
+
+
+def check_out(name: str, path: str) -> None:
+    """Raises UserError where nothing can be written at `path`, so that it is known before the work is done.
+
+    name: of the flag that gave the path, whose folders may still have to be made.
+    """
+    folder = os.path.abspath(path)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if folder != os.path.abspath(path) and not os.path.isdir(folder):
+        raise UserError(f"{name}={path}: {folder} is not a folder")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{name}={path}: {folder} cannot be written to")
 
 
 def fail(message: str) -> NoReturn:
@@ -51,14 +81,10 @@ def _parse(argv: list[str]) -> list[str]:
         fail(" ".join(str(error).split()))
 
 
-def _describe(main: Callable[..., None]) -> None:
-    """Lets --help say what the command is and list its flags: absl looks for both in the script that was started."""
-    doc = sys.modules[main.__module__].__doc__ or ""
-    sys.modules["__main__"].__doc__ = "\n" + doc.replace("%", "%%")
-    for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        if module.startswith("scalerl_jax."):
-            for flag in defined:
-                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+def _module_of(main: Callable[..., None]) -> str:
+    """The name it is imported by, also where it is the script that was started."""
+    module = sys.modules[main.__module__]
+    return module.__spec__.name if module.__spec__ is not None else module.__name__
 
 
 def _guarded(main: Callable[[], None]) -> None:

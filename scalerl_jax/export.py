@@ -12,8 +12,8 @@ import os
 
 from absl import flags
 
+from scalerl_jax import command_flags, entry
 from scalerl_jax import config as config_lib
-from scalerl_jax import entry
 from scalerl_jax.learner.checkpoint import read_newest
 from scalerl_jax.model.hf import read_config
 from scalerl_jax.model.hf_folder import write_model_folder
@@ -48,10 +48,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
 
 
 def run() -> None:
-    flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
-    flags.DEFINE_string("out", None, "Folder to make; must not exist.", required=True)
-    flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Of the weights; default: what the generators hold.")
-    flags.DEFINE_string("model", "", "Folder of the model the run started from, where it has moved.")
+    command_flags.export()
     entry.run(_main)
 
 

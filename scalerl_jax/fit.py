@@ -18,41 +18,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import flags
+from absl.flags import FLAGS
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from scalerl_jax import watch
+from scalerl_jax import command_flags, watch
+from scalerl_jax import fit_flags as given
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
 from scalerl_jax.scaling.units import short_number
-
-_X = flags.DEFINE_string("x", None, "Column of the compute: GPU-hours, FLOPs, tokens, steps.")
-_Y = flags.DEFINE_string("y", None, "Column of the score.")
-_X_UNIT = flags.DEFINE_string("x_unit", "", "Unit of x to show, or FROM:TO to convert, for example s:h or FLOP:EFLOP.")
-_Y_SCALE = flags.DEFINE_enum("y_scale", "auto", units.SCALES, "What y is; auto: rewards if some are below 0.")
-_R0 = flags.DEFINE_string("r0", None, "Accuracy at compute 0: a number, or 'fit'; without it the row at compute 0.")
-_BURN_IN = flags.DEFINE_float("burn_in", 0.0, "Points of less compute are dropped, in the unit shown.")
-_FIT_UNTIL = flags.DEFINE_string("fit_until", None, "Points of more compute are held out: a number, or 'half'.")
-_GRID = flags.DEFINE_enum("grid", "auto", ("auto", "paper"), "paper: the paper's procedure exactly.")
-_BOOTSTRAP = flags.DEFINE_integer("bootstrap", 0, "Refits of resampled data; 0: none.", lower_bound=0)
-_PROMPTS = flags.DEFINE_enum(
-    "bootstrap_prompts", "fixed", ("fixed", "population"),
-    "population: every resample draws the prompts too, one set for all its evaluations.",
-)  # fmt: skip
-_SEED = flags.DEFINE_integer("seed", 0, "Of the bootstrap.")
-_TARGET = flags.DEFINE_float("target", None, "Accuracy whose compute is asked for.", lower_bound=0.0, upper_bound=1.0)
-_RUN_COLUMN = flags.DEFINE_string("run_column", None, "Column that tells runs apart within a file.")
-_SEED_COLUMN = flags.DEFINE_string("seed_column", None, "Column that tells the seeds of a run apart within a file.")
-_SEEDS = flags.DEFINE_enum("seeds", "none", ("none", "folder"), "folder: files of one folder are seeds of one run.")
-_PASSES = flags.DEFINE_string("passes", None, "Column of the passes of each evaluation.")
-_TRIALS = flags.DEFINE_string("trials", None, "Column of the trials of each evaluation.")
-_OUT = flags.DEFINE_string("out", None, "Folder for fit.json, fit.png and fit.svg.")
-
 
 _PARAMETERS = ("asymptote", "exponent", "midpoint")
 _WIDE = 160  # columns that a table with its intervals beside the values takes
@@ -80,13 +58,13 @@ class Fitted:
 
 
 def run() -> None:
-    watch.define_flags()
+    command_flags.fit()
     run_with_arguments(once_or_watching)
 
 
 def once_or_watching(paths: Sequence[str]) -> None:
-    if flags.FLAGS.watch:
-        watch.watch(paths, main, every=flags.FLAGS.watch_every, console=make_console())
+    if FLAGS.watch:
+        watch.watch(paths, main, every=FLAGS.watch_every, console=make_console())
     else:
         main(paths)
 
@@ -104,8 +82,10 @@ def main(paths: Sequence[str]) -> None:
     console.print(_table(fitted, label, console.width))
     for result in fitted:
         console.print(f"{result.name}: {result.fit.verdict}.", markup=False, soft_wrap=True)
-        if _TARGET.value is not None:
-            console.print(f"{result.name}: {_reach(result.fit, _TARGET.value, label)}.", markup=False, soft_wrap=True)
+        if given.TARGET.value is not None:
+            console.print(
+                f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.", markup=False, soft_wrap=True
+            )
     console.print(
         f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
         "does not hold it; that of --bootstrap does where there are several seeds.",
@@ -141,18 +121,18 @@ def check_arguments(paths: Sequence[str], name: str) -> str:
     """The folder to write NAME.json, NAME.png and NAME.svg into. Raises UserError where it or the files are missing."""
     if not paths:
         raise UserError(f"no files given, for example: scalerl-{name} evals.csv --x=gpu_hours --y=pass_rate --out=fits")
-    if _OUT.value is None:
+    if given.OUT.value is None:
         raise UserError(f"--out: no folder given for {name}.json, {name}.png and {name}.svg")
-    if os.path.exists(_OUT.value) and not os.path.isdir(_OUT.value):
-        raise UserError(f"--out={_OUT.value}: is a file")
-    return _OUT.value
+    if os.path.exists(given.OUT.value) and not os.path.isdir(given.OUT.value):
+        raise UserError(f"--out={given.OUT.value}: is a file")
+    return given.OUT.value
 
 
 def axis_labels() -> tuple[str, str]:
     """Of compute and of the score, as the flags name them."""
-    x_name = _X.value or read.RUN_FOLDER_X
-    unit = units.conversion(_X_UNIT.value)[1] if _X_UNIT.value else ""
-    return f"{x_name}, in {unit}" if unit else x_name, _Y.value or read.RUN_FOLDER_Y
+    x_name = given.X.value or read.RUN_FOLDER_X
+    unit = units.conversion(given.X_UNIT.value)[1] if given.X_UNIT.value else ""
+    return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or read.RUN_FOLDER_Y
 
 
 def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
@@ -161,31 +141,31 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
     Raises UserError.
     """
     # ------------------------------------------------------------------ what was asked
-    if (_PASSES.value is None) != (_TRIALS.value is None):
+    if (given.PASSES.value is None) != (given.TRIALS.value is None):
         raise UserError("--passes and --trials go together")
-    initial = _number_or("r0", _R0.value, "fit")
-    until = _number_or("fit_until", _FIT_UNTIL.value, "half")
+    initial = _number_or("r0", given.R0.value, "fit")
+    until = _number_or("fit_until", given.FIT_UNTIL.value, "half")
     with user_mistakes():
-        factor = units.conversion(_X_UNIT.value)[0] if _X_UNIT.value else 1.0
+        factor = units.conversion(given.X_UNIT.value)[0] if given.X_UNIT.value else 1.0
 
     # ------------------------------------------------------------------ read
     with user_mistakes(read.InputError):
         evaluations = read.read_runs(
             paths,
-            x=_X.value,
-            y=_Y.value,
-            run_column=_RUN_COLUMN.value,
-            seed_column=_SEED_COLUMN.value,
-            seeds_by_folder=_SEEDS.value == "folder",
-            passes_column=_PASSES.value,
-            trials_column=_TRIALS.value,
+            x=given.X.value,
+            y=given.Y.value,
+            run_column=given.RUN_COLUMN.value,
+            seed_column=given.SEED_COLUMN.value,
+            seeds_by_folder=given.SEEDS.value == "folder",
+            passes_column=given.PASSES.value,
+            trials_column=given.TRIALS.value,
         )
     groups = _seeds_together(evaluations)
 
     # ------------------------------------------------------------------ fit
     # One scale for all: a run whose rewards never fall below 0 is on that of the run beside it whose rewards do.
     every = np.concatenate([one.reward for one in evaluations])
-    scale, remark = units.find_scale(every, _Y_SCALE.value)
+    scale, remark = units.find_scale(every, given.Y_SCALE.value)
     said += [remark] if remark and remark not in said else []
     return [_fit(name, members, factor, initial, until, scale) for name, members in groups.items()]
 
@@ -197,7 +177,7 @@ def _seeds_together(evaluations: list[read.Evaluations]) -> dict[str, list[read.
         place = os.path.dirname(os.path.abspath(one.source))
         if os.path.basename(one.source) == read.RUN_FOLDER_FILE:
             place = os.path.dirname(place)
-        seed_of = ((one.name,) if _SEED_COLUMN.value else ()) + ((place,) if _SEEDS.value == "folder" else ())
+        seed_of = ((one.name,) if given.SEED_COLUMN.value else ()) + ((place,) if given.SEEDS.value == "folder" else ())
         groups.setdefault((one.name, *seed_of) if seed_of else (one.name, str(index)), []).append(one)
     named: dict[str, list[read.Evaluations]] = {}
     names = [key[0] for key in groups]
@@ -229,7 +209,7 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
     outside = (reward < 0) | (reward > 1)
     if outside.any():
         row = int(np.argmax(outside))
-        hint = "; --y_scale=percent?" if _Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
+        hint = "; --y_scale=percent?" if given.Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
         ends = {"accuracy": "0 to 1", "reward": "-1 to 1", "percent": "0 to 100"}[scale]
         raise UserError(f"{places[row]}: {scale} {raw[row]:g} is outside its range, {ends}{hint}")
     counts: Any = None
@@ -242,7 +222,7 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
         counts = (np.concatenate(passes), np.concatenate(trials))
     window = {
         "initial_reward": initial,
-        "burn_in": _BURN_IN.value,
+        "burn_in": given.BURN_IN.value,
         "fit_until": until,
         "counts": counts,
         "run": [index for index, one in enumerate(members) for _ in one.compute],
@@ -252,10 +232,10 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
             compute,
             reward,
             **window,
-            grid=_GRID.value,
-            bootstrap=_BOOTSTRAP.value,
-            population=_PROMPTS.value == "population",
-            seed=_SEED.value,
+            grid=given.GRID.value,
+            bootstrap=given.BOOTSTRAP.value,
+            population=given.PROMPTS.value == "population",
+            seed=given.SEED.value,
         )
     except ValueError as error:
         text = str(error)
@@ -344,18 +324,18 @@ def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
         }
         if fit.samples is not None:
             entry["bootstrap_95"] = {name: [_finite(v) for v in fit.bootstrap_interval(name)] for name in _PARAMETERS}
-        if _TARGET.value is not None:
-            entry["target"] = _TARGET.value
-            entry["compute_to_target"] = _finite(fit.compute_to_reach(_TARGET.value))
+        if given.TARGET.value is not None:
+            entry["target"] = given.TARGET.value
+            entry["compute_to_target"] = _finite(fit.compute_to_reach(given.TARGET.value))
         fits.append(entry)
     return {
         "x": x_label,
         "y": y_label,
-        "grid": _GRID.value,
-        "burn_in": _BURN_IN.value,
-        "fit_until": _number_or("fit_until", _FIT_UNTIL.value, "half"),
-        "bootstrap": _BOOTSTRAP.value,
-        "bootstrap_prompts": _PROMPTS.value,
+        "grid": given.GRID.value,
+        "burn_in": given.BURN_IN.value,
+        "fit_until": _number_or("fit_until", given.FIT_UNTIL.value, "half"),
+        "bootstrap": given.BOOTSTRAP.value,
+        "bootstrap_prompts": given.PROMPTS.value,
         "seed_margin": SEED_MARGIN,
         "fits": fits,
     }

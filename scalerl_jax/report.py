@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from scalerl_jax import command_flags
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.report_page.page import FILE, write_report
 
@@ -39,7 +40,7 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
 
 
 def run() -> None:
-    flags.DEFINE_string("out", None, "File (or folder) of the page; one run's own folder where it is left out.")
+    command_flags.report()
     run_with_arguments(lambda workdirs: print(f"report: {report(workdirs, flags.FLAGS.out)}"))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from absl import flags
 
-from scalerl_jax import entry, signals
+from scalerl_jax import command_flags, entry, signals
 from scalerl_jax.config import Config, ConfigError
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
@@ -372,7 +372,7 @@ def main(config: Config, workdir: str) -> None:
 
 
 def run() -> None:
-    flags.DEFINE_string("workdir", None, "Folder of the warm start; the model will be WORKDIR/model.", required=True)
+    command_flags.sft()
     entry.run_with_config(lambda config: main(config, flags.FLAGS.workdir))
 
 

@@ -25,7 +25,7 @@ from absl import flags
 from launch.local import LocalServers, StartError, serve_command
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax import entry, signals, summary
+from scalerl_jax import command_flags, entry, signals, summary
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
@@ -279,8 +279,7 @@ def main(config: Config) -> None:
 
 
 def run() -> None:
-    flags.DEFINE_string("workdir", None, "Folder of the run; a run found there goes on.", required=True)
-    flags.DEFINE_string("servers", "", "host:port,..., file:PATH or dns:///name:port; none: local ones are started.")
+    command_flags.train()
     entry.run_with_config(main)
 
 

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from absl import flags
 from rich.console import Console
 
 from scalerl_jax.entry import UserError
@@ -24,13 +23,6 @@ from scalerl_jax.scaling.points import TooFewPoints
 _SETTLE_SECONDS = 0.3  # within which a row that has been begun is finished
 _ATTEMPTS = 3
 _Signature = tuple[tuple[str, int, int], ...]  # path, bytes, time of each file
-
-
-def define_flags() -> None:
-    flags.DEFINE_bool("watch", False, "Draw again whenever an evaluation arrives, until the run has ended.")
-    flags.DEFINE_float(
-        "watch_every", 5.0, "Seconds between two looks at the files watched.", lower_bound=0.1, upper_bound=3600.0
-    )
 
 
 def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every: float, console: Console) -> None:

@@ -1,0 +1,57 @@
+"""The flags of every command, apart from what reads them: --help and a wrong flag are answered before jax is imported.
+
+Each function may be called more than once. The flags of the config are not absl's: config.py reads them.
+"""
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+
+
+def train() -> None:
+    if "workdir" not in FLAGS:
+        flags.DEFINE_string("workdir", None, "Folder of the run; a run found there goes on.", required=True)
+        flags.DEFINE_string(
+            "servers", "", "host:port,..., file:PATH or dns:///name:port; none: local ones are started."
+        )
+
+
+def sft() -> None:
+    if "workdir" not in FLAGS:
+        flags.DEFINE_string(
+            "workdir", None, "Folder of the warm start; the model will be WORKDIR/model.", required=True
+        )
+
+
+def export() -> None:
+    if "workdir" not in FLAGS:
+        flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+        flags.DEFINE_string("out", None, "Folder to make; must not exist.", required=True)
+        flags.DEFINE_enum(
+            "dtype", "", ["", "float32", "bfloat16"], "Of the weights; default: what the generators hold."
+        )
+        flags.DEFINE_string("model", "", "Folder of the model the run started from, where it has moved.")
+
+
+def report() -> None:
+    if "out" not in FLAGS:
+        flags.DEFINE_string("out", None, "File (or folder) of the page; one run's own folder where it is left out.")
+
+
+def fit() -> None:
+    import scalerl_jax.fit_flags  # noqa: F401  defines them, once
+
+    if "watch" not in FLAGS:
+        flags.DEFINE_bool("watch", False, "Draw again whenever an evaluation arrives, until the run has ended.")
+        flags.DEFINE_float(
+            "watch_every", 5.0, "Seconds between two looks at the files watched.", lower_bound=0.1, upper_bound=3600.0
+        )
+
+
+def compare() -> None:
+    import scalerl_jax.compare_flags
+    import scalerl_jax.fit_flags  # noqa: F401
+
+
+def serve() -> None:
+    import rollout_server.serve_flags  # noqa: F401
