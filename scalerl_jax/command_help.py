@@ -72,14 +72,13 @@ def _own_flags() -> Iterator[flags.Flag]:
 
 
 def _flag(flag: flags.Flag) -> str:
-    kind = f"<{'|'.join(flag.parser.enum_values)}>: " if isinstance(flag, flags.EnumFlag) else ""
     if flag.default is None and not all(validator.checker(None) for validator in flag.validators):
         default = "(required)"
     elif flag.default is None or flag.default == "":
         default = ""
     else:
         default = f"(default: {flag.default_as_str.strip(chr(39))})"
-    return _wrapped(f"  --{'[no]' if flag.boolean else ''}{flag.name}: ", f"{kind}{flag.help} {default}".rstrip())
+    return _wrapped(f"  --{'[no]' if flag.boolean else ''}{flag.name}: ", f"{flag.help} {default}".rstrip())
 
 
 def _config_fields() -> Iterator[str]:

@@ -35,35 +35,35 @@ class ModelConfig:
 class TaskConfig:
     name: str = "arithmetic"  # arithmetic (made here) | jsonl (train_file, validation_file)
     train_file: str = ""  # JSONL of {"prompt": str, "answer": str}
-    validation_file: str = ""
+    validation_file: str = ""  # JSONL of the same, held out: never trained on
     train_prompts: int = 512  # arithmetic: how many distinct training prompts
     minimum_terms: int = 3  # arithmetic: terms of the shortest chain
-    maximum_terms: int = 8
+    maximum_terms: int = 8  # arithmetic: terms of the longest chain
     verifier_processes: int = 1  # jsonl: how many judge answers
     verifier_seconds: float = 5.0  # jsonl: one answer is judged wrong after this much CPU time
 
 
 @dataclasses.dataclass
 class SftConfig:
-    updates: int = 400
+    updates: int = 400  # how many
     rows: int = 16  # packed rows per update
-    row_length: int = 256
+    row_length: int = 256  # tokens of a packed row
     learning_rate: float = 3e-3  # peak; linear warm-up, cosine to 10 %
-    warmup: int = 40
-    weight_decay: float = 0.01
+    warmup: int = 40  # updates
+    weight_decay: float = 0.01  # AdamW
     traces_file: str = ""  # JSONL of {"prompt": str, "completion": str}; empty: traces of the built-in task
     slip_rate: float = 0.2  # built-in task: share of steps with a wrong result
     model_path: str = ""  # Hugging Face folder to start from, tokenizer included; empty: a new decoder
     model_file: str = ""  # config.json of the decoder to make; empty: the sizes below
-    layers: int = 3
-    width: int = 96
-    heads: int = 4
-    kv_heads: int = 2
-    head_size: int = 32
-    mlp_width: int = 256
-    vocabulary: int = 384
-    checkpoint_every: int = 100
-    log_every: int = 20
+    layers: int = 3  # of a new decoder
+    width: int = 96  # of its hidden states
+    heads: int = 4  # query heads of its attention
+    kv_heads: int = 2  # key and value heads; they divide heads
+    head_size: int = 32  # of one head
+    mlp_width: int = 256  # inside its MLP
+    vocabulary: int = 384  # tokens, at most: the tokenizer is made from the traces
+    checkpoint_every: int = 100  # updates
+    log_every: int = 20  # updates between two rows of metrics
 
 
 @dataclasses.dataclass
@@ -76,14 +76,14 @@ class RolloutConfig:
     groups: int = 48  # prompts per update
     group_size: int = 16  # completions per prompt
     temperature: float = 1.0  # anything but 1 and 1 makes the ratio biased
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
     prompt_limit: int = 2048  # tokens; longer prompts are refused at the start
     thinking_low: int = 10_000  # the thinking budget is uniform in [low, high], per completion; 0 and 0: no thinking
-    thinking_high: int = 12_000
-    answer_budget: int = 2048
-    phrase: str = PHRASE
-    end_of_thinking: str = "</think>"
+    thinking_high: int = 12_000  # tokens
+    answer_budget: int = 2048  # tokens after the end of thinking
+    phrase: str = PHRASE  # fed when the thinking budget is spent; it ends thinking
+    end_of_thinking: str = "</think>"  # what is behind it is the answer
 
 
 @dataclasses.dataclass
@@ -91,33 +91,33 @@ class ObjectiveConfig:
     surrogate: str = "cispo"  # cispo | clip | gspo
     cap: float = 5.0  # cispo: on the ratio itself
     clip_low: float = 0.2  # clip, gspo: ratio in [1 - low, 1 + high]
-    clip_high: float = 0.26
+    clip_high: float = 0.26  # 0.2: GRPO; 0.26: DAPO
     aggregation: str = "prompt"  # prompt | sample | token
     normalisation: str = "batch"  # batch | prompt | none
     truncated: str = "excluded"  # excluded | fail
-    filter_zero_variance: bool = True
+    filter_zero_variance: bool = True  # prompts whose completions are all right or all wrong are left out
     truncated_is: float = 0.0  # cap of a separate importance weight; 0: off
     icepop_low: float = 0.0  # tokens with a ratio outside [low, high] are masked; 0 and 0: off
-    icepop_high: float = 0.0
+    icepop_high: float = 0.0  # see icepop_low
     total_variation: float = 0.0  # tokens whose sampled probability moved further than this are masked; 0: off
 
 
 @dataclasses.dataclass
 class OptimizerConfig:
-    learning_rate: float = 5e-7
-    warmup: int = 100  # updates
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-15
-    weight_decay: float = 0.01
+    learning_rate: float = 5e-7  # of AdamW, constant after the warm-up
+    warmup: int = 100  # updates, linear
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.95  # decay of the mean of their squares
+    epsilon: float = 1e-15  # added to the root of the second mean
+    weight_decay: float = 0.01  # decoupled; not of the norms' scales
     gradient_clip: float = 0.0  # global norm; 0: off
 
 
 @dataclasses.dataclass
 class LearnerConfig:
-    replica: int = 1  # mesh axes; fsdp 0: all remaining devices
-    fsdp: int = 0
-    tensor: int = 1
+    replica: int = 1  # mesh axis: copies of the parameters
+    fsdp: int = 0  # mesh axis: parts that the parameters are split into; 0: all remaining devices
+    tensor: int = 1  # mesh axis: devices that share each matrix product
     row_length: int = 16_384  # tokens of a packed row
     rows: int = 1  # rows of a micro-batch, per replica x fsdp shard
     logprob_chunk: int = 128  # tokens per chunk of the head
@@ -138,7 +138,7 @@ class FleetConfig:
     slots: int = 64  # local servers: completions sampled at once
     queue: int = 128  # local servers: completions that may wait
     decode_chunk: int = 8  # local servers: tokens between two looks at the queue and at the weights
-    compute_dtype: str = "float32"  # local servers
+    compute_dtype: str = "float32"  # local servers: of their matrix products: bfloat16 | float32
     threads: int = 0  # local servers: cores that each computes on; 0: those there are, divided by servers
     tls_authority: str = ""  # PEM of who signs the servers' certificates; empty: no TLS
     tls_certificate: str = ""  # PEM of the trainer's own, for servers that ask for one
@@ -146,14 +146,14 @@ class FleetConfig:
     tls_name: str = ""  # that the servers' certificates carry; empty: the host dialled, or the name of dns:///name
     token_file: str = ""  # holds the token that every call carries; empty: none
     discovery_seconds: float = 5.0  # between two looks at a watched file or a DNS name
-    connect_seconds: float = 60.0
-    heartbeat_seconds: float = 1.0
+    connect_seconds: float = 60.0  # within which a first server must answer
+    heartbeat_seconds: float = 1.0  # between two status calls
     status_seconds: float = 5.0  # deadline of a status call
     silence_seconds: float = 15.0  # no status for this long: the server is given up until it answers again
     stall_seconds: float = 120.0  # it answers, and samples no token for this long: given up too
     completion_seconds: float = 600.0  # deadline of one request for a group
     push_seconds: float = 600.0  # deadline of one version's transfer
-    chunk_bytes: int = 2**20
+    chunk_bytes: int = 2**20  # of one message of weights
     sparse_share: float = 1 / 16  # of a tensor's shard: where more of it changed, it goes out whole; 0: all always do
     pass_on: bool = True  # servers send versions on to each other, at the addresses by which the trainer knows them
     patch_bytes: int = 2**30  # host memory for the patches of the last versions; a server further behind gets all
@@ -161,7 +161,7 @@ class FleetConfig:
 
 @dataclasses.dataclass
 class ProbeConfig:
-    completions: int = 8
+    completions: int = 8  # that a server samples when it is met, for the trainer to score
     mean_limit: float = 0.0  # of |log-prob difference|; 0: by dtype (1e-3 in float32, 2e-2 in bfloat16)
     p99_limit: float = 0.0  # 0: by dtype (1e-2 in float32, 2e-1 in bfloat16)
 
@@ -169,29 +169,29 @@ class ProbeConfig:
 @dataclasses.dataclass
 class EvaluationConfig:
     every: int = 100  # updates; also at step 0 and at the end
-    prompts: int = 1000
-    samples: int = 16
+    prompts: int = 1000  # held-out prompts
+    samples: int = 16  # completions of each
     servers: int = 0  # how many of the servers evaluate; 0: all, and training waits
 
 
 @dataclasses.dataclass
 class CheckpointConfig:
     every: int = 20  # updates
-    keep: int = 2
+    keep: int = 2  # newest ones that stay on disk
 
 
 @dataclasses.dataclass
 class TelemetryConfig:
-    tensorboard: bool = True
-    wandb_project: str = ""  # empty: off
+    tensorboard: bool = True  # event files in WORKDIR/tensorboard
+    wandb_project: str = ""  # of Weights & Biases; empty: off
     samples_every: int = 10  # updates between samples of rollouts written down
     samples: int = 8  # completions written each time
 
 
 @dataclasses.dataclass
 class Config:
-    seed: int = 0
-    updates: int = 1000
+    seed: int = 0  # of prompts, budgets and sampling
+    updates: int = 1000  # how many batches are trained on
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     sft: SftConfig = dataclasses.field(default_factory=SftConfig)
