@@ -50,8 +50,8 @@ def comments(module: str) -> dict[tuple[str, str], str]:
         if token.type == tokenize.COMMENT
     }
     found = {}
-    for made in ast.parse(source).body:
-        for node in made.body if isinstance(made, ast.ClassDef) else ():
+    for made in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
+        for node in made.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
                 found[made.name, node.target.id] = " ".join(by_line[line] for line in lines if line in by_line)
@@ -77,7 +77,7 @@ def _flag(flag: flags.Flag) -> str:
     elif flag.default is None or flag.default == "":
         default = ""
     else:
-        default = f"(default: {flag.default_as_str.strip(chr(39))})"
+        default = f"(default: {str(flag.default_as_str).strip(chr(39))})"
     return _wrapped(f"  --{'[no]' if flag.boolean else ''}{flag.name}: ", f"{flag.help} {default}".rstrip())
 
 

@@ -16,6 +16,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -116,7 +117,7 @@ def main(paths: Sequence[str]) -> None:
             written.append(os.path.join(out, f"compare.{ending}"))
             write_figure(figure, written[-1])
     path = os.path.join(out, "compare.json")
-    document = {"x": label, "y": y_label, "grid": grid, "runs": [run_document(run) for run in runs]}
+    document: dict[str, Any] = {"x": label, "y": y_label, "grid": grid, "runs": [run_document(run) for run in runs]}
     if found is not None:
         document |= comparison_document(found)
     if forecasts:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
 
@@ -222,6 +222,28 @@ _CHOICES = {
     "fleet.compute_dtype": ("bfloat16", "float32"),
 }
 
+# Every number is in one of these, or in `check` beside the field that it has to fit.
+_BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "updates task.train_prompts task.minimum_terms task.maximum_terms task.verifier_processes task.verifier_seconds "
+    "sft.updates sft.rows sft.row_length sft.learning_rate sft.layers sft.width sft.heads sft.kv_heads sft.head_size "
+    "sft.mlp_width sft.vocabulary sft.checkpoint_every sft.log_every rollout.groups "
+    "rollout.prompt_limit rollout.answer_budget rollout.temperature objective.cap optimizer.learning_rate "
+    "optimizer.epsilon learner.replica learner.tensor learner.row_length learner.rows learner.logprob_chunk pacing.k "
+    "fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds "
+    "fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds fleet.completion_seconds "
+    "fleet.push_seconds fleet.chunk_bytes probe.completions evaluation.every evaluation.prompts evaluation.samples "
+    "checkpoint.every checkpoint.keep": ("be above 0", lambda value: value > 0),
+    "seed sft.warmup sft.weight_decay curriculum.retire_at rollout.top_k objective.clip_low objective.clip_high objective.truncated_is "
+    "objective.icepop_low objective.icepop_high objective.total_variation optimizer.warmup optimizer.weight_decay "
+    "optimizer.gradient_clip learner.fsdp pacing.store_batches fleet.queue fleet.threads fleet.patch_bytes "
+    "probe.mean_limit probe.p99_limit evaluation.servers telemetry.samples_every telemetry.samples": (
+        "not be below 0", lambda value: value >= 0,
+    ),
+    "rollout.top_p": ("be above 0 and not above 1", lambda value: 0 < value <= 1),
+    "optimizer.beta1 optimizer.beta2": ("be from 0 to below 1", lambda value: 0 <= value < 1),
+    "sft.slip_rate fleet.sparse_share": ("be between 0 and 1", lambda value: 0 <= value <= 1),
+}  # fmt: skip
+
 
 def load_file(path: str) -> Config:
     """The config that a file's get_config() returns. Raises ConfigError naming the file and the field."""
@@ -335,35 +357,24 @@ def check(config: Config) -> None:
     for name, choices in _CHOICES.items():
         if values[name] not in choices:
             raise ConfigError(f"config.{name}={values[name]!r}: is not one of {', '.join(choices)}")
-    positive = (
-        "updates rollout.groups rollout.answer_budget pacing.k learner.row_length learner.rows learner.logprob_chunk "
-        "learner.replica learner.tensor fleet.slots fleet.decode_chunk evaluation.prompts evaluation.samples "
-        "evaluation.every checkpoint.every checkpoint.keep fleet.chunk_bytes fleet.discovery_seconds objective.cap "
-        "optimizer.learning_rate task.verifier_processes task.verifier_seconds"
-    )
-    for name in positive.split():
-        if not values[name] > 0:
-            raise ConfigError(f"config.{name}={values[name]}: must be above 0")
-    not_negative = (
-        "objective.clip_low objective.clip_high objective.truncated_is objective.icepop_low objective.total_variation "
-        "optimizer.warmup optimizer.weight_decay optimizer.gradient_clip fleet.sparse_share fleet.patch_bytes"
-    )
-    for name in not_negative.split():
-        if values[name] < 0:
-            raise ConfigError(f"config.{name}={values[name]}: must not be below 0")
+    for names, (said, holds) in _BOUNDS.items():
+        for name in names.split():
+            if not holds(values[name]):
+                raise ConfigError(f"config.{name}={values[name]}: must {said}")
     if config.objective.icepop_low > config.objective.icepop_high:
         raise ConfigError(
             f"config.objective.icepop_low={config.objective.icepop_low}: must not be above "
             f"config.objective.icepop_high, {config.objective.icepop_high}"
         )
-    if config.fleet.sparse_share > 1:
-        raise ConfigError(f"config.fleet.sparse_share={config.fleet.sparse_share}: must not be above 1")
     if config.rollout.group_size < 2:
         raise ConfigError(
             f"config.rollout.group_size={config.rollout.group_size}: a group needs at least 2 completions"
         )
     if not 0 <= config.rollout.thinking_low <= config.rollout.thinking_high:
-        raise ConfigError("config.rollout.thinking_low: must be between 0 and config.rollout.thinking_high")
+        low, high = config.rollout.thinking_low, config.rollout.thinking_high
+        raise ConfigError(
+            f"config.rollout.thinking_low={low}: must be between 0 and config.rollout.thinking_high, {high}"
+        )
     if config.objective.surrogate == "gspo" and config.objective.aggregation != "sample":
         raise ConfigError("config.objective.surrogate=gspo: goes with config.objective.aggregation=sample only")
     # The other way round is allowed: the policy is the rounded one, computed in float32.

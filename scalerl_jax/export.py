@@ -27,6 +27,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
     """
     if os.path.exists(out):
         raise entry.UserError(f"--out={out}: exists already")
+    entry.check_out("--out", out)
     config_file = os.path.join(workdir, "config.json")
     if not os.path.isfile(config_file):
         raise entry.UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from scalerl_jax import command_flags, watch
 from scalerl_jax import fit_flags as given
-from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
+from scalerl_jax.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
@@ -125,6 +125,7 @@ def check_arguments(paths: Sequence[str], name: str) -> str:
         raise UserError(f"--out: no folder given for {name}.json, {name}.png and {name}.svg")
     if os.path.exists(given.OUT.value) and not os.path.isdir(given.OUT.value):
         raise UserError(f"--out={given.OUT.value}: is a file")
+    check_out("--out", given.OUT.value)
     return given.OUT.value
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from scalerl_jax import command_flags
-from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
+from scalerl_jax.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.report_page.page import FILE, write_report
 
 
@@ -32,6 +32,7 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
         if os.path.realpath(workdir) in seen:
             raise UserError(f"{workdir}: is given twice")
         seen.add(os.path.realpath(workdir))
+    check_out("--out", out or workdirs[0])
     with user_mistakes():
         try:
             return write_report(workdirs, out)

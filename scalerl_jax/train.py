@@ -16,6 +16,7 @@ Without --servers, local ones are started and supervised as config.fleet says.
 
 import contextlib
 import functools
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -106,6 +107,20 @@ def stop_servers(local: Future[LocalServers], stopping: threading.Event) -> None
         local.result().close()
 
 
+def too_few(config: Config, *, training: int, held_out: int) -> list[str]:
+    """Lines on there being fewer prompts than the config asks for. Raises UserError where none is held out."""
+    said = []
+    if not held_out:
+        raise entry.UserError("config.evaluation.prompts: there is no held-out prompt, and so nothing to evaluate on")
+    if held_out < config.evaluation.prompts:
+        asked = f"config.evaluation.prompts={config.evaluation.prompts}"
+        said.append(f"{asked}: there are {held_out} held-out prompts, and all of them are used")
+    if training < config.rollout.groups:
+        asked = f"config.rollout.groups={config.rollout.groups}"
+        said.append(f"{asked}: there are {training} training prompts, so a batch has some of them more than once")
+    return said
+
+
 def main(config: Config) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
@@ -129,9 +144,8 @@ def main(config: Config) -> None:
             credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
             if listed is None and credentials.authority:
                 raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
-        held_out = config.evaluation.prompts
-        if len(validation_prompts) < held_out:
-            raise entry.UserError(f"config.evaluation.prompts={held_out}: only {len(validation_prompts)} are held out")
+        for line in too_few(config, training=len(train_prompts), held_out=len(validation_prompts)):
+            print(line, file=sys.stderr)
         maximum_tokens = config.rollout.prompt_limit + requests.maximum_tokens
         if maximum_tokens > config.learner.row_length + 1:
             raise entry.UserError(
@@ -238,7 +252,7 @@ def main(config: Config) -> None:
             checkpoints=checkpoints,
             tokenizer=tokenizer,
             draws=draws,
-            validation=validation_prompts[:held_out],
+            validation=validation_prompts,
             fleet=fleet,
             probe=probe,
             pushes=pushes,

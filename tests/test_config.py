@@ -110,7 +110,14 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
         ("pacing.kind=lockstep", "config.pacing.kind='lockstep': is not one of pipeline, phased"),
         ("objective.cap=0", "config.objective.cap=0.0: must be above 0"),
         ("rollout.group_size=1", "config.rollout.group_size=1: a group needs at least 2 completions"),
-        ("rollout.thinking_low=9 rollout.thinking_high=8", "config.rollout.thinking_low: must be between 0 and"),
+        ("rollout.thinking_low=9 rollout.thinking_high=8", "config.rollout.thinking_low=9: must be between 0 and"),
+        ("rollout.temperature=0", "config.rollout.temperature=0.0: must be above 0"),
+        ("rollout.top_p=1.5", "config.rollout.top_p=1.5: must be above 0 and not above 1"),
+        ("rollout.top_p=0", "config.rollout.top_p=0.0: must be above 0 and not above 1"),
+        ("optimizer.beta1=1", "config.optimizer.beta1=1.0: must be from 0 to below 1"),
+        ("optimizer.beta2=-0.1", "config.optimizer.beta2=-0.1: must be from 0 to below 1"),
+        ("sft.slip_rate=1.1", "config.sft.slip_rate=1.1: must be between 0 and 1"),
+        ("seed=-1", "config.seed=-1: must not be below 0"),
         ("objective.surrogate=gspo", "config.objective.surrogate=gspo: goes with config.objective.aggregation=sample"),
         ("model.wire_dtype=float32", "config.model.wire_dtype=float32: the trainer computes in bfloat16, so it would"),
         ("objective.truncated_is=-2", "config.objective.truncated_is=-2.0: must not be below 0"),
@@ -120,6 +127,14 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
 def test_values_that_cannot_be_are_named(tmp_path, flags, message):
     given = [f"--config.{flag}" for flag in flags.split()]
     assert refusal(lambda: parse_argv([f"--config={write(tmp_path)}", *given])).startswith(message)
+
+
+@pytest.mark.parametrize("name", [name for name, value in leaves(Config()).items() if type(value) in (int, float)])
+def test_no_number_may_be_anything(name, tmp_path):
+    """Far below zero there is no count, size, rate or time: a field that takes it is one that nobody looks at."""
+    assert refusal(lambda: parse_argv([f"--config={write(tmp_path)}", f"--config.{name}=-1000000"])).startswith(
+        f"config.{name}=-1000000"
+    )
 
 
 def test_what_goes_together_is_let_through(tmp_path):

@@ -103,6 +103,12 @@ def test_an_interrupted_trace_is_cut_anywhere_and_answers_with_its_last_total():
     assert 0 < cut_in_a_step < interrupted
 
 
+def test_of_too_few_held_out_problems_there_are_all():
+    few = arithmetic.problems(5000, minimum_terms=2, maximum_terms=2, seed=0, validation=True)
+    again = arithmetic.problems(9000, minimum_terms=2, maximum_terms=2, seed=1, validation=True)
+    assert 0 < len(few) == len(again) < 100 and {p.text for p in few} == {p.text for p in again}
+
+
 def test_too_small_a_task_is_named():
     with pytest.raises(ValueError, match="chains of 2 to 2 terms do not make 5000 different training problems"):
         arithmetic.problems(5000, minimum_terms=2, maximum_terms=2, seed=0, validation=False)

@@ -5,7 +5,9 @@ import socket
 
 import pytest
 
+from scalerl_jax.entry import UserError
 from scalerl_jax.telemetry import RunFolder
+from scalerl_jax.train import too_few
 from tests.train import helpers
 from tests.train.helpers import serve
 
@@ -43,7 +45,7 @@ def check_usable(workdir: pathlib.Path) -> None:
         ("--config.updates=many", "--config.updates=many: is not a number of type int"),
         ("--config.model.path={}/nowhere", "{}/nowhere"),
         ("--config.model.path={}/weightless", "{}/weightless: "),
-        ("--config.evaluation.prompts=7", "config.evaluation.prompts=7: only 6 are held out"),
+        ("--config.rollout.temperature=0", "config.rollout.temperature=0.0: must be above 0"),
         ("--config.learner.row_length=16", "config.learner.row_length=16: "),
         ("--config.fleet.token_file={}/nowhere", "config.fleet.token_file={}/nowhere: no such file"),
     ],
@@ -56,6 +58,18 @@ def test_a_config_that_cannot_be(tmp_path, flags, model, start, flag, message):
     line = refused(start(tmp_path / "run", *flags, flag.format(tmp_path), "--servers=127.0.0.1:1"))
     assert line.startswith(message.format(tmp_path)), line
     check_usable(tmp_path / "run")
+
+
+def test_fewer_prompts_than_asked_for_are_enough_and_that_is_said():
+    config = helpers.config_of([])
+    config.rollout.groups, config.evaluation.prompts = 15, 7
+    assert too_few(config, training=15, held_out=7) == []
+    assert too_few(config, training=14, held_out=6) == [
+        "config.evaluation.prompts=7: there are 6 held-out prompts, and all of them are used",
+        "config.rollout.groups=15: there are 14 training prompts, so a batch has some of them more than once",
+    ]
+    with pytest.raises(UserError, match="nothing to evaluate on"):
+        too_few(config, training=14, held_out=0)
 
 
 def test_nobody_listens(tmp_path, flags, start):
