@@ -222,27 +222,38 @@ _CHOICES = {
     "fleet.compute_dtype": ("bfloat16", "float32"),
 }
 
-# Every number is in one of these, or in `check` beside the field that it has to fit.
-_BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "updates task.train_prompts task.minimum_terms task.maximum_terms task.verifier_processes task.verifier_seconds "
-    "sft.updates sft.rows sft.row_length sft.learning_rate sft.layers sft.width sft.heads sft.kv_heads sft.head_size "
-    "sft.mlp_width sft.vocabulary sft.checkpoint_every sft.log_every rollout.groups "
-    "rollout.prompt_limit rollout.answer_budget rollout.temperature objective.cap optimizer.learning_rate "
-    "optimizer.epsilon learner.replica learner.tensor learner.row_length learner.rows learner.logprob_chunk pacing.k "
-    "fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds "
-    "fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds fleet.completion_seconds "
-    "fleet.push_seconds fleet.chunk_bytes probe.completions evaluation.every evaluation.prompts evaluation.samples "
-    "checkpoint.every checkpoint.keep": ("be above 0", lambda value: value > 0),
-    "seed sft.warmup sft.weight_decay curriculum.retire_at rollout.top_k objective.clip_low objective.clip_high objective.truncated_is "
-    "objective.icepop_low objective.icepop_high objective.total_variation optimizer.warmup optimizer.weight_decay "
-    "optimizer.gradient_clip learner.fsdp pacing.store_batches fleet.queue fleet.threads fleet.patch_bytes "
-    "probe.mean_limit probe.p99_limit evaluation.servers telemetry.samples_every telemetry.samples": (
-        "not be below 0", lambda value: value >= 0,
+# What a number must be, and which: every number is in one of these, or in `check` beside the field that it has to fit.
+_BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "be above 0",
+        lambda value: value > 0,
+        """
+        updates task.train_prompts task.minimum_terms task.maximum_terms task.verifier_processes task.verifier_seconds
+        sft.updates sft.rows sft.row_length sft.learning_rate sft.layers sft.width sft.heads sft.kv_heads sft.head_size
+        sft.mlp_width sft.vocabulary sft.checkpoint_every sft.log_every rollout.groups rollout.prompt_limit
+        rollout.answer_budget rollout.temperature objective.cap optimizer.learning_rate optimizer.epsilon
+        learner.replica learner.tensor learner.row_length learner.rows learner.logprob_chunk pacing.k
+        fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds
+        fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds
+        fleet.completion_seconds fleet.push_seconds fleet.chunk_bytes probe.completions
+        evaluation.every evaluation.prompts evaluation.samples checkpoint.every checkpoint.keep
+        """,
     ),
-    "rollout.top_p": ("be above 0 and not above 1", lambda value: 0 < value <= 1),
-    "optimizer.beta1 optimizer.beta2": ("be from 0 to below 1", lambda value: 0 <= value < 1),
-    "sft.slip_rate fleet.sparse_share": ("be between 0 and 1", lambda value: 0 <= value <= 1),
-}  # fmt: skip
+    (
+        "not be below 0",
+        lambda value: value >= 0,
+        """
+        seed sft.warmup sft.weight_decay curriculum.retire_at rollout.top_k objective.clip_low objective.clip_high
+        objective.truncated_is objective.icepop_low objective.icepop_high objective.total_variation
+        optimizer.warmup optimizer.weight_decay optimizer.gradient_clip learner.fsdp pacing.store_batches
+        fleet.queue fleet.threads fleet.patch_bytes probe.mean_limit probe.p99_limit
+        evaluation.servers telemetry.samples_every telemetry.samples
+        """,
+    ),
+    ("be above 0 and not above 1", lambda value: 0 < value <= 1, "rollout.top_p"),
+    ("be from 0 to below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
+    ("be between 0 and 1", lambda value: 0 <= value <= 1, "sft.slip_rate fleet.sparse_share"),
+)
 
 
 def load_file(path: str) -> Config:
@@ -357,7 +368,7 @@ def check(config: Config) -> None:
     for name, choices in _CHOICES.items():
         if values[name] not in choices:
             raise ConfigError(f"config.{name}={values[name]!r}: is not one of {', '.join(choices)}")
-    for names, (said, holds) in _BOUNDS.items():
+    for said, holds, names in _BOUNDS:
         for name in names.split():
             if not holds(values[name]):
                 raise ConfigError(f"config.{name}={values[name]}: must {said}")

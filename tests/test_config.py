@@ -132,9 +132,8 @@ def test_values_that_cannot_be_are_named(tmp_path, flags, message):
 @pytest.mark.parametrize("name", [name for name, value in leaves(Config()).items() if type(value) in (int, float)])
 def test_no_number_may_be_anything(name, tmp_path):
     """Far below zero there is no count, size, rate or time: a field that takes it is one that nobody looks at."""
-    assert refusal(lambda: parse_argv([f"--config={write(tmp_path)}", f"--config.{name}=-1000000"])).startswith(
-        f"config.{name}=-1000000"
-    )
+    said = refusal(lambda: parse_argv([f"--config={write(tmp_path)}", f"--config.{name}=-1000000"]))
+    assert f"config.{name}" in said and "-1000000" in said
 
 
 def test_what_goes_together_is_let_through(tmp_path):
