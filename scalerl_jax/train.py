@@ -144,8 +144,8 @@ def main(config: Config) -> None:
             credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
             if listed is None and credentials.authority:
                 raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
-        for line in too_few(config, training=len(train_prompts), held_out=len(validation_prompts)):
-            print(line, file=sys.stderr)
+        for fewer in too_few(config, training=len(train_prompts), held_out=len(validation_prompts)):
+            print(fewer, file=sys.stderr)
         maximum_tokens = config.rollout.prompt_limit + requests.maximum_tokens
         if maximum_tokens > config.learner.row_length + 1:
             raise entry.UserError(
