@@ -49,6 +49,7 @@ from scalerl_jax.tasks import judge
 from scalerl_jax.tasks import prompts as tasks
 from scalerl_jax.tasks.curriculum import Curriculum, NoPromptLeft
 from scalerl_jax.tasks.tokenizer import Tokenizer
+from scalerl_jax.tasks.verifiers import VerifierError
 from scalerl_jax.telemetry import RunFolder
 from scalerl_jax.trainer import Draws, Pushes, Trainer, observe, score
 
@@ -223,7 +224,8 @@ def main(config: Config) -> None:
             else config.fleet.compute_dtype,
         )
         pushes = Pushes()
-        answers = stack.enter_context(judge.make(config))
+        with entry.user_mistakes(VerifierError):
+            answers = stack.enter_context(judge.make(config))
         fleet = Fleet(
             config,
             addresses=given,
@@ -264,7 +266,7 @@ def main(config: Config) -> None:
             line.say(f"going on from step {start} of {config.updates}")
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
-        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft):
+        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, VerifierError):
             fleet.start(start * config.rollout.groups)
             # From here on a signal is only noted, and looked at where the state is that of a whole number of updates.
             signals.be(signals.HOLD)

@@ -1,75 +1,88 @@
 """The verifier's worker process: reads {"text", "answer"} lines, writes {"right": true | false | null} lines.
 
-null: the time limit ran out. The first line it writes says that it is ready. It ends at the end of its input, that is
-with the process that started it.
+null: its CPU time ran out. Where it cannot even interrupt itself (a computation in C), the kernel ends it with SIGXCPU
+GRACE_SECONDS later. The first line it writes says that it is ready. It ends at the end of its input, that is with the
+process that started it.
 """
 
 import argparse
+import contextlib
 import json
 import logging
+import math
 import os
 import resource
 import signal
 import sys
 
-from math_verify import parse, verify
+from scalerl_jax.tasks.answers import right
 
-MEMORY_BYTES = 4 * 2**30  # address space: a number with 10^9 digits ends in MemoryError, not in the machine's memory
-ORPHAN_FACTOR = 4  # times the limit, in CPU seconds spent on one answer: the kernel ends a worker nobody watches
+MEMORY_BYTES = 3 * 2**30  # address space: a number with 10^9 digits ends in MemoryError, not in the machine's memory
+GRACE_SECONDS = 1.0  # CPU time over the limit at which the kernel ends it; the kernel counts whole seconds
+AGAIN_SECONDS = 0.1  # CPU time between two interruptions: a bare `except:` or a callback may swallow one
 
 
 class OutOfTime(BaseException):
     """Not an Exception: math-verify and sympy catch those and go on."""
 
 
-def right(text: str, answer: str) -> bool:
-    """Whether math-verify finds in `text` the value of `answer`.
+class Limit:
+    """Raises OutOfTime in `with limit:` once this process has spent `seconds` of CPU time in it."""
 
-    The reference is LaTeX or a plain number; where math-verify cannot read it, the texts must be equal.
-    """
-    # The boxed form is read as LaTeX whatever it holds; one that brings its own delimiters is read as it is.
-    marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
-    # Their time limits are off (None): ours covers the whole question.
-    gold = parse(marked, parsing_timeout=None)
-    if not gold:
-        return text.strip() == answer.strip()
-    return bool(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._armed = False
+        signal.signal(signal.SIGPROF, self._interrupt)
+
+    def __enter__(self) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        limit = math.ceil(used.ru_utime + used.ru_stime + self._seconds + GRACE_SECONDS)
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+        self._armed = True
+        signal.setitimer(signal.ITIMER_PROF, self._seconds, AGAIN_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        self._armed = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _interrupt(self, *_: object) -> None:
+        if self._armed:
+            raise OutOfTime
 
 
-def judge(text: str, answer: str, seconds: float) -> bool | None:
-    """The verdict; None after `seconds`. Raises nothing for any text."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_PROF, ORPHAN_FACTOR * seconds)
+def judge(text: str, answer: str, limit: Limit) -> bool | None:
+    """The verdict; None where the limit was reached. Raises nothing for any text."""
     try:
-        return right(text, answer)
+        with limit:
+            return right(text, answer)
     except OutOfTime:
+        limit.__exit__()  # it may have been interrupted itself
         return None
     except Exception:  # noqa: BLE001 (whatever parsers of arbitrary text may raise, the text is not the answer)
         return False
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _interrupt(*_: object) -> None:
-    raise OutOfTime
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, required=True)
-    seconds = parser.parse_args().seconds
+    limit = Limit(parser.parse_args().seconds)
     logging.disable(logging.CRITICAL)  # math-verify logs every text it cannot read
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is not a reply
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # A size that the machine does not know, and no core file of a worker that the kernel ends.
+    for kind, size in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (size, size))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    signal.signal(signal.SIGALRM, _interrupt)
-    right("1", "1")  # the first question loads the grammars
+    right("$x$", "y")  # the first question loads the grammars
     replies.write("ready\n")
+    with open(os.devnull, "wb") as nowhere:  # what a library prints is not a reply, and nobody reads it
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
     for line in sys.stdin:
         question = json.loads(line)
-        replies.write(json.dumps({"right": judge(question["text"], question["answer"], seconds)}) + "\n")
+        replies.write(json.dumps({"right": judge(question["text"], question["answer"], limit)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,235 @@
+"""Answers as text: one way to write what is written in many ways, and which part of a text is its answer.
+
+    plain(s)            no delimiters, no spacing commands, one kind of minus, digit, fraction, bracket
+    same_text(a, b)     equal in that form, spaces apart
+    is_mathematics(s)   it holds a digit, an operator or a command, and no words; letters alone are words
+    words(s)            case, punctuation and text commands apart
+    final_answers(s)    what is boxed last; else what follows "the answer is"; else all of it, or its last line
+
+`\\$` is money and delimits nothing.
+"""
+
+import re
+import unicodedata
+
+# Characters that stand for commands or for other characters; what is not here is left as it is.
+_SYMBOLS = {
+    **dict.fromkeys("−﹣－", "-"), **dict.fromkeys("  　   ⁠​\ufeff", " "),
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∕": "/", "⁄": "/",
+    "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "²": "^{2}", "³": "^{3}", "¹": "^{1}", "⁰": "^{0}", "⁴": "^{4}", "⁵": "^{5}", "⁶": "^{6}", "⁷": "^{7}",
+    "⁸": "^{8}", "⁹": "^{9}", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...",
+}  # fmt: skip
+TEXT_COMMAND = (
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc)?|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|operatorname\*?|rm|bf)"
+)
+_TEXT_GROUP = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
+_DELIMITERS = re.compile(r"(?<!\\)\$\$?|\\[()\[\]]")
+_MONEY = re.compile(r"(?<![\\$\w])\$(?=-?\s*\d)")
+_BOXED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_SEPARATORS = re.compile(r"(?:[\s,;$&]|\\[()\[\],;!]|\\(?:q?quad|text)(?![a-zA-Z])|[{}]|\b(?:and|or)\b)*")
+_ANCHOR = re.compile(
+    r"####|\b(?:answer|option|choice|solution|result)s?\**\s*(?:is|are|would be|must be|:|=)(?![a-z])[\s*:]*",
+    re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(
+    r"[.!?\s*]*(?:or|and|but|no|not|wait|actually|maybe|perhaps|alternatively)(?![a-z])", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[.!?](?=[\s*]|$)|\n")
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt max min gcd lcm mod pi det dim "
+    "deg arg infinity inf".split()
+)
+LONGEST_COMPARED = 20_000  # characters; longer texts must be the same, character by character
+_NEW_ROW = "\ue000"  # stands for two backslashes, neither of which begins a command
+MATRIX = re.compile(r"\\begin\s*\{[a-z]*(?:matrix|array|cases)\*?\}")
+
+
+def plain(text: str) -> str:
+    """`text` without what does not change its meaning, and with one spelling of what has several."""
+    out = []
+    for character in text:
+        if character in _SYMBOLS:
+            out.append(_SYMBOLS[character])
+        elif "\uff01" <= character <= "\uff5e":  # full width
+            out.append(chr(ord(character) - 0xFEE0))
+        elif not character.isascii() and character.isdecimal():
+            out.append(str(unicodedata.decimal(character)))
+        else:
+            out.append(character)
+    s = "".join(out).replace("\\\\", _NEW_ROW)
+    s = _mark_money(s)
+    s = _DELIMITERS.sub(" ", s)
+    s = re.sub(r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr|big|Big|bigg|Bigg)(?![a-zA-Z])\s*", "", s)
+    s = re.sub(r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut)(?![a-zA-Z])\s*", "", s)
+    s = re.sub(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\[!,]|\\,|,)\s*(?=\d{3}(?!\d))", ",", s) if _grouped(s) else s
+    s = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", s)
+    s = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", s)
+    s = re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", s)
+    s = re.sub(r"\\neq(?![a-zA-Z])", r"\\ne", s)
+    s = re.sub(r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset", s)
+    s = re.sub(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])", r"^\\circ ", s)
+    s = re.sub(r"\\l?r?brack(?![a-zA-Z])", lambda m: "[" if "l" in m[0] else "]", s)
+    s = re.sub(r"\\l?r?brace(?![a-zA-Z])", lambda m: r"\{" if "l" in m[0] else r"\}", s)
+    s = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", s)
+    s = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", s)
+    s = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", s)
+    s = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", s)
+    s = re.sub(r"\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~", " ", s)
+    s = s.replace("**", "^") if re.search(r"[\w)]\*\*[\w(]", s) else s.replace("**", " ")  # a power, or bold print
+    return re.sub(r"\s+", " ", s.replace(_NEW_ROW, "\\\\ ")).strip()
+
+
+def _grouped(s: str) -> bool:
+    """Whether commas stand between digits as in 1,234,567 at all (a list of three-digit numbers looks the same)."""
+    return re.search(r"\d\s*(?:\{\s*,\s*\}|,\s*\\[!,]|\\,)\s*\d{3}", s) is not None
+
+
+def _mark_money(s: str) -> str:
+    """A lone dollar sign before a number is money, and so is each where what two of them enclose are words."""
+    count = len(re.findall(r"(?<!\\)\$", s))
+    if count == 0 or not _MONEY.search(s):
+        return s
+    inner = re.sub(_TEXT_GROUP.pattern + r"|\\[a-zA-Z]+", " ", s)
+    pairs = re.findall(r"(?<!\\)\$([^$]*)(?<!\\)\$", inner)
+    if count % 2 or any(re.search(r"[A-Za-z]{3,}", pair) for pair in pairs):
+        return _MONEY.sub(r"\\$", s)
+    return s
+
+
+def unwrapped(text: str) -> str:
+    """What text commands hold, without them."""
+    for _ in range(20):
+        changed = _TEXT_GROUP.sub(r" \1 ", text)
+        if changed == text:
+            break
+        text = changed
+    return text
+
+
+def bare(text: str) -> str:
+    """plain(), less a pair of braces around all of it, a period at the end, and the sign of a positive number."""
+    s = plain(text)
+    while s.endswith(".") and not s.endswith("..."):
+        s = s[:-1].rstrip()
+    if s.startswith("{") and _braces(s).get(0) == len(s) - 1:
+        s = s[1:-1].strip()
+    return re.sub(r"^\+\s*(?=[\d.\\(a-zA-Z])", "", s)
+
+
+def squeezed(text: str) -> str:
+    """bare(), with spaces only where two letters or digits would otherwise run together, text commands gone."""
+    s = re.sub(r"\s+", " ", unwrapped(bare(text))).strip()
+    return re.sub(r"(?<![\w]) | (?![\w])", "", s)
+
+
+def same_text(a: str, b: str) -> bool:
+    """Whether both are the same, written down the same way but for spaces, delimiters and the like."""
+    if max(len(a), len(b)) > LONGEST_COMPARED:
+        return a.strip() == b.strip() != ""
+    left = squeezed(a)
+    return left != "" and left == squeezed(b)
+
+
+def is_mathematics(text: str) -> bool:
+    """Whether this is to be computed with, rather than read."""
+    s = bare(text)
+    without_text = _TEXT_GROUP.sub(" ", s)
+    if MATRIX.search(s):
+        return True
+    named = re.findall(r"\\([a-zA-Z]+)", without_text)
+    s = re.sub(r"\\[a-zA-Z]+", " ", unwrapped(s))
+    has_digit = any(character.isdigit() for character in s)
+    # Where mathematics is joined by "and" or "or" it is a list.
+    runs = [run for run in re.findall(r"[^\W\d_]+", s) if run.lower() not in ("and", "or")]
+    wordy = any(len(run) > 1 and run.lower() not in FUNCTIONS for run in runs)
+    if named or has_digit:
+        return not wordy or _short_product(runs)
+    if wordy:
+        return False
+    if re.search(r"\w\s*[=+*^<>|/_-]\s*[\w(\\-]|^-\s*[\w(]|\w!$|\w'", s):
+        return True
+    if s[:1] in ("(", "[") and s[-1:] in (")", "]") and "," in s:
+        return True
+    return (any(run.lower() in FUNCTIONS for run in runs) and len(runs) > 1) or s.lower() in ("pi", "infinity")
+
+
+def _short_product(runs: list[str]) -> bool:
+    """2ab, xy+1: letters beside digits that are no word of a language, as far as one can tell: two of one case."""
+    return all(len(run) <= 2 or run.lower() in FUNCTIONS for run in runs) and all(
+        run.lower()
+        not in ("is", "to", "of", "in", "at", "on", "no", "by", "am", "pm", "cm", "mm", "km", "kg", "ft", "mg")
+        for run in runs
+    )
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a text in lower case, without punctuation; a leading article is dropped."""
+    s = unwrapped(plain(text))
+    s = re.sub(r"\\([$%&#_{}])", r"\1", s)
+    s = unicodedata.normalize("NFKC", s).casefold()
+    s = re.sub(r"(?<=\w)['.](?=\w|$)", "", s)  # O'Neil, U.S.A
+    found = re.findall(r"[^\W_]+(?:[+#-]+(?!\w))?|[$%€£]", s)  # A+ is not A
+    if len(found) > 1 and found[0] in ("the", "a", "an") and len(found[1]) > 1:
+        found = found[1:]
+    return tuple(word for word in found if word != "and") if len(found) > 1 else tuple(found)
+
+
+def boxed(text: str) -> str | None:
+    """What the last complete \\boxed holds, joined by commas with those right before it; None without one."""
+    spans, closed_by = [], _braces(text)
+    for match in _BOXED.finditer(text):
+        start = match.end()
+        if (end := closed_by.get(start)) is not None:
+            spans.append((match.start(), end + 1, text[start + 1 : end]))
+        elif start < len(text) and text[start].isalnum():
+            spans.append((match.start(), start + 1, text[start]))
+    if not spans:
+        return None
+    inner = [spans[-1]]
+    for span in reversed(spans[:-1]):
+        if span[1] > inner[0][0]:  # around the one after it
+            continue
+        between = text[span[1] : inner[0][0]]
+        if len(between) > 40 or not _SEPARATORS.fullmatch(between):
+            break
+        inner.insert(0, span)
+    contents: list[str] = []
+    for _, _, content in inner:
+        if content.strip() not in contents:
+            contents.append(content.strip())
+    return ", ".join(contents)
+
+
+def _braces(text: str) -> dict[int, int]:
+    """Where each brace that is opened is closed."""
+    found, opened = {}, []
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            found[opened.pop()] = match.start()
+    return found
+
+
+def final_answers(text: str) -> list[str]:
+    """The readings of what the text gives as its answer, the most likely first; empty: it gives none.
+
+    Each is all that is said there; none of them leaves out a part of it that takes another back.
+    """
+    held = boxed(text)
+    if held is not None:
+        return [held]
+    if _BOXED.search(text):  # never closed
+        return []
+    anchors = list(_ANCHOR.finditer(text))
+    if anchors:
+        rest = text[anchors[-1].end() :].strip()
+        end = _SENTENCE_END.search(rest)
+        if end is None or _TAKEN_BACK.match(rest, end.start()):
+            return [rest] if rest else []
+        return [said for said in dict.fromkeys((rest[: end.start()].strip(), rest)) if said]
+    lines = [line.strip() for line in text.splitlines() if _DELIMITERS.sub("", line).strip(" *.")]
+    return [said for said in dict.fromkeys([text.strip(), *lines[-1:]]) if said]
