@@ -150,3 +150,17 @@ def test_the_square_of_scores_never_exists():
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*args)
     sizes = [np.prod(var.aval.shape) for var in every_variable(jaxpr.jaxpr)]
     assert max(sizes) <= length * length / 16
+
+
+def test_the_scores_that_exist_at_once_are_bounded():
+    """A row of 16k tokens of a model of a billion parameters, segments of up to 4k: at most 1 GiB of scores."""
+    shape = (1, 16_384)
+    q = jax.ShapeDtypeStruct((*shape, 32, 64), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((*shape, 8, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def loss(q, k, v, ids):
+        return jnp.sum(attention.packed_attention(q, k, v, ids, max_segment=4096).astype(jnp.float32))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, kv, kv, ids)
+    assert max(v.aval.size for v in every_variable(jaxpr.jaxpr)) <= 2**28
