@@ -11,7 +11,8 @@ What it promises:
    mended (a bad model folder), not a fault to be survived.
 
 Each server gets `threads` XLA threads, so that the processes of one machine share its cores rather than fight for
-them. It runs in a process group of its own: Ctrl-C goes to the trainer alone, which then stops the servers.
+them; how they share its GPUs is accelerators.py's. It runs in a process group of its own: Ctrl-C goes to the trainer
+alone, which then stops the servers.
 
 Left out on purpose: this neither speaks gRPC nor knows whether a server is healthy. The trainer's fleet finds that out,
 here as with servers that nobody supervises.
@@ -54,13 +55,14 @@ class ServerState:
     starts: int  # 1 + how often it was started again
 
 
-def serve_command(config: Config, *, model: str, maximum_tokens: int) -> list[str]:
+def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory: float | None = None) -> list[str]:
     """The command of one local server, less what LocalServers itself adds (port, port file, life line).
 
     Args:
         config: of the run.
         model: Hugging Face folder of the policy.
         maximum_tokens: of the longest sequence that can be asked for, prompt and forced phrase included.
+        gpu_memory: the share of its GPU that a server may take, for engines that ask for it by a flag; None: theirs.
 
     Raises:
         StartError: vLLM is asked for, and its environment is not there.
@@ -85,6 +87,7 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int) -> list[st
         f"--head_precision={config.model.head_precision}",
         f"--maximum_tokens={maximum_tokens}",
         *([f"--token_file={fleet.token_file}"] if fleet.token_file else []),
+        *([f"--device_memory={gpu_memory:.3f}"] if fleet.engine == "vllm" and gpu_memory is not None else []),
     ]
 
 
@@ -259,9 +262,10 @@ class LocalServers:
         count: int,
         workdir: str,
         threads: int = 0,
-        start_seconds: float = 120.0,
+        start_seconds: float = 600.0,
         first_pause: float = 0.5,
         stopping: threading.Event | None = None,
+        environments: Sequence[Mapping[str, str]] = (),
     ):
         """Starts all servers at once and returns when each of them serves.
 
@@ -273,6 +277,7 @@ class LocalServers:
             start_seconds: how long the slowest may take until it serves.
             first_pause: seconds before a server that died is started again; doubled for each early death after it.
             stopping: set by another thread, it makes those that do not serve yet stop.
+            environments: what is added to each server's environment, in order (its GPU); none: nothing.
 
         Raises:
             StartError: one of them ended or did not serve in time; all are stopped by then.
@@ -282,8 +287,12 @@ class LocalServers:
         if threads < 0:
             raise ValueError(f"threads={threads}: must be 0 or more")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment = server_environment(threads or max(1, cores // count))
-        self._servers = [_Server(i, command, environment, os.path.abspath(workdir), first_pause) for i in range(count)]
+        common = server_environment(threads or max(1, cores // count))
+        own = environments or [{}] * count
+        self._servers = [
+            _Server(i, command, {**common, **extra}, os.path.abspath(workdir), first_pause)
+            for i, extra in zip(range(count), own, strict=True)
+        ]
         deadline = time.monotonic() + start_seconds
         try:
             for server in self._servers:

@@ -23,7 +23,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from scalerl_jax import command_flags, fit_flags
+from scalerl_jax import command_flags, fit_flags, platforms
 from scalerl_jax import compare_flags as given
 from scalerl_jax import fit as fit_command
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
@@ -49,6 +49,7 @@ _SHOWN = 8  # extensions in the table of the plan
 
 def run() -> None:
     command_flags.compare()
+    platforms.cpu_only()
     run_with_arguments(main)
 
 

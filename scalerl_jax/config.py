@@ -140,6 +140,8 @@ class FleetConfig:
     decode_chunk: int = 8  # local servers: tokens between two looks at the queue and at the weights
     compute_dtype: str = "float32"  # local servers: of their matrix products: bfloat16 | float32
     threads: int = 0  # local servers: cores that each computes on; 0: those there are, divided by servers
+    gpu_share: float = 0.4  # local servers, all together: of the memory of a GPU that the trainer is on too
+    start_seconds: float = 600.0  # local servers: until each must serve, loading and compiling included
     tls_authority: str = ""  # PEM of who signs the servers' certificates; empty: no TLS
     tls_certificate: str = ""  # PEM of the trainer's own, for servers that ask for one
     tls_key: str = ""  # PEM of its private key
@@ -234,7 +236,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         rollout.answer_budget rollout.temperature objective.cap optimizer.learning_rate optimizer.epsilon
         learner.replica learner.tensor learner.row_length learner.rows learner.logprob_chunk pacing.k
         fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds
-        fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds
+        fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds fleet.start_seconds
         fleet.completion_seconds fleet.push_seconds fleet.chunk_bytes probe.completions
         evaluation.every evaluation.prompts evaluation.samples checkpoint.every checkpoint.keep
         """,
@@ -250,6 +252,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         evaluation.servers telemetry.samples_every telemetry.samples
         """,
     ),
+    ("be above 0 and below 0.9", lambda value: 0 < value < 0.9, "fleet.gpu_share"),  # launch/accelerators.py: SPARE
     ("be above 0 and not above 1", lambda value: 0 < value <= 1, "rollout.top_p"),
     ("be from 0 to below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
     ("be between 0 and 1", lambda value: 0 <= value <= 1, "sft.slip_rate fleet.sparse_share"),

@@ -12,7 +12,7 @@ import os
 
 from absl import flags
 
-from scalerl_jax import command_flags, entry
+from scalerl_jax import command_flags, entry, platforms
 from scalerl_jax import config as config_lib
 from scalerl_jax.learner.checkpoint import read_newest
 from scalerl_jax.model.hf import read_config
@@ -50,6 +50,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
 
 def run() -> None:
     command_flags.export()
+    platforms.cpu_only()
     entry.run(_main)
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from scalerl_jax import command_flags, watch
+from scalerl_jax import command_flags, platforms, watch
 from scalerl_jax import fit_flags as given
 from scalerl_jax.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
@@ -59,6 +59,7 @@ class Fitted:
 
 def run() -> None:
     command_flags.fit()
+    platforms.cpu_only()
     run_with_arguments(once_or_watching)
 
 

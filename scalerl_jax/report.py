@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from scalerl_jax import command_flags
+from scalerl_jax import command_flags, platforms
 from scalerl_jax.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.report_page.page import FILE, write_report
 
@@ -42,6 +42,7 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
 
 def run() -> None:
     command_flags.report()
+    platforms.cpu_only()
     run_with_arguments(lambda workdirs: print(f"report: {report(workdirs, flags.FLAGS.out)}"))
 
 

@@ -16,6 +16,7 @@ Without --servers, local ones are started and supervised as config.fleet says.
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,10 +24,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 from absl import flags
 
+from launch import accelerators
 from launch.local import LocalServers, StartError, serve_command
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax import command_flags, entry, signals, summary
+from scalerl_jax import command_flags, entry, platforms, signals, summary
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
@@ -91,12 +93,28 @@ def make_pacing(config: Config, *, start: int) -> pacing_lib.Pacing:
     return pacing_lib.Pipeline(**common, store_batches=config.pacing.store_batches)
 
 
-def start_servers(config: Config, workdir: str, *, maximum_tokens: int, stopping: threading.Event) -> LocalServers:
+def start_servers(
+    config: Config,
+    workdir: str,
+    *,
+    maximum_tokens: int,
+    stopping: threading.Event,
+    sharing: accelerators.Sharing | None,
+) -> LocalServers:
     """Local generators, supervised; returns when they serve. Raises entry.UserError where one cannot start."""
+    fleet = config.fleet
+    gpu_memory, environments = (sharing.vllm_memory, sharing.servers) if sharing is not None else (None, [])
     try:
-        command = serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens)
-        fleet = config.fleet
-        return LocalServers(command, count=fleet.servers, workdir=workdir, threads=fleet.threads, stopping=stopping)
+        command = serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens, gpu_memory=gpu_memory)
+        return LocalServers(
+            command,
+            count=fleet.servers,
+            workdir=workdir,
+            threads=fleet.threads,
+            start_seconds=fleet.start_seconds,
+            stopping=stopping,
+            environments=environments,
+        )
     except StartError as error:
         raise entry.UserError(str(error)) from error
 
@@ -154,6 +172,15 @@ def main(config: Config) -> None:
                 f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
             )
 
+        # How the processes of this machine share its GPUs is settled before JAX first looks for them.
+        sharing = None
+        if not given:
+            sharing = accelerators.share_out(
+                servers=config.fleet.servers, share=config.fleet.gpu_share, engine=config.fleet.engine
+            )
+        if sharing is not None:
+            os.environ.update(sharing.trainer)
+
         # Everything from here on is compute of the run.
         with entry.user_mistakes():
             ledger = Ledger(
@@ -176,7 +203,12 @@ def main(config: Config) -> None:
         if not given:
             stopping = threading.Event()
             local = starter.submit(
-                start_servers, config, folder.workdir, maximum_tokens=maximum_tokens, stopping=stopping
+                start_servers,
+                config,
+                folder.workdir,
+                maximum_tokens=maximum_tokens,
+                stopping=stopping,
+                sharing=sharing,
             )
             stop = functools.partial(stop_servers, local, stopping)
             stack.callback(stop)
@@ -262,6 +294,8 @@ def main(config: Config) -> None:
             report=report,
             forecast=forecast,
         )
+        if sharing is not None:
+            line.say(sharing.sentence)
         if found:
             line.say(f"going on from step {start} of {config.updates}")
 
@@ -296,6 +330,7 @@ def main(config: Config) -> None:
 
 def run() -> None:
     command_flags.train()
+    platforms.cpu_too()  # for the fits
     entry.run_with_config(main)
 
 

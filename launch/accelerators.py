@@ -1,0 +1,117 @@
+"""Which GPUs, and how much of their memory, each process of a run on one machine gets.
+
+Left alone, JAX takes three quarters of every GPU that it sees as soon as it computes, so the second process of a run
+finds none. With n GPUs and s local servers:
+
+    n > s    each of the last s GPUs is one server's; the trainer has all others
+    else     server i is on GPU i mod n, and those on one GPU take `share` of its memory between them; the trainer is on
+             all GPUs, and takes of each what they leave, less SPARE
+
+A user's own word on JAX's memory (XLA_PYTHON_CLIENT_MEM_FRACTION and its like) is kept: then nothing is set here.
+
+Left out on purpose: TPUs, which one process has to itself, and several hosts; both use --servers.
+"""
+
+import dataclasses
+import glob
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+# Of a shared GPU's memory that nobody takes: every process has a CUDA context and the libraries' work space besides.
+SPARE = 0.1
+_OWN_CHOICE = (
+    "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)  # fmt: skip
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """What is added to each process's environment."""
+
+    trainer: dict[str, str]
+    servers: list[dict[str, str]]  # one for each local server
+    vllm_memory: float  # the share of its GPU that each server may take, for vLLM, which asks for it by a flag
+    sentence: str  # for the user; empty: there is nothing to say
+
+
+def share_out(
+    *, servers: int, share: float, engine: str = "jax", environment: Mapping[str, str] | None = None
+) -> Sharing | None:
+    """How trainer and local servers share this machine's GPUs; None: there are none, or the user has chosen.
+
+    Args:
+        servers: how many local ones.
+        share: of a GPU's memory, for the local servers on it together where the trainer is on it too.
+        engine: of the servers.
+        environment: default: this process's own.
+    """
+    environment = os.environ if environment is None else environment
+    if engine == "replay" or any(environment.get(name) for name in _OWN_CHOICE):
+        return None
+    gpus = visible_gpus(environment) if jax_uses_gpus(environment) else []
+    if not gpus or not servers:
+        return None
+    if len(gpus) > servers:
+        theirs = gpus[-servers:]
+        return Sharing(
+            trainer={"CUDA_VISIBLE_DEVICES": ",".join(gpus[:-servers])},
+            servers=[{"CUDA_VISIBLE_DEVICES": gpu} for gpu in theirs],
+            vllm_memory=0.9,
+            sentence=f"{len(gpus)} GPUs: {_count(servers, 'server')} on {_gpus(theirs)}, the trainer on "
+            f"{_gpus(gpus[:-servers])}",
+        )
+    most = -(-servers // len(gpus))  # servers on one GPU
+    trainer, server = 1 - SPARE - share, share / most
+    each = "each " if servers > 1 else "the "
+    return Sharing(
+        trainer=_memory(trainer),
+        servers=[{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)], **_memory(server)} for i in range(servers)],
+        vllm_memory=server,
+        sentence=f"{_count(len(gpus), 'GPU')} for the trainer and {_count(servers, 'local server')}: of its memory the "
+        f"trainer takes {trainer:.0%}, {each}server {server:.0%} (config.fleet.gpu_share)",
+    )
+
+
+def jax_uses_gpus(environment: Mapping[str, str]) -> bool:
+    """Whether JAX, started in this environment, looks for NVIDIA GPUs. Imports nothing of it."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return False
+    return any(_is_there(plugin) for plugin in _PLUGINS)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them, in CUDA's order. The driver is not started."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first that is none
+    count = len(glob.glob("/dev/nvidia[0-9]*"))
+    if not count and (program := shutil.which("nvidia-smi")):  # as in WSL
+        answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False, timeout=60)
+        count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    return [str(i) for i in range(count)]
+
+
+def _memory(share: float) -> dict[str, str]:
+    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}" if number > 1 else f"one {what}"
+
+
+def _gpus(names: list[str]) -> str:
+    return ("GPU " if len(names) == 1 else "GPUs ") + ", ".join(names)
