@@ -96,7 +96,7 @@ class ObjectiveConfig:
     normalisation: str = "batch"  # batch | prompt | none
     truncated: str = "excluded"  # excluded | fail
     filter_zero_variance: bool = True  # prompts whose completions are all right or all wrong are left out
-    truncated_is: float = 0.0  # cap of a separate importance weight; 0: off
+    truncated_is: float = 0.0  # clip, gspo: cap on the ratio itself, whatever the advantage's sign; 0: off
     icepop_low: float = 0.0  # tokens with a ratio outside [low, high] are masked; 0 and 0: off
     icepop_high: float = 0.0  # see icepop_low
     total_variation: float = 0.0  # tokens whose sampled probability moved further than this are masked; 0: off
@@ -391,6 +391,11 @@ def check(config: Config) -> None:
         )
     if config.objective.surrogate == "gspo" and config.objective.aggregation != "sample":
         raise ConfigError("config.objective.surrogate=gspo: goes with config.objective.aggregation=sample only")
+    if config.objective.surrogate == "cispo" and config.objective.truncated_is > 0:
+        raise ConfigError(
+            f"config.objective.truncated_is={config.objective.truncated_is:g}: config.objective.surrogate=cispo has a "
+            f"cap on the ratio already, config.objective.cap={config.objective.cap:g}: lower that"
+        )
     # The other way round is allowed: the policy is the rounded one, computed in float32.
     if config.model.compute_dtype == "bfloat16" and config.model.wire_dtype == "float32":
         raise ConfigError(

@@ -121,6 +121,11 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
         ("objective.surrogate=gspo", "config.objective.surrogate=gspo: goes with config.objective.aggregation=sample"),
         ("model.wire_dtype=float32", "config.model.wire_dtype=float32: the trainer computes in bfloat16, so it would"),
         ("objective.truncated_is=-2", "config.objective.truncated_is=-2.0: must not be below 0"),
+        (
+            "objective.truncated_is=2",
+            "config.objective.truncated_is=2: config.objective.surrogate=cispo has a cap on the ratio already, "
+            "config.objective.cap=5: lower that",
+        ),
         ("objective.icepop_low=0.5", "config.objective.icepop_low=0.5: must not be above config.objective.icepop_high"),
     ],
 )

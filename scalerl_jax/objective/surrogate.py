@@ -6,8 +6,15 @@
     gspo    - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)                s = exp(mean log rho of a completion)
     cross_entropy   - sum w_t logp_train_t                                      supervised warm start
 
-Masks, off by default: truncated importance sampling (a separate capped weight), the IcePop band on rho, and DPPO's
-binary total variation |p_train - p_gen| of the sampled token, where the advantage pushes further out.
+Every token's gradient is that of its own log-prob: where s is differentiated it is sg(s) pi_t / sg(pi_t) (GSPO-token),
+which is the same for the equal weights and advantages of a completion, and leaves a masked token none.
+
+Truncated importance sampling, off by default: min(rho, truncated_is) or min(s, truncated_is) takes the place of rho or
+s, in value and gradient. The ratio is against the generator's own log-probs, so it is in the loss already, and what
+truncates is a cap on it, never a second factor. cispo has that cap: `cap`.
+Masks, off by default: the IcePop band on rho, and DPPO's binary total variation |p_train - p_gen| of the sampled token,
+where the advantage pushes further out. A masked token has no part in the loss and none in the gradient; the weights of
+the others stay as they are.
 Sources: arXiv 2510.13786 eq. 2-4; GSPO arXiv 2507.18071; DPPO arXiv 2602.04879.
 """
 
@@ -53,34 +60,43 @@ def policy_loss(
 
     Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
     combined by maximum and the others by addition).
-    Raises ValueError on a surrogate of another kind.
+    Raises ValueError on a surrogate of another kind, and on truncated_is where no ratio is differentiated.
     """
+    if surrogate.truncated_is > 0 and surrogate.kind not in ("clip", "gspo"):
+        raise ValueError(f"truncated_is does not go with {surrogate.kind}")
     loss_token = weights > 0
     logp_train, logp_gen, advantages = (jnp.where(loss_token, x, 0.0) for x in (logp_train, logp_gen, advantages))
     difference = logp_train - logp_gen
     log_ratio = jnp.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
-    ratio = jnp.exp(log_ratio)
-    fixed = jax.lax.stop_gradient(ratio)
+    fixed = jax.lax.stop_gradient(jnp.exp(log_ratio))
     low, high = 1 - surrogate.clip_low, 1 + surrogate.clip_high
     keep = loss_token
+
+    def truncated(ratio: jax.Array) -> jax.Array:
+        return jnp.minimum(ratio, surrogate.truncated_is) if surrogate.truncated_is > 0 else ratio
+
+    # 1; its derivative is that of the log-prob. A broken log-prob has none, unless its ratio is capped.
+    differentiated = logp_train if surrogate.truncated_is > 0 else log_ratio
+    own = jnp.exp(differentiated - jax.lax.stop_gradient(differentiated))
     if surrogate.kind == "cispo":
         objective = jnp.minimum(fixed, surrogate.cap) * advantages * logp_train
         clipped = fixed > surrogate.cap
     elif surrogate.kind == "clip":
+        capped = truncated(fixed)
+        ratio = capped * own
         objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
-        clipped = ((fixed < low) & (advantages < 0)) | ((fixed > high) & (advantages > 0))
+        clipped = ((capped < low) & (advantages < 0)) | ((capped > high) & (advantages > 0))
     elif surrogate.kind == "gspo":
-        sequence = _sequence_ratio(log_ratio, loss_token, segment_ids)
-        objective = jnp.minimum(sequence * advantages, jnp.clip(sequence, low, high) * advantages)
-        clipped = ((sequence < low) & (advantages < 0)) | ((sequence > high) & (advantages > 0))
+        capped = truncated(_sequence_ratio(jax.lax.stop_gradient(log_ratio), loss_token, segment_ids))
+        ratio = capped * own
+        objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
+        clipped = ((capped < low) & (advantages < 0)) | ((capped > high) & (advantages > 0))
     elif surrogate.kind == "cross_entropy":
         objective = logp_train
         clipped = jnp.zeros_like(loss_token)
     else:
         raise ValueError(f"surrogate {surrogate.kind!r} is not cispo, clip, gspo or cross_entropy")
 
-    if surrogate.truncated_is > 0:
-        objective = objective * jnp.minimum(fixed, surrogate.truncated_is)
     if surrogate.icepop_high > 0:
         keep = keep & (fixed >= surrogate.icepop_low) & (fixed <= surrogate.icepop_high)
     if surrogate.total_variation > 0:

@@ -2,7 +2,7 @@
 
 Nothing is shared with the package. A batch here is a list of prompts, a prompt a list of completions, a completion
 the lists of its tokens' log-probs.
-Sources: ScaleRL (arXiv 2510.13786) section 2, equations 2-4, 7, 8 and J_ScaleRL; GSPO (arXiv 2507.18071) equation 5;
+Sources: ScaleRL (arXiv 2510.13786) section 2, equations 2-4, 7, 8 and J_ScaleRL; GSPO (arXiv 2507.18071);
 truncated importance sampling and IcePop as their authors give them; DPPO (arXiv 2602.04879), its binary variant.
 """
 
@@ -62,7 +62,6 @@ class Term:
 
     value: float
     own: float  # its derivative by the token's own log-prob
-    shared: float  # by the mean log-prob of its completion (gspo)
     clipped: bool
     masked: bool
 
@@ -75,26 +74,25 @@ def terms(train: list[float], gen: list[float], advantage: list[float], options)
 
 def _term(train: float, gen: float, a: float, sequence: float, options) -> Term:
     rho = math.exp(train - gen)
+    # Truncated importance sampling: E_gen[min(pi / pi_gen, C) A grad log pi], so C bounds the one ratio there is.
+    most = options.truncated_is or math.inf
     low, high = 1 - options.clip_low, 1 + options.clip_high
-    own = shared = 0.0
+    own = 0.0
     if options.kind == "cispo":
         own = min(rho, options.cap) * a  # under stop-gradient: only log pi is differentiated
         value, clipped = own * train, rho > options.cap
     elif options.kind in ("clip", "gspo"):
-        ratio = rho if options.kind == "clip" else sequence
+        ratio = min(rho if options.kind == "clip" else sequence, most)
         value = min(ratio * a, min(max(ratio, low), high) * a)
         clipped = (a > 0 and ratio > high) or (a < 0 and ratio < low)
-        derivative = 0.0 if clipped else ratio * a  # d ratio / d log pi = ratio
-        own, shared = (derivative, 0.0) if options.kind == "clip" else (0.0, derivative)
+        # d ratio / d log pi = ratio, also of a capped one, and of GSPO-token's sg(s) pi / sg(pi).
+        own = 0.0 if clipped else ratio * a
     else:
         value, own, clipped = train, 1.0, False
-    if options.truncated_is > 0:
-        weight = min(rho, options.truncated_is)
-        value, own, shared = value * weight, own * weight, shared * weight
     masked = options.icepop_high > 0 and not options.icepop_low <= rho <= options.icepop_high
     if options.total_variation > 0 and abs(math.exp(train) - math.exp(gen)) > options.total_variation:
         masked = masked or (a > 0 and rho > 1) or (a < 0 and rho < 1)
-    return Term(0.0, 0.0, 0.0, clipped, True) if masked else Term(value, own, shared, clipped, False)
+    return Term(0.0, 0.0, clipped, True) if masked else Term(value, own, clipped, False)
 
 
 # ---- The loss ------------------------------------------------------------------------------------------------------
@@ -114,8 +112,6 @@ def rows_loss(rows: dict[str, np.ndarray], options) -> tuple[float, np.ndarray, 
                 w = weights[r, t]
                 loss -= w * term.value
                 gradient[r, t] -= w * term.own
-                for other in at:
-                    gradient[r, other] -= w * term.shared / len(at)
                 difference = train[r, t] - gen[r, t]
                 rho = math.exp(difference)
                 sums["tokens"] += 1
@@ -156,6 +152,4 @@ def batch_loss(
             for t, term in zip(at, terms(train, gen, [ahat[p][i]] * len(at), options), strict=True):
                 loss -= term.value / share
                 gradient[p][i][t] -= term.own / share
-                for other in at:
-                    gradient[p][i][other] -= term.shared / len(at) / share
     return loss, gradient

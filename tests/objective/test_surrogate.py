@@ -18,15 +18,17 @@ SURROGATES = {
     "clip, DAPO": Surrogate(kind="clip", clip_low=0.2, clip_high=0.26),
     "gspo": Surrogate(kind="gspo", clip_low=0.1, clip_high=0.15),
     "cross entropy": Surrogate(kind="cross_entropy"),
-    "cispo, truncated": Surrogate(truncated_is=1.2),
-    "clip, truncated": Surrogate(kind="clip", truncated_is=1.2),
-    "gspo, truncated": Surrogate(kind="gspo", truncated_is=1.2),
+    "clip, truncated": Surrogate(kind="clip", truncated_is=1.4),
+    "clip, truncated below its clip": Surrogate(kind="clip", truncated_is=1.1),
+    "gspo, truncated": Surrogate(kind="gspo", truncated_is=1.1),
     "cispo, IcePop": Surrogate(icepop_low=0.8, icepop_high=1.4),
     "clip, IcePop": Surrogate(kind="clip", icepop_low=0.0, icepop_high=1.3),
     "gspo, IcePop": Surrogate(kind="gspo", icepop_low=0.8, icepop_high=1.4),
     "cispo, total variation": Surrogate(total_variation=0.03),
     "clip, total variation": Surrogate(kind="clip", total_variation=0.03),
-    "all masks": Surrogate(truncated_is=1.5, icepop_low=0.6, icepop_high=1.8, total_variation=0.05),
+    "gspo, total variation": Surrogate(kind="gspo", total_variation=0.03),
+    "all masks": Surrogate(icepop_low=0.6, icepop_high=1.8, total_variation=0.05),
+    "clip, everything": Surrogate(kind="clip", truncated_is=1.5, icepop_low=0.6, icepop_high=1.8, total_variation=0.05),
 }
 seeds = st.integers(0, 2**32 - 1)
 every = pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
@@ -184,14 +186,51 @@ def test_gspo_knows_as_many_segments_as_a_row_can_hold():
     np.testing.assert_allclose(gradient, -ratio, rtol=1e-5)
 
 
-def test_truncated_importance_sampling_is_a_weight_and_not_part_of_the_gradient():
-    ratio = np.array([0.5, 1.0, 1.4, 3.0])
-    options = {"train": -1.0, "gen": -1.0 - np.log(ratio), "advantage": 1.5}
-    wide = {"clip_low": 1.0, "clip_high": 9.0}
-    for surrogate in (Surrogate(), Surrogate(kind="clip", **wide)):
-        truncated = Surrogate(kind=surrogate.kind, **wide, truncated_is=1.2)
-        plain = tokens(**options, surrogate=surrogate)[1]
-        np.testing.assert_allclose(tokens(**options, surrogate=truncated)[1], plain * np.minimum(ratio, 1.2), rtol=1e-5)
+@pytest.mark.parametrize("kind", ["clip", "gspo"])
+def test_truncated_importance_sampling_caps_the_one_ratio_there_is(kind):
+    """The coefficient of grad log pi is min(rho, C) A: at rho = 1.5 it is 1.5, or the cap, and never 2.25."""
+    ratio = np.array([0.5, 1.0, 1.4, 1.5, 3.0])
+    wide = {"kind": kind, "clip_low": 1.0, "clip_high": 9.0}
+    for advantage in (1.5, -1.5):
+        options = {"train": -1.0, "gen": -1.0 - np.log(ratio), "advantage": advantage, "segment": np.arange(1, 6)}
+        for cap in (1.2, 2.0):
+            value, gradient = tokens(**options, surrogate=Surrogate(**wide, truncated_is=cap))
+            np.testing.assert_allclose(gradient, -np.minimum(ratio, cap) * advantage, rtol=1e-5)
+            assert value == pytest.approx(-(np.minimum(ratio, cap) * advantage).sum(), rel=1e-5)
+    # What the clip leaves unbounded, a large ratio of a bad token, is bounded.
+    grpo = {"kind": kind, "clip_low": 0.2, "clip_high": 0.2, "truncated_is": 2.0}
+    assert tokens(train=-1.0, gen=-1.0 - np.log(50), advantage=-1.0, surrogate=Surrogate(**grpo))[1] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("kind", ["cispo", "cross_entropy"])
+def test_truncated_importance_sampling_is_refused_where_it_has_no_place(kind):
+    with pytest.raises(ValueError, match=f"truncated_is does not go with {kind}"):
+        tokens(train=-1.0, gen=-1.0, advantage=1.0, surrogate=Surrogate(kind=kind, truncated_is=1.2))
+
+
+@pytest.mark.parametrize("kind", ["cispo", "clip", "gspo"])
+def test_a_masked_token_has_no_gradient_and_leaves_that_of_the_others(kind):
+    """Also in gspo, where all tokens of a completion share a ratio."""
+    ratio = np.array([0.95, 3.0, 1.02, 1.0])
+    options = {"train": -1.0, "gen": -1.0 - np.log(ratio), "advantage": 1.0, "weight": 0.25}
+    wide = {"kind": kind, "clip_low": 1.0, "clip_high": 9.0}
+    _, whole = tokens(**options, surrogate=Surrogate(**wide))
+    _, masked = tokens(**options, surrogate=Surrogate(**wide, icepop_low=0.5, icepop_high=2.0))
+    np.testing.assert_allclose(masked, np.where(ratio > 2, 0, whole), rtol=1e-6)
+    assert whole.all()
+
+
+def test_the_gradient_of_gspo_is_that_of_its_sequence_ratio():
+    """Equal weights and advantages, as a completion has them: by differences of the loss as the paper writes it."""
+    train, gen = np.array([-1.0, -2.0, -0.5]), np.array([-1.1, -1.9, -0.6])
+
+    def loss(train):
+        return -np.exp(np.mean(train - gen)) * 2.0 * 3 * 0.25
+
+    _, gradient = tokens(train=train, gen=gen, advantage=2.0, weight=0.25, surrogate=Surrogate(kind="gspo"))
+    step = 1e-6 * np.eye(3)
+    differences = [(loss(train + up) - loss(train - up)) / 2e-6 for up in step]
+    np.testing.assert_allclose(gradient, differences, rtol=1e-5)
 
 
 def test_icepop_drops_what_is_outside_its_band_on_either_side():
@@ -221,9 +260,8 @@ def test_a_broken_log_prob_stays_finite(surrogate):
         loss, gradient = tokens(train=-1.0, gen=gen, advantage=1.0, surrogate=surrogate)
         assert np.isfinite(loss) and np.isfinite(gradient).all()
     if surrogate.kind == "cispo" and not surrogate.icepop_high and not surrogate.total_variation:
-        weight = min(surrogate.truncated_is or 1.0, 5.0)
         _, gradient = tokens(train=-1.0, gen=-500.0, advantage=1.0, surrogate=surrogate)
-        np.testing.assert_allclose(gradient, -surrogate.cap * weight)
+        np.testing.assert_allclose(gradient, -surrogate.cap)
 
 
 def test_an_unknown_surrogate_is_named():
