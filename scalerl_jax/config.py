@@ -153,7 +153,7 @@ class FleetConfig:
     status_seconds: float = 5.0  # deadline of a status call
     silence_seconds: float = 15.0  # no status for this long: the server is given up until it answers again
     stall_seconds: float = 120.0  # it answers, and samples no token for this long: given up too
-    completion_seconds: float = 600.0  # deadline of one request for a group
+    slowest_tokens_per_second: float = 1.0  # of a completion with a slot: one that is slower counts as lost
     push_seconds: float = 600.0  # deadline of one version's transfer
     chunk_bytes: int = 2**20  # of one message of weights
     sparse_share: float = 1 / 16  # of a tensor's shard: where more of it changed, it goes out whole; 0: all always do
@@ -237,7 +237,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         learner.replica learner.tensor learner.row_length learner.rows learner.logprob_chunk pacing.k
         fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds
         fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds fleet.start_seconds
-        fleet.completion_seconds fleet.push_seconds fleet.chunk_bytes probe.completions
+        fleet.slowest_tokens_per_second fleet.push_seconds fleet.chunk_bytes probe.completions
         evaluation.every evaluation.prompts evaluation.samples checkpoint.every checkpoint.keep
         """,
     ),
@@ -257,6 +257,10 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("be from 0 to below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
     ("be between 0 and 1", lambda value: 0 <= value <= 1, "sft.slip_rate fleet.sparse_share"),
 )
+
+
+# Fields that are no longer there, and what to set instead.
+_REPLACED = {"config.fleet.completion_seconds": "config.fleet.stall_seconds, which bounds the time without progress"}
 
 
 def load_file(path: str) -> Config:
@@ -299,6 +303,8 @@ def override(config: Config, path: str, text: str) -> None:
 
 
 def _no_field(where: str, name: str, names: Sequence[str]) -> str:
+    if f"{where}.{name}" in _REPLACED:
+        return f"{where}.{name} was replaced by {_REPLACED[f'{where}.{name}']}"
     return f"{where} has no field {name!r} (it has: {', '.join(names) or 'none'})"
 
 
@@ -440,6 +446,8 @@ def _from_dict(kind: type, values: typing.Any, where: str) -> typing.Any:
     names = [field.name for field in dataclasses.fields(kind)]
     made = {}
     for name, value in values.items():
+        if f"{where}.{name}" in _REPLACED:
+            continue  # a run that was begun before goes on
         if name not in names:
             raise ConfigError(_no_field(where, name, names))
         inner = type(getattr(default, name))

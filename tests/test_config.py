@@ -42,6 +42,10 @@ def refusal(call: typing.Callable[[], object]) -> str:
         ("--config.updates.cap=4", "--config.updates.cap: config.updates has no field 'cap' (it has: none)"),
         ("--config.objective=4", "--config.objective: is a group of fields, not a value"),
         ("--config.=4", "--config.: config has no field '' (it has: "),
+        (
+            "--config.fleet.completion_seconds=9",
+            "--config.fleet.completion_seconds: config.fleet.completion_seconds was replaced by config.fleet.stall_",
+        ),
     ],
 )
 def test_an_unknown_field_in_a_flag_is_named(tmp_path, flag, message):
@@ -52,6 +56,7 @@ def test_an_unknown_field_in_a_flag_is_named(tmp_path, flag, message):
     ("line", "message"),
     [
         ("config.objective.capp = 4.0", "config.objective has no field 'capp' (it has: surrogate, cap, "),
+        ("config.fleet.completion_seconds = 9.0", "config.fleet.completion_seconds was replaced by config.fleet.stall"),
         ("config.objectives = 4.0", "config has no field 'objectives' (it has: seed, updates, "),
         ("config.objective = OptimizerConfig()", "config.objective=OptimizerConfig("),
         ("config.objective = 4.0", "config.objective=4.0: is not of type ObjectiveConfig"),
@@ -234,6 +239,7 @@ def test_config_json_round_trips():
     assert {type(value) for value in leaves(again).values()} == {int, float, str, bool}
     assert to_json(again) == to_json(config)
     assert json.loads(to_json(config))["objective"]["cap"] == 6.0
+    assert from_json('{"fleet": {"completion_seconds": 600.0}}') == Config()  # one that an older run had
     assert from_json("{}") == Config()  # a field that an older run did not have has its default
 
 

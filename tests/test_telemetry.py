@@ -160,6 +160,7 @@ def test_the_first_difference_is_in_the_order_of_the_config():
     old = json.loads(json.dumps({"seed": 0, "objective": {"cap": 4.0}, "optimizer": {"warmup": 1}}))
     assert first_difference(old, Config()) == "config.objective.cap is 4.0 there and 5.0 now"
     assert first_difference({"seed": 0}, Config()) is None  # fields made since then count as their defaults
+    assert first_difference({"fleet": {"completion_seconds": 600.0}}, Config()) is None  # one that is gone and was free
     assert first_difference({"gone": 1}, Config()) == "config.gone is 1 there and is not a field any more"
 
 

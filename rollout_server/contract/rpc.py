@@ -1,10 +1,11 @@
 """Both ends of the service, with chunks of weights read and written as chunks.py does it; all else as generated."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from rollout_server.contract import chunks, rollout_pb2_grpc
 from rollout_server.contract import rollout_pb2 as pb
@@ -14,15 +15,43 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Rollout"].full_name
 
 
 class Stub(rollout_pb2_grpc.RolloutStub):
-    """The client's end, on a channel of grpc.aio."""
+    """The client's end, on a channel of grpc.aio. A reply that cannot be decoded comes as None."""
 
     def __init__(self, channel: Any):
         super().__init__(channel)
-        self.PushWeights = channel.stream_stream(
-            f"/{SERVICE}/PushWeights",
-            request_serializer=chunks.to_bytes,
-            response_deserializer=pb.WeightReply.FromString,
+        path = f"/{SERVICE}/"
+        self.Status = channel.unary_unary(
+            path + "Status",
+            request_serializer=pb.StatusRequest.SerializeToString,
+            response_deserializer=_decoder(pb.StatusReply),
         )
+        self.Generate = channel.unary_stream(
+            path + "Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=_decoder(pb.Completion),
+        )
+        self.Score = channel.unary_unary(
+            path + "Score",
+            request_serializer=pb.ScoreRequest.SerializeToString,
+            response_deserializer=_decoder(pb.ScoreReply),
+        )
+        self.PushWeights = channel.stream_stream(
+            path + "PushWeights",
+            request_serializer=chunks.to_bytes,
+            response_deserializer=_decoder(pb.WeightReply),
+        )
+
+
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    """gRPC makes None of what a decoder cannot read, too, but logs a traceback for each."""
+
+    def decode(data: bytes) -> Any:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return None
+
+    return decode
 
 
 class _Generated:

@@ -23,7 +23,7 @@ from scalerl_jax.config import FleetConfig
 from scalerl_jax.rollouts import plausible
 from scalerl_jax.rollouts.calls import Calls
 from scalerl_jax.rollouts.hub import Hub
-from scalerl_jax.rollouts.offences import Record, Records
+from scalerl_jax.rollouts.offences import Consequence, Record, Records, Telling
 from scalerl_jax.rollouts.plausible import StatusCheck
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher
@@ -74,6 +74,7 @@ class Connection:
         self._hurry = asyncio.Event()  # do not wait for the next heartbeat
         self._statuses = StatusCheck()
         self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
+        self._telling = Telling()
         self._records = Records() if records is None else records
         self.record = Record()  # of the process that answered last
         parts: dict[str, Any] = {"stub": self._stub, "config": config, "requests": requests, "hub": hub}
@@ -104,7 +105,7 @@ class Connection:
     @property
     def free_at(self) -> float:
         """It is asked for nothing new before."""
-        return max(self.calls.free_at, self.record.until)
+        return self.record.until
 
     def completions_per_second(self, now: float) -> float:
         """Its measured speed: over the last SPEED_SECONDS, or since it was given up last."""
@@ -124,7 +125,10 @@ class Connection:
                 except grpc.aio.AioRpcError as error:
                     self._unheard(error)
                 else:
-                    self._heard(status, began, asked_at)
+                    if status is None:
+                        self._not_a_status()
+                    else:
+                        self._heard(status, began, asked_at)
                 pause = self._config.heartbeat_seconds
                 if self.state == CONNECTING:
                     pause = min(pause, 0.25)
@@ -132,6 +136,10 @@ class Connection:
         finally:
             self._end_calls()
             await self._channel.close()
+
+    def _not_a_status(self) -> None:
+        if not self.offend("sends a status that cannot be decoded") and self.state in (*ANSWERING, LEAVING):
+            self.lose("its status cannot be decoded")
 
     def _heard(self, status: pb.StatusReply, began: float, asked_at: float) -> None:
         now = time.monotonic()
@@ -145,8 +153,11 @@ class Connection:
             self.lose("it was started anew")
         self.record = self._records.of(self.address, status.server_id, now=now)
         self.heard_at, self.mistrusted = now, 0
-        if self.state == REJECTED and not another_process:
-            return  # nor is its time booked any more
+        if self.record.banished:  # a process that was sent away may come back between others; its time is not booked
+            if self.state != REJECTED:
+                self.lose("")
+                self.enter(REJECTED, "it was sent away before")
+            return
         self._hub.observe(status, self._evaluates and not another_process, found.anew)
         self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.book)
         self.status = status
@@ -163,9 +174,14 @@ class Connection:
         if tokens != self._sampled[0] or not self.in_flight:
             self._sampled = (tokens, now)
         elif now - self._sampled[1] >= self._config.stall_seconds:
-            self.lose(f"it answers, but has sampled nothing for {now - self._sampled[1]:.0f} s")
+            seconds = now - self._sampled[1]
+            if not self.offend("answers, but samples nothing", f"{seconds:.0f} s"):
+                self.lose(f"it answers, but has sampled nothing for {seconds:.0f} s")
             return
+        self.calls.look(now)
         if self.state == ACTIVE and self.step is None:
+            if self.offend("no longer holds the weights that it took"):
+                return
             self.lose("it no longer holds this run's weights")
         try:
             self._hub.check(self.address, status)  # each time: it costs nothing
@@ -173,7 +189,9 @@ class Connection:
             self.reject(str(error))
             return
         if self.state in (CONNECTING, REJECTED, TAKEN):
-            self.patience = PATIENCE_SECONDS
+            if now < self.record.until:
+                return
+            self.patience = PATIENCE_SECONDS if self.record.meet() else 0.0
             self.enter(UPDATING, "")
             self._upkeep.begin()
 
@@ -186,6 +204,7 @@ class Connection:
             return
         # The first of a process: nothing is known of it but this.
         self.lose("")
+        self.record = self._records.of(self.address, status.server_id, now=time.monotonic())
         self.status = pb.StatusReply(server_id=status.server_id[: plausible.MAXIMUM_NAME])
         self.reject(f"server {self.address}: its status says what cannot be: {lie}")
 
@@ -227,6 +246,7 @@ class Connection:
     # ---- states
 
     def enter(self, state: str, reason: str) -> None:
+        reason = told(reason)
         self.state, self.reason, self.state_since = state, reason, time.monotonic()
         said = f" ({reason})" if reason else ""
         # Of a rejection the fleet knows whether it ends the run, which says it by itself.
@@ -246,25 +266,39 @@ class Connection:
 
     def reject(self, reason: str) -> None:
         """Turns this process away for good."""
+        self.record.banished = True
         self.lose("")
         self.enter(REJECTED, reason)
         self._hub.rejected(self)
 
-    def offend(self, kind: str, detail: str = "", *, times: int = 1) -> None:
-        """It has done wrong, `times` times: counted, logged now and then, and in the end this process is sent away.
+    def offend(self, kind: str, detail: str = "", *, times: int = 1) -> bool:
+        """It has done wrong, `times` times: counted, logged now and then. True: by this it is sent away for good.
 
         kind: a few words of ours that name what it does. detail: of this time; may hold its own words.
         """
         now = time.monotonic()
-        consequence = self.record.offend(kind, now=now, times=times)
-        said = f"{kind}{f' ({told(detail)})' if detail else ''}"
+        return self._act(kind, detail, self.record.offend(kind, now=now, times=times), now)
+
+    def refuse(self, kind: str, detail: str = "", *, tell: bool = False) -> None:
+        """It did not take what it was sent: it is left alone for a moment. An offence where it never does.
+
+        tell: this is worth a line by itself.
+        """
+        now = time.monotonic()
+        consequence = self.record.refuse(kind, now=now)
+        if tell and not consequence.tell and (times := self._telling.happened(kind, now=now)):
+            _log.warning("server %s: %s (%s)%s", self.address, kind, told(detail), f", {times} times" * (times > 1))
+        self._act(kind, detail, consequence, now)
+
+    def _act(self, kind: str, detail: str, consequence: Consequence, now: float) -> bool:
+        said, wait = f"{kind}{f' ({told(detail)})' if detail else ''}", max(0.0, consequence.until - now)
         if consequence.banished:
             self.reject(f"server {self.address}: {said}, {self.record.counts[kind]} times")
-            return
-        asyncio.get_running_loop().call_later(consequence.until - now, self._hub.changed)
+            return True
+        asyncio.get_running_loop().call_later(wait, self._hub.changed)
         if consequence.tell:
-            wait = max(0.0, consequence.until - now)
             _log.warning("server %s: %s, %d times; not asked for %.0f s", self.address, said, consequence.tell, wait)
+        return False
 
     def leave(self) -> None:
         """It is no longer listed."""

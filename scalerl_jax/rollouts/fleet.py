@@ -144,9 +144,10 @@ class Fleet:
         self._newest: tuple[int, Source] | None = None
         self._evaluations = Evaluations()
         self._pump_due = False
-        self._typical_seconds = 0.0  # running mean of a completion's queued and sampling seconds
+        self._typical_seconds = 0.0  # running mean, from when a completion was asked for to its arrival
         self._waits: report.Waits | None = None
         self._ever_admitted = False
+        self._patient_until = 0.0  # from start() on
 
     # ---- the trainer's side: start and end
 
@@ -165,6 +166,7 @@ class Fleet:
             first=first_group,
             trained=trained,
         )
+        self._patient_until = time.monotonic() + self._config.fleet.connect_seconds
         self._thread.start(self._begin)
         try:
             self._wait_for_the_first()
@@ -368,6 +370,7 @@ class Fleet:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
+            self._look_at_the_start()
             self._changed()
 
     def _target(self, connection: Connection) -> int | None:
@@ -411,18 +414,28 @@ class Fleet:
         return bool(expected)
 
     def _rejected(self, connection: Connection) -> None:
+        """A run ends where none is left. Before the first was admitted it is the user's mistake, most likely."""
         self._something.set()
-        if not self._ever_admitted:
+        if any(c.state != states.REJECTED for c in self._members.connections):
+            _log.warning("turned away: %s", connection.reason)
+        elif not self._ever_admitted:
             self._fail(ProbeError(connection.reason))
-        elif self._members.fixed and all(c.state == states.REJECTED for c in self._members.connections):
+        elif self._members.fixed:
             self._fail(FleetError(f"every rollout server was turned away; the last one: {connection.reason}"))
         else:
-            _log.warning("turned away: %s", connection.reason)
+            _log.warning("turned away: %s; no other one is left", connection.reason)
 
-    def _arrived(self, book: Book, lease: Lease, completion: codec.Completion) -> None:
+    def _look_at_the_start(self) -> None:
+        """Nobody was admitted, somebody was turned away, and the others do not answer: nothing will come of it."""
+        if self._ever_admitted or self._members.in_state(*states.ANSWERING) or time.monotonic() < self._patient_until:
+            return
+        for connection in self._members.in_state(states.REJECTED):
+            others = ", ".join(c.address for c in self._members.connections if c.state != states.REJECTED)
+            self._fail(ProbeError(f"{connection.reason}; and nobody answers at {others}"))
+
+    def _arrived(self, book: Book, lease: Lease, completion: codec.Completion, seconds: float) -> None:
         if not book.arrived(lease, completion):
             return
-        seconds = completion.queued_seconds + completion.sampling_seconds
         self._typical_seconds += 0.05 * (seconds - self._typical_seconds) if self._typical_seconds else seconds
         self._judging.submit(book, lease.group, completion)
         self._changed()

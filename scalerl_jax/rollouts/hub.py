@@ -19,7 +19,7 @@ class Hub:
     target: Callable[["Connection"], int | None]  # the version the server should hold
     check: Callable[[str, pb.StatusReply], None]  # raises ProbeError
     probe_prompts: tuple[tuple[Any, int], ...]  # (prompt, completions)
-    arrived: Callable[[Book, Lease, codec.Completion], None]
+    arrived: Callable[[Book, Lease, codec.Completion, float], None]  # seconds since it was asked for
     returned: Callable[[Book, Lease, bool], None]
     changed: Callable[[], None]  # look whether there is something to do
     rejected: Callable[["Connection"], None]

@@ -3,8 +3,8 @@
     offence n           nothing new is asked of it for FIRST_SECONDS * 2^(n - 1), at most LONGEST_SECONDS
     offence BANISHED_AT it is sent away for the life of its process
     good work           every GOOD completions delivered outweigh one offence
-    refusal             a call it did not take: a short wait, doubled while nothing is delivered in between; after
-                        REFUSALS of them in a row that is an offence
+    refusal             it did not take a call or a version: a short wait, doubled while nothing is delivered in
+                        between; REFUSALS of one kind in a row are an offence
     allowance           completions it may hold at once: a group, and GROWTH more for each that it delivered; after an
                         offence it begins again
 
@@ -12,7 +12,7 @@ What happens while it is not asked anyhow (its other calls end in the same way, 
 log and changes nothing else, so that sixteen calls that fail together are one offence.
 
 A server that comes with another server_id is another process and is met anew. But an address whose processes keep going
-without having delivered anything waits longer and longer for the next one to be met.
+without having delivered much waits longer and longer for the next one to be met.
 """
 
 import collections
@@ -22,11 +22,12 @@ FIRST_SECONDS, LONGEST_SECONDS = 1.0, 600.0
 BANISHED_AT = 8
 GOOD = 512
 REFUSAL_SECONDS = (0.1, 2.0)  # first and longest wait after a refusal
-REFUSALS = 16
+REFUSALS = 8
 GROWTH = 2
 TELL_SECONDS = 60.0  # one kind of offence is logged at most this often
-FREE_PROCESSES = 3  # at one address, before the next one has to wait
+FREE_MEETINGS = 3  # that came to nothing, before the next one has to wait
 KEPT_PROCESSES = 16  # records at one address
+WORTH = 64  # completions that a process has to deliver for its meeting to have been worth it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Telling:
 class Record:
     """Of one server process. `now` and `until` are seconds of any clock that does not go back."""
 
-    def __init__(self, *, until: float = 0.0):
+    def __init__(self, *, until: float = 0.0, meetings: int = 0):
+        """meetings: with processes before it at its address, that came to nothing."""
         self.until = until  # nothing new is asked of it before
         self.banished = False
         self.counts: collections.Counter[str] = collections.Counter()  # of all offences, by kind
@@ -65,13 +67,15 @@ class Record:
         self._strikes = 0
         self._good = 0  # completions since the last offence, or since one was outweighed
         self._trust = 0  # completions since the last offence
-        self._refusals = 0  # in a row
+        self._refusals: collections.Counter[str] = collections.Counter()  # in a row, by kind
+        self._meetings = meetings  # since it delivered something
         self._telling = Telling()
 
     def deliver(self) -> None:
         """It has sent a completion that is what was asked for."""
         self.delivered, self._trust, self._good = self.delivered + 1, self._trust + 1, self._good + 1
-        self._refusals = 0
+        self._meetings = 0
+        self._refusals.clear()
         if self._good >= GOOD and self._strikes:
             self._strikes, self._good = self._strikes - 1, 0
 
@@ -80,21 +84,26 @@ class Record:
         first = max(1, group_size >> max(0, self._strikes - 1))
         return first + GROWTH * self._trust
 
+    def meet(self) -> bool:
+        """It is met, for the first time or again. Whether it is worth waiting for: not all meetings came to nothing."""
+        self._meetings += 1
+        return self._meetings <= FREE_MEETINGS
+
     def refuse(self, kind: str, *, now: float) -> Consequence:
         """It has not taken what it was asked for; `kind` counts as an offence where that goes on and on."""
         if now < self.until:
             return Consequence(self.until, False, 0)
-        self._refusals += 1
-        if self._refusals >= REFUSALS:
-            self._refusals = 0
+        self._refusals[kind] += 1
+        if self._refusals[kind] >= REFUSALS:
+            del self._refusals[kind]
             return self.offend(kind, now=now, times=REFUSALS)
         first, longest = REFUSAL_SECONDS
-        self.until = now + min(longest, first * 2 ** (self._refusals - 1))
+        self.until = now + min(longest, first * 2 ** (self._refusals[kind] - 1))
         return Consequence(self.until, False, 0)
 
-    def welcome(self) -> None:
+    def take(self, kind: str) -> None:
         """It has taken what it refused before."""
-        self._refusals = 0
+        self._refusals.pop(kind, None)
 
     def offend(self, kind: str, *, now: float, times: int = 1) -> Consequence:
         """It has done wrong `times` times. `kind` is a word of ours."""
@@ -115,7 +124,7 @@ class Records:
 
     def __init__(self) -> None:
         self._processes: dict[str, dict[str, Record]] = {}
-        self._idle: collections.Counter[str] = collections.Counter()  # processes in a row that delivered nothing
+        self._idle: collections.Counter[str] = collections.Counter()  # processes in a row not worth their meeting
 
     def of(self, address: str, server_id: str, *, now: float) -> Record:
         """The record of the process that answers there now."""
@@ -124,9 +133,10 @@ class Records:
         if name not in processes:
             if processes:
                 before = next(reversed(processes.values()))
-                self._idle[address] = 0 if before.delivered else self._idle[address] + 1
-            late = self._idle[address] - FREE_PROCESSES
-            processes[name] = Record(until=now + backoff(late) if late > 0 else 0.0)
+                self._idle[address] = 0 if before.delivered >= WORTH else self._idle[address] + 1
+            idle = self._idle[address]
+            late = idle - FREE_MEETINGS
+            processes[name] = Record(until=now + backoff(late) if late > 0 else 0.0, meetings=idle)
             while len(processes) > KEPT_PROCESSES:
                 del processes[next(iter(processes))]
         return processes[name]

@@ -6,8 +6,8 @@
     with the weights held       the server samples, the trainer scores:  d_t = |logp_trainer(t) - logp_server(t)| over
                                 sampled tokens;  mean d and the 99th percentile of d must be under their limits
 
-The first server that fails stops the run with one line; once a server has been admitted, a later one that fails is
-turned away with the same line and the run goes on.
+A server that fails is turned away with one line, and the run goes on with the others; where there are none, that line
+ends it.
 """
 
 import dataclasses
@@ -73,12 +73,13 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
         if theirs != ours:
             hint = f"; start it with --{flag}={ours}" if flag else ""
             raise ProbeError(
-                f"server {server}: its {what} is {told(theirs) or 'unknown'}, the trainer's is {ours}{hint}"
+                f"server {server}: its {what} is {told(theirs, 300) or 'unknown'}, the trainer's is {ours}{hint}"
             )
     if status.maximum_tokens < expected.maximum_tokens:
         raise ProbeError(
             f"server {server}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
-            f"{expected.maximum_tokens} (longest prompt, thinking and answer budgets, interruption phrase)"
+            f"{expected.maximum_tokens} (longest prompt, thinking and answer budgets, interruption phrase); "
+            "its flag is --maximum_tokens"
         )
 
 
@@ -113,7 +114,8 @@ class Probe:
     def admit_newcomers(self, fleet: "Fleet") -> list[tuple[str, Mismatch]]:
         """Scores what newcomers sampled with the version the trainer holds now; admits or turns away each.
 
-        Raises ProbeError where the first server of the run fails. Returns the servers admitted.
+        Returns the servers admitted. Where one fails before any was admitted, and no other is left, the fleet's next
+        call raises ProbeError.
         """
         admitted = []
         for newcomer in fleet.newcomers():
@@ -130,11 +132,9 @@ class Probe:
                 f"{found.p99:.2g} at the 99th percentile of {found.tokens} tokens (limits {mean:g} and {p99:g}): "
                 "the two sides do not run the same policy"
             )
-            if not self._admitted:
-                raise ProbeError(why)
             fleet.reject(newcomer.server, why)
         return admitted
 
 
 def _short(fingerprint: str) -> str:
-    return fingerprint[:12] or "unknown"
+    return told(fingerprint[:12]) or "unknown"

@@ -197,6 +197,8 @@ class Publisher:
                 reply = await call.read()
                 if reply is grpc.aio.EOF:  # with status OK: any other is raised by read()
                     raise PushRefused("the server ended the push without a word")
+                if reply is None:
+                    raise PushRefused("the server answered what cannot be decoded")
                 kind = reply.WhichOneof("kind")
                 if kind == "applied" and not report.done():
                     # A server of before that field says nothing; it was dialled, so it is not asked for it.

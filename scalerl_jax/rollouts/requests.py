@@ -64,6 +64,12 @@ class Requests:
         """The longest completion there can be, forced tokens included."""
         return self._thinking[1] + len(self.interruption.phrase_token_ids) + self.sampling.answer_budget
 
+    @staticmethod
+    def most_tokens(request: GroupRequest) -> int:
+        """Of the longest completion that a request asks for, forced tokens included."""
+        thinking = max(wanted.thinking_budget for wanted in request.completions)
+        return thinking + len(request.interruption.phrase_token_ids) + request.sampling.answer_budget
+
     def train(self, number: int, prompt: Any) -> OpenGroup:
         """Group `number` of the run."""
         group_id = f"train/{number}"

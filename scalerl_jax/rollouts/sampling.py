@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rollout_server.contract import codec
+from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rollout_pb2_grpc import RolloutStub
 
 Sample = tuple[Any, codec.Completion]  # (prompt, completion)
@@ -24,21 +25,50 @@ async def sample(
     room: completions the server takes at once. seconds: deadline of each call. Raises grpc.RpcError where a call fails,
     ValueError where an answer breaks the contract.
     """
-
-    async def ask(prompt: Any, request: codec.GroupRequest) -> list[Sample]:
-        got: dict[int, Sample] = {}
-        async for message in stub.Generate(codec.request_to_proto(request), timeout=seconds):
-            completion = codec.completion_from_proto(message)
-            validate(completion, request)
-            got[completion.index] = (prompt, completion)
-        check_whole(request, got)
-        return list(got.values())
-
     samples: list[Sample] = []
-    for wave in _waves(requests, room):
-        parts = await asyncio.gather(*(ask(prompt, request) for prompt, request in wave))
-        samples += [sample for part in parts for sample in part]
+    for wave in _waves(requests, max(1, room)):
+        asked = [asyncio.ensure_future(_ask(stub, *pair, seconds=seconds, validate=validate)) for pair in wave]
+        try:
+            for part in await asyncio.gather(*asked):
+                samples += part
+        finally:
+            # Where one fails, the others are not left to go on behind our back.
+            for call in asked:
+                call.cancel()
     return samples
+
+
+async def _ask(
+    stub: RolloutStub,
+    prompt: Any,
+    request: codec.GroupRequest,
+    *,
+    seconds: float,
+    validate: Callable[[codec.Completion, codec.GroupRequest], None],
+) -> list[Sample]:
+    got, repeated = dict[int, Sample](), 0
+    call = stub.Generate(codec.request_to_proto(request), timeout=seconds)
+    try:
+        async for message in call:
+            completion = received(message)
+            validate(completion, request)
+            repeated += completion.index in got
+            if repeated > len(request.completions):
+                raise ValueError(f"completion {completion.group_id!r}/{completion.index} came again and again")
+            got[completion.index] = (prompt, completion)
+            if len(got) == len(request.completions):
+                break
+    finally:
+        call.cancel()
+    check_whole(request, got)
+    return list(got.values())
+
+
+def received(message: pb.Completion | None) -> codec.Completion:
+    """Raises ValueError on one that breaks the contract."""
+    if message is None:
+        raise ValueError("a completion that cannot be decoded")
+    return codec.completion_from_proto(message)
 
 
 def check_whole(request: codec.GroupRequest, told: Collection[int]) -> None:

@@ -16,14 +16,19 @@ from rollout_server.contract import codec
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rpc import Stub
 from scalerl_jax.config import FleetConfig
-from scalerl_jax.rollouts.calls import backoff, said
+from scalerl_jax.rollouts.calls import said
 from scalerl_jax.rollouts.hub import Hub
+from scalerl_jax.rollouts.offences import Record
 from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushRefused
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.sampling import Sample, sample
 from scalerl_jax.rollouts.states import NEWCOMER, PROBING, UPDATING
+from scalerl_jax.rollouts.words import told
 
 _log = logging.getLogger(__name__)
+
+TAKES_NOT, SAMPLES_NOT = "does not take weights", "does not sample for the probe"
+BREATH_SECONDS = 0.1  # between two attempts, at least
 
 
 class Server(Protocol):
@@ -34,8 +39,14 @@ class Server(Protocol):
     state: str
     step: int | None
     leaving: bool
+    record: Record
     samples: tuple[Sample, ...]
     samples_step: int | None
+
+    @property
+    def free_at(self) -> float: ...
+
+    def refuse(self, kind: str, detail: str = "", *, tell: bool = False) -> None: ...
 
     def enter(self, state: str, reason: str) -> None: ...
 
@@ -87,7 +98,7 @@ class Upkeep:
             self._hub.fail(error)
 
     async def _keep_up(self) -> None:
-        server, refusals = self._server, 0
+        server = self._server
         while self._task is asyncio.current_task() and not server.leaving:  # until it is given up or rejected
             self._wake.clear()
             target = self._target()
@@ -101,9 +112,8 @@ class Upkeep:
             else:
                 await self._wake.wait()
                 good = True
-            refusals = 0 if good else refusals + 1
             if not good:
-                await asyncio.sleep(backoff(refusals))
+                await asyncio.sleep(max(BREATH_SECONDS, server.free_at - time.monotonic()))
 
     async def _push(self, step: int) -> bool:
         server = self._server
@@ -120,20 +130,21 @@ class Upkeep:
             )
         except PushRefused as error:
             if base is not None and isinstance(error, AnchorNeeded):
-                _log.info("server %s: version %d goes out whole (%s)", server.address, step, error)
+                _log.info("server %s: version %d goes out whole (%s)", server.address, step, told(str(error)))
                 self._needs_anchor = True
                 return True  # at once
-            _log.warning("server %s: refused version %d (%s)", server.address, step, error)
+            server.refuse(TAKES_NOT, f"version {step} is refused: {error}", tell=True)
             server.hurry()
             return False
         except TimeoutError:
-            _log.warning("server %s: version %d did not arrive in time", server.address, step)
+            server.refuse(TAKES_NOT, f"version {step} did not arrive in time", tell=True)
             server.hurry()
             return False
         except grpc.aio.AioRpcError as error:
-            _log.warning("server %s: version %d did not arrive (%s)", server.address, step, said(error))
+            server.refuse(TAKES_NOT, f"version {step} did not arrive: {said(error)}", tell=True)
             server.hurry()
             return False
+        server.record.take(TAKES_NOT)
         self.applied_at = time.monotonic()
         self._hub.event("push", {"server": server.address, **dataclasses.asdict(report)})
         server.holds(report.step)
@@ -148,21 +159,26 @@ class Upkeep:
             (prompt, self._requests.probe(server.address, prompt, samples=samples, version=step))
             for prompt, samples in self._hub.probe_prompts
         ]
-        room, seconds = server.status.slots + server.status.queue_capacity, self._config.connect_seconds
+        room = server.status.slots + server.status.queue_capacity
+        tokens = max(self._requests.most_tokens(request) for _, request in requests)
+        # As for any completion, see calls.py; and some of them wait for a slot.
+        rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
+        seconds = self._config.stall_seconds + rounds * tokens / self._config.slowest_tokens_per_second
         try:
             got = await sample(self._stub, requests, room=room, seconds=seconds, validate=self._validate)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                server.reject(f"server {server.address} cannot serve this run: {error.details()}")
+                server.reject(f"server {server.address} cannot serve this run: {said(error)}")
             else:
-                _log.warning("server %s: did not sample for the probe (%s)", server.address, said(error))
+                server.refuse(SAMPLES_NOT, said(error), tell=True)
             return False
         except ValueError as error:
             server.reject(f"server {server.address} breaks the contract: {error}")
             return False
         if any(completion.finish_reason == "aborted" for _, completion in got):
-            _log.warning("server %s: did not sample for the probe (it is shutting down)", server.address)
+            server.refuse(SAMPLES_NOT, "it hands completions back unfinished, as one that is shutting down", tell=True)
             return False
+        server.record.take(SAMPLES_NOT)
         server.samples, server.samples_step = tuple(got), step
         server.enter(NEWCOMER, "")
         return True

@@ -162,7 +162,7 @@ def config(**changes: Any) -> Config:
     made.rollout.phrase, made.rollout.end_of_thinking = "time is up>", ">"
     made.fleet.connect_seconds, made.fleet.heartbeat_seconds = 60.0, 0.1
     made.fleet.status_seconds, made.fleet.silence_seconds = 5.0, 15.0
-    made.fleet.completion_seconds, made.fleet.push_seconds = 60.0, 60.0
+    made.fleet.push_seconds = 60.0
     made.fleet.chunk_bytes = 1000  # several chunks, and tensors across their borders
     made.evaluation.servers = 1
     for name, value in changes.items():

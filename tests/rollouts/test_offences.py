@@ -2,13 +2,14 @@
 
 from scalerl_jax.rollouts.offences import (
     BANISHED_AT,
-    FREE_PROCESSES,
+    FREE_MEETINGS,
     GOOD,
     GROWTH,
     KEPT_PROCESSES,
     LONGEST_SECONDS,
     REFUSALS,
     TELL_SECONDS,
+    WORTH,
     Record,
     Records,
     Telling,
@@ -80,6 +81,11 @@ def test_refusals_in_a_row_become_an_offence():
         record.refuse("it takes nothing", now=record.until)
         record.deliver()
     assert not record.counts
+    # One kind does not make up for another.
+    for _ in range(REFUSALS):
+        record.refuse("it takes nothing", now=record.until)
+        record.take("it takes no version")
+    assert record.counts["it takes nothing"] == REFUSALS
 
 
 def test_processes_that_keep_going_are_met_less_and_less_often():
@@ -89,12 +95,24 @@ def test_processes_that_keep_going_are_met_less_and_less_often():
         record = records.of("a:1", f"process {number}", now=now)
         assert record is records.of("a:1", f"process {number}", now=now)
         waits.append(max(0.0, record.until - now))
-    assert waits[: FREE_PROCESSES + 1] == [0.0] * (FREE_PROCESSES + 1)
+    assert waits[: FREE_MEETINGS + 1] == [0.0] * (FREE_MEETINGS + 1)
     assert waits == sorted(waits) and waits[-1] == LONGEST_SECONDS
     assert records.of("b:1", "process 0", now=now).until == 0.0
     # One that delivers is welcome, and so is the next one there.
-    record.deliver()
+    for _ in range(WORTH):
+        record.deliver()
     assert records.of("a:1", "another", now=now).until == 0.0
+
+
+def test_waiting_is_for_who_did_not_waste_it():
+    records = Records()
+    record = records.of("a:1", "process", now=0.0)
+    assert [record.meet() for _ in range(FREE_MEETINGS + 2)] == [True] * FREE_MEETINGS + [False] * 2
+    record.deliver()
+    assert record.meet()
+    for number in range(FREE_MEETINGS + 2):
+        record = records.of("a:1", f"process {number}", now=0.0)
+    assert not record.meet()
 
 
 def test_records_are_kept_for_a_bounded_number_of_processes():

@@ -1,0 +1,441 @@
+"""Servers that do not do what they were asked, over real gRPC beside an honest one: the run goes on, every group is
+trained once, the offender is named, asked less and less, and in the end sent away."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from rollout_server.contract import limits
+from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.rollouts import offences
+from scalerl_jax.rollouts.fleet import FleetError
+from tests.rollouts.helpers import Trainer, config, eventually
+from tests.rollouts.liar import Liar, is_probe
+from tests.rollouts.test_fleet import states_seen
+
+BRISK = {"token_seconds": 0.001, "mean_tokens": 12.0}
+
+
+@pytest.fixture
+def honest(start):
+    return start(BRISK)[0]
+
+
+@pytest.fixture
+def liar():
+    with Liar() as liar:
+        yield liar
+
+
+def logged(caplog, server, *words: str) -> list[str]:
+    return [m for m in caplog.messages if server.address in m and all(word in m for word in words)]
+
+
+def until_said(trainer: Trainer, caplog, server, *words: str) -> list[str]:
+    """Updates until a line names the server with these words."""
+    trainer.update_until(lambda: logged(caplog, server, *words))
+    trainer.update()
+    trainer.check()
+    return logged(caplog, server, *words)
+
+
+def quick_end(monkeypatch) -> None:
+    """Offences follow each other at once, so that a test sees where they end."""
+    monkeypatch.setattr(offences, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(offences, "LONGEST_SECONDS", 0.02)
+    monkeypatch.setattr(offences, "REFUSAL_SECONDS", (0.001, 0.002))
+    monkeypatch.setattr(offences, "REFUSALS", 3)
+    monkeypatch.setattr(offences, "BANISHED_AT", 3)
+
+
+def until_sent_away(trainer: Trainer, server) -> str:
+    """Why it was, in one line that the trainer's people read."""
+    trainer.update_until(lambda: trainer.states()[server.address] == "rejected")
+    trainer.update()
+    trainer.check()
+    return states_seen(trainer, server)[-1][1]
+
+
+def gets_on():
+    """Statuses of a server whose other slots sample all the time."""
+    tokens = iter(range(10**6, 10**9))
+
+    def status(reply):
+        reply.sampled_tokens = next(tokens)
+        return reply
+
+    return status
+
+
+# ---- Slow, and lost ------------------------------------------------------------------------------------------------
+
+
+def test_slow_completions_are_waited_for_while_the_server_gets_on():
+    """One takes longer than stall_seconds. Asked for once, delivered once."""
+    with Liar(slots=16, token_seconds=0.12, mean_tokens=40.0) as slow:
+        made = config(fleet_stall_seconds=3.0, rollout_groups=1, rollout_thinking_low=20, rollout_thinking_high=30)
+        with Trainer(made, [slow]) as trainer:
+            trainer.update()
+            trainer.check()
+            taken = [c.sampling_seconds for groups in trainer.batches for g in groups for c in g.completions]
+            assert max(taken) > made.fleet.stall_seconds
+        asked = [(r.group_id, c.index) for r in slow.asked if not is_probe(r) for c in r.completions]
+        assert len(asked) == len(set(asked))
+
+
+def test_one_lost_completion_is_asked_for_again(caplog):
+    """The server goes on with everything else and never sends this one."""
+    lost = []
+
+    async def lose_one(request, context, honest):
+        if is_probe(request) or lost:
+            return await honest(request, context)
+        lost.append((request.group_id, request.completions[0].index))
+        del request.completions[0]
+        await honest(request, context)
+        await asyncio.Event().wait()
+
+    with Liar() as liar:
+        liar.status, liar.generate = gets_on(), lose_one
+        # Its budgets and the phrase are at most 51 tokens: 1.5 s for one completion.
+        made = config(fleet_stall_seconds=1.0, fleet_slowest_tokens_per_second=100.0)
+        with Trainer(made, [liar]) as trainer:
+            for _ in range(3):
+                trainer.update()
+            trainer.check()
+        again = [r for r in liar.asked if r.group_id == lost[0][0]]
+        assert [[c.index for c in r.completions] for r in again][1:] == [[lost[0][1]]]
+        assert logged(caplog, liar, "does not finish completions that it was asked for", lost[0][0])
+
+
+def test_a_server_that_only_pretends_to_sample_is_sent_away(liar, honest, monkeypatch, caplog):
+    quick_end(monkeypatch)
+
+    async def nothing(request, context, honest):
+        if is_probe(request):
+            return await honest(request, context)
+        await asyncio.Event().wait()
+
+    liar.status, liar.generate = gets_on(), nothing
+    made = config(fleet_stall_seconds=0.3, fleet_slowest_tokens_per_second=1000.0)
+    with Trainer(made, [liar, honest]) as trainer:
+        trainer.admit_all()
+        reason = until_sent_away(trainer, liar)
+    assert liar.address in reason and "does not finish completions that it was asked for" in reason
+
+
+# ---- Claims --------------------------------------------------------------------------------------------------------
+
+
+def claim(slots: int, queue: int):
+    def status(reply):
+        reply.slots, reply.queue_capacity = slots, queue
+        return reply
+
+    return status
+
+
+def test_a_server_without_slots_is_named_and_sent_away(liar, honest, caplog):
+    liar.status = claim(0, 0)
+    with Trainer(config(), [liar, honest]) as trainer:
+        assert "slots is 0" in until_sent_away(trainer, liar)
+    assert liar.calls["Generate"] == 0
+
+
+def test_the_last_slot_goes_in_mid_run(liar, honest, monkeypatch):
+    quick_end(monkeypatch)
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.admit_all()
+        trainer.update()
+        liar.status = claim(0, 0)
+        assert "slots is 0" in until_sent_away(trainer, liar)
+
+
+def test_a_claim_is_not_believed_before_something_is_delivered(liar, honest):
+    """4,096 slots and no answers: it holds one group, the others are trained without it."""
+    go_on = []
+
+    async def wait(request, context, honest):
+        if is_probe(request) or go_on:
+            return await honest(request, context)
+        await asyncio.Event().wait()
+
+    liar.status, liar.generate = claim(4096, 4096), wait
+    with Trainer(config(pacing_store_batches=100.0), [liar, honest]) as trainer:
+        trainer.admit_all()
+        eventually(lambda: trainer.server(liar)["in_flight"])
+
+        def held_back():
+            held, busy = trainer.fleet.status()["held_back"], trainer.server(honest)["in_flight"]
+            return f"k is {trainer.pacing.k}" in held and not busy
+
+        eventually(held_back)  # the other one has done all that may be done
+        assert trainer.server(liar)["in_flight"] == trainer.config.rollout.group_size
+
+
+def test_what_a_server_holds_grows_until_it_has_what_it_claims():
+    with Liar(slots=64, queue=128, token_seconds=0.002) as server:
+        most = 0
+
+        def wait() -> None:
+            nonlocal most
+            most = max(most, trainer.server(server)["in_flight"])
+            trainer.wait()
+
+        with Trainer(config(rollout_groups=64, pacing_store_batches=8.0), [server]) as trainer:
+            for _ in range(3):
+                trainer.update(wait)
+            trainer.update_until(lambda: wait() or most > 64)
+
+
+# ---- Answers that are none -----------------------------------------------------------------------------------------
+
+
+async def always_full(request, context, honest):
+    if is_probe(request):
+        return await honest(request, context)
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+
+
+async def broken(request, context, honest):
+    if is_probe(request):
+        return await honest(request, context)
+    await context.abort(grpc.StatusCode.INTERNAL, "out of order\nWARNING forged\x1b[2J")
+
+
+async def another_version(request, context, honest):
+    if is_probe(request):
+        return await honest(request, context)
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another version")
+
+
+async def long_words(request, context, honest):
+    """What gRPC itself makes of it says RESOURCE_EXHAUSTED."""
+    if is_probe(request):
+        return await honest(request, context)
+    await context.abort(grpc.StatusCode.INTERNAL, "x" * 20_000)
+
+
+async def long_message(request, context, honest):
+    if is_probe(request):
+        return await honest(request, context)
+    await context.write(bytes(2 * 2**20))
+
+
+class _Changed:
+    """A call's context that changes what is written."""
+
+    def __init__(self, context, change):
+        self._context, self._change = context, change
+
+    def __getattr__(self, name):
+        return getattr(self._context, name)
+
+    async def write(self, message):
+        for one in self._change(message):
+            await self._context.write(one)
+
+
+def aborted(message):
+    message.finish_reason = pb.FINISH_REASON_ABORTED
+    return [message]
+
+
+async def all_aborted(request, context, honest):
+    await honest(request, context if is_probe(request) else _Changed(context, aborted))
+
+
+async def the_same_again_and_again(request, context, honest):
+    """Nothing but the first one, for ever."""
+    if is_probe(request):
+        return await honest(request, context)
+    first = []
+
+    def keep(message):
+        first.append(message)
+        return []
+
+    await honest(request, _Changed(context, keep))
+    while True:
+        await context.write(first[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (always_full, "has no room for what it says it has room for"),
+        (broken, r"fails at what it is asked for"),
+        (another_version, "does not sample with the version that it says it holds"),
+        (long_words, "answers with more than a message may hold"),
+        (long_message, "answers with more than a message may hold"),
+        (all_aborted, "hands completions back unfinished"),
+        (the_same_again_and_again, "sends the same completions again and again"),
+    ],
+)
+class TestAnswersThatAreNone:
+    def test_it_is_named_in_one_line_and_asked_less_and_less(self, liar, honest, caplog, monkeypatch, answer, named):
+        monkeypatch.setattr(limits, "CHANNEL_OPTIONS", (("grpc.max_receive_message_length", 2**20),))
+        monkeypatch.setattr(offences, "REFUSALS", 4)
+        liar.generate = answer
+        with Trainer(config(), [liar, honest]) as trainer:
+            trainer.admit_all()
+            lines = until_said(trainer, caplog, liar, named, "times; not asked for")
+            # The probe's two, then those of one group at a time, each after a wait.
+            assert liar.calls["Generate"] <= 2 + 4 * offences.REFUSALS
+        assert len(lines) == 1 and "\n" not in lines[0] and "\x1b" not in lines[0] and len(lines[0]) < 1300
+
+    def test_it_is_sent_away_in_the_end(self, liar, honest, monkeypatch, caplog, answer, named):
+        monkeypatch.setattr(limits, "CHANNEL_OPTIONS", (("grpc.max_receive_message_length", 2**20),))
+        quick_end(monkeypatch)
+        liar.generate = answer
+        with Trainer(config(), [liar, honest]) as trainer:
+            trainer.admit_all()
+            reason = until_sent_away(trainer, liar)
+            assert liar.address in reason and named in reason and "times" in reason
+            asked = liar.calls["Generate"]
+            for _ in range(3):
+                trainer.update()
+            assert liar.calls["Generate"] == asked
+        assert all("\n" not in m and len(m) < 1300 for m in logged(caplog, liar))
+
+
+def test_the_call_ends_when_all_is_there(liar, honest, caplog):
+    """Whatever else would come, and however long."""
+    ended, more = [], []
+
+    async def go_on(request, context, honest):
+        if is_probe(request):
+            return await honest(request, context)
+        written = []
+
+        def keep(message):
+            written.append(message)
+            return [message]
+
+        try:
+            await honest(request, _Changed(context, keep))
+            while True:
+                more.append(1)
+                await context.write(written[0])
+        finally:
+            ended.append(request.group_id)
+
+    liar.generate = go_on
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.admit_all()
+        trainer.update_until(lambda: len(ended) >= 8)
+        trainer.check()
+        assert trainer.states()[liar.address] == "active"
+        assert not logged(caplog, liar, "came twice")
+
+
+# ---- What cannot be read -------------------------------------------------------------------------------------------
+
+UNDECODABLE = b"\xff\xff\xff"
+
+
+async def garbage(request, context, honest):
+    if is_probe(request):
+        return await honest(request, context)
+    await context.write(UNDECODABLE)
+
+
+async def garbage_for_the_probe(request, context, honest):
+    await context.write(UNDECODABLE)
+
+
+def test_completions_that_cannot_be_decoded(liar, honest, caplog):
+    liar.generate = garbage
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.admit_all()
+        assert "breaks the contract: a completion that cannot be decoded" in until_sent_away(trainer, liar)
+    assert "deserializing" not in caplog.text
+
+
+def test_samples_that_cannot_be_decoded(liar, honest, caplog):
+    liar.generate = garbage_for_the_probe
+    with Trainer(config(), [liar, honest]) as trainer:
+        assert "breaks the contract: a completion that cannot be decoded" in until_sent_away(trainer, liar)
+    assert "deserializing" not in caplog.text
+
+
+def test_statuses_that_cannot_be_decoded(liar, honest, caplog, monkeypatch):
+    quick_end(monkeypatch)
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.admit_all()
+        liar.status = lambda reply: UNDECODABLE
+        assert "sends a status that cannot be decoded" in until_sent_away(trainer, liar)
+    assert "deserializing" not in caplog.text
+
+
+def test_replies_to_versions_that_cannot_be_decoded(liar, honest, caplog, monkeypatch):
+    quick_end(monkeypatch)
+
+    async def push(context, honest):
+        await context.write(UNDECODABLE)
+
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.admit_all()
+        liar.push = push
+        assert "does not take weights" in until_sent_away(trainer, liar)
+    assert "deserializing" not in caplog.text
+
+
+# ---- Others --------------------------------------------------------------------------------------------------------
+
+
+def test_words_of_any_length_about_a_version(liar, honest, caplog, monkeypatch):
+    quick_end(monkeypatch)
+
+    async def push(context, honest):
+        await context.write(pb.WeightReply(refused="\nforged" * 100_000))
+
+    liar.push = push
+    with Trainer(config(), [liar, honest]) as trainer:
+        reason = until_sent_away(trainer, liar)
+        assert "does not take weights" in reason and "forged" in reason and "\n" not in reason
+    assert sum(map(len, caplog.messages)) < 100_000
+
+
+def test_a_model_config_of_any_length(liar, honest, caplog):
+    def status(reply):
+        reply.model_config = '"\n\x1b[2J' * 10**6
+        return reply
+
+    liar.status = status
+    with Trainer(config(), [liar, honest]) as trainer:
+        reason = until_sent_away(trainer, liar)
+        assert "model config" in reason and "the trainer's is {}" in reason and len(reason) <= 1024
+    assert sum(map(len, caplog.messages)) < 100_000 and "\x1b" not in caplog.text
+
+
+def test_another_process_at_every_status(liar, honest, caplog):
+    """It is met a few times, then less and less often; the trainer does not wait for it."""
+    numbers = iter(range(10**9))
+
+    def status(reply):
+        reply.server_id = f"process {next(numbers)}"
+        return reply
+
+    liar.status = status
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.update_until(lambda: liar.calls["Status"] > 30)
+        trainer.update()
+        trainer.check()
+        assert sum(state == "updating" for state, _ in states_seen(trainer, liar)) <= 3 * offences.FREE_MEETINGS
+
+
+def test_the_only_server_lies_and_the_run_ends_with_its_name(liar, monkeypatch):
+    liar.status = claim(0, 0)
+    with pytest.raises(ValueError, match=f"server {liar.address}: .* slots is 0"), Trainer(config(), [liar]) as trainer:
+        trainer.update()
+
+
+def test_all_servers_are_sent_away_in_mid_run(liar, monkeypatch):
+    quick_end(monkeypatch)
+    with Trainer(config(), [liar]) as trainer:
+        trainer.update()
+        liar.generate = all_aborted
+        with pytest.raises(FleetError, match=r"every rollout server was turned away; the last one: .* unfinished"):
+            trainer.update_until(lambda: False)
