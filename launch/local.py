@@ -36,13 +36,14 @@ LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is started agai
 STOP_SECONDS = 5.0  # between asking a server to stop and killing it
 DESCENDANT_SECONDS = 12.0  # that what a dead server has started may take to end by itself (vLLM tidies up for 10)
 KILLED_SECONDS = 2.0  # that what was killed may take until it is gone
+SPAWN_TRIES = 8  # in a row, with doubling pauses, before a server that the machine cannot even start is given up
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
 
 
 class StartError(RuntimeError):
-    """A server died, or gave no sign, before it served for the first time. The message is one line."""
+    """A server died or gave no sign before it first served, or cannot be started again. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +127,18 @@ class _Server:
         self._command = list(command)
         self._environment = dict(environment)
         self._first_pause = first_pause
+        self.failure: StartError | None = None  # why nobody watches it any more
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # no process is started once stopping is set
         self._thread = threading.Thread(target=self._supervise, name=f"local-server-{index}", daemon=True)
 
     def start(self) -> None:
-        os.makedirs(os.path.dirname(self.port_file), exist_ok=True)
-        os.makedirs(os.path.dirname(self.log_file), exist_ok=True)
-        self._spawn()
+        try:
+            os.makedirs(os.path.dirname(self.port_file), exist_ok=True)
+            os.makedirs(os.path.dirname(self.log_file), exist_ok=True)
+            self._spawn()
+        except OSError as error:
+            raise StartError(f"local server {self.index} cannot be started: {error}") from error
 
     def wait_for_port(self, deadline: float, stopping: threading.Event) -> None:
         """Reads the port that the first process serves on, then begins to supervise. Raises StartError."""
@@ -216,6 +221,16 @@ class _Server:
             _wait_for_group(group, time.monotonic() + KILLED_SECONDS)
 
     def _supervise(self) -> None:
+        """Whatever ends this is kept for the trainer, which would wait for ever for a server that nobody starts."""
+        try:
+            self._keep_alive()
+        except Exception as error:  # noqa: BLE001 (told by LocalServers.check)
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            self.failure = error if isinstance(error, StartError) else StartError(
+                f"local server {self.index} is not kept alive any more: {why}"
+            )  # fmt: skip
+
+    def _keep_alive(self) -> None:
         pause, born = self._first_pause, time.monotonic()
         while True:
             assert self.process is not None
@@ -229,12 +244,19 @@ class _Server:
                 "local server %d (127.0.0.1:%d) ended with code %d: started again in %.1f s; its log: %s",
                 *(self.index, self.port, code, pause, self.log_file),
             )
-            if self._stopping.wait(pause):
-                return
-            pause = min(2 * pause, LONGEST_PAUSE)
             assert self.process.stdin is not None
             self.process.stdin.close()
-            self._spawn()
+            for attempt in range(1, SPAWN_TRIES + 1):
+                if self._stopping.wait(pause):
+                    return
+                pause = min(2 * pause, LONGEST_PAUSE)
+                try:
+                    self._spawn()
+                    break
+                except OSError as error:  # no memory for another process, a full disk under its log
+                    log.warning("local server %d cannot be started again (%s): tried again", self.index, error)
+                    if attempt == SPAWN_TRIES:
+                        raise StartError(f"local server {self.index} cannot be started again: {error}") from error
             born = time.monotonic()
 
     def _last_line(self) -> str:
@@ -307,6 +329,12 @@ class LocalServers:
     def addresses(self) -> tuple[str, ...]:
         """host:port of each server, the same for as long as this object lives."""
         return tuple(server.state().address for server in self._servers)
+
+    def check(self) -> None:
+        """Raises StartError where a server has ended and is not started again any more."""
+        for server in self._servers:
+            if server.failure is not None:
+                raise server.failure
 
     def states(self) -> tuple[ServerState, ...]:
         return tuple(server.state() for server in self._servers)

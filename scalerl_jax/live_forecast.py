@@ -48,9 +48,7 @@ class LiveForecast:
         error = done.exception()
         if error is None:
             return done.result()
-        if str(error) not in self._said:
-            self._said.add(str(error))
-            self._say(f"no forecast: {error}")
+        self._say_once(error)
         return None
 
     def close(self) -> None:
@@ -65,8 +63,17 @@ class LiveForecast:
 
     def _start(self) -> None:
         if self._running is None and self._next is not None:
-            self._running = self._thread.submit(forecast_of_end, self._next, updates=self._updates)
-            self._next = None
+            rows, self._next = self._next, None
+            try:
+                self._running = self._thread.submit(forecast_of_end, rows, updates=self._updates)
+            except RuntimeError as error:  # the machine has no room for one more thread
+                self._say_once(error)
+
+    def _say_once(self, error: BaseException) -> None:
+        why = " ".join(str(error).split()) or type(error).__name__
+        if why not in self._said:
+            self._said.add(why)
+            self._say(f"no forecast: {why}")
 
 
 def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:

@@ -293,6 +293,7 @@ def main(config: Config) -> None:
             line=line,
             report=report,
             forecast=forecast,
+            check=local.result().check if local is not None else lambda: None,
         )
         if sharing is not None:
             line.say(sharing.sentence)
@@ -300,7 +301,7 @@ def main(config: Config) -> None:
             line.say(f"going on from step {start} of {config.updates}")
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
-        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, VerifierError):
+        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, VerifierError, StartError):
             fleet.start(start * config.rollout.groups)
             # From here on a signal is only noted, and looked at where the state is that of a whole number of updates.
             signals.be(signals.HOLD)

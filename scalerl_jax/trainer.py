@@ -181,11 +181,13 @@ class Trainer:
         line: ProgressLine,
         report: ReportWriter,
         forecast: LiveForecast,
+        check: Callable[[], None] = lambda: None,
     ):
+        """check: called again and again in a wait for the fleet; raises what keeps it from ever coming."""
         self.config, self.folder, self.ledger, self.learner = config, folder, ledger, learner
         self.checkpoints, self.tokenizer, self.draws, self.validation = checkpoints, tokenizer, draws, validation
         self.fleet, self.probe, self.pushes, self.line, self.report = fleet, probe, pushes, line, report
-        self.forecast = forecast
+        self.forecast, self._check = forecast, check
         self.step = self.saved = 0  # updates made, and those on disk; from begin() on
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
         self._waits = Waits()
@@ -210,6 +212,7 @@ class Trainer:
     def wait(self) -> None:
         """What happens again and again in a wait for the fleet. Raises Interrupted: the state is that of `step`."""
         signals.look()
+        self._check()
         self.serve_fleet()
 
     def serve_fleet(self) -> None:

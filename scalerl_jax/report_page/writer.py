@@ -1,10 +1,11 @@
 """The trainer's report: written at each evaluation by a thread of its own, so that training does not wait for it.
 
 At most one page is being made; evaluations that come meanwhile ask for one more, however many they are. A page that
-cannot be written (disk, a damaged row) is said once, in the log, and the training goes on. Any other exception is a
-fault of ours: the thread ends with its trace on stderr, and no more pages are made until the run's end.
+cannot be made (disk, a damaged row, a fault of ours) is said once, in one line of the log, and the training goes on;
+the next one is tried all the same.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -31,7 +32,10 @@ class ReportWriter:
         self._wanted.set()
 
     def __enter__(self) -> "ReportWriter":
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the machine has no room for one more
+            self._say(error)
         return self
 
     def __exit__(
@@ -39,11 +43,13 @@ class ReportWriter:
     ) -> None:
         self._closing = True
         self._wanted.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own: training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux":  # where a thread has a priority of its own: training goes first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             self._wanted.wait()
             self._wanted.clear()
@@ -51,8 +57,13 @@ class ReportWriter:
                 return
             try:
                 write_report([self._workdir])
+                memory.trim()  # a page reads all rows of the run, and fits curves
             except (OSError, ValueError) as error:
-                if not self._failed:
-                    logging.warning("no report.html: %s; the training goes on", error)
-                self._failed = True
-            memory.trim()  # a page reads all rows of the run, and fits curves
+                self._say(error)
+            except Exception as error:  # noqa: BLE001 (a fault of ours must not end this thread unheard)
+                self._say(f"{type(error).__name__}: {error}")
+
+    def _say(self, why: object) -> None:
+        if not self._failed:
+            logging.warning("no report.html: %s; the training goes on", " ".join(str(why).split()))
+        self._failed = True

@@ -451,7 +451,7 @@ class Fleet:
     def _changed(self) -> None:
         if not self._pump_due:
             self._pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._thread.guarded(self._pump))
 
     def _pump(self) -> None:
         """Everything that may be done now is done: evaluations are advanced, servers with room are asked for more."""

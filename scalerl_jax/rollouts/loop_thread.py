@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -52,15 +53,32 @@ class LoopThread:
 
         if not self.post(run):
             raise self._failure or RuntimeError(f"the {self._name} is closed")
-        return future.result(CALL_SECONDS)
+        deadline = time.monotonic() + CALL_SECONDS
+        while not concurrent.futures.wait([future], timeout=1.0).done:
+            if not self._thread.is_alive() and not future.done():
+                raise self._failure or RuntimeError(f"the {self._name} is closed")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the {self._name} does not answer for {CALL_SECONDS:.0f} s")
+        return future.result()
 
     def post(self, function: Callable[..., None], *args: Any) -> bool:
         """Lets the loop's thread run `function` soon. False: it is closed."""
         with self._closing:
             if self._loop.is_closed() or self._stop.is_set():
                 return False
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(self.guarded(function), *args)
             return True
+
+    def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
+        """`function`, reporting what it raises: the loop by itself would log that and go on as if nothing had been."""
+
+        def run(*args: Any) -> None:
+            try:
+                function(*args)
+            except Exception as error:  # noqa: BLE001  raised by the next call
+                self.fail(error)
+
+        return run
 
     def fail(self, error: BaseException) -> None:
         """Reports a failure; the first one counts."""
@@ -75,6 +93,8 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._main())
+        except BaseException as error:  # noqa: BLE001  raised by the next call: nobody looks at this thread
+            self.fail(error)
         finally:
             with self._closing:
                 self._loop.close()

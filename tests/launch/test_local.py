@@ -233,3 +233,39 @@ def test_a_vllm_server_runs_on_the_python_of_its_own_environment(tmp_path: pathl
     (tmp_path / "python").touch()
     command = local.serve_command(config, model="model", maximum_tokens=256)
     assert command[:4] == [str(tmp_path / "python"), "-m", "rollout_server.serve", "--engine=vllm"]
+
+
+def test_a_server_that_cannot_even_be_started_again_ends_the_run_with_one_line(tmp_path, monkeypatch) -> None:
+    """Where its log was, there is a folder: opening it fails, as on a full disk or without memory for a process."""
+    monkeypatch.setattr(local, "SPAWN_TRIES", 3)
+    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path), first_pause=0.01) as servers:
+        servers.check()
+        log = tmp_path / "logs" / "server-0.log"
+        log.unlink()
+        log.mkdir()
+        assert ask(servers.addresses[0], "die") == ""
+
+        until(lambda: servers._servers[0].failure is not None, seconds=60)
+        with pytest.raises(StartError, match=r"local server 0 cannot be started again: \[Errno 21\]"):
+            servers.check()
+        assert answers(servers.addresses[1])
+
+
+def test_a_server_that_could_not_be_started_for_a_moment_is_back(tmp_path, monkeypatch) -> None:
+    real, failures = subprocess.Popen, [OSError(11, "Resource temporarily unavailable")] * 2
+
+    def popen(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        return real(*arguments, **options)
+
+    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=0.01) as servers:
+        monkeypatch.setattr(local.subprocess, "Popen", popen)
+        assert ask(servers.addresses[0], "die") == ""
+        until(lambda: not failures and answers(servers.addresses[0]), seconds=60)
+        servers.check()
+
+
+def test_a_first_process_that_the_machine_cannot_start_is_said_in_one_line(tmp_path) -> None:
+    with pytest.raises(StartError, match=r"local server 0 cannot be started: \[Errno 2\].*/nowhere/python"):
+        LocalServers(["/nowhere/python"], count=1, workdir=str(tmp_path))

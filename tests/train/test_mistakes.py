@@ -1,5 +1,6 @@
 """What a user may get wrong: one line on stderr names it, exit code 2, and the next try can have the workdir."""
 
+import os
 import pathlib
 import socket
 
@@ -147,3 +148,30 @@ def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
     assert "Traceback" not in run.output()
     # The 14 prompts are all seen in batches 0 to 3; a draw for batch 7 is the first that knows it (k = 3).
     assert run.metrics[-1]["step"] == 7
+
+
+def test_no_verifier_can_be_started(tmp_path, flags, model, rollouts, start):
+    """It is first started in the middle of the run, by a thread that nobody looks at."""
+    hindered = tmp_path / "hindered"
+    hindered.mkdir()
+    (hindered / "sitecustomize.py").write_text(
+        "import subprocess\n"
+        "real = subprocess.Popen.__init__\n"
+        "def init(self, command, *arguments, **options):\n"
+        "    if 'scalerl_jax.tasks.verify_worker' in command:\n"
+        "        raise PermissionError(13, 'Permission denied')\n"
+        "    real(self, command, *arguments, **options)\n"
+        "subprocess.Popen.__init__ = init\n"
+    )
+    flags = [*flags, "--config.probe.mean_limit=100", "--config.probe.p99_limit=100"]
+    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("PYTHONPATH", os.pathsep.join([str(hindered), os.environ.get("PYTHONPATH", "")]))
+            run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
+        assert run.wait() == 2, run.output()
+    assert (
+        run.output()
+        .splitlines()[-1]
+        .startswith("error: the verifier's worker cannot be started ([Errno 13] Permission denied): ")
+    )
+    assert "Traceback" not in run.output()
