@@ -5,9 +5,12 @@ of each prompt, ...) and `manifest` (JSON). Orbax writes them; a step's folder g
 so a run killed while it saves has lost that save and nothing else.
 
 Orbax notices files that are missing or cut short, but not a flipped bit in the data. So every checkpoint also carries
-a digest of each array, taken where the array lies, independent of how it is sharded, and reading compares:
+a digest of each array, of its bytes in row-major order, however it is sharded, and reading compares:
 
-    digest(x) = sum_i bits(x_i) * (2 i + 1)  mod 2^32        one changed element always changes it
+    digest(x) = SHA-256(SHA-256(block 0) SHA-256(block 1) ...)        blocks of _BLOCK bytes, hashed side by side
+
+Checkpoints of format 1 carry sum_i bits(x_i) * (2 i + 1) mod 2^32 instead, which misses some pairs of flipped bits (two
+sign bits). They are still read, compared with that, and said to be so.
 
 A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is taken. One that can be
 read but is of another model is the user's mistake and stays where it is.
@@ -15,15 +18,17 @@ read but is of another model is the user's mistake and stays where it is.
 Left out on purpose: which steps to save and what the manifest says are the trainer's.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import json
 import logging as std_logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +41,8 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 
 Tree = Any
 
-_FORMAT = 1
+_FORMAT = 2
+_BLOCK = 1 << 24  # bytes
 _CONCURRENT_GB = 2  # host memory that saving or restoring may hold at once
 
 
@@ -70,13 +76,10 @@ class Checkpoints:
         record = {
             "format": _FORMAT,
             "manifest": dict(manifest),
-            "state": {
-                name: [list(leaf.shape), str(leaf.dtype), int(digest)]
-                for (name, leaf), digest in zip(_named(state), np.asarray(_digests(state)).tolist(), strict=True)
-            },
-            "arrays": {name: [list(x.shape), str(x.dtype), _crc(x)] for name, x in _as_numpy(arrays).items()},
+            "state": _described(state),
+            "arrays": _described(_as_numpy(arrays)),
         }
-        record["crc32"] = zlib.crc32(_canonical(record))
+        record["sha256"] = hashlib.sha256(_canonical(record)).hexdigest()
         items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "manifest": ocp.args.JsonSave(record)}
         stored = {name: x for name, x in _as_numpy(arrays).items() if x.size}  # Orbax refuses empty ones
         if stored:
@@ -190,8 +193,11 @@ def _quiet() -> Iterator[None]:
 def _read_record(path: str) -> dict[str, Any]:
     with open(os.path.join(path, "manifest", "metadata")) as file:
         record = json.load(file)
-    crc = record.pop("crc32")
-    if crc != zlib.crc32(_canonical(record)):
+    if "sha256" in record:
+        whole = record.pop("sha256") == hashlib.sha256(_canonical(record)).hexdigest()
+    else:
+        whole = record.pop("crc32") == zlib.crc32(_canonical(record)) and record["format"] == 1
+    if not whole:
         raise OSError("the manifest's checksum is wrong")
     return record
 
@@ -209,9 +215,7 @@ def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Check
                     restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored},
                 ),
             )
-        for name, (_, _, crc) in record["arrays"].items():
-            if _crc(arrays[name]) != crc:
-                raise OSError(f"the data of {name} is damaged")
+        _compare(arrays, record["arrays"])
         state = reader.restore(
             os.path.join(path, "state"),
             args=ocp.args.PyTreeRestore(
@@ -220,10 +224,12 @@ def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Check
                 partial_restore=True,
             ),
         )
-    digests = np.asarray(_digests(state)).tolist()
-    for (name, _), digest in zip(_named(state), digests, strict=True):
-        if digest != record["state"][name][2]:
-            raise OSError(f"the data of {name} is damaged")
+    _compare(state, record["state"])
+    if record["format"] == 1:
+        logging.warning(
+            "checkpoint %d has the checksums of an older release, which miss some damage; the next one has SHA-256",
+            step,
+        )
     return Checkpoint(step, state, record["manifest"], arrays)
 
 
@@ -268,17 +274,57 @@ def _set_aside(directory: str, step: int) -> str:
     return aside
 
 
+def _described(tree: Tree) -> dict[str, list[Any]]:
+    """Shape, dtype and digest of each leaf, by its name."""
+    return {
+        name: [list(leaf.shape), str(leaf.dtype), digest]
+        for (name, leaf), digest in zip(_named(tree), _digests(tree), strict=True)
+    }
+
+
+def _compare(tree: Tree, recorded: Mapping[str, Any]) -> None:
+    """Raises OSError naming an array that is not the one that was saved."""
+    leaves = _named(tree)
+    digests: Sequence[Any]
+    if any(isinstance(recorded[name][2], int) for name, _ in leaves):
+        digests = [zlib.crc32(_bytes(x)) if isinstance(x, np.ndarray) else int(_old_digest(x)) for _, x in leaves]
+    else:
+        digests = _digests(tree)
+    for (name, _), digest in zip(leaves, digests, strict=True):
+        if digest != recorded[name][2]:
+            raise OSError(f"the data of {name} is damaged")
+
+
+def _digests(tree: Tree) -> list[str]:
+    """Of each leaf, in the order of jax.tree.leaves. One leaf at a time is in host memory."""
+    out = []
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for leaf in jax.tree.leaves(tree):
+            data = _bytes(_on_host(leaf))
+            blocks = pool.map(
+                lambda start, data=data: hashlib.sha256(data[start : start + _BLOCK]).digest(),
+                range(0, len(data), _BLOCK),
+            )
+            out.append(hashlib.sha256(b"".join(blocks)).hexdigest())
+    return out
+
+
+def _on_host(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)
+
+
+def _bytes(x: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+
+
 @jax.jit
-def _digests(tree: Tree) -> jax.Array:
-    """[leaves] uint32, in the order of jax.tree.leaves."""
-    return jnp.stack([_digest(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree)])
-
-
-def _digest(x: jax.Array) -> jax.Array:
+def _old_digest(x: jax.Array) -> jax.Array:
+    """Of format 1."""
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    assert x.dtype.itemsize <= 4, f"{x.dtype} arrays are not part of a state"
     position = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
@@ -292,10 +338,6 @@ def _named(tree: Tree) -> list[tuple[str, Any]]:
 
 def _as_numpy(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in arrays.items()}
-
-
-def _crc(x: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(x).tobytes())
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:

@@ -1,18 +1,24 @@
 """Checkpoints: exact round trips, any damage noticed, kills survived, other meshes."""
 
+import hashlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from scalerl_jax.learner import checkpoint as checkpoint_lib
 from scalerl_jax.learner.checkpoint import Checkpoints, read_newest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -256,3 +262,95 @@ def test_restores_onto_other_meshes(tmp_path):
         [sys.executable, "-c", textwrap.dedent(MESHES), tmp_path], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+def flip(x: np.ndarray, *bits: int) -> np.ndarray:
+    data = bytearray(x.tobytes())
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+    return np.frombuffer(bytes(data), x.dtype).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.uint8])
+@given(data=st.data())
+def test_a_digest_finds_any_one_or_two_flipped_bits_and_any_two_words_swapped(dtype, data):
+    x = np.random.default_rng(0).permutation(7 * 33).reshape(7, 33).astype(dtype)
+    last = 8 * x.nbytes - 1
+    bits = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=2, unique=True))
+    i, j = data.draw(st.lists(st.integers(0, x.size - 1), min_size=2, max_size=2, unique=True))
+    swapped = x.reshape(-1).copy()
+    swapped[[i, j]] = swapped[[j, i]]
+    (whole,) = checkpoint_lib._digests([x])
+    assert checkpoint_lib._digests([flip(x, *bits)]) != [whole]
+    assert x.reshape(-1)[i] == x.reshape(-1)[j] or checkpoint_lib._digests([swapped]) != [whole]
+    assert checkpoint_lib._digests([jnp.asarray(x)]) == [whole]
+
+
+def test_a_digest_of_many_blocks_is_that_of_their_digests(monkeypatch):
+    x = np.arange(1000, dtype=np.int32)
+    monkeypatch.setattr(checkpoint_lib, "_BLOCK", 512)
+    blocks = [x.tobytes()[start : start + 512] for start in range(0, 4000, 512)]
+    expected = hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).hexdigest()
+    assert checkpoint_lib._digests([x]) == [expected]
+    assert checkpoint_lib._digests([np.zeros(0)]) == [hashlib.sha256(b"").hexdigest()]
+
+
+def save_tampered(directory, change):
+    """Saves a state, and then, under the digests of that one, what `change` makes of it."""
+    state = make_state(5)
+    digests = {id(leaf): digest for leaf, digest in zip(jax.tree.leaves(state), checkpoint_lib._digests(state))}
+    assert len(digests) == len(jax.tree.leaves(state))
+    hurt = jax.tree.map(lambda x: jnp.asarray(change(np.asarray(x))), state)
+    checkpoints = Checkpoints(directory, keep=1)
+    real = checkpoint_lib._digests
+    try:
+        checkpoint_lib._digests = lambda tree: list(digests.values()) if tree is hurt else real(tree)
+        checkpoints.save(5, hurt, manifest={}, arrays={})
+    finally:
+        checkpoint_lib._digests = real
+    checkpoints.close()
+
+
+def test_two_flipped_sign_bits_are_noticed(tmp_path):
+    def change(x):
+        return flip(x, 31, 63) if x.dtype == np.float32 and x.size > 1 else x
+
+    save_tampered(tmp_path, change)
+    with pytest.raises(ValueError, match=r"none of its 1 checkpoints can be read .*the data of .* is damaged"):
+        Checkpoints(tmp_path, keep=1).restore(abstract(make_state(0)))
+
+
+def make_old(path):
+    """Gives a checkpoint the record that release 0.1 wrote."""
+    file = path / "manifest" / "metadata"
+    record = json.loads(file.read_text())
+    record["format"] = 1
+    del record["sha256"]
+    state, arrays = make_state(5), arrays_of(5)
+    named = {
+        jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree_util.tree_leaves_with_path(state)
+    }
+    for name, entry in record["state"].items():
+        bits = np.asarray(named[name]).reshape(-1).view(np.uint32).astype(np.uint64)
+        entry[2] = int((bits * (2 * np.arange(bits.size, dtype=np.uint64) + 1)).sum() % 2**32)
+    for name, entry in record["arrays"].items():
+        entry[2] = zlib.crc32(arrays[name].tobytes())
+    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    file.write_text(json.dumps(record))
+    return file, record
+
+
+def test_a_checkpoint_with_the_old_digest_is_read_compared_and_said_to_be_old(tmp_path, caplog):
+    save_all(tmp_path, [5])
+    file, record = make_old(tmp_path / "5")
+    found = Checkpoints(tmp_path, keep=2).restore(abstract(make_state(0)))
+    assert same(found.state, make_state(5))
+    assert all(np.array_equal(found.arrays[k], v) for k, v in arrays_of(5).items())
+    assert len([r for r in caplog.records if "checksums of an older release" in r.message]) == 1
+    name = next(iter(record["state"]))
+    record["state"][name][2] ^= 1
+    del record["crc32"]
+    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"the data of {name} is damaged"):
+        Checkpoints(tmp_path, keep=2).restore(abstract(make_state(0)))
