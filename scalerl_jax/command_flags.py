@@ -6,6 +6,7 @@ Each function may be called more than once. The flags of the config are not absl
 from absl import flags
 
 FLAGS = flags.FLAGS
+_ALLOW = "Config fields (name,...) to go on with other values of, though that changes what is learned."
 
 
 def train() -> None:
@@ -14,6 +15,7 @@ def train() -> None:
         flags.DEFINE_string(
             "servers", "", "host:port,..., file:PATH or dns:///name:port; none: local ones are started."
         )
+        flags.DEFINE_list("allow", [], _ALLOW)
 
 
 def sft() -> None:
@@ -21,6 +23,7 @@ def sft() -> None:
         flags.DEFINE_string(
             "workdir", None, "Folder of the warm start; the model will be WORKDIR/model.", required=True
         )
+        flags.DEFINE_list("allow", [], _ALLOW)
 
 
 def export() -> None:

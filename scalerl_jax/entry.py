@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from scalerl_jax import command_help, signals
+from scalerl_jax import command_help, files, signals
 from scalerl_jax.config import Config, ConfigError, parse_argv
 
 
@@ -96,6 +96,10 @@ def _guarded(main: Callable[[], None]) -> None:
         except (UserError, ConfigError) as error:
             signals.wait_if_leaving()
             fail(str(error))
+        except OSError as error:
+            if error.filename is None or error.errno is None:  # a fault of ours, not of a file's
+                raise
+            fail(f"{error.filename}: {files.reason(error)}")
         except signals.Interrupted as stop:  # everything that was open is closed by now
             signals.wait_if_leaving()
             sys.stderr.write(f"{stop.line}\n")

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from scalerl_jax import ledger_repair
+from scalerl_jax.files import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -255,10 +256,7 @@ class Ledger:
                 },
                 allow_nan=False,  # a fault of ours: nothing that is not finite is booked
             )
-            temporary = f"{self._path}.tmp"
-            with open(temporary, "w") as file:
-                file.write(text)
-            os.replace(temporary, self._path)
+            write_whole(self._path, text, durable=False)  # each second; what is lost with power is in the rows
 
     def _save_if_due(self) -> None:
         if self._clock() - self._saved >= self._save_seconds:

@@ -25,10 +25,10 @@ import numpy as np
 import optax
 from absl import flags
 
-from scalerl_jax import command_flags, entry, signals
+from scalerl_jax import command_flags, entry, files, signals
 from scalerl_jax.config import Config, ConfigError
 from scalerl_jax.learner import optimizer
-from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
+from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.packing import Segment, pack
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.model import DecoderConfig, Precision, init_params, load_hf
@@ -201,8 +201,14 @@ def settle_tokenizer(config: Config, folder: RunFolder) -> str:
     if not os.path.isdir(out):
         temporary = f"{out}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
-        make_tokenizer(corpus=corpus(config), path=temporary, vocabulary=config.sft.vocabulary)
-        os.replace(temporary, out)
+        try:
+            make_tokenizer(corpus=corpus(config), path=temporary, vocabulary=config.sft.vocabulary)
+            os.replace(temporary, out)
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if (fault := files.write_error(error, out)) is not None:
+                raise fault from None
+            raise
     return out
 
 
@@ -300,13 +306,13 @@ def check(config: Config) -> None:
         raise ConfigError(f"config.sft.slip_rate={config.sft.slip_rate}: must be between 0 and 1")
 
 
-def main(config: Config, workdir: str) -> None:
+def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
     check(config)
-    with contextlib.ExitStack() as stack:
+    with told_where_it_goes_on(workdir), contextlib.ExitStack() as stack:
         # ---- 1. The run folder; nothing to do where the model is there ---------------------------------------------
-        folder = stack.enter_context(RunFolder(workdir, relevant(config)))
+        folder = stack.enter_context(RunFolder(workdir, relevant(config), allow=allow, warm_start=True))
         saved = newest_step(folder.path("checkpoints"))
         if saved is not None:
             signals.expect(f"interrupted: the same command goes on from step {saved}")
@@ -373,7 +379,7 @@ def main(config: Config, workdir: str) -> None:
 
 def run() -> None:
     command_flags.sft()
-    entry.run_with_config(lambda config: main(config, flags.FLAGS.workdir))
+    entry.run_with_config(lambda config: main(config, flags.FLAGS.workdir, allow=flags.FLAGS.allow))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scalerl_jax import files
 from scalerl_jax.report_page.page import write_report
 from scalerl_jax.report_page.score import half_time
 from scalerl_jax.scaling.plot import plot_forecast
@@ -32,13 +33,16 @@ def show(workdir: str, console: Console | None = None) -> None:
         console.print(f"no forecast: {why_not}", markup=False)
     if forecast is not None:
         path = os.path.join(workdir, "curve.png")
-        plot_forecast(
-            forecast,
-            path,
-            x_label="compute: device-hours of trainer and generators",
-            y_label=f"held-out pass rate, mean@{evals[-1]['samples']}",
-        )
-        console.print(f"curve: {path}", markup=False, soft_wrap=True)
+        try:
+            plot_forecast(
+                forecast,
+                path,
+                x_label="compute: device-hours of trainer and generators",
+                y_label=f"held-out pass rate, mean@{evals[-1]['samples']}",
+            )
+            console.print(f"curve: {path}", markup=False, soft_wrap=True)
+        except OSError as error:  # the run is done and well without it
+            console.print(f"no curve.png: {files.reason(error)}", markup=False, soft_wrap=True)
     for sample in last_samples(workdir, 3):
         console.print(_completion(sample))
     console.print()

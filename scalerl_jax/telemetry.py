@@ -1,6 +1,7 @@
 """The run folder: all that a run is, under one --workdir.
 
-    config.json            what the run is; another config is refused
+    config.json            what the run is; what may be changed, and how, see continuing.py
+    config_history.jsonl   what was changed, and from which step on
     lock                   held by the trainer that runs
     metrics.jsonl          one row an update
     evals.jsonl            one row an evaluation
@@ -9,8 +10,9 @@
     ledger.json            compute spent (ledger.py)
     checkpoints/           learner/checkpoint.py
 
-A row is one write of one line, so a killed run leaves at most one torn line, at the end, which the next start drops. A
-run that goes on from step s drops every row past s; the compute those rows cost stays in the ledger.
+A row is one write of one line, so a killed run leaves at most one torn line, at the end, which the next start drops; a
+full disk leaves none. A run that goes on from step s drops every row past s; the compute those rows cost stays in the
+ledger.
 """
 
 import dataclasses
@@ -21,18 +23,20 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from scalerl_jax import config as config_lib
+from scalerl_jax import continuing, files
 from scalerl_jax.config import Config, ConfigError
+from scalerl_jax.files import write_whole
 
-# Fields a run may be continued with other values of: they change where and how it runs, not what it is.
-_FREE = ("telemetry.", "fleet.", "checkpoint.")
 # What depends on the config: where none of it is there, the folder may be given another one.
 _MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "tokenizer", "model")
+
+_MEND = "remove that row, or put the file back from a copy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,15 @@ class RunFolder:
     telemetry package asked for is not installed. `incarnation` names this trainer process.
     """
 
-    def __init__(self, workdir: str, config: Config, *, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        workdir: str,
+        config: Config,
+        *,
+        allow: Collection[str] = (),
+        warm_start: bool = False,
+        clock: Callable[[], float] = time.time,
+    ):
         for field, package in (("tensorboard", "tensorboard"), ("wandb_project", "wandb")):
             if getattr(config.telemetry, field) and importlib.util.find_spec(package) is None:
                 value = getattr(config.telemetry, field)
@@ -71,15 +83,22 @@ class RunFolder:
         self.incarnation = time.time_ns()
         self._config = config
         self._clock = clock
+        self.changes: Sequence[continuing.Change] = ()  # of the config, since the run was here last
         try:
             os.makedirs(self.workdir, exist_ok=True)
+            self._lock = _take_lock(self.path("lock"), workdir)
+            try:
+                files.tidy(self.workdir)
+                self._compare_config(workdir, allow, warm_start)
+            except BaseException:
+                os.close(self._lock)
+                raise
         except OSError as error:
-            raise ConfigError(f"--workdir={workdir}: {error.strerror}") from error
-        self._lock = _take_lock(self.path("lock"), workdir)
-        self._compare_config(workdir)
+            raise ConfigError(f"--workdir={workdir}: {files.reason(error)}") from error
         self._files: dict[str, int] = {}
         self._events: Any = None
         self._wandb: Any = None
+        self._drawn: set[str] = set()  # names whose x axis W&B has been told
 
     def path(self, *names: str) -> str:
         return os.path.join(self.workdir, *names)
@@ -90,35 +109,36 @@ class RunFolder:
         Once, before the first row.
         """
         assert not self._files, "resume() comes before the first row"
+        if self.changes:
+            row = continuing.history_row(self.changes, step=step, time=self._clock())
+            history = self.path("config_history.jsonl")
+            with files.naming(history):
+                descriptor = os.open(history, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                files.append(descriptor, row.encode(), history)
+            finally:
+                os.close(descriptor)
         write_whole(self.path("config.json"), config_lib.to_json(self._config))
         for name in ("metrics.jsonl", "evals.jsonl"):
             path = self.path(name)
             if os.path.exists(path):
-                rows = read_rows(path)
-                kept = [row for row in rows if row["step"] <= step]
-                if len(kept) < len(rows) or not _ends_whole(path):
-                    write_whole(path, "".join(_line(row) for row in kept))
-            self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.makedirs(self.path("rollouts"), exist_ok=True)
-        for name in os.listdir(self.path("rollouts")):
-            found = re.fullmatch(r"step-(\d+)\.jsonl(\.tmp)?", name)
-            if found and (int(found[1]) > step or found[2]):
-                os.remove(self.path("rollouts", name))
+                _cut(path, step)
+            with files.naming(path):
+                self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        samples = self.path("rollouts")
+        with files.naming(samples):
+            os.makedirs(samples, exist_ok=True)
+            files.tidy(samples)
+            for name in os.listdir(samples):
+                found = re.fullmatch(r"step-(\d+)\.jsonl(\.tmp)?", name)
+                if found and (int(found[1]) > step or found[2]):
+                    os.remove(os.path.join(samples, name))
         if self._config.telemetry.tensorboard:
             from scalerl_jax.eventfile import EventFile  # tensorboard is optional
 
             self._events = EventFile(self.path("tensorboard"), first_step=step + 1)
         if self._config.telemetry.wandb_project:
-            import wandb  # optional
-
-            self._wandb = wandb.init(
-                project=self._config.telemetry.wandb_project,
-                dir=self.workdir,
-                id=_run_id(self.path("wandb_id")),
-                name=os.path.basename(self.workdir),
-                resume="allow",
-                config=config_lib.leaves(self._config),
-            )
+            self._wandb = _start_wandb(self.workdir, self._config)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """The row of update `step`: `values` (numbers, nested mappings and lists of them) beside step and time.
@@ -161,7 +181,7 @@ class RunFolder:
         row = _plain(row)
         self._append("evals.jsonl", row)
         shown = {"pass_rate": row["pass_rate"], "seconds": seconds, **_plain(values or {})}
-        self._scalars(step, {"evaluation": shown})
+        self._scalars(step, {"evaluation": shown}, axis="evaluation/step")
         return row
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -201,7 +221,7 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _compare_config(self, workdir: str) -> None:
+    def _compare_config(self, workdir: str, allow: Collection[str], warm_start: bool) -> None:
         """Refuses another config, except where a first start failed and left nothing behind."""
         path = self.path("config.json")
         made = [self.path(name) for name in _MADE]
@@ -209,27 +229,71 @@ class RunFolder:
             write_whole(path, config_lib.to_json(self._config))
             return
         try:
-            with open(path) as file:
+            with open(path, encoding="utf-8") as file:
                 old = json.load(file)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}: is not JSON ({error})") from error
-        difference = first_difference(old, self._config)
-        if difference:
-            raise ConfigError(f"--workdir={workdir}: holds a run of another config: {difference}")
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: is not JSON ({error}): what the run is cannot be told") from error
+        if not isinstance(old, dict):
+            raise ConfigError(f"{path}: is not an object: what the run is cannot be told")
+        another = f"--workdir={workdir}: holds a run of another config"
+        try:
+            self.changes = continuing.changes(old, self._config)
+        except ConfigError as error:
+            raise ConfigError(f"{another}: {error}") from None
+        refused = continuing.refused(self.changes, allowed=allow, warm_start=warm_start)
+        if refused:
+            names = ",".join(change.name for change in refused)
+            more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+            raise ConfigError(f"{another}: {refused[0]}{more}; --allow={names} goes on with what is given now")
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         assert self._files, "resume() comes before the first row"
-        data = _line(row).encode()
-        written = os.write(self._files[name], data)
-        if written != len(data):
-            raise OSError(f"{self.path(name)}: only {written} of {len(data)} bytes of a row could be written")
+        files.append(self._files[name], _line(row).encode(), self.path(name))
 
-    def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
+    def _scalars(self, step: int, values: Mapping[str, Any], *, axis: str = "step") -> None:
+        """To TensorBoard and W&B.
+
+        W&B drops what comes with an older step of its own than the last: evaluations beside training, and all that a
+        run makes again after it has gone back to a checkpoint. So it is given none, and `axis` is logged as a value.
+        """
         scalars = dict(_flat(values))
         if self._events is not None:
             self._events.add(step, scalars)
         if self._wandb is not None:
-            self._wandb.log({"step": step, **scalars}, step=step)
+            for name in scalars.keys() - self._drawn:
+                self._wandb.define_metric(name, step_metric=axis)
+            self._drawn |= scalars.keys()
+            self._wandb.log({axis: step, **scalars})
+
+
+def _start_wandb(run_folder: str, config: Config) -> Any:
+    """The W&B run of this folder, begun or gone on with."""
+    import wandb  # optional
+
+    return wandb.init(
+        project=config.telemetry.wandb_project,
+        dir=run_folder,
+        id=_run_id(os.path.join(run_folder, "wandb_id")),
+        name=os.path.basename(run_folder),
+        resume="allow",
+        config=config_lib.leaves(config),
+        allow_val_change=True,  # what may change at a restart
+    )
+
+
+def _cut(path: str, step: int) -> None:
+    """Drops what is past `step`, and a torn last row; where only the end of the file goes, that needs no room."""
+    rows = read_rows(path)
+    kept = [row for row in rows if row["step"] <= step]
+    if len(kept) == len(rows) and _ends_whole(path):
+        return
+    if rows[: len(kept)] == kept:
+        with open(path, "rb") as file:
+            end = sum(len(file.readline()) for _ in kept)
+        with files.naming(path):
+            os.truncate(path, end)
+    else:
+        write_whole(path, "".join(_line(row) for row in kept))
 
 
 def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
@@ -245,55 +309,44 @@ def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, n
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; a torn last line (no newline) is left out. Raises ValueError naming file and row."""
-    with open(path) as file:
-        lines = file.read().split("\n")
+    """The rows of a JSONL file of a run; a torn last line (no newline) is left out.
+
+    Raises ValueError (one line) naming file and row where one is not a row: no JSON, no object, no step.
+    """
+    with files.naming(path), open(path, "rb") as file:
+        lines = file.read().split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: row {number} is not JSON ({error})") from error
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            what = f"is not UTF-8 (byte {error.start + 1})" if isinstance(error, UnicodeDecodeError) else "is not JSON"
+            why = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
+            raise ValueError(f"{path}: row {number} {what}{why}; {_MEND}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: row {number} is not an object; {_MEND}")
+        if not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
+            raise ValueError(f"{path}: row {number} has no step; {_MEND}")
+        rows.append(row)
     return rows
-
-
-def write_whole(path: str, text: str) -> None:
-    """Writes a file so that it is there whole or, after a crash, as it was before."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
-
-
-def first_difference(old: Mapping[str, Any], new: Config) -> str | None:
-    """The first field in which a run may not differ from `old` (a config.json's contents), as a line; None: it goes on.
-
-    A field that `old` lacks, because it was written before the field existed, counts as the default.
-    """
-    before = {**config_lib.leaves(Config()), **dict(_flat(old, separator=".", keep=True))}
-    after = config_lib.leaves(new)
-    for name in [*after, *(name for name in before if name not in after)]:
-        if name.startswith(_FREE) or before[name] == after.get(name):
-            continue
-        if name not in after:
-            return f"config.{name} is {before[name]!r} there and is not a field any more"
-        if name == "updates" and after[name] > before[name]:
-            continue
-        return f"config.{name} is {before[name]!r} there and {after[name]!r} now"
-    return None
 
 
 def _take_lock(path: str, workdir: str) -> int:
     """The descriptor that holds the lock; the kernel lets go of it when the process ends, however it ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with files.naming(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 32).decode(errors="replace").strip()
         os.close(descriptor)
         raise ConfigError(f"--workdir={workdir}: a trainer (process {holder}) is running in it") from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
@@ -301,8 +354,11 @@ def _run_id(path: str) -> str:
     """The W&B id of this run, made at its first start."""
     if not os.path.exists(path):
         write_whole(path, f"{time.time_ns():x}")
-    with open(path) as file:
-        return file.read().strip()
+    with open(path, "rb") as file:
+        name = file.read().strip().decode("ascii", errors="replace")
+    if not re.fullmatch(r"[\w-]+", name, flags=re.ASCII):
+        raise ConfigError(f"{path}: is no W&B id ({name[:32]!r}); without the file a new W&B run is begun")
+    return name
 
 
 def _ends_whole(path: str) -> bool:
@@ -331,10 +387,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "", *, separator: str = "/", keep: bool = False) -> Iterator[Any]:
-    """(joined name, leaf) of each leaf; only numbers, unless `keep`."""
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(joined name, leaf) of each leaf that is a number."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}{separator}", separator=separator, keep=keep)
-        elif keep or (isinstance(value, int | float) and not isinstance(value, bool)):
+            yield from _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + key, value

@@ -28,10 +28,10 @@ from launch import accelerators
 from launch.local import LocalServers, StartError, serve_command
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax import command_flags, entry, platforms, signals, summary
+from scalerl_jax import command_flags, continuing, entry, platforms, signals, summary
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer
-from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
+from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.ledger import Ledger, ModelShape
 from scalerl_jax.live_forecast import LiveForecast
@@ -143,13 +143,17 @@ def too_few(config: Config, *, training: int, held_out: int) -> list[str]:
 def main(config: Config) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
-    with contextlib.ExitStack() as stack:
+    with told_where_it_goes_on(FLAGS.workdir), contextlib.ExitStack() as stack:
         # ---- 1. The run folder; the policy, the tokenizer and the task to start from ---------------------------------
-        folder = stack.enter_context(RunFolder(FLAGS.workdir, config))
+        folder = stack.enter_context(RunFolder(FLAGS.workdir, config, allow=FLAGS.allow))
         saved = newest_step(folder.path("checkpoints"))
         if saved is not None:
             signals.expect(f"interrupted: the same command goes on from step {saved}")
-        if saved == config.updates == folder.last_evaluation():
+            if saved > config.updates:
+                raise entry.UserError(f"config.updates={config.updates}: the run has made {saved} updates already")
+        with entry.user_mistakes():
+            finished = saved == config.updates == folder.last_evaluation()
+        if finished:
             summary.show(FLAGS.workdir)
             return
         with entry.user_mistakes():
@@ -234,7 +238,8 @@ def main(config: Config) -> None:
                 learner.state = found.state
                 curriculum.restore(found.arrays)
         start = found.step if found else 0
-        folder.resume(start)
+        with entry.user_mistakes():
+            folder.resume(start)
         draws = Draws(curriculum, train_prompts)
         learner.compile()
         if local is not None:
@@ -299,6 +304,9 @@ def main(config: Config) -> None:
             line.say(sharing.sentence)
         if found:
             line.say(f"going on from step {start} of {config.updates}")
+        for change in folder.changes:
+            if change.kind != continuing.FREE:
+                line.say(f"from step {start} on config.{change.name} is {change.now!r}; before: {change.before!r}")
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
         with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, VerifierError, StartError):

@@ -1,17 +1,19 @@
 """The run folder: what survives a kill, what is refused, what other tools read back."""
 
+import importlib.machinery
 import json
 import math
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scalerl_jax.config import Config, ConfigError
-from scalerl_jax.telemetry import RolloutSample, RunFolder, first_difference, read_rows
+from scalerl_jax.telemetry import RolloutSample, RunFolder, read_rows
 
 COMPUTE = {"device_hours": 0.5, "model_flops": 1e12}
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -114,28 +116,78 @@ def test_a_damaged_row_is_named(tmp_path):
         read_rows(tmp_path / "evals.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        (b"garbage", "is not JSON (Expecting value: line 1 column 1 (char 0))"),
+        (b'{"step": 2}{"step": 3}', "is not JSON (Extra data: line 1 column 12 (char 11))"),
+        (b"\0\0\0\0", "is not JSON (Expecting value: line 1 column 1 (char 0))"),
+        (b'{"step": 2, "task": "\xff"}', "is not UTF-8 (byte 22)"),
+        (b"[2]", "is not an object"),
+        (b'{"loss": 1.0}', "has no step"),
+        (b'{"step": "two"}', "has no step"),
+        (b"[" * 100_000, "is not JSON"),
+    ],
+)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl"])
+def test_a_garbage_row_is_one_line_that_names_it(tmp_path, name, row, what):
+    leave_a_row(tmp_path)
+    (tmp_path / name).write_bytes(b'{"step": 1}\n' + row + b'\n{"step": 3}\n')
+    with RunFolder(tmp_path, make_config()) as run, pytest.raises(ValueError) as caught:
+        run.resume(3)
+    assert str(caught.value) == f"{tmp_path / name}: row 2 {what}; remove that row, or put the file back from a copy"
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"[1]", b"\0" * 64, b'{"model": 3}'])
+def test_a_config_that_is_none_is_one_line(tmp_path, data):
+    leave_a_row(tmp_path)
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(tmp_path, make_config())
+    assert "config.json: is not" in str(caught.value) or "config.model is 3 there" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def leave_a_row(path):
     with RunFolder(path, make_config()) as run:
         run.resume(0)
         evaluate(run, 0)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "line"),
-    [
-        ("optimizer__learning_rate", 1e-4, "config.optimizer.learning_rate is 5e-07 there and 0.0001 now"),
-        ("seed", 3, "config.seed is 0 there and 3 now"),
-        ("updates", 999, "config.updates is 1000 there and 999 now"),
-        ("model__path", "elsewhere", "config.model.path is '' there and 'elsewhere' now"),
-    ],
-)
-def test_workdir_of_another_config_is_refused(tmp_path, field, value, line):
+def test_workdir_of_another_config_is_refused_by_name(tmp_path):
     leave_a_row(tmp_path)
     before = (tmp_path / "config.json").read_text()
     with pytest.raises(ConfigError) as caught:
-        RunFolder(tmp_path, make_config(**{field: value}))
-    assert str(caught.value) == f"--workdir={tmp_path}: holds a run of another config: {line}"
+        RunFolder(tmp_path, make_config(optimizer__learning_rate=1e-4, learner__rows=7))
+    assert str(caught.value) == (
+        f"--workdir={tmp_path}: holds a run of another config: config.optimizer.learning_rate is 5e-07 there and "
+        "0.0001 now; --allow=optimizer.learning_rate goes on with what is given now"
+    )
+    with pytest.raises(ConfigError, match=r"config.seed is 0 .* \(and 1 more\); --allow=seed,objective.cap goes on"):
+        RunFolder(tmp_path, make_config(seed=3, objective__cap=4.0))
     assert (tmp_path / "config.json").read_text() == before
+
+
+def test_what_is_changed_on_purpose_is_written_down(tmp_path):
+    leave_a_row(tmp_path)
+    other = make_config(objective__cap=4.0, learner__rows=3, evaluation__prompts=7)
+    with pytest.raises(ConfigError, match=r"--allow=objective\.lid: config has no field 'objective\.lid'"):
+        RunFolder(tmp_path, other, allow=["objective.lid"])
+    with RunFolder(tmp_path, other, allow=["objective.cap"], clock=lambda: 7.0) as run:
+        assert [(change.name, change.kind) for change in run.changes] == [
+            ("objective.cap", "bound"),
+            ("learner.rows", "free"),
+            ("evaluation.prompts", "said"),
+        ]
+        run.resume(0)
+    assert json.loads((tmp_path / "config.json").read_text())["objective"]["cap"] == 4.0
+    (row,) = read_rows(tmp_path / "config_history.jsonl")
+    assert (row["step"], row["time"]) == (0, 7.0)
+    assert row["changed"]["objective.cap"] == {"before": 5.0, "now": 4.0, "kind": "bound"}
+    assert row["changed"].keys() == {"objective.cap", "learner.rows", "evaluation.prompts"}
+    with RunFolder(tmp_path, other) as run:  # from now on that is the run's config
+        run.resume(0)
+    assert len(read_rows(tmp_path / "config_history.jsonl")) == 1
 
 
 def test_a_first_start_that_failed_binds_nobody(tmp_path):
@@ -149,19 +201,62 @@ def test_a_first_start_that_failed_binds_nobody(tmp_path):
 
 def test_what_may_change_is_taken_over(tmp_path):
     leave_a_row(tmp_path)
-    other = make_config(updates=2000, telemetry__samples=3, fleet__servers=7, checkpoint__keep=5)
+    other = make_config(updates=2000, telemetry__samples=3, fleet__servers=7, checkpoint__keep=5, sft__rows=9)
     with RunFolder(tmp_path, other) as run:
         run.resume(0)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["updates"], saved["fleet"]["servers"], saved["checkpoint"]["keep"]) == (2000, 7, 5)
+    with pytest.raises(ConfigError, match=r"config\.sft\.rows is 9 there and 10 now"):
+        RunFolder(tmp_path, make_config(sft__rows=10), warm_start=True)
 
 
-def test_the_first_difference_is_in_the_order_of_the_config():
-    old = json.loads(json.dumps({"seed": 0, "objective": {"cap": 4.0}, "optimizer": {"warmup": 1}}))
-    assert first_difference(old, Config()) == "config.objective.cap is 4.0 there and 5.0 now"
-    assert first_difference({"seed": 0}, Config()) is None  # fields made since then count as their defaults
-    assert first_difference({"fleet": {"completion_seconds": 600.0}}, Config()) is None  # one that is gone and was free
-    assert first_difference({"gone": 1}, Config()) == "config.gone is 1 there and is not a field any more"
+class FakeWandb(types.ModuleType):
+    """As W&B documents itself: what is logged with an older step than the last is dropped; an axis is a value."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.rows, self.axes, self.last = [], {}, -1
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+
+    def init(self, **options):
+        self.options = options
+        return self
+
+    def define_metric(self, name, step_metric=None):
+        self.axes[name] = step_metric
+
+    def log(self, values, step=None):
+        step = self.last + 1 if step is None else step
+        if step >= self.last:
+            self.last = step
+            self.rows.append(values)
+
+    def finish(self):
+        pass
+
+    def curve(self, name):
+        axis = self.axes.get(name, "step")
+        return [(row[axis], row[name]) for row in self.rows if name in row]
+
+
+def test_wandb_gets_evaluations_beside_training_and_what_is_made_again(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = make_config(telemetry__wandb_project="mine")
+    with RunFolder(tmp_path, config) as run:
+        run.resume(0)
+        for step in range(1, 7):
+            run.metrics(step, {"reward": step, "lag": {"mean": 0.5}})
+        evaluate(run, 4)  # two updates later
+    with RunFolder(tmp_path, config) as run:  # the checkpoint was that of step 4
+        run.resume(4)
+        run.metrics(5, {"reward": 50})
+    assert wandb.curve("reward") == [*((s, s) for s in range(1, 7)), (5, 50)]
+    assert wandb.curve("lag/mean") == [(s, 0.5) for s in range(1, 7)]
+    assert wandb.curve("evaluation/pass_rate") == [(4, pytest.approx(7 / 12))]
+    (tmp_path / "wandb_id").write_bytes(b"\xff\0")
+    with RunFolder(tmp_path, config) as run, pytest.raises(ConfigError, match="wandb_id: is no W&B id"):
+        run.resume(4)
 
 
 HOLDS = """

@@ -39,6 +39,9 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
+from scalerl_jax import files
+from scalerl_jax.entry import UserError
+
 Tree = Any
 
 _FORMAT = 2
@@ -63,13 +66,18 @@ class Checkpoints:
         self._directory = os.path.abspath(directory)
         self._keep = keep
         self._opened: ocp.CheckpointManager | None = None
+        self._failed = False
 
     def save(self, step: int, state: Tree, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Starts to save and returns once `state` may be overwritten; waits first if the last save is still going on.
 
         Every host calls it with the same step. A step that is saved already is left as it is. Raises what the save
-        before it failed with (a full disk).
+        before it failed with: files.WriteError on a full disk.
         """
+        with self._faults():
+            self._save(step, state, manifest, arrays)
+
+    def _save(self, step: int, state: Tree, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         manager = self._manager()
         if step in manager.all_steps():
             return
@@ -106,17 +114,37 @@ class Checkpoints:
     def wait(self) -> None:
         """Until what was saved is on disk; raises what saving failed with."""
         if self._opened is not None:
-            self._opened.wait_until_finished()
-            self._opened.check_for_errors()
+            with self._faults():
+                self._opened.wait_until_finished()
+                self._opened.check_for_errors()
 
     def close(self) -> None:
-        if self._opened is not None:
+        """Waits for what is being saved. What a save has failed with is raised once, here or before."""
+        if self._opened is None:
+            return
+        if self._failed:
+            with contextlib.suppress(Exception):  # the same again
+                self._opened.close()
+        else:
             self.wait()
             self._opened.close()
-            self._opened = None
+        self._opened = None
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Around what writes: a disk that is full, read-only or gone is a WriteError."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            fault = files.write_error(error, self._directory)
+            if fault is None:
+                raise
+            raise fault from None
 
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
+            logging.get_absl_logger().addFilter(_raised_anyway)
             handler = functools.partial(
                 ocp.StandardCheckpointHandler, save_concurrent_gb=_CONCURRENT_GB, restore_concurrent_gb=_CONCURRENT_GB
             )
@@ -129,6 +157,35 @@ class Checkpoints:
                 item_handlers={"state": handler(), "arrays": handler(), "manifest": ocp.JsonCheckpointHandler()},
             )
         return self._opened
+
+
+def _raised_anyway(record: std_logging.LogRecord) -> bool:
+    """Whether a line is for the log: what Orbax's threads fail with is raised by wait(), once, without their traces."""
+    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+
+
+@contextlib.contextmanager
+def told_where_it_goes_on(workdir: str) -> Iterator[None]:
+    """Around a run: a folder that cannot be written to any more ends it with one line (UserError)."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, files.WriteError) and error.filename is None:
+            raise
+        raise UserError(_where_it_goes_on(workdir, error)) from error
+
+
+def _where_it_goes_on(workdir: str, error: OSError) -> str:
+    folder, file = os.path.abspath(workdir), os.path.abspath(str(error.filename))
+    inside = file.startswith(folder + os.sep)
+    what = f"--workdir={workdir}" if inside or file == folder else file
+    what = f"{what}: {files.reason(error)}" + (f" ({os.path.relpath(file, folder)})" if inside else "")
+    if not os.path.isdir(folder):
+        return f"--workdir={workdir}: the folder was deleted or moved while the run wrote to it"
+    step = newest_step(os.path.join(folder, "checkpoints"))
+    goes_on = f"the run goes on from step {step}" if step is not None else "the run begins again"
+    when = "there is room" if error.errno in files.FULL else "that is mended"
+    return f"{what}; {goes_on} with the same command when {when}"
 
 
 def read_newest(directory: str, part: str) -> Checkpoint:

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from rollout_server.contract.decoder_config import DecoderConfig
+from scalerl_jax import files
 from scalerl_jax.model.decoder import Params
 from scalerl_jax.model.hf import hf_tensors, read_config, to_hf
 
@@ -46,12 +47,17 @@ def write_model_folder(
     writes = jax.process_index() == 0
     if writes:
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
-        os.makedirs(temporary)
+        with files.naming(out):
+            os.makedirs(temporary)
     try:
         _write_weights(temporary, params, decoder, dtype, shard_bytes, writes)
         if writes:
             _write_rest(temporary, decoder, tokenizer_dir, dtype)
             os.replace(temporary, out)
+    except Exception as error:
+        if (fault := files.write_error(error, out)) is not None:  # safetensors has errors of its own
+            raise fault from None
+        raise
     finally:
         if writes:
             shutil.rmtree(temporary, ignore_errors=True)

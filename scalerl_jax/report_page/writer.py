@@ -13,7 +13,7 @@ from types import TracebackType
 
 from absl import logging
 
-from scalerl_jax import memory
+from scalerl_jax import files, memory
 from scalerl_jax.report_page.page import write_report
 
 
@@ -59,7 +59,9 @@ class ReportWriter:
                 write_report([self._workdir])
                 memory.trim()  # a page reads all rows of the run, and fits curves
             except (OSError, ValueError) as error:
-                self._say(error)
+                # On a full disk the run ends with its next row, and says so.
+                if getattr(error, "errno", None) not in files.FULL:
+                    self._say(error)
             except Exception as error:  # noqa: BLE001 (a fault of ours must not end this thread unheard)
                 self._say(f"{type(error).__name__}: {error}")
 

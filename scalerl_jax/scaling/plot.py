@@ -4,6 +4,7 @@ Drawn with matplotlib's Figure directly, without pyplot: no global state, no dis
 are written whole or not at all.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -26,9 +27,14 @@ _GREY = "#8a8a8a"
 def write_figure(figure: Figure, path: str, *, dpi: int = 150) -> None:
     """Writes PNG or SVG, by the ending of the path, through a temporary file beside it."""
     ending = os.path.splitext(path)[1][1:]
-    temporary = f"{path}.tmp"
-    figure.savefig(temporary, format=ending, dpi=dpi)
-    os.replace(temporary, path)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        figure.savefig(temporary, format=ending, dpi=dpi)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
 
 
 def style_axes(axes, *, x_label: str, y_label: str) -> None:

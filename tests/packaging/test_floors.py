@@ -14,7 +14,7 @@ FLOORS = {
     # floor: rooms, by the dotted name of a package or of a single file
     0: "rollout_server.contract scalerl_jax.config scalerl_jax.entry scalerl_jax.telemetry scalerl_jax.ledger "
     "scalerl_jax.eventfile scalerl_jax.files scalerl_jax.memory scalerl_jax.platforms scalerl_jax.progress "
-    "scalerl_jax.settings scalerl_jax.signals",
+    "scalerl_jax.continuing scalerl_jax.signals",
     1: "scalerl_jax.objective scalerl_jax.scaling",
     2: "scalerl_jax.model",
     3: "scalerl_jax.learner scalerl_jax.tasks",

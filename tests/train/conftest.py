@@ -34,8 +34,8 @@ def start():
     """Starts runs; none of them outlives the test."""
     runs: list[helpers.Run] = []
 
-    def begin(*arguments) -> helpers.Run:
-        runs.append(helpers.Run(*arguments))
+    def begin(*arguments, **options) -> helpers.Run:
+        runs.append(helpers.Run(*arguments, **options))
         return runs[-1].start()
 
     yield begin

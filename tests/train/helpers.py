@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -167,16 +167,25 @@ def serve(folder: pathlib.Path, count: int, *flags: str) -> Iterator[list[str]]:
 class Run:
     """A run of scalerl-train on one workdir: started, killed, started again with the same command."""
 
-    def __init__(self, workdir: pathlib.Path, *flags: str):
+    def __init__(
+        self, workdir: pathlib.Path, *flags: str, log: pathlib.Path | None = None, variables: Mapping[str, str] = {}
+    ):
+        """log: what it says; default: beside the workdir. variables: of its environment, beside the usual ones."""
         self.workdir = str(workdir)
         self._command = [sys.executable, "-m", "scalerl_jax.train", f"--workdir={workdir}", *flags]
-        self._output = f"{workdir}.log"
+        self._output = str(log or f"{workdir}.log")
+        self._variables = dict(variables)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "Run":
         with open(self._output, "ab") as output:
             self.process = subprocess.Popen(
-                self._command, cwd=ROOT, env=environment(), stdout=output, stderr=output, start_new_session=True
+                self._command,
+                cwd=ROOT,
+                env={**environment(), **self._variables},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         return self
 

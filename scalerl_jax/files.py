@@ -1,0 +1,118 @@
+"""Files that are there whole or not at all, and one line for a disk that is full, read-only or gone.
+
+    write_whole   a temporary file beside it, written out to the disk, then renamed; no temporary file stays
+    append        all of it or nothing: what a full disk took of it is cut off again
+    naming        gives an OSError that names no file the path it was about
+
+A temporary file's name has the process in it: two that write the same file at once do not mix. What a killed process
+left is removed by `tidy`.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+from collections.abc import Iterator
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TEMPORARY = re.compile(r"\.(\d+)-\d+\.tmp$")
+_numbers = itertools.count()
+# How libraries that are not Python's tell an error of the system: tensorstore, Rust's, Python's own in a text.
+_SYSTEM = re.compile(r"os_error_code='(\d+)'|\(os error (\d+)\)|\[Errno (\d+)\]")
+
+
+class WriteError(OSError):
+    """A file of ours cannot be written or read; has errno, strerror and filename, and is one line."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {reason(self)}"
+
+
+def reason(error: OSError) -> str:
+    """In words, without the file: "no space left on device"."""
+    text = error.strerror or str(error) or type(error).__name__
+    return text[:1].lower() + text[1:]
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """What is raised inside for want of a file or of room becomes a WriteError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, WriteError) or error.errno is None:
+            raise
+        raise WriteError(error.errno, os.strerror(error.errno), path) from error
+
+
+def write_error(error: BaseException, path: str) -> WriteError | None:
+    """What a library has raised as something else, where it says which error of the system it was."""
+    if isinstance(error, WriteError):
+        return error
+    found = _SYSTEM.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1] or found[2] or found[3]) if found else None
+    return WriteError(number, os.strerror(number), path) if number is not None else None
+
+
+def temporary(path: str) -> str:
+    """A name beside `path` that nobody else uses."""
+    return f"{path}.{os.getpid()}-{next(_numbers)}.tmp"
+
+
+def write_whole(path: str, data: str | bytes, *, durable: bool = True) -> None:
+    """Writes a file so that it is there whole or, after a crash or on a full disk, as it was before.
+
+    durable: it is on the disk before this returns, so that losing power costs nothing either. Raises WriteError.
+    """
+    beside = temporary(path)
+    with naming(path):
+        try:
+            with open(beside, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(beside)
+            raise
+
+
+def append(descriptor: int, data: bytes, path: str) -> None:
+    """Appends to a file opened with O_APPEND, by nobody else: all of `data` or nothing. Raises WriteError.
+
+    A file whose last name is gone is an error too: what is written to it would be lost.
+    """
+    with naming(path):
+        before = os.fstat(descriptor)
+        if before.st_nlink == 0:
+            raise OSError(errno.ENOENT, "deleted")
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, before.st_size)
+            raise
+
+
+def tidy(folder: str) -> None:
+    """Removes temporary files that no process is writing any more."""
+    for name in os.listdir(folder):
+        found = _TEMPORARY.search(name)
+        if found and not _lives(int(found[1])):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, name))
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # signal 0 asks only
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return process != os.getpid()

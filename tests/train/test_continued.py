@@ -1,0 +1,58 @@
+"""A run goes on as the same run with what does not change what it learns, and with more updates."""
+
+import os
+
+import pytest
+
+from tests.train.comparing import REPLAY, UNPROBED, compare, last_checkpoint
+from tests.train.helpers import config_of, read, serve
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+
+def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, model, rollouts, start):
+    """Half of it on one device; the other half, begun as more updates of a finished run, on eight."""
+    # Adam divides by the gradient's size: with its epsilon at 1e-15 the rounding of a zero would count as a gradient.
+    flags = [*flags, *UNPROBED, "--config.optimizer.epsilon=1e-4", "--config.optimizer.learning_rate=1e-3"]
+    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
+    half, whole_length = ["--config.updates=4"], ["--config.updates=8"]
+    os.mkdir(tmp_path / "servers")
+    with serve(tmp_path / "servers", 1, *replay) as addresses:
+        flags.append(f"--servers={addresses[0]}")
+        whole = start(tmp_path / "whole", *flags, *whole_length).finish()
+        start(tmp_path / "moved", *flags, *half).finish()
+        elsewhere = [
+            "--config.learner.replica=2",
+            "--config.learner.fsdp=2",
+            "--config.learner.tensor=2",
+            "--config.learner.rows=1",
+            "--config.learner.row_length=96",
+            "--config.learner.logprob_chunk=16",
+            "--config.model.remat=True",
+            "--config.task.verifier_processes=2",
+            "--config.rollout.prompt_limit=9",
+            "--config.checkpoint.every=1",
+        ]
+        devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        moved = start(tmp_path / "moved", *flags, *whole_length, *elsewhere, variables=devices).finish()
+        assert "going on from step 4 of 8" in moved.output()
+        compare(whole, moved, [*flags, *whole_length], tolerance=1e-5)
+
+        # Fewer than it has made cannot be; and what is learned is not changed by accident.
+        fewer = start(tmp_path / "moved", *flags, "--config.updates=5", log=tmp_path / "fewer.log")
+        assert fewer.wait() == 2
+        assert fewer.output() == "error: config.updates=5: the run has made 8 updates already\n"
+        more = ["--config.updates=9", "--config.objective.cap=4"]
+        refused = start(tmp_path / "moved", *flags, *more, log=tmp_path / "refused.log")
+        assert refused.wait() == 2
+        assert refused.output() == (
+            f"error: --workdir={tmp_path}/moved: holds a run of another config: config.objective.cap is 5.0 there and 4.0 "
+            "now; --allow=objective.cap goes on with what is given now\n"
+        )
+        allowed = start(
+            tmp_path / "moved", *flags, *more, "--allow=objective.cap", log=tmp_path / "allowed.log"
+        ).finish()
+        assert "from step 8 on config.objective.cap is 4.0; before: 5.0" in allowed.output()
+    assert '"objective.cap": {"before": 5.0, "now": 4.0' in read(allowed.path("config_history.jsonl"))
+    assert [row["step"] for row in allowed.metrics] == list(range(1, 10))
+    assert last_checkpoint(allowed, [*flags, *more]).step == config_of(more).updates == 9

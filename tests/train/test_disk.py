@@ -1,0 +1,135 @@
+"""A workdir that fills up, is read-only or vanishes: one line, nothing half-written, and the run goes on later."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.train import helpers
+from tests.train.comparing import REPLAY, UNPROBED, compare, saved
+from tests.train.helpers import serve
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+UPDATES = 8
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own; mounted(size) makes it that large, or read-only. Where that cannot be: skipped."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mounted(options: str) -> pathlib.Path:
+        remount = ["-o", f"remount,{options}"] if os.path.ismount(folder) else ["-o", options]
+        done = subprocess.run(["mount", "-t", "tmpfs", *remount, "tmpfs", str(folder)], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+        return folder
+
+    yield mounted
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def failed(run: helpers.Run) -> str:
+    """The one line that a run ends with that cannot write."""
+    code, said = run.wait(), run.output()
+    assert code == 2, said
+    assert "Traceback" not in said
+    # What a run says of itself on the way; the rest must be one line.
+    usual = re.compile(r"train \d+/|127\.0\.0\.1:\d+ joined|step \d+: held-out|going on from step|from step \d+ on|$")
+    (line,) = [line for line in said.splitlines() if not usual.match(line)]
+    return line.removeprefix("error: ")
+
+
+def check_whole(run: helpers.Run) -> None:
+    """Nothing is half-written: every file is rows that end, or JSON, and no temporary one stays beside them."""
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        text = helpers.read(run.path(name))
+        assert not text or text.endswith("\n")
+    run.ledger()
+    assert [name for name in os.listdir(run.workdir) if "tmp" in name] == []
+
+
+def fill(folder: pathlib.Path, spare: int) -> None:
+    """Leaves `spare` bytes of room."""
+    with open(folder / "filling", "wb") as file:
+        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        file.write(b"\0" * max(0, free - spare))
+
+
+# A checkpoint of this policy is about 0.5 MiB in 60 files: room for none of the next, or for a row or two.
+@pytest.mark.parametrize("spare", [0, 300_000], ids=["no room at all", "room for rows, not for a checkpoint"])
+def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(
+    tmp_path, flags, model, rollouts, start, small_disk, spare
+):
+    flags = [*flags, *UNPROBED, f"--config.updates={UPDATES}", "--config.checkpoint.every=2"]
+    flags += ["--config.telemetry.tensorboard=true"]
+    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
+    os.mkdir(tmp_path / "servers")
+    with serve(tmp_path / "servers", 1, *replay) as addresses:
+        flags.append(f"--servers={addresses[0]}")
+        whole = start(tmp_path / "whole", *flags).finish()
+        disk = small_disk("size=40m")
+        run = start(disk / "run", *flags, log=tmp_path / "run.log")
+        run.until(lambda: "2" in saved(run), "a checkpoint is written")
+        fill(disk, spare)
+        line = failed(run)
+        found = re.fullmatch(
+            rf"--workdir={disk}/run: no space left on device \(.*\); "
+            r"the run goes on from step (\d+) with the same command when there is room",
+            line,
+        )
+        assert found and found[1] in saved(run), line
+        check_whole(run)
+
+        # Still full: the same again, at once.
+        os.remove(f"{tmp_path}/run.log")
+        fill(disk, 0)
+        assert "no space left on device" in failed(run.start())
+        os.remove(f"{tmp_path}/run.log")
+        os.remove(disk / "filling")
+        run.start().finish()
+        assert f"going on from step {found[1]} of {UPDATES}" in run.output()
+        compare(whole, run, flags)
+
+
+def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, model, rollouts, start, small_disk):
+    flags = [*flags, *UNPROBED, "--config.updates=500", "--config.checkpoint.every=2"]
+    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
+    disk = small_disk("size=40m")
+    with serve(tmp_path, 1, *replay) as addresses:
+        flags.append(f"--servers={addresses[0]}")
+        small_disk("ro")
+        assert failed(start(disk / "run", *flags, log=tmp_path / "read-only.log")) == (
+            f"--workdir={disk}/run: read-only file system"
+        )
+        small_disk("rw")
+        run = start(disk / "run", *flags, log=tmp_path / "run.log")
+        run.until(lambda: "2" in saved(run), "a checkpoint is written")
+        shutil.rmtree(disk / "run", ignore_errors=True)  # files may come while it goes
+        shutil.rmtree(disk / "run", ignore_errors=True)
+        line = failed(run)
+    assert line.startswith(f"--workdir={disk}/run: ") and re.search("deleted|no such file", line), line
+
+
+def test_a_warm_start_on_a_full_disk(tmp_path, small_disk):
+    command = [sys.executable, "-m", "scalerl_jax.sft", f"--config={helpers.CONFIG}", "--config.task.name=arithmetic"]
+    command += ["--config.sft.updates=3", "--config.sft.checkpoint_every=1", "--config.sft.rows=2"]
+    command += ["--config.rollout.phrase= </think>", "--config.sft.layers=1"]
+    disk = small_disk("size=600k")
+    command.append(f"--workdir={disk}/warm")
+    done = subprocess.run(command, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("warm start")]
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert lines[0].startswith(f"error: --workdir={disk}/warm: no space left on device")
+    assert not (disk / "warm" / "model").exists()
+    small_disk("size=40m")
+    done = subprocess.run(command, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (disk / "warm" / "model" / "model.safetensors").exists()
