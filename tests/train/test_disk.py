@@ -1,5 +1,6 @@
 """A workdir that fills up, is read-only or vanishes: one line, nothing half-written, and the run goes on later."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -57,10 +58,12 @@ def check_whole(run: helpers.Run) -> None:
 
 
 def fill(folder: pathlib.Path, spare: int) -> None:
-    """Leaves `spare` bytes of room."""
-    with open(folder / "filling", "wb") as file:
-        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-        file.write(b"\0" * max(0, free - spare))
+    """Leaves about `spare` bytes of room; others may write meanwhile."""
+    room = os.statvfs(folder)
+    with contextlib.suppress(OSError), open(folder / "filling", "ab", buffering=0) as file:
+        file.write(b"\0" * max(0, room.f_bavail * room.f_frsize - spare))
+        while not spare:
+            file.write(b"\0" * 4096)
 
 
 # A checkpoint of this policy is about 0.5 MiB in 60 files: room for none of the next, or for a row or two.
