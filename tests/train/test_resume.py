@@ -16,7 +16,7 @@ import pytest
 
 from tests.rollout_server.certificates import Authority
 from tests.train import helpers
-from tests.train.comparing import REPLAY, UNPROBED, check_rows, compare, saved
+from tests.train.comparing import REPLAY, UNPROBED, check_cut, check_rows, compare, saved
 from tests.train.helpers import config_of, serve
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
@@ -69,6 +69,7 @@ def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, 
         booked.append(totals(stopped.ledger()))
 
     compare(whole, stopped, flags)
+    check_cut(stopped, config)
     assert len({row["incarnation"] for row in whole.metrics}) == 1 < len({r["incarnation"] for r in stopped.metrics})
 
     # It was a run worth the name: updates with a gradient, prompts retired, weights swapped under way.
