@@ -2,15 +2,24 @@
 
 A group is *open* from its admission (its prompt is drawn) until every completion has arrived and has its verdict; then
 it is *finished* and waits in the store for its batch. A *lease* is some completions of one group asked of one server in
-one call; when the call ends, completions that did not come are *unasked* again, under the same ids.
+one call; when the call ends, completions that did not come are *unasked* again, under the same ids. So are those that
+are *taken back*, because what delivered them turned out not to run the policy; a group taken for its batch can be put
+back for that until the next one is taken. Whatever happens, every group is handed out whole, and trained once.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 from rollout_server.contract.codec import Completion, CompletionRequest
 from scalerl_jax.rollouts import pacing as pacing_lib
+
+
+class Process(NamedTuple):
+    """A server process: who delivered a completion."""
+
+    address: str
+    server_id: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +32,7 @@ class FinishedGroup:
     verdicts: tuple[bool, ...]  # by index
     asked_at: float  # seconds, time.monotonic()
     finished_at: float
+    servers: tuple[Process, ...] = ()  # by index: who delivered each
 
 
 @dataclasses.dataclass
@@ -38,6 +48,7 @@ class OpenGroup:
     unasked: set[int] = dataclasses.field(default_factory=set)
     asked: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> server
     completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
+    servers: dict[int, Process] = dataclasses.field(default_factory=dict)  # of the completions
     verdicts: dict[int, bool] = dataclasses.field(default_factory=dict)
     failed_at: str = ""  # the server that did not deliver the last time
 
@@ -51,6 +62,7 @@ class Lease:
     minimum_step: int
     pinned_step: int | None
     left: set[int]
+    server_id: str = ""  # of the process there
 
 
 def finished(group: OpenGroup) -> FinishedGroup:
@@ -63,6 +75,7 @@ def finished(group: OpenGroup) -> FinishedGroup:
         verdicts=tuple(group.verdicts[i] for i in indices),
         asked_at=group.opened_at,
         finished_at=group.finished_at,
+        servers=tuple(group.servers[i] for i in indices),
     )
 
 
@@ -92,6 +105,7 @@ class Book:
         self.open: dict[int, OpenGroup] = {}  # in order of number
         self.finished: dict[int, OpenGroup] = {}
         self.next_number = first
+        self._taken: list[OpenGroup] = []  # by the last `take`
         self._open_group = open_group
         self._error: ValueError | None = None
 
@@ -107,7 +121,9 @@ class Book:
         """Completions of open groups that nobody is asked for."""
         return sum(len(group.unasked) for group in self.open.values())
 
-    def lease(self, *, server: str, step: int, room: int, split: bool, alone: bool, now: float) -> Lease | None:
+    def lease(
+        self, *, server: str, step: int, room: int, split: bool, alone: bool, now: float, server_id: str = ""
+    ) -> Lease | None:
         """What to ask next of a server that holds version `step` and has room for `room` more completions.
 
         The oldest group first, so that the batch waited for is served before later ones. split: a group larger than
@@ -118,7 +134,7 @@ class Book:
             if not group.unasked or (group.failed_at == server and not alone):
                 continue
             if pacing_lib.suits(self.pacing, group.number, step):
-                return self._ask(group, server, room, split)
+                return self._ask(group, Process(server, server_id), room, split)
         if self._error is not None or room < 1:
             return None
         number = self.next_number
@@ -134,16 +150,16 @@ class Book:
         group.opened_at = now
         group.unasked = {request.index for request in group.requests}
         self.open[number] = group
-        return self._ask(group, server, room, split)
+        return self._ask(group, Process(server, server_id), room, split)
 
-    def _ask(self, group: OpenGroup, server: str, room: int, split: bool) -> Lease | None:
+    def _ask(self, group: OpenGroup, process: Process, room: int, split: bool) -> Lease | None:
         if room < 1 or (len(group.unasked) > room and not split):
             return None
         indices = set(sorted(group.unasked)[:room])
         group.unasked -= indices
-        group.asked.update(dict.fromkeys(indices, server))
-        number = group.number
-        return Lease(group, server, self.pacing.minimum_step(number), self.pacing.pinned_step(number), indices)
+        group.asked.update(dict.fromkeys(indices, process.address))
+        steps = self.pacing.minimum_step(group.number), self.pacing.pinned_step(group.number)
+        return Lease(group, process.address, *steps, indices, process.server_id)
 
     def arrived(self, lease: Lease, completion: Completion) -> bool:
         """Enters a completion that came on a lease. False: the lease no longer waits for it, it changes nothing."""
@@ -154,6 +170,7 @@ class Book:
         del lease.group.asked[index]
         assert index not in lease.group.completions
         lease.group.completions[index] = completion
+        lease.group.servers[index] = Process(lease.server, lease.server_id)
         return True
 
     def returned(self, lease: Lease, *, failed: bool) -> int:
@@ -167,15 +184,45 @@ class Book:
             lease.group.failed_at = lease.server
         return left
 
-    def judged(self, group: OpenGroup, index: int, verdict: bool, *, now: float) -> bool:
-        """Enters a verdict. True: the group is finished by it."""
-        assert index in group.completions and index not in group.verdicts
+    def judged(self, group: OpenGroup, completion: Completion, verdict: bool, *, now: float) -> bool:
+        """Enters a verdict. True: the group is finished by it. That of a completion taken back changes nothing."""
+        index = completion.index
+        if group.completions.get(index) is not completion:
+            return False
+        assert index not in group.verdicts
         group.verdicts[index] = verdict
         if len(group.verdicts) < len(group.requests):
             return False
         group.finished_at = now
         self.finished[group.number] = self.open.pop(group.number)
         return True
+
+    def take_back(self, process: Process, numbers: Collection[int] | None = None) -> int:
+        """Forgets what a process delivered: to all groups not yet trained, or to those of these numbers.
+
+        It is to be asked for again, elsewhere if there is somebody else. Returns how many completions that is.
+        """
+        groups = {**self.open, **self.finished, **{group.number: group for group in self._taken}}
+        back = 0
+        for number, group in groups.items():
+            lost = [i for i, by in group.servers.items() if by == process]
+            if not lost or (numbers is not None and number not in numbers):
+                continue
+            for index in lost:
+                del group.completions[index], group.servers[index]
+                group.verdicts.pop(index, None)
+            group.unasked.update(lost)
+            group.failed_at = process.address
+            self.finished.pop(number, None)
+            self.open[number] = group
+            back += len(lost)
+        # What was taken and is whole waits in the store again; nothing of that batch has been trained.
+        if any(group.number in self.open for group in self._taken):
+            whole = [group for group in self._taken if group.number not in self.open]
+            self.finished.update({group.number: group for group in whole})
+            self._taken = []
+        self.open = dict(sorted(self.open.items()))
+        return back
 
     def missing(self, batch: int) -> list[OpenGroup]:
         """The open groups that `batch` waits for, oldest first."""
@@ -196,4 +243,10 @@ class Book:
                 raise self._error
             return None
         numbers = range(batch * self.pacing.groups, (batch + 1) * self.pacing.groups)
-        return [self.finished.pop(number) for number in numbers]
+        self._taken = [self.finished.pop(number) for number in numbers]
+        return list(self._taken)
+
+    def trained_to(self, version: int) -> None:
+        """Batch version - 1 has been trained: it can no longer be put back."""
+        assert version == self.trained + 1
+        self.trained, self._taken = version, []

@@ -31,7 +31,8 @@ def dispatch(
         assert step is not None
         room, split = connection.calls.room(group_size=book.group_size, typical_seconds=typical_seconds, now=now)
         alone = sharing[id(book)] == 1
-        lease = book.lease(server=connection.address, step=step, room=room, split=split, alone=alone, now=now)
+        process = {"server": connection.address, "server_id": connection.status.server_id}
+        lease = book.lease(**process, step=step, room=room, split=split, alone=alone, now=now)
         if lease is not None:
             connection.calls.ask(book, lease)
             heapq.heappush(heap, (connection.calls.load, number))

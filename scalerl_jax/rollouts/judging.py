@@ -50,13 +50,13 @@ class Judging:
         except BaseException as error:  # noqa: BLE001  raised by the trainer's next call
             self._post(self._fail, error)
             return
-        verdict.add_done_callback(lambda done: self._post(self._judged, book, group, completion.index, done))
+        verdict.add_done_callback(lambda done: self._post(self._judged, book, group, completion, done))
 
-    def _judged(self, book: Book, group: OpenGroup, index: int, verdict: Verdict) -> None:
+    def _judged(self, book: Book, group: OpenGroup, completion: codec.Completion, verdict: Verdict) -> None:
         self.waiting -= 1
         error = RuntimeError("a verdict was cancelled") if verdict.cancelled() else verdict.exception()
         if error is not None:
             self._fail(error)
             return
-        if book.judged(group, index, bool(verdict.result()), now=time.monotonic()):
+        if book.judged(group, completion, bool(verdict.result()), now=time.monotonic()):
             self._finished()

@@ -28,6 +28,7 @@ class Faults:
     death: float = 0.0  # per completion finished: the server is gone and comes back later
     hang: float = 0.0  # per completion finished: the server stands still until its calls time out
     refuse: float = 0.0  # per lease: the server has no room after all
+    lie: float = 0.0  # per batch taken: what one process delivered is taken back, of all groups or of some
 
 
 NO_FAULTS = Faults()
@@ -85,7 +86,7 @@ class Simulation:
         self.latest = start
         self.training: int | None = None
         self.trained: list[list[OpenGroup]] = []
-        self.idle_checks = 0
+        self.idle_checks = self.taken_back = 0
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
@@ -123,14 +124,29 @@ class Simulation:
     def trainer_looks(self) -> None:
         if self.training is None and self.book.trained < self.pacing.batches:
             groups = self.book.take(self.book.trained)
-            if groups is not None:
+            lied = groups is not None and self.random.random() < self.faults.lie and self.take_back(groups)
+            if groups is not None and not lied:
                 self.training = self.book.trained
                 self.trained.append(groups)
                 self.at(self.update_seconds * self.random.uniform(0.5, 1.5), self.updated)
 
+    def take_back(self, groups: list[OpenGroup]) -> bool:
+        """Whether that takes the batch away."""
+        process = self.random.choice(sorted({by for group in groups for by in group.servers.values()}))
+        numbers = (
+            None if self.random.random() < 0.5 else {group.number for group in groups if self.random.random() < 0.5}
+        )
+        of_it = sum(
+            by == process for g in groups if numbers is None or g.number in numbers for by in g.servers.values()
+        )
+        back = self.book.take_back(process, numbers)
+        self.taken_back += back
+        assert back >= of_it and (numbers is None or back == of_it)
+        return back > 0 and not self.book.ready(self.book.trained)
+
     def updated(self) -> None:
         self.training = None
-        self.book.trained += 1
+        self.book.trained_to(self.book.trained + 1)
         if self.pacing.publishes(self.book.trained):
             self.latest = self.book.trained
             for server in self.servers:
@@ -158,7 +174,13 @@ class Simulation:
             server = min(ready, key=lambda s: s.in_flight / s.slots)
             room = server.slots + self.group_size + server.slots // 4 - server.in_flight
             lease = self.book.lease(
-                server=server.name, step=server.step, room=room, split=False, alone=len(live) == 1, now=self.now
+                server=server.name,
+                server_id=str(server.epoch),
+                step=server.step,
+                room=room,
+                split=False,
+                alone=len(live) == 1,
+                now=self.now,
             )
             if lease is None:
                 ready.remove(server)
@@ -193,7 +215,7 @@ class Simulation:
         completion = self.completion(lane)
         assert self.book.arrived(lane.lease, completion)
         assert not self.book.arrived(lane.lease, completion), "a late duplicate must change nothing"
-        self.at(self.random.uniform(0, 0.2), self.judge, lane.lease.group, lane.index)
+        self.at(self.random.uniform(0, 0.2), self.judge, lane.lease.group, completion)
         dice = self.random.random()
         if dice < self.faults.death:
             self.gone(server)
@@ -205,8 +227,8 @@ class Simulation:
         else:
             self.fill(server)
 
-    def judge(self, group: OpenGroup, index: int) -> None:
-        self.book.judged(group, index, self.random.random() < 0.5, now=self.now)
+    def judge(self, group: OpenGroup, completion: Completion) -> None:
+        self.book.judged(group, completion, self.random.random() < 0.5, now=self.now)
 
     def gone(self, server: Server) -> None:
         server.alive, server.hanging, server.receiving, server.step = False, False, False, None

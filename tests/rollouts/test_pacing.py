@@ -22,7 +22,9 @@ def fleets(draw):
         "update_seconds": 10.0 ** draw(st.floats(-2, 2)),
         "push_seconds": 10.0 ** draw(st.floats(-2, 1)),
         "group_size": draw(st.integers(2, 4)),
-        "faults": Faults(draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)), draw(st.floats(0, 0.5))),
+        "faults": Faults(
+            draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)), draw(st.floats(0, 0.5)), draw(st.floats(0, 0.5))
+        ),
     }
 
 
@@ -78,7 +80,7 @@ class Watched(Simulation):
 @given(fleet=fleets(), k=st.integers(1, 9), groups=st.integers(1, 5))
 def test_slots_are_busy_unless_k_or_the_store_bound_forbid_it(fleet, k, groups):
     # Chunks of one length, no refusals: what is claimed is about admission, not about the moment between two chunks.
-    fleet["faults"].refuse = 0.0
+    fleet["faults"].refuse = fleet["faults"].lie = 0.0
     simulation = Watched(pacing=Pipeline(k=k, groups=groups, batches=10), **fleet)
     simulation.run()
     check_order(simulation, 0)

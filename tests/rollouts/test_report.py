@@ -1,6 +1,8 @@
 """Whom the trainer waits for: the one that has the oldest missing group, whatever holds it up there."""
 
-from rollout_server.contract.codec import CompletionRequest
+import numpy as np
+
+from rollout_server.contract.codec import Completion, CompletionRequest
 from scalerl_jax.rollouts.book import Book, OpenGroup
 from scalerl_jax.rollouts.pacing import Pipeline
 from scalerl_jax.rollouts.report import Waits, waits_for
@@ -20,6 +22,11 @@ def lease(book: Book, server: str, room: int):
     return book.lease(server=server, step=0, room=room, split=True, alone=True, now=0.0)
 
 
+def completion(group_id: str, index: int) -> Completion:
+    ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
+    return Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop")
+
+
 def test_who_has_the_oldest_missing_group():
     groups = book()
     assert waits_for(None, groups) == []
@@ -30,12 +37,11 @@ def test_who_has_the_oldest_missing_group():
     assert waits_for(WAITS, groups) == ["a:1", "b:2"]
 
     zero = groups.open[0]
-    for one in (first, second):
-        zero.completions[one.left.pop()] = None
-    zero.asked.clear()
+    made = {index: completion("g0", index) for one in (first, second) for index in one.left}
+    assert all(groups.arrived(one, made[index]) for one in (first, second) for index in list(one.left))
     assert waits_for(WAITS, groups) == ["verifier"]
-    groups.judged(zero, 0, True, now=1.0)
-    groups.judged(zero, 1, False, now=1.0)
+    groups.judged(zero, made[0], True, now=1.0)
+    groups.judged(zero, made[1], False, now=1.0)
     assert waits_for(WAITS, groups) == ["c:3"]
     groups.returned(later, failed=True)
     assert waits_for(WAITS, groups) == ["a free server"]
