@@ -166,6 +166,10 @@ class ProbeConfig:
     completions: int = 8  # that a server samples when it is met, for the trainer to score
     mean_limit: float = 0.0  # of |log-prob difference|; 0: by dtype (1e-3 in float32, 2e-2 in bfloat16)
     p99_limit: float = 0.0  # 0: by dtype (1e-2 in float32, 2e-1 in bfloat16)
+    every: int = 50  # updates between two probes of the servers that have groups; 0: they are met once
+    share: float = 1 / 32  # of the completions that no update looks at, scored by the trainer before they count
+    ratio_limit: float = 0.1  # of a server's mean importance ratio, away from 1: median of its last groups
+    difference_limit: float = 1.0  # nats, of a server's mean |log-prob difference|, staleness included: likewise
 
 
 @dataclasses.dataclass
@@ -238,6 +242,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds
         fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds fleet.start_seconds
         fleet.slowest_tokens_per_second fleet.push_seconds fleet.chunk_bytes probe.completions
+        probe.ratio_limit probe.difference_limit
         evaluation.every evaluation.prompts evaluation.samples checkpoint.every checkpoint.keep
         """,
     ),
@@ -248,14 +253,14 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         seed sft.warmup sft.weight_decay curriculum.retire_at rollout.top_k objective.clip_low objective.clip_high
         objective.truncated_is objective.icepop_low objective.icepop_high objective.total_variation
         optimizer.warmup optimizer.weight_decay optimizer.gradient_clip learner.fsdp pacing.store_batches
-        fleet.queue fleet.threads fleet.patch_bytes probe.mean_limit probe.p99_limit
+        fleet.queue fleet.threads fleet.patch_bytes probe.mean_limit probe.p99_limit probe.every
         evaluation.servers telemetry.samples_every telemetry.samples
         """,
     ),
     ("be above 0 and below 0.9", lambda value: 0 < value < 0.9, "fleet.gpu_share"),  # launch/accelerators.py: SPARE
     ("be above 0 and not above 1", lambda value: 0 < value <= 1, "rollout.top_p"),
     ("be from 0 to below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
-    ("be between 0 and 1", lambda value: 0 <= value <= 1, "sft.slip_rate fleet.sparse_share"),
+    ("be between 0 and 1", lambda value: 0 <= value <= 1, "sft.slip_rate fleet.sparse_share probe.share"),
 )
 
 

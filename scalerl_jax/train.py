@@ -278,6 +278,7 @@ def main(config: Config) -> None:
             check=probe.check,
             on_event=pushes.event,
             observe=functools.partial(observe, ledger),
+            approve_evaluations=True,
         )
         stack.callback(fleet.close)
         line = stack.enter_context(ProgressLine("train", updates=config.updates, step=start))

@@ -31,6 +31,7 @@ from scalerl_jax.report_page.writer import ReportWriter
 from scalerl_jax.rollouts.evaluation import EvaluationLost
 from scalerl_jax.rollouts.fleet import FinishedGroup, Fleet
 from scalerl_jax.rollouts.probe import Probe
+from scalerl_jax.scrutiny import Scrutiny
 from scalerl_jax.tasks.curriculum import Curriculum
 from scalerl_jax.tasks.prompts import Prompt
 from scalerl_jax.tasks.tokenizer import Tokenizer
@@ -188,6 +189,7 @@ class Trainer:
         self.checkpoints, self.tokenizer, self.draws, self.validation = checkpoints, tokenizer, draws, validation
         self.fleet, self.probe, self.pushes, self.line, self.report = fleet, probe, pushes, line, report
         self.forecast, self._check = forecast, check
+        self.scrutiny = Scrutiny(config.probe, learner=learner, fleet=fleet, probe=probe, say=line.say)
         self.step = self.saved = 0  # updates made, and those on disk; from begin() on
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
         self._waits = Waits()
@@ -216,12 +218,13 @@ class Trainer:
         self.serve_fleet()
 
     def serve_fleet(self) -> None:
-        """What the trainer's thread owes the fleet while it waits: newcomers are scored, the line is redrawn."""
+        """What the trainer's thread owes the fleet while it waits: servers are looked at, the line is redrawn."""
         for server, found in self.probe.admit_newcomers(self.fleet):
             self.line.say(
                 f"{server} joined: |log-prob difference| {found.mean:.1e} on average, {found.p99:.1e} at p99, "
                 f"over {found.tokens} tokens"
             )
+        self.scrutiny.attend(self.step)
         status = self.fleet.status()
         self._waits.look(status["waits_for"])
         self.line.update(waiting=status["waiting"])
@@ -234,20 +237,27 @@ class Trainer:
 
     def train_on(self, number: int) -> None:
         """Batch `number`: wait, build, update, publish, write down."""
-        began = time.monotonic()
-        groups = self.fleet.batch(number, wait=self.wait)
-        waited, waited_for = time.monotonic() - began, self._waits.take()
+        waited, seconds, clean = 0.0, 0.0, False
+        waited_for: list[tuple[str, float]] = []
+        while not clean:  # a batch with what is not the policy's is asked for again in part, and comes once more
+            began = time.monotonic()
+            groups = self.fleet.batch(number, wait=self.wait)
+            waited, waited_for = waited + time.monotonic() - began, [*waited_for, *self._waits.take()]
+            began = time.monotonic()
+            with self.ledger.trainer("busy"):
+                batch = build(groups, self.config.objective, number=number, end_of_thinking=self._end_of_thinking)
+                clean, pending = self.scrutiny.look(groups, batch)
+                if clean:
+                    sums = self.learner.apply(pending) if pending is not None else {}
+                    self.ledger.trained([len(segment.tokens) for segment in batch.segments])
+                    publish = self._version(number + 1)
+            seconds += time.monotonic() - began
         self._book(groups, evaluation=False)
-        with self.ledger.trainer("busy"):
-            batch = build(groups, self.config.objective, number=number, end_of_thinking=self._end_of_thinking)
-            sums = self.learner.update(batch.segments) if batch.segments else {}
-            self.ledger.trained([len(segment.tokens) for segment in batch.segments])
-            publish = self._version(number + 1)
-        seconds = time.monotonic() - began - waited
         self.step = step = number + 1
         self.draws.record(number, batch.outcomes)
         publish()
         self.fleet.advance(step)
+        self.scrutiny.trained(step)
         self._write_metrics(step, groups, batch, sums, waited=waited, waited_for=waited_for, seconds=seconds)
 
     def _version(self, step: int) -> Callable[[], None]:
@@ -384,6 +394,7 @@ class Trainer:
             "optimizer_step": int(self.learner.state["step"]),
             "compute": self.ledger.snapshot(),
             "pushes": self.pushes.take(),
+            **self.scrutiny.take(),
         }
         forecast = self.forecast.take()
         if forecast is not None:

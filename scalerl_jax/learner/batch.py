@@ -38,6 +38,7 @@ class Batch:
     """One update's input and what there is to say of it."""
 
     segments: list[Segment]  # empty: no prompt survives, the optimizer does not step
+    origins: list[tuple[int, int]]  # of each segment: (group, completion), as places in the batch
     outcomes: list[tuple[int, int, int]]  # (prompt index, right, completions) for the curriculum
     metrics: dict[str, float]
     lags: Counter  # lag -> loss tokens, of every sampled token, trained on or not
@@ -67,7 +68,7 @@ def build(
     )  # fmt: skip
     weight = token_weights(loss_tokens, counted, survives, objective.aggregation)
 
-    segments = []
+    segments, origins = [], []
     lags: Counter = Counter()
     for p, group in enumerate(groups):
         prompt = np.asarray(group.prompt.token_ids, np.int32)
@@ -78,6 +79,7 @@ def build(
             if weight[p, i] == 0:
                 continue
             mask = sampled[p][i].astype(np.float32)
+            origins.append((p, i))
             segments.append(
                 Segment(
                     tokens=np.concatenate([prompt, completion.token_ids]),
@@ -111,6 +113,7 @@ def build(
     outcomes = [(int(g.prompt.index), int(right[p].sum()), right.shape[1]) for p, g in enumerate(groups)]
     return Batch(
         segments=segments,
+        origins=origins,
         outcomes=outcomes,
         metrics=metrics,
         lags=lags,

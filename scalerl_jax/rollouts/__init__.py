@@ -15,6 +15,7 @@ dispatch    who is asked for what next
 judging     completions on their way to the judge
 hub         what a connection asks of the fleet and tells it
 sampling    what a newcomer samples for the probe
+plausible   what a status may say before it is believed
 validate    what a completion must be before anybody looks at it
 publisher   versions of the weights on their way to the servers
 payload     one version, cut into chunks
@@ -24,4 +25,6 @@ refusals    what a server may say to a version
 evaluation  one version pinned on some servers
 fleet       all of it on one thread, behind blocking calls
 probe       what is compared when trainer and server meet
+logprob_parity  what is judged of every server's log-probs from then on
+trust       who is sent away, what is asked for again
 """

@@ -88,7 +88,7 @@ class Connection:
         self.heard_at = -1.0
         self.state_since = time.monotonic()
         self.evaluation: Any = None  # evaluation.Evaluation it works for
-        self.samples: tuple[Sample, ...] = ()  # of a newcomer
+        self.samples: tuple[Sample, ...] = ()  # for the probe, to be looked at
         self.samples_step: int | None = None
         self.leaving = False  # no longer listed
         self.mistrusted = 0  # calls in a row that ended because one end does not trust the other
@@ -322,6 +322,11 @@ class Connection:
         """The version the server should hold may have changed, or what it works on."""
         self._upkeep.wake()
         self.hurry()  # what it did up to here is booked before the next thing begins
+
+    def probe_again(self) -> None:
+        """It has groups, and samples a little for the probe beside them."""
+        if self.state == ACTIVE and self.step is not None:
+            self._upkeep.probe(self.step)
 
     def _validate(self, completion: codec.Completion, request: codec.GroupRequest) -> None:
         newest = self._publisher.latest

@@ -27,10 +27,19 @@ class EvaluationLost(Exception):
 class Evaluation:
     """`samples` completions of each prompt by `version`; `future` gives the FinishedGroups in the order of prompts."""
 
-    def __init__(self, *, version: int, prompts: Sequence[Any], samples: int, servers: int, requests: Requests):
-        """servers: how many of the fleet's; 0: all."""
+    def __init__(
+        self,
+        *,
+        version: int,
+        prompts: Sequence[Any],
+        samples: int,
+        servers: int,
+        requests: Requests,
+        approved: bool = True,
+    ):
+        """servers: how many of the fleet's; 0: all. approved: False: it does not end before somebody has set this."""
         assert len({prompt.index for prompt in prompts}) == len(prompts) > 0
-        self.version, self._servers = version, servers
+        self.version, self._servers, self.approved = version, servers, approved
         self.future: concurrent.futures.Future[list[FinishedGroup]] = concurrent.futures.Future()
         self.asked_at = time.monotonic()
         self.book = Book(
@@ -100,8 +109,10 @@ class Evaluations:
         done: list[Connection] = []
         while self._queue:
             evaluation = self._queue[0]
-            groups = evaluation.book.take(0)
-            if groups is None and not evaluation.lost(connections, latest=latest, patience=patience):
+            whole = evaluation.book.ready(0)
+            groups = evaluation.book.take(0) if whole and evaluation.approved else None
+            # Whole and not approved of: its servers stay, for what may have to be asked for again.
+            if groups is None and (whole or not evaluation.lost(connections, latest=latest, patience=patience)):
                 for connection in evaluation.assign(connections, latest=latest, done=done):
                     connection.retarget()
                 break

@@ -45,6 +45,7 @@ from scalerl_jax.rollouts.pacing import Pacing
 from scalerl_jax.rollouts.probe import ProbeError
 from scalerl_jax.rollouts.publisher import Publisher, Source
 from scalerl_jax.rollouts.requests import Requests, Tokenizer, spread_probes
+from scalerl_jax.rollouts.trust import Trust
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Fleet:
         check: raises ProbeError on the status of a server that is not one for this run.
         observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
             whether its counters are to be believed from here on only.
+        approve_evaluations: an evaluation ends when the trainer has said so, see `trust`.
         on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
             ("version", {step, changed, patch_bytes, ...}).
     """
@@ -105,6 +107,7 @@ class Fleet:
         check: Callable[[str, pb.StatusReply], None] = lambda server, status: None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, anew: None,
+        approve_evaluations: bool = False,
     ):
         if not addresses:
             raise FleetError("no rollout server is given")
@@ -142,7 +145,15 @@ class Fleet:
         )
         self._book: Book  # from start() on
         self._newest: tuple[int, Source] | None = None
-        self._evaluations = Evaluations()
+        self._evaluations, self._approve_evaluations = Evaluations(), approve_evaluations
+        self.trust = Trust(
+            call=self._thread.call,
+            members=self._members,
+            evaluations=self._evaluations,
+            book=lambda: self._book,
+            changed=self._changed,
+            event=self._event,
+        )
         self._pump_due = False
         self._typical_seconds = 0.0  # running mean, from when a completion was asked for to its arrival
         self._waits: report.Waits | None = None
@@ -305,6 +316,7 @@ class Fleet:
                 samples=samples,
                 servers=self._config.evaluation.servers,
                 requests=self._requests,
+                approved=not self._approve_evaluations,
             )
             self._publisher.retain(version)
             self._evaluations.add(evaluation)
@@ -384,8 +396,9 @@ class Fleet:
                 connection.retarget()
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
-        self._on_event(kind, fields)
-        if kind == "server":
+        if kind != "probed":
+            self._on_event(kind, fields)
+        if kind in ("server", "probed"):
             self._something.set()  # there may be a newcomer
 
     def _begin_wait(self, number: int) -> None:

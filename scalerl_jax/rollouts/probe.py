@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Seen between XLA programs of different shape with the same weights: 1e-6 in float32; in bfloat16 about 1e-2 mean.
 LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (2e-2, 2e-1)}  # mean, 99th percentile
 
+FEWEST_TOKENS = 16  # of a server that is probed again, by the version that the trainer holds
+
 # The prompts' ids [tokens] int32 and a completion each -> the trainer's log-probs of the completion's tokens [tokens].
 Score = Callable[[Sequence[tuple[np.ndarray, Completion]]], Sequence[np.ndarray]]
 
@@ -83,13 +85,20 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
         )
 
 
-def mismatch(samples: Sequence[tuple[np.ndarray, Completion]], logprobs: Sequence[np.ndarray]) -> Mismatch:
-    """Compares the servers' log-probs with the trainer's, each [tokens] float32; forced tokens are left out."""
+def mismatch(
+    samples: Sequence[tuple[np.ndarray, Completion]], logprobs: Sequence[np.ndarray], *, step: int | None = None
+) -> Mismatch:
+    """Compares the servers' log-probs with the trainer's, each [tokens] float32; forced tokens are left out.
+
+    step: only tokens that this version sampled; None: all.
+    """
     assert len(samples) == len(logprobs) > 0
     parts = []
     for (_, completion), ours in zip(samples, logprobs):
         assert len(ours) == len(completion.token_ids)
         sampled = completion.sampled()
+        if step is not None:
+            sampled &= completion.token_steps() == step
         parts.append(np.abs(np.asarray(ours, np.float64) - completion.logprobs)[sampled])
     differences = np.concatenate(parts)
     if not len(differences) or not np.isfinite(differences).all():
@@ -103,8 +112,9 @@ class Probe:
     def __init__(self, config: ProbeConfig, *, expected: Expected, score: Score, dtype: str):
         """dtype: the coarser compute dtype of the two sides, which sets the limits that config leaves at 0."""
         mean, p99 = LIMITS[dtype]
-        self._limits = (config.mean_limit or mean, config.p99_limit or p99)
-        self._expected, self._score = expected, score
+        self.limits = (config.mean_limit or mean, config.p99_limit or p99)
+        self.score = score
+        self._expected = expected
         self._admitted = 0
 
     def check(self, server: str, status: pb.StatusReply) -> None:
@@ -120,20 +130,36 @@ class Probe:
         admitted = []
         for newcomer in fleet.newcomers():
             samples = [(prompt.token_ids, completion) for prompt, completion in newcomer.samples]
-            found = mismatch(samples, self._score(samples))
-            mean, p99 = self._limits
-            if found.mean <= mean and found.p99 <= p99:
+            found = mismatch(samples, self.score(samples))
+            what = self._too_far(found)
+            if not what:
                 self._admitted += 1
                 admitted.append((newcomer.server, found))
                 fleet.admit(newcomer.server)
                 continue
-            why = (
-                f"server {newcomer.server}: its log-probs differ from the trainer's by {found.mean:.2g} on average and "
-                f"{found.p99:.2g} at the 99th percentile of {found.tokens} tokens (limits {mean:g} and {p99:g}): "
-                "the two sides do not run the same policy"
-            )
+            why = f"server {newcomer.server}: {what}"
             fleet.reject(newcomer.server, why)
         return admitted
+
+    def compare_again(
+        self, samples: Sequence[tuple[np.ndarray, Completion]], logprobs: Sequence[np.ndarray], *, version: int
+    ) -> str | None:
+        """What is wrong with what a server has sampled that was admitted before; "": nothing.
+
+        logprobs: by the policy `version`. None: it has sampled too few tokens with that one.
+        """
+        found = mismatch(samples, logprobs, step=version)
+        return None if found.tokens < FEWEST_TOKENS else self._too_far(found)
+
+    def _too_far(self, found: Mismatch) -> str:
+        mean, p99 = self.limits
+        if found.mean <= mean and found.p99 <= p99:
+            return ""
+        return (
+            f"its log-probs differ from the trainer's by {found.mean:.2g} on average and {found.p99:.2g} at the 99th "
+            f"percentile of {found.tokens} tokens (limits {mean:g} and {p99:g}): "
+            "the two sides do not run the same policy"
+        )
 
 
 def _short(fingerprint: str) -> str:

@@ -93,8 +93,11 @@ class Requests:
             pinned_step=lease.pinned_step,
         )
 
-    def probe(self, server: str, prompt: Any, *, samples: int, version: int) -> GroupRequest:
-        """Short completions at temperature 1, every second one with so little to think that it is interrupted."""
+    def probe(self, server: str, prompt: Any, *, samples: int, version: int, pinned: bool = True) -> GroupRequest:
+        """Short completions at temperature 1, every second one with so little to think that it is interrupted.
+
+        pinned: by `version` alone; else by it or a later one.
+        """
         group_id = f"probe/{server}/{prompt.index}"
         high = min(self._thinking[1], PROBE_TOKENS)
         budgets = [high if i % 2 else min(high, 1 + i) for i in range(samples)]
@@ -111,7 +114,7 @@ class Requests:
             ),
             interruption=self.interruption,
             minimum_step=version,
-            pinned_step=version,
+            pinned_step=version if pinned else None,
         )
 
     def _completions(self, name: str, samples: int) -> tuple[CompletionRequest, ...]:

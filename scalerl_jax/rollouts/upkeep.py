@@ -1,6 +1,7 @@
 """While a server answers: it is brought to the version that it should hold, and a newcomer samples with it.
 
-Lives on the fleet's event loop, in one task for each time that the server is met.
+Lives on the fleet's event loop, in one task for each time that the server is met. A server that has groups may sample
+for the probe again; that is a task of its own, so that no version waits for it.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from scalerl_jax.rollouts.offences import Record
 from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushRefused
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.sampling import Sample, sample
-from scalerl_jax.rollouts.states import NEWCOMER, PROBING, UPDATING
+from scalerl_jax.rollouts.states import ACTIVE, NEWCOMER, PROBING, UPDATING
 from scalerl_jax.rollouts.words import told
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Upkeep:
         self._publisher, self._hub, self._target, self._validate = publisher, hub, target, validate
         self._wake = asyncio.Event()  # target or version changed
         self._task: asyncio.Task | None = None
+        self._probing: asyncio.Task | None = None  # of a server that has groups
         self._needs_anchor = False  # the server's host copy is not what it says it decodes with
         self.applied_at = -1.0  # when it took a version last
 
@@ -88,6 +90,22 @@ class Upkeep:
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         self._task = None
+        if self._probing is not None:
+            self._probing.cancel()
+        self._probing = None
+
+    def probe(self, step: int) -> None:
+        """The server, which has groups and holds version `step`, samples for the probe with it or a later one."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe_again(step))
+            self._probing.add_done_callback(self._ended)
+
+    async def _probe_again(self, step: int) -> None:
+        server = self._server
+        got = await self._ask(step, pinned=False)
+        if got is not None and server.state == ACTIVE:
+            server.samples, server.samples_step = got, step
+            self._hub.event("probed", {"server": server.address})
 
     def wake(self) -> None:
         """The version held, or the one that should be, may have changed."""
@@ -155,8 +173,18 @@ class Upkeep:
         server = self._server
         if server.state != PROBING:
             server.enter(PROBING, "")
+        got = await self._ask(step, pinned=True)
+        if got is None:
+            return False
+        server.samples, server.samples_step = got, step
+        server.enter(NEWCOMER, "")
+        return True
+
+    async def _ask(self, step: int, *, pinned: bool) -> tuple[Sample, ...] | None:
+        """What it samples for the probe, with version `step`, or a later one if not pinned; None: it does not."""
+        server = self._server
         requests: list[tuple[Any, codec.GroupRequest]] = [
-            (prompt, self._requests.probe(server.address, prompt, samples=samples, version=step))
+            (prompt, self._requests.probe(server.address, prompt, samples=samples, version=step, pinned=pinned))
             for prompt, samples in self._hub.probe_prompts
         ]
         room = server.status.slots + server.status.queue_capacity
@@ -171,14 +199,12 @@ class Upkeep:
                 server.reject(f"server {server.address} cannot serve this run: {said(error)}")
             else:
                 server.refuse(SAMPLES_NOT, said(error), tell=True)
-            return False
+            return None
         except ValueError as error:
             server.reject(f"server {server.address} breaks the contract: {error}")
-            return False
+            return None
         if any(completion.finish_reason == "aborted" for _, completion in got):
             server.refuse(SAMPLES_NOT, "it hands completions back unfinished, as one that is shutting down", tell=True)
-            return False
+            return None
         server.record.take(SAMPLES_NOT)
-        server.samples, server.samples_step = tuple(got), step
-        server.enter(NEWCOMER, "")
-        return True
+        return tuple(got)

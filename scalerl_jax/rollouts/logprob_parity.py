@@ -1,0 +1,196 @@
+"""Whether each server's log-probs are those of the policy, judged on what it delivers. Pure: no IO, no clock.
+
+    d = logp_trainer - logp_server,  rho = min(exp(d), CAP)     of each sampled token of a completion that was scored
+
+Whatever the policy has learned since, a token drawn from the distribution mu that the server tells of has
+E[rho] = E_mu[pi / mu] = 1 exactly; and rho - 1 has no memory, so a sum of it over tokens is as uncertain as its squares
+say. Log-probs that are shifted, invented, copied or noisy move the mean away from 1 by far more than that; so do tokens
+that were not drawn at all. So, of each server process:
+
+    group    of one server: grossly wrong alone where mean rho is further than GROSS from 1, or mean |d| is beyond
+             GROSS_DIFFERENCE; it is asked again elsewhere. A second one sends the server away
+    window   its last groups, at least FEWEST of them: sent away where the median of their mean rho is further from 1
+             than the limit, or the median of mean |d| is beyond its limit and several times that of the other servers
+    certain  a mean counts as far from 1 only where it is CERTAIN (window) or SURE (one group) standard errors away
+
+What the policy has drifted can only lower the mean, by what the CAP cuts off: where the other servers' groups have it
+as low, it is drift.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout_server.contract.codec import Completion
+from scalerl_jax.config import ProbeConfig
+from scalerl_jax.rollouts.book import Process
+from scalerl_jax.rollouts.requests import stable_hash
+
+CAP = 20.0  # on rho: what one token can do to a mean
+GROSS = 0.5  # of one group's mean rho
+GROSS_DIFFERENCE = 2.0  # nats, mean |d| of one group
+FEWEST_TOKENS = 16  # of a group that may be grossly wrong alone
+SURE, CERTAIN = 10.0, 6.0  # standard errors
+WINDOW, FEWEST = 16, 4  # groups
+TIMES_OTHERS = 4.0  # mean |d|, against the median of the other servers' groups
+REMEMBERED = 1024  # server processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Over sampled tokens; they add up."""
+
+    tokens: int = 0
+    difference: float = 0.0  # of |d|
+    ratio: float = 0.0  # of rho
+    squared: float = 0.0  # of rho^2
+
+    def __add__(self, other: "Sums") -> "Sums":
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Sums(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    @property
+    def mean_difference(self) -> float:
+        return self.difference / max(1, self.tokens)
+
+    @property
+    def mean_ratio(self) -> float:
+        return self.ratio / max(1, self.tokens)
+
+    @property
+    def effective(self) -> float:
+        """Kish's effective sample size, as a share of the tokens."""
+        return self.ratio**2 / max(1e-30, self.squared * self.tokens)
+
+    @property
+    def errors(self) -> float:
+        """How many standard errors the mean of rho is away from 1."""
+        spread = self.squared - 2 * self.ratio + self.tokens  # sum of (rho - 1)^2
+        return abs(self.ratio - self.tokens) / math.sqrt(spread) if spread > 0 else 0.0
+
+
+def sums_of(completion: Completion, logprobs: np.ndarray) -> Sums:
+    """logprobs: the trainer's, of the completion's tokens: [tokens] float32."""
+    sampled = completion.sampled()
+    difference = (np.asarray(logprobs, np.float64) - completion.logprobs)[sampled]
+    ratio = np.exp(np.minimum(difference, math.log(CAP)))
+    return Sums(len(difference), float(np.abs(difference).sum()), float(ratio.sum()), float((ratio**2).sum()))
+
+
+class Scored(NamedTuple):
+    """A completion that the trainer has scored."""
+
+    process: Process
+    number: int  # of the group
+    sums: Sums
+
+
+class Finding(NamedTuple):
+    """What `process` delivered to groups `numbers` is not to be trained on; None: it is sent away."""
+
+    process: Process
+    numbers: frozenset[int] | None
+    what: str
+
+
+class Parity:
+    """Keeps each process's last groups. `judge` looks, `accept` remembers."""
+
+    def __init__(self, config: ProbeConfig, *, mean_limit: float):
+        """mean_limit: of |d| when trainer and server meet; who allows more there allows its consequences here."""
+        self._share = config.share
+        # A mean difference of m may move a mean ratio by e^m - 1.
+        allowed = math.expm1(min(mean_limit, 100.0))
+        self._limit, self._gross = max(config.ratio_limit, allowed), max(GROSS, 3 * allowed)
+        self._difference_limit = max(config.difference_limit, 10 * mean_limit)
+        self._gross_difference = max(GROSS_DIFFERENCE, 2 * self._difference_limit)
+        self._groups: dict[Process, collections.deque[Sums]] = {}
+        self._gross_ones: collections.Counter[Process] = collections.Counter()
+
+    def chosen(self, group_id: str, index: int) -> bool:
+        """Whether a completion that nobody scores otherwise is to be scored: the same share whoever delivers it."""
+        return stable_hash("share", group_id, index) < self._share * 2**64
+
+    def judge(self, scored: Sequence[Scored]) -> list[Finding]:
+        """What is wrong with these completions and those accepted before; nothing: []."""
+        groups = _by_group(scored)
+        found: list[Finding] = []
+        for process, numbered in groups.items():
+            others = [sums for other, theirs in groups.items() if other != process for sums in theirs.values()]
+            gross = {number: why for number, sums in numbered.items() if (why := self._grossly(sums, others))}
+            window = self._window(process, [sums for number, sums in numbered.items() if number not in gross], others)
+            if len(gross) + self._gross_ones[process] > 1:
+                found.append(Finding(process, None, f"{next(iter(gross.values()))}, of one group, and not the first"))
+            elif window:
+                found.append(Finding(process, None, window))
+            elif gross:
+                found.append(Finding(process, frozenset(gross), next(iter(gross.values()))))
+        for finding in found:
+            self._gross_ones[finding.process] += finding.numbers is not None
+        return found
+
+    def accept(self, scored: Sequence[Scored]) -> None:
+        """They count."""
+        for process, numbered in _by_group(scored).items():
+            kept = self._groups.pop(process, None)
+            self._groups[process] = kept = collections.deque(maxlen=WINDOW) if kept is None else kept
+            kept.extend(numbered.values())
+        while len(self._groups) > REMEMBERED:
+            oldest = next(iter(self._groups))
+            del self._groups[oldest]
+            self._gross_ones.pop(oldest, None)
+
+    def _grossly(self, sums: Sums, others: Sequence[Sums]) -> str:
+        if sums.tokens < FEWEST_TOKENS:
+            return ""
+        if sums.mean_difference > self._gross_difference:
+            return _difference(sums.mean_difference, self._gross_difference)
+        if self._off(sums.mean_ratio, self._gross, others) and sums.errors > SURE:
+            return _ratio(sums.mean_ratio, self._gross)
+        return ""
+
+    def _window(self, process: Process, groups: Sequence[Sums], others: Sequence[Sums]) -> str:
+        """What is wrong with the last groups together."""
+        last = [*self._groups.get(process, ()), *groups]
+        last = last[-max(WINDOW, len(groups)) :]
+        if len(last) < FEWEST or not groups:
+            return ""
+        ratio = statistics.median(sums.mean_ratio for sums in last)
+        total = sum(last, start=Sums())
+        same_side = (ratio > 1) == (total.mean_ratio > 1)
+        if self._off(ratio, self._limit, others) and same_side and total.errors > CERTAIN:
+            return f"{_ratio(ratio, self._limit)}, of its last {len(last)} groups"
+        difference = statistics.median(sums.mean_difference for sums in last)
+        usual = TIMES_OTHERS * statistics.median(sums.mean_difference for sums in others) if others else 0.0
+        if difference > max(self._difference_limit, usual):
+            return f"{_difference(difference, self._difference_limit)}, of its last {len(last)} groups"
+        return ""
+
+    def _off(self, ratio: float, limit: float, others: Sequence[Sums]) -> bool:
+        if ratio > 1 + limit:
+            return True
+        # As low as the others': the policy has drifted.
+        usual = min(1.0, statistics.median(sums.mean_ratio for sums in others)) if len(others) >= FEWEST else 1.0
+        return ratio < usual - limit
+
+
+def _by_group(scored: Iterable[Scored]) -> dict[Process, dict[int, Sums]]:
+    groups: dict[Process, dict[int, Sums]] = {}
+    for process, number, sums in scored:
+        if sums.tokens:
+            of = groups.setdefault(process, {})
+            of[number] = of.get(number, Sums()) + sums
+    return groups
+
+
+def _ratio(ratio: float, limit: float) -> str:
+    return f"its tokens' mean importance ratio is {ratio:.3g} (1 +- {limit:.3g} is allowed)"
+
+
+def _difference(difference: float, limit: float) -> str:
+    return f"its log-probs differ from the trainer's by {difference:.3g} on average (limit {limit:.3g})"
