@@ -168,7 +168,7 @@ class ProbeConfig:
     p99_limit: float = 0.0  # 0: by dtype (1e-2 in float32, 2e-1 in bfloat16)
     every: int = 50  # updates between two probes of the servers that have groups; 0: they are met once
     share: float = 1 / 32  # of the completions that no update looks at, scored by the trainer before they count
-    ratio_limit: float = 0.1  # of a server's mean importance ratio, away from 1: median of its last groups
+    ratio_limit: float = 0.04  # of a server's mean importance ratio, away from 1: median of its last groups
     difference_limit: float = 1.0  # nats, of a server's mean |log-prob difference|, staleness included: likewise
 
 

@@ -13,8 +13,8 @@ that were not drawn at all. So, of each server process:
              than the limit, or the median of mean |d| is beyond its limit and several times that of the other servers
     certain  a mean counts as far from 1 only where it is CERTAIN (window) or SURE (one group) standard errors away
 
-What the policy has drifted can only lower the mean, by what the CAP cuts off: where the other servers' groups have it
-as low, it is drift.
+A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean counts
+only as far as it is below that of the other servers' groups, and below what groups differed by that were accepted.
 """
 
 import collections
@@ -32,11 +32,12 @@ from scalerl_jax.rollouts.book import Process
 from scalerl_jax.rollouts.requests import stable_hash
 
 CAP = 20.0  # on rho: what one token can do to a mean
-GROSS = 0.5  # of one group's mean rho
+GROSS = 0.3  # of one group's mean rho; honest ones at a lag of 8 were seen within 0.03 of 1
 GROSS_DIFFERENCE = 2.0  # nats, mean |d| of one group
 FEWEST_TOKENS = 16  # of a group that may be grossly wrong alone
-SURE, CERTAIN = 10.0, 6.0  # standard errors
-WINDOW, FEWEST = 16, 4  # groups
+SURE, CERTAIN = 8.0, 6.0  # standard errors
+WINDOW, FEWEST = 6, 4  # groups
+TYPICAL = 64  # groups of all servers, accepted last
 TIMES_OTHERS = 4.0  # mean |d|, against the median of the other servers' groups
 REMEMBERED = 1024  # server processes
 
@@ -109,6 +110,7 @@ class Parity:
         self._limit, self._gross = max(config.ratio_limit, allowed), max(GROSS, 3 * allowed)
         self._difference_limit = max(config.difference_limit, 10 * mean_limit)
         self._gross_difference = max(GROSS_DIFFERENCE, 2 * self._difference_limit)
+        self._typical: collections.deque[float] = collections.deque(maxlen=TYPICAL)  # mean |d| of groups
         self._groups: dict[Process, collections.deque[Sums]] = {}
         self._gross_ones: collections.Counter[Process] = collections.Counter()
 
@@ -140,6 +142,7 @@ class Parity:
             kept = self._groups.pop(process, None)
             self._groups[process] = kept = collections.deque(maxlen=WINDOW) if kept is None else kept
             kept.extend(numbered.values())
+            self._typical.extend(sums.mean_difference for sums in numbered.values())
         while len(self._groups) > REMEMBERED:
             oldest = next(iter(self._groups))
             del self._groups[oldest]
@@ -174,9 +177,9 @@ class Parity:
     def _off(self, ratio: float, limit: float, others: Sequence[Sums]) -> bool:
         if ratio > 1 + limit:
             return True
-        # As low as the others': the policy has drifted.
         usual = min(1.0, statistics.median(sums.mean_ratio for sums in others)) if len(others) >= FEWEST else 1.0
-        return ratio < usual - limit
+        drift = statistics.median(self._typical) if self._typical else 0.0
+        return ratio < usual - max(limit, drift)
 
 
 def _by_group(scored: Iterable[Scored]) -> dict[Process, dict[int, Sums]]:
