@@ -13,8 +13,9 @@ that were not drawn at all. So, of each server process:
              than the limit, or the median of mean |d| is beyond its limit and several times that of the other servers
     certain  a mean counts as far from 1 only where it is CERTAIN (window) or SURE (one group) standard errors away
 
-A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean counts
-only as far as it is below that of the other servers' groups, and below what groups differed by that were accepted.
+A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean
+counts only as far as it is below that of the other servers' groups, and below what groups differed by that were
+accepted.
 """
 
 import collections

@@ -1,0 +1,160 @@
+"""Honest servers are left alone at any staleness; each lie is found within few groups, and before it is trained on.
+
+The honest tokens here are drawn from one distribution and scored by another, as a policy does that has moved on since.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_server.contract.codec import Completion
+from scalerl_jax.config import ProbeConfig
+from scalerl_jax.rollouts.book import Process
+from scalerl_jax.rollouts.logprob_parity import CAP, Parity, Scored, Sums, sums_of
+
+LIAR, HONEST = Process("liar:1", "1"), Process("honest:2", "2")
+VOCABULARY, GROUP, TOKENS = 24, 8, 40
+
+
+def draws(rng: np.random.Generator, tokens: int, drift: float) -> tuple[np.ndarray, np.ndarray]:
+    """(log mu, log pi) of tokens drawn from mu, whose logits are `drift` away from pi's: [tokens] each."""
+    logits = rng.normal(size=(tokens, VOCABULARY)) * rng.choice([0.5, 2.0, 4.0], size=(tokens, 1))
+    mu, pi = (
+        x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (logits, logits + drift * rng.normal(size=logits.shape))
+    )
+    chosen = (rng.random((tokens, 1)) > np.exp(mu).cumsum(-1)).sum(-1).clip(0, VOCABULARY - 1)
+    at = np.arange(tokens), chosen
+    return mu[at].astype(np.float32), pi[at].astype(np.float32)
+
+
+def honest(rng, theirs, ours):
+    return theirs, ours
+
+
+LIES = {
+    "shifted by -0.5": lambda rng, theirs, ours: (theirs - 0.5, ours),
+    "shifted by 0.5": lambda rng, theirs, ours: (np.minimum(theirs + 0.5, 0), ours),
+    "-30 on all": lambda rng, theirs, ours: (np.full_like(theirs, -30), ours),
+    "0 on all": lambda rng, theirs, ours: (np.zeros_like(theirs), ours),
+    "noise of 0.5": lambda rng, theirs, ours: (np.minimum(theirs + 0.5 * rng.normal(size=len(theirs)), 0), ours),
+    "another's": lambda rng, theirs, ours: (rng.permutation(theirs), ours),
+    # Tokens that were not drawn at all, under log-probs as they usually are.
+    "random tokens": lambda rng, theirs, ours: (theirs, ours - rng.exponential(4, size=len(ours)).astype(np.float32)),
+}
+
+
+def group(rng, process: Process, number: int, *, drift: float, lie=honest, tokens: int = TOKENS) -> list[Scored]:
+    theirs, ours = draws(rng, GROUP * tokens, drift)
+    out = []
+    for at in range(0, GROUP * tokens, tokens):
+        claimed, scored = lie(rng, theirs[at : at + tokens], ours[at : at + tokens])
+        difference = scored.astype(float) - claimed
+        ratio = np.minimum(np.exp(difference), CAP)
+        sums = Sums(tokens, np.abs(difference).sum(), ratio.sum(), (ratio**2).sum())
+        out.append(Scored(process, number, sums))
+    return out
+
+
+def make(**fields) -> Parity:
+    return Parity(ProbeConfig(**fields), mean_limit=1e-3)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "two"])
+def test_honest_servers_are_left_alone(drift, alone):
+    """400 groups at each drift; 0.03 is what the quickstart has at a lag of 8."""
+    rng = np.random.default_rng(0)
+    parity = make()
+    for start in range(0, 400, 20):
+        batch = [
+            s for n in range(start, start + 20) for s in group(rng, LIAR if alone or n % 2 else HONEST, n, drift=drift)
+        ]
+        assert parity.judge(batch) == []
+        parity.accept(batch)
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+@pytest.mark.parametrize("per_batch", [2, 8], ids=["two groups a batch", "eight groups a batch"])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "two"])
+def test_each_lie_is_found(lie, per_batch, alone):
+    rng = np.random.default_rng(1)
+    parity, number, trained = make(), 0, 0
+    for batch in range(40):
+        lies = batch >= 10
+        scored = []
+        for _ in range(per_batch):
+            number += 2
+            scored += group(rng, LIAR, number, drift=0.03, lie=lie if lies else honest)
+            if not alone:
+                scored += group(rng, HONEST, number + 1, drift=0.03)
+        found = parity.judge(scored)
+        assert {finding.process for finding in found} <= {LIAR}
+        if any(finding.numbers is None for finding in found):
+            assert lies and trained <= 4, trained
+            return
+        dropped = {n for finding in found for n in finding.numbers}
+        kept = [s for s in scored if s.process != LIAR or s.number not in dropped]
+        trained += lies * len({s.number for s in kept if s.process == LIAR})
+        parity.accept(kept)
+    raise AssertionError("not found")
+
+
+def test_one_bad_group_is_dropped_and_the_second_one_sends_the_server_away():
+    rng = np.random.default_rng(2)
+    parity, flat = make(), LIES["-30 on all"]
+    good = [s for n in range(20) for s in group(rng, LIAR, n, drift=0.03)]
+    parity.accept(good)
+    (finding,) = parity.judge([*group(rng, LIAR, 20, drift=0.03), *group(rng, LIAR, 21, drift=0.03, lie=flat)])
+    assert (finding.process, finding.numbers) == (LIAR, {21})
+    assert parity.judge(group(rng, LIAR, 22, drift=0.03)) == []
+    (finding,) = parity.judge(group(rng, LIAR, 23, drift=0.03, lie=flat))
+    assert finding.numbers is None and "not the first" in finding.what and "\n" not in finding.what
+
+
+def test_a_process_is_judged_by_what_it_did_itself():
+    """Another one on the same address begins anew."""
+    rng = np.random.default_rng(3)
+    parity, flat = make(), LIES["-30 on all"]
+    again = Process(LIAR.address, "another")
+    assert parity.judge(group(rng, LIAR, 0, drift=0.0, lie=flat))[0].numbers == {0}
+    assert parity.judge(group(rng, again, 1, drift=0.0, lie=flat))[0].numbers == {1}
+
+
+def test_a_single_completion_of_random_tokens_is_enough():
+    """Of a prompt that is dropped only a share is scored."""
+    rng = np.random.default_rng(4)
+    (scored, *_) = group(rng, LIAR, 0, drift=0.03, lie=LIES["random tokens"])
+    assert make().judge([scored])
+
+
+def test_who_allows_more_at_the_meeting_allows_it_here():
+    """The limits of tests whose servers sample from nothing."""
+    rng = np.random.default_rng(5)
+    for lie in LIES.values():
+        parity = Parity(ProbeConfig(), mean_limit=100.0)
+        assert parity.judge([s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=lie)]) == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(share=st.floats(0, 1), number=st.integers(0, 10**6))
+def test_the_share_is_the_same_whoever_delivers(share, number):
+    parity = make(share=share)
+    chosen = [parity.chosen(f"train/{number + n}", i) for n in range(40) for i in range(50)]
+    assert chosen == [make(share=share).chosen(f"train/{number + n}", i) for n in range(40) for i in range(50)]
+    assert abs(np.mean(chosen) - share) < 0.08
+    assert all(chosen) or share < 1
+
+
+def test_sums_are_of_sampled_tokens_and_capped():
+    completion = Completion(
+        incarnation=1, group_id="train/0", index=0, token_ids=np.arange(6, dtype=np.int32),
+        logprobs=np.array([-1, -2, 0, 0, -30, -1], np.float32), versions=((0, 0, 6),), forced=((2, 4),),
+        finish_reason="stop",
+    )  # fmt: skip
+    found = sums_of(completion, np.array([-1, -3, -9, -9, -1, -1], np.float32))
+    expected = np.array([1, np.exp(-1), CAP, 1])
+    assert found.tokens == 4
+    assert found.mean_ratio == pytest.approx(expected.mean())
+    assert found.mean_difference == pytest.approx((0 + 1 + 29 + 0) / 4)
+    assert found.effective == pytest.approx(expected.sum() ** 2 / (4 * (expected**2).sum()))
