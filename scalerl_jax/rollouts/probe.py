@@ -115,7 +115,6 @@ class Probe:
         self.limits = (config.mean_limit or mean, config.p99_limit or p99)
         self.score = score
         self._expected = expected
-        self._admitted = 0
 
     def check(self, server: str, status: pb.StatusReply) -> None:
         """Raises ProbeError where the server is not one for this run, before it is sent anything."""
@@ -133,7 +132,6 @@ class Probe:
             found = mismatch(samples, self.score(samples))
             what = self._too_far(found)
             if not what:
-                self._admitted += 1
                 admitted.append((newcomer.server, found))
                 fleet.admit(newcomer.server)
                 continue
