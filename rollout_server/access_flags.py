@@ -3,11 +3,14 @@
     loopback                 anything goes: plain, a token, TLS
     any other --host         TLS and a token, or --insecure
 
-With --tls_client_authority a client must show a certificate too, beside the token.
+With --tls_client_authority a client must show a certificate too, beside the token. Whom weights are passed on to, and
+shown the token: hops.py.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
+from rollout_server import hops
 from rollout_server import serve_flags as given
 from rollout_server.contract import security
 
@@ -39,7 +42,29 @@ def read(host: str) -> security.Access:
             f"--host={host}: beyond this machine a server needs --tls_certificate, --tls_key and --token_file "
             "(or --insecure, where everybody on the network may replace its weights)"
         )
-    return access
+    beyond = None
+    if given.PASS_ON_TO.value is not None:
+        try:
+            beyond = hops.parse_beyond(given.PASS_ON_TO.value)
+        except ValueError as error:
+            raise ValueError(f"--pass_on_to={given.PASS_ON_TO.value}: {error}") from None
+    return dataclasses.replace(access, beyond=beyond, warnings=tuple(_warnings(access, host)))
+
+
+def _warnings(access: security.Access, host: str) -> Iterator[str]:
+    """What whoever starts the server should know."""
+    secrets = {"--tls_key": given.TLS_KEY.value, "--token_file": given.TOKEN_FILE.value}
+    for where, path in secrets.items():
+        if path and (why := security.exposed(path, where=where)):
+            yield why
+    if _loopback(host):
+        return
+    if not access.token:
+        yield f"--insecure: whoever reaches {host} may read the prompts and replace the weights: no token is asked for"
+    if access.credentials is None:
+        yield f"--insecure: whoever sees the packets to and from {host} reads prompts and weights: there is no TLS"
+        if access.token:
+            yield f"--token_file={given.TOKEN_FILE.value}: the token is sent in plaintext, since there is no TLS"
 
 
 def _loopback(host: str) -> bool:

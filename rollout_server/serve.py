@@ -187,6 +187,8 @@ async def serve(
     await server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    for warning in access.warnings:
+        logging.warning("%s", warning)
     name, identity = engine.info.name, server.service.server_id
     logging.info("%s engine at %s:%d, open to %s; server %s", name, host, server.port, access.words(host), identity)
     if port_file:

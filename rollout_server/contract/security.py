@@ -23,13 +23,14 @@ import os
 import re
 import socket
 import ssl
+import stat
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 
-from rollout_server.contract import limits
+from rollout_server.contract import certificates, limits
 
 HEADER = "authorization"
 SHORTEST_TOKEN = 16  # characters
@@ -65,6 +66,7 @@ class Access:
     # What servers that weights are passed on to are shown; None: they are not passed on.
     passing: Credentials | None = dataclasses.field(default=Credentials(), repr=False)
     beyond: tuple[Any, ...] | None = None  # hosts and networks beyond loopback that they are passed on to, see hops.py
+    warnings: tuple[str, ...] = ()  # what whoever starts the server should know, a line each
 
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         return [TokenInterceptor(self.token)] if self.token else []
@@ -92,20 +94,30 @@ def read_token(path: str, *, where: str) -> str:
     return text
 
 
+def exposed(path: str, *, where: str) -> str:
+    """What is wrong with the mode of a file that holds a secret, in one line; empty where nothing is."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if not mode & 0o007:
+        return ""
+    what = "write to" if mode & 0o002 else "read"
+    return f"{where}={path}: every user of this machine can {what} it (mode {mode:04o}; chmod 600 mends that)"
+
+
 def read_authority(path: str, *, where: str) -> bytes:
-    """Certificates in PEM. Raises ValueError that begins with `where`."""
+    """Certificates in PEM. Raises ValueError that begins with `where`: not that, or not valid now."""
     data = _read(path, where)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise ValueError(f"{where}={path}: not certificates in PEM ({_reason(error)})") from None
+    certificates.check(data, where=f"{where}={path}", one_is_enough=True)
     return data
 
 
 def read_pair(certificate: str, key: str, *, where: tuple[str, str]) -> tuple[bytes, bytes]:
     """A certificate (with those between it and its authority) and its private key, both PEM.
 
-    Raises ValueError naming the flag and the file: one without the other, not PEM, not a pair.
+    Raises ValueError naming the flag and the file: one without the other, not PEM, not a pair, not valid now.
     """
     for given, other in (((certificate, where[0]), (key, where[1])), ((key, where[1]), (certificate, where[0]))):
         if given[0] and not other[0]:
@@ -119,6 +131,7 @@ def read_pair(certificate: str, key: str, *, where: tuple[str, str]) -> tuple[by
         raise ValueError(
             f"{where[0]}={certificate}, {where[1]}={key}: not a certificate and its unencrypted key in PEM ({why})"
         ) from None
+    certificates.check(data[0], where=f"{where[0]}={certificate}")
     return data
 
 
@@ -177,6 +190,10 @@ def refusal(error: grpc.RpcError, credentials: Credentials) -> str:
         return "it does not take the token" if credentials.token else "it asks for a token"
     if code is not grpc.StatusCode.UNAVAILABLE:
         return ""
+    if "CERTIFICATE_VERIFY_FAILED" in details and "certificate has expired" in details:
+        return "its TLS certificate has expired (or this machine's clock is ahead)"
+    if "CERTIFICATE_VERIFY_FAILED" in details and "certificate is not yet valid" in details:
+        return "its TLS certificate is not valid yet (or this machine's clock is behind)"
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return f"its TLS certificate is not signed by the authority given ({details.rpartition(': ')[2]})"
     if "Hostname Verification" in details:

@@ -3,8 +3,12 @@
 The config holds paths alone. What is in the files goes to the connections and nowhere else.
 """
 
+import logging
+
 from rollout_server.contract import security
 from scalerl_jax.config import FleetConfig
+
+_log = logging.getLogger(__name__)
 
 _HERE = "config.fleet."
 
@@ -20,6 +24,10 @@ def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
         certificate, key = security.read_pair(config.tls_certificate, config.tls_key, where=where)
     if config.token_file:
         token = security.read_token(config.token_file, where=f"{_HERE}token_file")
+    for field in ("tls_key", "token_file"):
+        path = getattr(config, field)
+        if path and (why := security.exposed(path, where=_HERE + field)):
+            _log.warning("%s", why)
     if not config.tls_authority:
         for field in ("tls_certificate", "tls_name"):
             if getattr(config, field):

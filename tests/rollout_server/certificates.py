@@ -30,8 +30,10 @@ class Authority:
             *("-subj", f"/CN={name}", "-keyout", self._key, "-out", self.certificate),
         )
 
-    def sign(self, name: str, *, hosts: str = "IP:127.0.0.1,DNS:localhost") -> tuple[pathlib.Path, pathlib.Path]:
-        """(certificate, key) for `hosts`."""
+    def sign(
+        self, name: str, *, hosts: str = "IP:127.0.0.1,DNS:localhost", days: int = 1
+    ) -> tuple[pathlib.Path, pathlib.Path]:
+        """(certificate, key) for `hosts`; days: until when it is valid, negative: it has expired."""
         certificate, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         request, extensions = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
         extensions.write_text(f"subjectAltName={hosts}\n")
@@ -41,6 +43,6 @@ class Authority:
         )
         _openssl(
             *("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial"),
-            *("-days", 1, "-extfile", extensions, "-out", certificate),
+            *("-days", days, "-extfile", extensions, "-out", certificate),
         )
         return certificate, key

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import datetime
 import pathlib
+import ssl
 from collections.abc import AsyncIterator
 
 import grpc
@@ -10,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rollout_server.contract import codec, security
+from rollout_server.contract import certificates, codec, security
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rollout_pb2_grpc import RolloutStub
 from rollout_server.contract.security import Access, Credentials
@@ -19,6 +21,7 @@ from rollout_server.engines.scripts import Scripted
 from rollout_server.service import RolloutServer
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import Push, group, random_weights
+from tests.rollout_server.serving_process import Process
 from tests.rollout_server.test_serve import complaint
 
 TOKEN, SECONDS = "correct-horse-battery", 60
@@ -45,8 +48,10 @@ async def serving(access: Access) -> AsyncIterator[str]:
         await server.stop()
 
 
-def tls(authority: Authority, *, hosts: str = "IP:127.0.0.1", clients: Authority | None = None) -> Access:
-    certificate, key = authority.sign("server", hosts=hosts)
+def tls(
+    authority: Authority, *, hosts: str = "IP:127.0.0.1", clients: Authority | None = None, days: int = 1
+) -> Access:
+    certificate, key = authority.sign("server", hosts=hosts, days=days)
     clients_pem = clients.certificate.read_bytes() if clients else b""
     made = security.server_credentials(certificate.read_bytes(), key.read_bytes(), clients_pem)
     return Access(made, clients is not None, TOKEN)
@@ -108,6 +113,11 @@ async def test_the_name_in_the_certificate(ours) -> None:
         assert "for another name than the one dialled" in await told(address, client(ours))
         assert await told(address, client(ours, name="generators.example")) == "replay"
         assert "another name than x.example" in await told(address, client(ours, name="x.example"))
+
+
+async def test_a_certificate_that_has_expired_while_it_was_served(ours) -> None:
+    async with serving(tls(ours, days=-1)) as address:
+        assert await told(address, client(ours)) == "its TLS certificate has expired (or this machine's clock is ahead)"
 
 
 async def test_no_call_of_any_service_without_the_token(caplog) -> None:
@@ -174,6 +184,8 @@ def test_nobody_listens_beyond_this_machine_unprotected(ours, tmp_path, given) -
         ({"tls_key": "/nowhere"}, "--tls_key=/nowhere: no such file"),
         ({"tls_key": "another"}, "not a certificate and its unencrypted key in PEM"),
         ({"tls_client_authority": "token"}, "not certificates in PEM"),
+        ({"tls_certificate": "expired", "tls_key": "its key"}, "the certificate expired on 20"),
+        ({"pass_on_to": "10.0.0.0/99"}, "--pass_on_to=10.0.0.0/99: 10.0.0.0/99: neither a host name nor a network"),
         ({"token_file": "short"}, "holds 3 characters, a token has at least 16"),
         ({"token_file": "two"}, "a token is one word of printable ASCII"),
     ],
@@ -183,7 +195,65 @@ def test_flags_that_cannot_be(ours, tmp_path, changes, message) -> None:
     (tmp_path / "short").write_text("abc\n")
     (tmp_path / "two").write_text("two words of a token\n")
     files = {name: str(tmp_path / name) for name in ("short", "two", "token")} | {"another": str(ours.sign("x")[1])}
+    files["expired"], files["its key"] = map(str, ours.sign("expired", days=-1))
     flags |= {name: files.get(value, value) for name, value in changes.items()}
     line = complaint("--engine=replay", "--port=0", *(f"--{name}={value}" for name, value in flags.items()))
     assert message in line
     assert TOKEN not in line
+
+
+def test_a_date_is_told_for_what_is_not_valid_now(ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    pem = ours.sign("dates")[0].read_bytes()
+    ((begin, end),) = certificates.validity(pem)
+    assert (end - begin).days == 1 and len(certificates.validity(pem + ours.certificate.read_bytes())) == 2
+    as_ssl_reads_it = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    as_ssl_reads_it.load_verify_locations(ours.certificate)
+    ((first, last),) = certificates.validity(ours.certificate.read_bytes())
+    (read,) = as_ssl_reads_it.get_ca_certs()
+    assert ssl.cert_time_to_seconds(str(read["notBefore"])) == first.timestamp()
+    assert ssl.cert_time_to_seconds(str(read["notAfter"])) == last.timestamp()
+    certificates.check(pem, where="--f=x")
+    second = datetime.timedelta(seconds=1)
+    for now, date, said in ((begin - second, begin, "is not valid before"), (end + second, end, "expired on")):
+        with pytest.raises(ValueError, match=f"--f=x: the certificate {said} {date:%Y-%m-%d %H:%M} UTC"):
+            certificates.check(pem, where="--f=x", now=now)
+    certificates.check(ours.sign("old", days=-1)[0].read_bytes() + pem, where="--f=x", one_is_enough=True)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x30", b"\x30\x82\xff\xff", b"\x30\x03\x02\x01\x01", bytes(40)])
+def test_certificates_that_are_none(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        certificates.validity(
+            ssl.DER_cert_to_PEM_cert(data).encode()
+            if data
+            else b"-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----"
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [(0o600, ""), (0o640, ""), (0o644, "can read it (mode 0644"), (0o666, "can write to it (mode 0666")],
+)
+def test_files_that_everybody_can_read(tmp_path: pathlib.Path, mode: int, said: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+    line = security.exposed(str(file), where="--token_file")
+    assert said in line and bool(line) == bool(said)
+    assert not line or f"--token_file={file}: every user of this machine" in line
+
+
+@pytest.mark.parametrize("token", [True, False])
+def test_what_is_open_is_a_warning_at_the_start(tmp_path: pathlib.Path, token: bool) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o644)
+    flags = [f"--token_file={file}"] if token else []
+    process = Process(tmp_path, "--engine=replay", "--host=0.0.0.0", "--insecure", *flags)
+    process.close()
+    warnings = [line for line in process.log.read_text().splitlines() if line.startswith("W")]
+    assert any("--insecure: whoever sees the packets" in line for line in warnings)
+    assert any("no token is asked for" in line for line in warnings) is not token
+    assert any("the token is sent in plaintext" in line for line in warnings) is token
+    assert any("every user of this machine can read it" in line for line in warnings) is token
+    assert TOKEN not in process.log.read_text()
