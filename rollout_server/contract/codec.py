@@ -155,9 +155,9 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
 
 def request_from_proto(message: pb.GenerateRequest, *, most_completions: int | None = None) -> GroupRequest:
     """Raises ValueError on a request that no server could serve, or for more completions than this one can."""
-    if len(message.group_id) > limits.MAXIMUM_NAME_BYTES:
+    if len(message.group_id) > limits.MAXIMUM_NAME_CHARACTERS:
         raise ValueError(
-            f"a group_id of {len(message.group_id)} characters, at most {limits.MAXIMUM_NAME_BYTES} may be"
+            f"a group_id of {len(message.group_id)} characters, at most {limits.MAXIMUM_NAME_CHARACTERS} may be"
         )
     if not message.prompt_token_ids:
         raise ValueError(f"group {message.group_id!r}: the prompt is empty")

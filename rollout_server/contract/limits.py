@@ -17,7 +17,7 @@ MAXIMUM_ADDRESS_BYTES = 262  # a host name of 253 and a port
 MAXIMUM_ID_BYTES = 128  # of a server_id
 
 # The name of a group comes back with every completion of it.
-MAXIMUM_NAME_BYTES = 512
+MAXIMUM_NAME_CHARACTERS = 512
 
 # Temperatures at which every engine's float32 log-probabilities are finite, and of the distribution asked for: below,
 # vLLM samples at another one. And the share of the mass under which its threshold is lost among the denormals.

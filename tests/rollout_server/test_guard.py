@@ -87,7 +87,7 @@ async def test_a_message_longer_than_any_that_could_be_served_is_not_parsed(
 async def test_the_longest_request_there_is_fits(make_replay: MakeReplay) -> None:
     engine = make_replay(maximum_tokens=100_000, slots=64, queue=128)
     wanted = group(
-        "x" * limits.MAXIMUM_NAME_BYTES,
+        "x" * limits.MAXIMUM_NAME_CHARACTERS,
         completions=192,
         incarnation=0,
         prompt=np.zeros(99_990, np.int32),
