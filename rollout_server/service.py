@@ -25,6 +25,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rollout_server.activity import Activity
 from rollout_server.contract import codec, limits, rollout_pb2_grpc, rpc
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.limits import SERVER_OPTIONS
@@ -75,7 +76,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """reach: whom weights are passed on to."""
         self.server_id = uuid.uuid4().hex
         self._engine = engine
-        self._weights = WeightReceiver(engine, reach, server_id=self.server_id)
+        self.activity = Activity()
+        self._weights = WeightReceiver(engine, reach, server_id=self.server_id, activity=self.activity)
         self._calls: dict[tuple[int, str, int], _Call] = {}  # by the name of each completion they were asked for
         self._scores = 0
         self._stopping = False
@@ -89,6 +91,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         info, status = self._engine.info, self._engine.status()
+        self.activity.called(context.peer())
         return pb.StatusReply(
             server_id=self.server_id,
             engine=info.name,
@@ -132,11 +135,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
         if group.pinned_step is not None and self._weights.late:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a later version has waited for too long")
+        if group.incarnation == self._engine.status().version.incarnation:
+            self.activity.welcome(group.incarnation, context.peer())
         call = _Call(names)
         call.pump = asyncio.create_task(self._pump(group, call.outbox))
         self._calls.update(dict.fromkeys(names, call))
         try:
             while (completion := await call.outbox.get()) is not None:
+                self.activity.completed(group.incarnation)
                 await context.write(codec.completion_to_proto(completion))
             if call.ended is not None:
                 await context.abort(*call.ended)
@@ -204,6 +210,7 @@ class RolloutServer:
         access: who may call. interceptors: further ones, behind the one that looks at the token.
         """
         self.engine, self.service = engine, RolloutService(engine, Reach(access.passing, access.beyond))
+        self._saying: asyncio.Task[None] | None = None
         self._checker = _Health()
         most = most_calls(engine.info)
         self._server = grpc.aio.server(
@@ -228,6 +235,14 @@ class RolloutServer:
     async def start(self) -> None:
         await self._checker.set(rpc.SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
+        self._saying = asyncio.create_task(self._say())
+
+    async def _say(self) -> None:
+        """What goes on, into the log; until the engine is over, of which failure() tells."""
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self.service.activity.tick(self.engine.status())
+                await asyncio.sleep(WATCH_SECONDS)
 
     async def failure(self) -> RuntimeError:
         """Returns when the engine can never serve again, with what it says about it."""
@@ -240,6 +255,8 @@ class RolloutServer:
 
     async def stop(self) -> None:
         """Finishes nothing: health says NOT_SERVING, calls end with UNAVAILABLE, the engine is closed."""
+        if self._saying is not None:
+            self._saying.cancel()
         await self._checker.enter_graceful_shutdown()
         await self.service.stop()
         await self._server.stop(STOP_GRACE_SECONDS)

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 
 from rollout_server import hops
+from rollout_server.activity import Activity
 from rollout_server.contract import codec, peer_text
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.chunks import Chunk
@@ -51,8 +52,11 @@ log = logging.getLogger(__name__)
 class WeightReceiver:
     """Of one server: its host copy of the weights, and who may write to it."""
 
-    def __init__(self, engine: Engine, reach: Reach = LOOPBACK, *, server_id: str = ""):
+    def __init__(
+        self, engine: Engine, reach: Reach = LOOPBACK, *, server_id: str = "", activity: Activity | None = None
+    ):
         """reach: whom weights are passed on to. server_id: this server's, which `applied` carries."""
+        self._activity = activity or Activity()
         self._reach, self._server_id = reach, server_id
         self._quiet = QuietLog(log)
         self._passing: list[PassOn] = []  # what they send lies in the host copy
@@ -134,6 +138,7 @@ class WeightReceiver:
         self.store.check(header, self._engine.status().version)
         if self._receiving is not None and target < self._receiving_version:
             raise ValueError(f"step {self._receiving_version.step}, which is newer, is being received")
+        self._activity.welcome(target.incarnation, context.peer())
         if self._receiving is not None:
             self._receiving.displace()
         self._receiving, self._receiving_version = messages, target
@@ -232,6 +237,7 @@ class WeightReceiver:
         finally:
             self._applying = None
         self.versions_applied += 1
+        self._activity.applied(staging.target.incarnation)
         self._quiet.say(
             "applied",
             logging.INFO,

@@ -1,0 +1,110 @@
+"""What a server's log says of its day, beside what goes wrong.
+
+    a trainer comes      its first request or version that is welcome, and from where
+    a trainer is gone    no call of it for AWAY_SECONDS, and what it was served
+    heartbeat            every BEAT_SECONDS in which something was sampled: completions, tokens a second, slots, queue
+
+A trainer is an incarnation; calls that name none (Status) count for the one that the same connection belongs to. So
+many are remembered at most, and so many lines are said a minute, whatever incarnations somebody makes up.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+from rollout_server.contract.peer_text import said
+from rollout_server.engines.engine import EngineStatus
+from rollout_server.quiet_log import QuietLog
+
+AWAY_SECONDS = 60.0
+BEAT_SECONDS = 60.0
+MOST_TRAINERS = 8
+MOST_CONNECTIONS = 64
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Trainer:
+    came: float
+    heard: float
+    completions: int = 0
+    versions: int = 0
+
+
+class Activity:
+    """Lives on the service's event loop."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._quiet = clock, QuietLog(log, clock=clock)
+        self._trainers: dict[int, _Trainer] = {}  # by incarnation; who was heard last comes last
+        self._connections: dict[str, int] = {}  # peer -> incarnation, likewise
+        self._completions = 0  # since the last heartbeat
+        self._beat_at, self._beat_tokens = clock(), 0
+
+    def welcome(self, incarnation: int, peer: str) -> None:
+        """A request or a version of a trainer, from a connection, that is not refused."""
+        now = self._clock()
+        trainer = self._trainers.pop(incarnation, None)
+        if trainer is None:
+            trainer = _Trainer(came=now, heard=now)
+            self._quiet.say(
+                "comes", logging.INFO, "%s comes: its first call is from %s", _name(incarnation), said(peer)
+            )
+        trainer.heard = now
+        self._trainers[incarnation] = trainer
+        self._connections.pop(peer, None)
+        self._connections[peer] = incarnation
+        if len(self._trainers) > MOST_TRAINERS:
+            del self._trainers[next(iter(self._trainers))]
+        if len(self._connections) > MOST_CONNECTIONS:
+            del self._connections[next(iter(self._connections))]
+
+    def called(self, peer: str) -> None:
+        """A call that names no incarnation."""
+        trainer = self._trainers.get(self._connections.get(peer, -1))
+        if trainer is not None:
+            trainer.heard = self._clock()
+
+    def completed(self, incarnation: int) -> None:
+        self._completions += 1
+        if (trainer := self._trainers.get(incarnation)) is not None:
+            trainer.completions += 1
+            trainer.heard = self._clock()
+
+    def applied(self, incarnation: int) -> None:
+        if (trainer := self._trainers.get(incarnation)) is not None:
+            trainer.versions += 1
+            trainer.heard = self._clock()
+
+    def tick(self, status: EngineStatus) -> None:
+        """To be called about once a second."""
+        now = self._clock()
+        for incarnation, trainer in list(self._trainers.items()):
+            if now - trainer.heard > AWAY_SECONDS:
+                del self._trainers[incarnation]
+                self._quiet.say(
+                    *(
+                        "gone",
+                        logging.INFO,
+                        "%s is gone, no call for %.0f s; it had %d completions, %d versions in %.0f s",
+                    ),
+                    *(_name(incarnation), AWAY_SECONDS, trainer.completions, trainer.versions),
+                    trainer.heard - trainer.came,
+                )
+        seconds = now - self._beat_at
+        if seconds < BEAT_SECONDS:
+            return
+        tokens = status.sampled_tokens - self._beat_tokens
+        if tokens or self._completions:
+            log.info(
+                "in %.0f s: %d completions, %d tokens (%.0f a second); now %d slots busy, %d queued, step %d",
+                *(seconds, self._completions, tokens, tokens / seconds),
+                *(status.busy_slots, status.queued, status.version.step),
+            )
+        self._beat_at, self._beat_tokens, self._completions = now, status.sampled_tokens, 0
+
+
+def _name(incarnation: int) -> str:
+    return f"trainer {incarnation}" if incarnation else "a client without weights of its own"
