@@ -29,11 +29,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from rollout_server.contract import limits
 from scalerl_jax.config import Config
 
 STEADY_SECONDS = 60.0  # a server that lived this long did not die of how it was started
 LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is started again
-STOP_SECONDS = 5.0  # between asking a server to stop and killing it
+STOP_SECONDS = 5.0  # between asking a server to stop and killing it, where its engine does not need more
+MARGIN_SECONDS = 3.0  # beyond what a server gives itself to stop
 DESCENDANT_SECONDS = 12.0  # that what a dead server has started may take to end by itself (vLLM tidies up for 10)
 KILLED_SECONDS = 2.0  # that what was killed may take until it is gone
 SPAWN_TRIES = 8  # in a row, with doubling pauses, before a server that the machine cannot even start is given up
@@ -112,6 +114,11 @@ def server_environment(threads: int, base: Mapping[str, str] | None = None) -> d
     return environment
 
 
+def stop_seconds(engine: str) -> float:
+    """Between asking a server of this engine to stop and killing it."""
+    return limits.STOP_SECONDS[engine] + MARGIN_SECONDS
+
+
 class _Server:
     """One supervised process. Its thread starts it, waits for its end, and starts it again."""
 
@@ -167,15 +174,15 @@ class _Server:
             assert self.process.stdin is not None
             self.process.stdin.close()
 
-    def stop(self, deadline: float) -> None:
-        """Returns when the process has ended; it is killed at the deadline."""
+    def stop(self, deadline: float, *, seconds: float) -> None:
+        """Returns when the process has ended; it is killed at the deadline. seconds: that it had, to be told."""
         assert self._stopping.is_set()
         if self.process is None:
             return
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            log.warning("local server %d did not stop within %.0f s: killed", self.index, STOP_SECONDS)
+            log.warning("local server %d did not stop within %.0f s: killed", self.index, seconds)
             self.process.kill()
             self.process.wait()
         self._end_descendants(deadline)
@@ -286,6 +293,7 @@ class LocalServers:
         threads: int = 0,
         start_seconds: float = 600.0,
         first_pause: float = 0.5,
+        stop_seconds: float | None = None,
         stopping: threading.Event | None = None,
         environments: Sequence[Mapping[str, str]] = (),
     ):
@@ -298,12 +306,14 @@ class LocalServers:
             threads: XLA threads of each server; 0: this machine's cores divided by `count`, at least 1.
             start_seconds: how long the slowest may take until it serves.
             first_pause: seconds before a server that died is started again; doubled for each early death after it.
+            stop_seconds: between asking a server to stop and killing it, see stop_seconds(); default: STOP_SECONDS.
             stopping: set by another thread, it makes those that do not serve yet stop.
             environments: what is added to each server's environment, in order (its GPU); none: nothing.
 
         Raises:
             StartError: one of them ended or did not serve in time; all are stopped by then.
         """
+        self._stop_seconds = stop_seconds
         if count < 1:
             raise ValueError(f"count={count}: at least one local server is needed")
         if threads < 0:
@@ -340,12 +350,13 @@ class LocalServers:
         return tuple(server.state() for server in self._servers)
 
     def close(self) -> None:
-        """Stops every server and waits for it; those that do not stop are killed after STOP_SECONDS."""
-        deadline = time.monotonic() + STOP_SECONDS
+        """Stops every server and waits for it; those that do not stop in their time are killed."""
+        seconds = STOP_SECONDS if self._stop_seconds is None else self._stop_seconds
+        deadline = time.monotonic() + seconds
         for server in self._servers:
             server.ask_to_stop()
         for server in self._servers:
-            server.stop(deadline)
+            server.stop(deadline, seconds=seconds)
 
     def __enter__(self) -> "LocalServers":
         return self

@@ -15,6 +15,7 @@ with TLS and a token (access_flags.py).
 
 import asyncio
 import glob
+import logging as logging_lib
 import os
 import signal
 import socket
@@ -29,12 +30,10 @@ from absl import app, flags, logging
 from rollout_server import access_flags, faults
 from rollout_server import serve_flags as given
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
+from rollout_server.contract.limits import STOP_SECONDS
 from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.engine import Engine
 from rollout_server.service import RolloutServer
-
-# How long a stopping server may take before it is gone whatever hangs.
-STOP_SECONDS = 5.0
 
 
 class UsageError(Exception):
@@ -46,6 +45,7 @@ class UsageError(Exception):
 
 def _jax_engine() -> Engine:
     _check_model_folder(weights=True)
+    _leave_out_missing_backends()
     from rollout_server.engines.jax_engine import JaxEngine
 
     return JaxEngine(
@@ -128,6 +128,15 @@ MakeEngine = Callable[[], Engine | Awaitable[Engine]]
 ENGINES: dict[str, MakeEngine] = {"jax": _jax_engine, "vllm": _vllm_engine, "replay": _replay_engine}
 
 
+def _leave_out_missing_backends() -> None:
+    """jax tries every backend it knows, and tells which it did not find; an engine says what it runs on by itself."""
+
+    def found(record: logging_lib.LogRecord) -> bool:
+        return not record.getMessage().startswith("Unable to initialize backend")
+
+    logging_lib.getLogger("jax._src.xla_bridge").addFilter(found)
+
+
 def _check_model_folder(*, weights: bool) -> None:
     """Raises UsageError naming what is missing, before anything slow is imported."""
     folder = given.MODEL.value
@@ -163,13 +172,18 @@ async def serve(
     port: int,
     port_file: str,
     with_parent: bool,
+    stop_seconds: float = 5.0,
     access: Access = OPEN,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> None:
-    """Serves until told to stop. Raises UsageError where it cannot begin, RuntimeError when its engine is over."""
+    """Serves until told to stop. Raises UsageError where it cannot begin, RuntimeError when its engine is over.
+
+    stop_seconds: how long stopping may take before the process is gone whatever hangs.
+    """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     if with_parent:
-        threading.Thread(target=_watch_parent, args=(loop, stop), name="watch-parent", daemon=True).start()
+        watch = threading.Thread(target=_watch_parent, args=(loop, stop, stop_seconds), daemon=True)
+        watch.start()
 
     # 1. The address first: a taken one is known before minutes of loading.
     _check_address(host, port)
@@ -198,19 +212,19 @@ async def serve(
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     logging.info("stopping")
-    _exit_after(STOP_SECONDS, 1 if failed.done() else 0)
+    _exit_after(stop_seconds, 1 if failed.done() else 0)
     await server.stop()
     if failed.done():
         raise failed.result()
     failed.cancel()
 
 
-def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, stop_seconds: float) -> None:
     """The parent holds the other end of our standard input; when it is gone, however it went, reading ends."""
     while os.read(0, 4096):
         pass
     # The loop may be loading a model, and then hears nothing for long.
-    _exit_after(STOP_SECONDS, 0)
+    _exit_after(stop_seconds, 0)
     loop.call_soon_threadsafe(stop.set)
 
 
@@ -272,6 +286,7 @@ def main(argv: Sequence[str]) -> None:
                 port=given.PORT.value,
                 port_file=given.PORT_FILE.value,
                 with_parent=given.EXIT_WITH_PARENT.value,
+                stop_seconds=STOP_SECONDS[given.ENGINE.value],
                 access=_access(),
                 interceptors=_faults(),
             )

@@ -25,7 +25,7 @@ import jax
 from absl import flags
 
 from launch import accelerators
-from launch.local import LocalServers, StartError, serve_command
+from launch.local import LocalServers, StartError, serve_command, stop_seconds
 from rollout_server.contract.decoder_config import DecoderConfig
 from rollout_server.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax import command_flags, continuing, entry, platforms, signals, summary
@@ -114,6 +114,7 @@ def start_servers(
             start_seconds=fleet.start_seconds,
             stopping=stopping,
             environments=environments,
+            stop_seconds=stop_seconds(fleet.engine),
         )
     except StartError as error:
         raise entry.UserError(str(error)) from error

@@ -37,6 +37,10 @@ _BOTH_ENDS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+# How long a server that was told to stop may take, by its engine; then it is gone whatever hangs, and later whoever
+# started it may kill it. vLLM gives its own processes 5 s and their workers as long, one after the other.
+STOP_SECONDS = {"jax": 5.0, "replay": 5.0, "vllm": 30.0}
+
 # Options for grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS).
 CHANNEL_OPTIONS = (
     *_BOTH_ENDS,

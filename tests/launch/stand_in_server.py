@@ -1,7 +1,8 @@
 """A process with a local server's flags and manners, and nothing behind them: for the supervision's tests.
 
 Serves a socket where every connection sends one line: `die` ends the process with code 3, `hang` makes it deaf to
-SIGTERM and to its life line, `env NAME` answers with that variable, `start` starts a process and answers with its id.
+SIGTERM and to its life line, `slow` lets it end a second after it was asked to, `env NAME` answers with that variable,
+`start` starts a process and answers with its id.
 Standard library only, so that it starts at once.
 """
 
@@ -59,6 +60,9 @@ def main() -> None:
             if words[0] == "hang":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 deaf.set()
+            if words[0] == "slow":
+                deaf.set()
+                signal.signal(signal.SIGTERM, lambda *_: threading.Timer(1.0, os._exit, args=(0,)).start())
             answer = "ok"
             if words[0] == "env":
                 answer = os.environ.get(words[1], "")

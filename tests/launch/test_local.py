@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launch import local
 from launch.local import LocalServers, StartError
+from rollout_server.contract import limits
 from scalerl_jax.config import Config
 
 STAND_IN = [sys.executable, str(pathlib.Path(__file__).with_name("stand_in_server.py"))]
@@ -132,6 +133,23 @@ def test_a_server_deaf_to_every_request_to_stop_is_killed(
     assert ask(state.address, "hang") == "ok"
     servers.close()
     assert not runs(state.process_id)
+
+
+def test_a_server_whose_engine_needs_longer_is_given_the_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.3)
+    servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), stop_seconds=60.0)
+    assert ask(servers.addresses[0], "slow") == "ok"
+    process = servers._servers[0].process
+    servers.close()
+    assert process is not None and process.returncode == 0
+    assert "killed" not in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["jax", "vllm", "replay"])
+def test_no_server_is_killed_before_it_gives_up_by_itself(engine: str) -> None:
+    assert local.stop_seconds(engine) > limits.STOP_SECONDS[engine]
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(tmp_path: pathlib.Path) -> None:

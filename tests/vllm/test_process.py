@@ -15,8 +15,7 @@ import pytest
 
 from rollout_server.contract import codec, rollout_pb2_grpc
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import CHANNEL_OPTIONS
-from rollout_server.serve import STOP_SECONDS
+from rollout_server.contract.limits import CHANNEL_OPTIONS, STOP_SECONDS
 from tests.rollout_server.client import INCARNATION, Push, group
 from tests.rollout_server.serving_process import Process
 from tests.vllm.models import config, random_tensors, write_folder
@@ -77,7 +76,7 @@ def test_it_serves_and_ends_and_leaves_nothing(folder: pathlib.Path, tmp_path: p
     children = family(served)
     assert children
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(STOP_SECONDS + 10) == 0
+    assert served.process.wait(STOP_SECONDS["vllm"] + 10) == 0
     gone(children, 10)
     assert shared_memory() <= before
     served.close()
