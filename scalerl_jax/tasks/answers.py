@@ -116,12 +116,15 @@ def _names_choice(said: str, letter: str) -> bool:
 class Measure:
     """A number with the unit it was given in: "" none, "%" percent, another word where it is not known."""
 
-    def __init__(self, value: Fraction, unit: str, *, decimal_places: int | None):
+    def __init__(self, value: Fraction, unit: str, *, decimal_places: int | None, variable: str):
         self.value, self.unit, self.decimal_places = value, unit, decimal_places
+        self.variable = variable  # that it was said to be the value of
 
     def equals(self, other: "Measure") -> bool:
         known = [m.unit for m in (self, other) if m.unit.rstrip("23") in _UNITS.values()]
         if len(known) == 2 and known[0] != known[1]:
+            return False
+        if self.variable and other.variable and self.variable != other.variable:
             return False
         mine, theirs = self.value, other.value
         if mine == theirs:
@@ -148,8 +151,8 @@ def _endless(value: Fraction) -> bool:
 def measure(text: str) -> Measure | None:
     """The number that all of `text` is, with its unit; None where it is something else."""
     s = bare(text)
-    s = re.sub(r"^(?:[a-zA-Z])\s*=\s*", "", s)  # x = 5
-    match = _NUMBER.fullmatch(s)
+    variable = re.match(r"([a-zA-Z])\s*=\s*", s)  # x = 5
+    match = _NUMBER.fullmatch(s, variable.end() if variable else 0)
     if match is None or len(s) > _LONGEST_NUMBER or (match["sign"] and match["inner"]):
         return None
     unit = _unit(match["rest"])
@@ -175,7 +178,8 @@ def measure(text: str) -> Measure | None:
                 places = max(0, places - int(shift))
     except (ValueError, ZeroDivisionError):
         return None
-    return Measure(-value if "-" in (match["sign"], match["inner"]) else value, unit, decimal_places=places)
+    return Measure(-value if "-" in (match["sign"], match["inner"]) else value, unit, decimal_places=places,
+                   variable=variable[1] if variable else "")  # fmt: skip
 
 
 def _unit(rest: str) -> str | None:
@@ -196,7 +200,7 @@ def _unit(rest: str) -> str | None:
         return None
     name = " ".join(names).rstrip(".")
     known: str | None = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
-    if len(name) == 1 and not marked and name.isalpha():
+    if len(name) == 1 and not marked and name.isalpha() and (known is None or not spaced):
         return None  # a variable
     if known is None and not spaced:
         return None
@@ -234,7 +238,7 @@ def _equal(said: str, gold: str) -> bool:
 def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
     """Whether the mathematics in a sentence, or the last of it, is the gold; one with "or" gives no one answer."""
     line = answer_text.plain(said)
-    if re.search(r"(?<![a-zA-Z])(?:or|either|neither|not)(?![a-zA-Z])", unwrapped(line), re.IGNORECASE):
+    if re.search(r"(?<![a-zA-Z])(?:or|either|neither|not)(?![a-zA-Z])|n't\b", unwrapped(line), re.IGNORECASE):
         return False
     given = parse(
         said.replace("\\$", ""), [_LATEX, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
