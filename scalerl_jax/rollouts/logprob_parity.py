@@ -11,7 +11,8 @@ that were not drawn at all. So, of each server process:
              GROSS_DIFFERENCE; it is asked again elsewhere. A second one sends the server away
     window   its last groups, at least FEWEST of them: sent away where the median of their mean rho is further from 1
              than the limit, or the median of mean |d| is beyond its limit and several times that of the other servers
-    certain  a mean counts as far from 1 only where it is CERTAIN (window) or SURE (one group) standard errors away
+    certain  a mean counts as far from 1 only where it is CERTAIN standard errors away: a constant shift is after
+             CERTAIN^2 tokens
 
 A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean
 counts only as far as it is below that of the other servers' groups, and below what groups differed by that were
@@ -36,7 +37,7 @@ CAP = 20.0  # on rho: what one token can do to a mean
 GROSS = 0.3  # of one group's mean rho; honest ones at a lag of 8 were seen within 0.03 of 1
 GROSS_DIFFERENCE = 2.0  # nats, mean |d| of one group
 FEWEST_TOKENS = 16  # of a group that may be grossly wrong alone
-SURE, CERTAIN = 8.0, 6.0  # standard errors
+CERTAIN = 6.0  # standard errors
 WINDOW, FEWEST = 6, 4  # groups
 TYPICAL = 64  # groups of all servers, accepted last
 TIMES_OTHERS = 4.0  # mean |d|, against the median of the other servers' groups
@@ -154,7 +155,7 @@ class Parity:
             return ""
         if sums.mean_difference > self._gross_difference:
             return _difference(sums.mean_difference, self._gross_difference)
-        if self._off(sums.mean_ratio, self._gross, others) and sums.errors > SURE:
+        if self._off(sums.mean_ratio, self._gross, others) and sums.errors > CERTAIN:
             return _ratio(sums.mean_ratio, self._gross)
         return ""
 

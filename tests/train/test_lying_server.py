@@ -9,12 +9,13 @@ pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machi
 
 AFTER = 120  # completions: the probe, the evaluation of step 0, and some groups
 
+# What each lie does to what is trained on: where it is gross, no group of it is.
 LIES = {
-    "shifted_logprobs:-0.5": "mean importance ratio is 1.",
-    "shifted_logprobs:0.5": "mean importance ratio is 0.",
-    "flat_logprobs:-30": "differ from the trainer's by",
-    "noisy_logprobs:1": "mean importance ratio is 1.",
-    "random_tokens": "differ from the trainer's by",
+    "shifted_logprobs:-0.5": "gross",
+    "shifted_logprobs:0.5": "gross",
+    "flat_logprobs:-30": "gross",
+    "random_tokens": "gross",
+    "noisy_logprobs:1": "subtle",
 }
 
 
@@ -24,18 +25,14 @@ def fault(lie: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def long_flags(flags) -> list[str]:
-    """Groups of enough tokens to judge one by: eight completions of up to 40."""
+def large_flags(flags) -> list[str]:
+    """Groups of enough tokens to judge one by; no probe that would find it by itself."""
     return [
         *flags,
         "--config.updates=16",
-        "--config.rollout.group_size=8",
-        "--config.rollout.thinking_low=24",
-        "--config.rollout.thinking_high=36",
+        "--config.rollout.group_size=16",
         "--config.optimizer.learning_rate=3e-4",
-        "--config.learner.row_length=64",
-        "--config.learner.rows=16",
-        "--config.probe.every=4",
+        "--config.probe.every=0",
         "--config.probe.share=0.1",
     ]
 
@@ -43,26 +40,26 @@ def long_flags(flags) -> list[str]:
 @pytest.mark.parametrize(
     "lie", [lie if lie == "shifted_logprobs:-0.5" else pytest.param(lie, marks=pytest.mark.slow) for lie in LIES]
 )
-def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, long_flags, model, start, lie):
+def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, start, lie):
     engine = ("--engine=jax", f"--model={model}")
     (tmp_path / "honest").mkdir()
     (tmp_path / "liar").mkdir()
     with serve(tmp_path / "honest", 1, *engine) as honest, serve(tmp_path / "liar", 1, *engine, fault(lie)) as liar:
-        run = start(tmp_path / "run", *long_flags, f"--servers={honest[0]},{liar[0]}").finish()
-    config, rows = config_of(long_flags), run.metrics
+        run = start(tmp_path / "run", *large_flags, f"--servers={honest[0]},{liar[0]}").finish()
+    config, rows = config_of(large_flags), run.metrics
     # The run went on, and every group was trained on once.
     assert [n for row in rows for n, _ in row["groups"]] == list(range(config.updates * config.rollout.groups))
     assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 4, 8, 12, 16]
     # The one that lied is named, with what was found; the other one is not.
-    said = [line for line in run.output().splitlines() if "sent away" in line]
-    assert len(said) == 1 and liar[0] in said[0] and LIES[lie] in said[0], run.output()
+    (said,) = [line for line in run.output().splitlines() if "sent away" in line]
+    assert liar[0] in said and ("mean importance ratio is" in said or "differ from the trainer's by" in said)
     assert sum(row["parity"]["sent_away"] for row in rows) == 1
     assert sum(row["parity"]["taken_back"] for row in rows) > 0
-    # Nothing of what it said then was trained on.
-    for row in rows:
-        if "ratio" in row:
-            assert 0.8 < row["ratio"] < 1.2, row["step"]
-            assert row["mismatch_max"] < 3
+    trained = [row for row in rows if "ratio" in row]
+    assert len(trained) > 8
+    for row in trained:
+        if LIES[lie] == "gross":  # nothing of what it said then was trained on
+            assert 0.9 < row["ratio"] < 1.1 and row["mismatch_max"] < 3, row["step"]
     gone = next(n for n, row in enumerate(rows) if row["parity"]["sent_away"])
     assert all(set(row["servers"]) <= {honest[0]} for row in rows[gone:])
 
@@ -82,10 +79,10 @@ def test_honest_servers_are_left_alone(tmp_path, flags, model, start):
             assert np.isfinite(list(server.values())).all() and server["tokens"] > 0
 
 
-def test_where_the_only_server_lies_the_run_ends_with_the_line_that_names_it(tmp_path, long_flags, model, start):
+def test_where_the_only_server_lies_the_run_ends_with_the_line_that_names_it(tmp_path, large_flags, model, start):
     engine = ("--engine=jax", f"--model={model}", fault("shifted_logprobs:-0.5"))
     with serve(tmp_path, 1, *engine) as liar:
-        run = start(tmp_path / "run", *long_flags, f"--servers={liar[0]}")
+        run = start(tmp_path / "run", *large_flags, f"--servers={liar[0]}")
         assert run.wait() == 1, run.output()
     last = run.output().splitlines()[-1]
     assert liar[0] in last and "mean importance ratio is 1." in last and "every rollout server was turned away" in last
