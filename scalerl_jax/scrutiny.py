@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scalerl_jax.config import ProbeConfig
+from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch
 from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.step import Learner, Pending
@@ -37,11 +37,11 @@ class Look(NamedTuple):
 class Scrutiny:
     """Of one trainer; used by its thread. `say` writes a line for people."""
 
-    def __init__(
-        self, config: ProbeConfig, *, learner: Learner, fleet: Fleet, probe: Probe, say: Callable[[str], None]
-    ):
-        self._config, self._learner, self._fleet, self._probe, self._say = config, learner, fleet, probe, say
-        self._parity = Parity(config, mean_limit=probe.limits[0])
+    def __init__(self, config: Config, *, learner: Learner, fleet: Fleet, probe: Probe, say: Callable[[str], None]):
+        self._learner, self._fleet, self._probe, self._say = learner, fleet, probe, say
+        self._every = config.probe.every
+        whole = config.rollout.top_p == 1 and config.rollout.top_k == 0
+        self._parity = Parity(config.probe, mean_limit=probe.limits[0], whole=whole)
         self._tries = 0
         self._begin_row()
 
@@ -98,7 +98,7 @@ class Scrutiny:
 
     def trained(self, version: int) -> None:
         """The policy is now `version`: is it time to probe?"""
-        if self._config.every and version % self._config.every == 0:
+        if self._every and version % self._every == 0:
             self._tries = TRIES
         if self._tries:
             self._tries -= 1

@@ -189,7 +189,7 @@ class Trainer:
         self.checkpoints, self.tokenizer, self.draws, self.validation = checkpoints, tokenizer, draws, validation
         self.fleet, self.probe, self.pushes, self.line, self.report = fleet, probe, pushes, line, report
         self.forecast, self._check = forecast, check
-        self.scrutiny = Scrutiny(config.probe, learner=learner, fleet=fleet, probe=probe, say=line.say)
+        self.scrutiny = Scrutiny(config, learner=learner, fleet=fleet, probe=probe, say=line.say)
         self.step = self.saved = 0  # updates made, and those on disk; from begin() on
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
         self._waits = Waits()

@@ -16,7 +16,7 @@ that were not drawn at all. So, of each server process:
 
 A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean
 counts only as far as it is below that of the other servers' groups, and below what groups differed by that were
-accepted.
+accepted. Where mu leaves tokens out (top-p, top-k) the mean is below 1 by right, and only a high one counts.
 """
 
 import collections
@@ -104,9 +104,12 @@ class Finding(NamedTuple):
 class Parity:
     """Keeps each process's last groups. `judge` looks, `accept` remembers."""
 
-    def __init__(self, config: ProbeConfig, *, mean_limit: float):
-        """mean_limit: of |d| when trainer and server meet; who allows more there allows its consequences here."""
-        self._share = config.share
+    def __init__(self, config: ProbeConfig, *, mean_limit: float, whole: bool = True):
+        """mean_limit: of |d| when trainer and server meet; who allows more there allows its consequences here.
+
+        whole: servers sample from the whole vocabulary.
+        """
+        self._share, self._whole = config.share, whole
         # A mean difference of m may move a mean ratio by e^m - 1.
         allowed = math.expm1(min(mean_limit, 100.0))
         self._limit, self._gross = max(config.ratio_limit, allowed), max(GROSS, 3 * allowed)
@@ -179,6 +182,8 @@ class Parity:
     def _off(self, ratio: float, limit: float, others: Sequence[Sums]) -> bool:
         if ratio > 1 + limit:
             return True
+        if not self._whole:
+            return False
         usual = min(1.0, statistics.median(sums.mean_ratio for sums in others)) if len(others) >= FEWEST else 1.0
         drift = statistics.median(self._typical) if self._typical else 0.0
         return ratio < usual - max(limit, drift)

@@ -158,3 +158,13 @@ def test_sums_are_of_sampled_tokens_and_capped():
     assert found.mean_ratio == pytest.approx(expected.mean())
     assert found.mean_difference == pytest.approx((0 + 1 + 29 + 0) / 4)
     assert found.effective == pytest.approx(expected.sum() ** 2 / (4 * (expected**2).sum()))
+
+
+def test_where_tokens_are_left_out_a_low_mean_is_right():
+    """top-p 0.9: mu is pi over what it keeps, so every ratio is that share."""
+    rng = np.random.default_rng(6)
+    scored = [s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=lambda rng, t, o: (t - np.log(0.9), t))]
+    assert Parity(ProbeConfig(), mean_limit=1e-3, whole=False).judge(scored) == []
+    assert make().judge(scored)[0].numbers is None
+    high = [s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=LIES["shifted by -0.5"])]
+    assert Parity(ProbeConfig(), mean_limit=1e-3, whole=False).judge(high)[0].numbers is None

@@ -83,7 +83,7 @@ def test_where_the_only_server_lies_the_run_ends_with_the_line_that_names_it(tmp
     engine = ("--engine=jax", f"--model={model}", fault("shifted_logprobs:-0.5"))
     with serve(tmp_path, 1, *engine) as liar:
         run = start(tmp_path / "run", *large_flags, f"--servers={liar[0]}")
-        assert run.wait() == 1, run.output()
+        assert run.wait() == 2, run.output()
     last = run.output().splitlines()[-1]
     assert liar[0] in last and "mean importance ratio is 1." in last and "every rollout server was turned away" in last
     assert "Traceback" not in run.output()
