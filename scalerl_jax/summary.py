@@ -14,7 +14,6 @@ from rich.text import Text
 from scalerl_jax import files
 from scalerl_jax.report_page.page import write_report
 from scalerl_jax.report_page.score import half_time
-from scalerl_jax.scaling.plot import plot_forecast
 from scalerl_jax.scaling.report import HalfTimeForecast
 from scalerl_jax.telemetry import read_rows
 
@@ -32,6 +31,8 @@ def show(workdir: str, console: Console | None = None) -> None:
     if why_not:
         console.print(f"no forecast: {why_not}", markup=False)
     if forecast is not None:
+        from scalerl_jax.scaling.plot import plot_forecast  # matplotlib, which training does without
+
         path = os.path.join(workdir, "curve.png")
         try:
             plot_forecast(

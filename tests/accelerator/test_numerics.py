@@ -1,0 +1,142 @@
+"""Attention, the update and log-probs on the device against the CPU in float32, in one process.
+
+Norms of differences, as shares of the norm on the CPU:
+
+    FLOAT32   products of float32 operands are float32 ones, not TF32's (which would be 3e-4)
+    BFLOAT16  operands rounded to 8 bits, products summed in float32, against float32 of the same rounded weights
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalerl_jax.config import OptimizerConfig
+from scalerl_jax.learner import optimizer
+from scalerl_jax.learner.packing import Segment
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.model import DecoderConfig, Precision, init_params
+from scalerl_jax.model.attention import packed_attention
+from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.objective.surrogate import Surrogate
+from tests.learner.segments import make_segments
+from tests.model.toys import relative
+
+FLOAT32 = 2e-5
+BFLOAT16 = 0.02
+LOGPROB_FLOAT32, LOGPROB_BFLOAT16 = 2e-4, 0.1  # nats, of any one token
+# As shares of the norm of what the update did: Adam's first step divides by the gradient's own size, so an element
+# whose gradient is near 0 may go either way.
+UPDATE_FLOAT32, UPDATE_BFLOAT16 = 5e-3, 0.5
+
+CPU = jax.devices("cpu")[0]
+
+
+def segment_ids(lengths: list[int], length: int) -> np.ndarray:
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[:length]
+    return np.pad(ids, (0, length - len(ids)))[None].astype(np.int32)
+
+
+@pytest.mark.parametrize("path", ["few blocks", "many blocks"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FLOAT32), ("bfloat16", BFLOAT16)])
+def test_attention_is_the_cpus(device, sizes, path, dtype, tolerance):
+    """Both ways of cutting it into blocks, values and gradients."""
+    length = sizes.pick(256, 2048) if path == "few blocks" else sizes.pick(4352, 8192)
+    longest = length // 2 if path == "few blocks" else sizes.pick(60, 500)
+    heads, kv_heads, size = sizes.pick(4, 32), sizes.pick(2, 8), sizes.pick(16, 64)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, longest + 1, 4 * length // longest).tolist()
+    ids = segment_ids(lengths, length)
+    shapes = [(1, length, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, g = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+
+    def run(q, k, v, g, precision):
+        def attend(q, k, v):
+            return packed_attention(q, k, v, ids, max_segment=longest, precision=precision)
+
+        out, back = jax.vjp(attend, q, k, v)
+        return (out, *back(g))
+
+    precision = Precision(compute=dtype).dot
+    got = jax.jit(run, static_argnums=4)(*(jax.device_put(x, device) for x in (q, k, v, g)), precision)
+    exact = (jax.device_put(x.astype(np.float32), CPU) for x in (q, k, v, g))
+    wanted = jax.jit(run, static_argnums=4)(*exact, jax.lax.Precision.HIGHEST)
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        off = relative(np.asarray(ours, np.float32), theirs)
+        print(f"{path}, {dtype}: {name} {off:.1e}")
+        assert off < tolerance, name
+
+
+def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, row_length: int) -> Learner:
+    mesh = make_mesh(fsdp=1, devices=[device])
+    learner = Learner(
+        decoder=decoder,
+        optimizer=optimizer.from_config(OptimizerConfig(learning_rate=1e-3, warmup=0)),
+        mesh=mesh,
+        precision=precision,
+        surrogate=Surrogate(),
+        row_length=row_length,
+        rows=2,
+        logprob_chunk=64,
+    )
+    host = jax.device_get(init_params(decoder, jax.random.key(0), make_mesh(fsdp=1, devices=[CPU])))
+    learner.start(jax.device_put(host, learner.shardings["params"]))
+    return learner
+
+
+def decoder_of(sizes) -> DecoderConfig:
+    width = sizes.pick(64, 512)
+    return DecoderConfig(
+        vocabulary=sizes.pick(300, 8192),
+        width=width,
+        layers=sizes.pick(2, 4),
+        heads=width // 32,
+        kv_heads=width // 64,
+        head_size=32,
+        mlp_width=3 * width,
+        qk_norm=True,
+        tied_embeddings=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_update_is_the_cpus(device, sizes, dtype):
+    """The policy that the wire's dtype makes of the masters: its log-probs, its gradient, the parameters after it."""
+    decoder, row_length = decoder_of(sizes), sizes.pick(128, 1024)
+    segments: list[Segment] = make_segments(
+        [row_length, row_length // 2, row_length // 3, 17, 2], vocabulary=decoder.vocabulary
+    )
+    ours = make_learner(device, decoder, Precision(dtype, dtype), row_length=row_length)
+    exact = make_learner(CPU, decoder, Precision("float32", dtype), row_length=row_length)
+    before = jax.device_get(exact.state["params"])
+
+    tokens = [segment.tokens for segment in segments]
+    differences = np.concatenate([np.abs(a - b) for a, b in zip(ours.score(tokens), exact.score(tokens), strict=True)])
+    print(f"{dtype}: log-probs {differences.max():.1e} at most, {differences.mean():.1e} on average")
+    assert differences.max() < (LOGPROB_FLOAT32 if dtype == "float32" else LOGPROB_BFLOAT16)
+
+    got, wanted = ours.update(segments), exact.update(segments)
+    limit = FLOAT32 if dtype == "float32" else BFLOAT16
+    print(f"{dtype}: gradient norm {got['gradient_norm']:.6g}, the CPU's {wanted['gradient_norm']:.6g}")
+    assert got["gradient_norm"] == pytest.approx(wanted["gradient_norm"], rel=limit)
+    assert got["tokens"] == wanted["tokens"] and int(ours.state["step"]) == 1
+    steps = [jax.tree.map(np.subtract, jax.device_get(one.state["params"]), before) for one in (ours, exact)]
+    off = relative(*steps)
+    print(f"{dtype}: the step {off:.1e}")
+    assert off < (UPDATE_FLOAT32 if dtype == "float32" else UPDATE_BFLOAT16)
+
+
+def test_products_of_float32_are_float32(device, sizes):
+    """The head too: with TF32, or bfloat16 passes, the error would be a hundred times as large."""
+    from scalerl_jax.model.head import logits
+
+    decoder = decoder_of(sizes)
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(64, decoder.width)).astype(np.float32)
+    weight = rng.normal(size=(decoder.vocabulary, decoder.width)).astype(np.float32)
+    exact = hidden.astype(np.float64) @ weight.astype(np.float64).T
+    for precision in (Precision(), Precision("bfloat16", "float32", "highest")):
+        with jax.default_device(device):
+            got = jax.jit(lambda h, w, p=precision: logits({"embed": w}, decoder, h, precision=p))(hidden, weight)
+        assert got.dtype == jnp.float32
+        assert np.linalg.norm(np.asarray(got) - exact) < 1e-6 * np.linalg.norm(exact)

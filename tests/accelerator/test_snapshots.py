@@ -1,0 +1,60 @@
+"""Versions of the weights: what changed, found on the device, is what NumPy finds on the host, bit for bit."""
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from rollout_server.contract.weight_patch import Sparse, decode, digest
+from scalerl_jax.learner.wire_copy import WireCopies
+from scalerl_jax.model.hf import to_hf
+from tests.accelerator.test_numerics import decoder_of, make_learner
+from tests.learner.segments import make_segments
+
+UPDATES = 4
+SHARE = 1 / 16
+
+
+def host_bits(learner) -> dict[str, np.ndarray]:
+    """The parameters as they are sent, rounded on the host: name -> uint16."""
+    params = jax.tree.map(np.asarray, jax.device_get(learner.state["params"]))
+    with jax.default_device(jax.devices("cpu")[0]):
+        named = to_hf(params, learner.decoder, np.float32)
+    return {name: np.asarray(value).astype(ml_dtypes.bfloat16).view(np.uint16) for name, value in named.items()}
+
+
+def test_deltas_are_exact(device, sizes):
+    from scalerl_jax.model import Precision
+
+    decoder, row_length = decoder_of(sizes), sizes.pick(128, 1024)
+    learner = make_learner(device, decoder, Precision("bfloat16", "bfloat16"), row_length=row_length)
+    copies = WireCopies(decoder, learner.mesh, share=SHARE)
+    before: dict[str, np.ndarray] | None = None
+    sparse = dense = changed = 0
+    for step in range(UPDATES + 1):
+        version, now = copies.take(learner.state["params"], step), host_bits(learner)
+        for name, tensor in version.tensors().items():
+            np.testing.assert_array_equal(tensor.view(np.uint16), now[name], err_msg=name)
+        patch = version.patch()
+        assert patch.digests == {name: digest(bits) for name, bits in now.items()}
+        for name, part in patch.tensors.items():
+            assert before is not None
+            if isinstance(part, Sparse):
+                found = decode(part, now[name].size)
+                positions = np.flatnonzero(now[name] != before[name])
+                np.testing.assert_array_equal(found.positions, positions, err_msg=name)
+                np.testing.assert_array_equal(found.values, now[name].reshape(-1)[positions], err_msg=name)
+                sparse, changed = sparse + 1, changed + len(positions)
+            else:
+                np.testing.assert_array_equal(np.asarray(part).view(np.uint16), now[name], err_msg=name)
+                dense += 1
+        before = now
+        # The second update moves nearly everything, the others little: both ways of sending are taken.
+        scale = 1.0 if step == 1 else 1e-4
+        old = jax.tree.map(np.asarray, jax.device_get(learner.state["params"]))
+        learner.update(make_segments([row_length, 40, 9], vocabulary=decoder.vocabulary, seed=step))
+        moves = jax.tree.map(lambda a, b: np.asarray(b) - a, old, learner.state["params"])
+        new = [a + np.float32(scale) * move for a, move in zip(jax.tree.leaves(old), jax.tree.leaves(moves))]
+        new = jax.tree.unflatten(jax.tree.structure(old), new)
+        learner.state["params"] = jax.device_put(new, learner.shardings["params"])
+    assert sparse > 0 and dense > 0 and changed > 0
+    print(f"{sparse} tensors by what changed ({changed} elements), {dense} whole")

@@ -1,0 +1,114 @@
+"""What both sides of bench_accelerator measure: the model, the batch, the FLOPs, the clock."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_server.contract.decoder_config import DecoderConfig
+from scalerl_jax.learner.packing import Segment
+from scalerl_jax.ledger import ModelShape
+
+# Dense bf16 products, FLOP/s, by a part of the device's name; the first that fits counts.
+PEAKS = (
+    ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H200", 989e12), ("GH200", 989e12),
+    ("B200", 2250e12), ("A100", 312e12), ("L40S", 362e12), ("RTX 4090", 165e12), ("L4", 121e12),
+)  # fmt: skip
+LEARNING_RATE, BETAS, EPSILON, DECAY = 5e-7, (0.9, 0.95), 1e-15, 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The sizes of one run of the benchmark."""
+
+    decoder: DecoderConfig
+    lengths: tuple[int, ...]  # positions of the segments, which fill one packed row
+    chunk: int  # tokens of the head at once
+    repeats: int
+    slots: int
+    prompt: int  # tokens
+    sampled: int  # tokens of each completion
+
+    @property
+    def positions(self) -> int:
+        return sum(self.lengths)
+
+
+LLAMA_1B = DecoderConfig(
+    vocabulary=128_256, width=2048, layers=16, heads=32, kv_heads=8, head_size=64, mlp_width=8192, tied_embeddings=True,
+    rope_theta=500_000.0,
+)  # fmt: skip
+FULL = Work(LLAMA_1B, (4096, 3072, 2560, 2048, 1536, 1280, 1024, 768), 1024, 5, 64, 128, 512)
+TINY = Work(
+    DecoderConfig(vocabulary=320, width=64, layers=2, heads=4, kv_heads=2, head_size=16, mlp_width=128,
+                  tied_embeddings=True),
+    (96, 64, 48, 32, 16), 64, 3, 8, 16, 24,
+)  # fmt: skip
+
+
+def make_segments(work: Work) -> list[Segment]:
+    """Random tokens; a fifth of each segment is the prompt, and the log-probs are those of a nearly uniform policy."""
+    rng = np.random.default_rng(0)
+    loss_tokens = sum(n - n // 5 for n in work.lengths)
+    out = []
+    for n in work.lengths:
+        mask = (np.arange(n + 1) > n // 5).astype(np.float32)
+        logprobs = -np.log(work.decoder.vocabulary) + 0.1 * rng.normal(size=n + 1)
+        out.append(
+            Segment(
+                tokens=rng.integers(0, work.decoder.vocabulary, n + 1).astype(np.int32),
+                weights=mask / np.float32(loss_tokens),
+                advantages=np.full(n + 1, rng.normal(), np.float32),
+                generator_logprobs=logprobs.astype(np.float32),
+            )
+        )
+    return out
+
+
+def update_flops(work: Work) -> float:
+    """Forward and backward: products with the weights, the head included, and causal attention inside the segments.
+
+    What is computed a second time (remat) does not count.
+    """
+    d = work.decoder
+    shape = ModelShape.decoder(
+        vocabulary=d.vocabulary, width=d.width, layers=d.layers, heads=d.heads, kv_heads=d.kv_heads,
+        head_size=d.head_size, mlp_width=d.mlp_width,
+    )  # fmt: skip
+    return shape.update_flops(work.lengths)
+
+
+def peak_of(kind: str) -> float | None:
+    """Of a device by its name; None: unknown."""
+    return next((peak for name, peak in PEAKS if name.lower() in kind.lower()), None)
+
+
+def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
+    """Seconds of the first call, which compiles, and of `repeats` after one more. `run` returns when it is done."""
+    seconds = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return {"first_seconds": seconds[0], "seconds": statistics.median(seconds[2:]), "all_seconds": seconds[2:]}
+
+
+def speeds(work: Work, found: dict[str, Any], kind: str) -> dict[str, Any]:
+    """`found` of an update with what follows from it."""
+    peak, flops = peak_of(kind), update_flops(work)
+    return {
+        **found,
+        "tokens": work.positions,
+        "tokens_per_second": work.positions / found["seconds"],
+        "model_flops": flops,
+        "mfu": None if peak is None else flops / found["seconds"] / peak,
+    }
+
+
+def prompts(work: Work, seed: int = 0) -> Sequence[np.ndarray]:
+    """One for each slot."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, work.decoder.vocabulary, (work.slots, work.prompt)).astype(np.int32)

@@ -1,0 +1,158 @@
+"""The parts of bench_accelerator that measure this project, each in a process of its own."""
+
+import asyncio
+import os
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from rollout_server.contract.codec import CompletionRequest, GroupRequest, Sampling
+from rollout_server.engines.jax_engine import JaxEngine
+from scalerl_jax.config import PHRASE
+from scalerl_jax.learner import optimizer
+from scalerl_jax.learner.packing import pack
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.wire_copy import WireCopies
+from scalerl_jax.model import Precision, init_params
+from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.objective.surrogate import Surrogate
+from scalerl_jax.tasks.tokenizer import make_tokenizer
+from tests.benchmarks.accelerator_model import (
+    BETAS,
+    DECAY,
+    EPSILON,
+    LEARNING_RATE,
+    Work,
+    make_segments,
+    prompts,
+    speeds,
+    timed,
+)
+
+GIB = 2**30
+GROUP = 8  # completions of one prompt
+
+
+def make_learner(work: Work, *, remat: bool) -> Learner:
+    learner = Learner(
+        decoder=work.decoder,
+        optimizer=optimizer.adamw(
+            lambda _: LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY
+        ),
+        mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
+        precision=Precision("bfloat16", "bfloat16"),
+        surrogate=Surrogate(),
+        row_length=work.positions,
+        rows=1,
+        max_segment=max(work.lengths),
+        logprob_chunk=work.chunk,
+        remat=remat,
+    )
+    learner.start(init_params(work.decoder, jax.random.key(0), learner.mesh))
+    return learner
+
+
+def device() -> dict[str, Any]:
+    first = jax.devices()[0]
+    return {"device": first.device_kind, "platform": first.platform, "jax": jax.__version__}
+
+
+def peak_memory() -> float | None:
+    """GiB, since the process began; None where the device does not count (a CPU)."""
+    found = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if found is None else found / GIB
+
+
+def update(work: Work, *, remat: bool = True) -> dict[str, Any]:
+    """Accumulate and apply on one packed row, and the gradient alone, as PyTorch's eager mode is timed too."""
+    learner, segments = make_learner(work, remat=remat), make_segments(work)
+    batches = pack(segments, length=learner.row_length, rows=1)[0]
+    assert len(batches) == 1
+    found = timed(lambda: learner.update(segments), work.repeats)
+    gradient = timed(lambda: jax.block_until_ready(learner.gradient(batches)), 2)["seconds"]
+    return {
+        **device(),
+        **speeds(work, found, device()["device"]),
+        "gradient_seconds": gradient,
+        "peak_gib": peak_memory(),
+    }
+
+
+def update_without_remat(work: Work) -> dict[str, Any]:
+    return update(work, remat=False)
+
+
+def weights(work: Work) -> dict[str, Any]:
+    """A version after an update: found on the device, encoded on the host; and all of it as one dense version."""
+    learner, segments = make_learner(work, remat=True), make_segments(work)
+    copies = WireCopies(work.decoder, learner.mesh, share=1 / 16)
+    first = copies.take(learner.state["params"], 0)
+    first.patch()
+    began = time.perf_counter()
+    dense = sum(tensor.nbytes for tensor in first.tensors().values())
+    found: dict[str, Any] = {**device(), "dense_seconds": time.perf_counter() - began, "dense_bytes": dense}
+    for step in (1, 2):  # the first compiles
+        learner.update(segments)
+        jax.block_until_ready(learner.state)
+        began = time.perf_counter()
+        version = copies.take(learner.state["params"], step)
+        jax.block_until_ready(version._found)
+        found["compare_seconds"] = time.perf_counter() - began
+        patch = version.patch()
+        found["delta_seconds"] = time.perf_counter() - began
+        found |= {"delta_bytes": patch.nbytes, "changed": patch.changed, "whole_tensors": patch.whole}
+    return {**found, "elements": patch.elements, "peak_gib": peak_memory()}
+
+
+def engine(work: Work) -> dict[str, Any]:
+    """All slots busy from the first token to the last; prefill apart; a version swapped in while it samples."""
+    with tempfile.TemporaryDirectory() as folder:
+        base, path = os.path.join(folder, "tokenizer"), os.path.join(folder, "model")
+        make_tokenizer(corpus=[PHRASE] * 9, path=base, vocabulary=300)
+        params = init_params(work.decoder, jax.random.key(0), make_mesh(fsdp=1, devices=jax.devices()[:1]))
+        write_model_folder(path, params=params, decoder=work.decoder, tokenizer_dir=base, dtype="bfloat16")
+        del params
+        began = time.perf_counter()
+        served = JaxEngine(
+            path,
+            slots=work.slots,
+            queue=work.slots,
+            decode_chunk=16,
+            compute_dtype="bfloat16",
+            wire_dtype="bfloat16",
+            maximum_tokens=work.prompt + work.sampled,
+        )
+        found = {**device(), "start_seconds": time.perf_counter() - began}
+    return {**found, **asyncio.run(_measure(served, work)), "peak_gib": peak_memory()}
+
+
+async def _measure(served: JaxEngine, work: Work) -> dict[str, Any]:
+    async def group(number: int, prompt: np.ndarray, count: int, budget: int) -> int:
+        completions = tuple(CompletionRequest(i, 1000 * number + i, 0) for i in range(count))
+        request = GroupRequest(0, f"{number}", prompt, completions, Sampling(answer_budget=budget))
+        return sum([len(completion.token_ids) async for completion in served.generate(request)])
+
+    async def run(groups: int, count: int, budget: int, seed: int) -> float:
+        began = time.perf_counter()
+        made = await asyncio.gather(
+            *(group(100 * seed + i, prompt, count, budget) for i, prompt in enumerate(prompts(work, seed)[:groups]))
+        )
+        assert sum(made) == groups * count * budget
+        return time.perf_counter() - began
+
+    groups = work.slots // GROUP
+    await run(groups, GROUP, 8, 1)  # warm
+    sampling = [await run(groups, GROUP, work.sampled, 2 + i) for i in range(2)]
+    prefill = [await run(work.slots, 1, 1, 10 + i) for i in range(3)]
+    await served.close()
+    return {
+        "sampled_tokens_per_second": work.slots * work.sampled / min(sampling),
+        "step_milliseconds": 1e3 * min(sampling) / work.sampled,
+        "prefill_tokens_per_second": work.slots * (work.prompt - 1) / min(prefill),
+        "slots": work.slots,
+        "sampled": work.sampled,
+    }
