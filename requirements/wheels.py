@@ -62,10 +62,9 @@ def lacking(paths: list[str] | None = None) -> list[str]:
     """The locked packages that this Python has not, or has older than setup.py allows. paths: default sys.path."""
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     least = dict(re.findall(r'"([a-z0-9-]+)>=([0-9.]+)', setup))
-    search = {} if paths is None else {"path": paths}
     versions = {
         (d.metadata["Name"] or "").lower().replace("_", "-"): d.version
-        for d in importlib.metadata.distributions(**search)
+        for d in importlib.metadata.distributions(path=sys.path if paths is None else paths)
     }
     return [
         name
