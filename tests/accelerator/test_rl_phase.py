@@ -40,8 +40,8 @@ def test_the_quickstart_learns_here(device, sizes, tmp_path):
         "sft",
         sizes,
         f"--workdir={tmp_path / 'warm'}",
-        f"--config.sft.updates={sizes.pick(60, 220)}",
-        f"--config.sft.warmup={sizes.pick(10, 40)}",
+        f"--config.sft.updates={sizes.pick(20, 220)}",
+        f"--config.sft.warmup={sizes.pick(5, 40)}",
     )
     said = run(
         "train",
