@@ -39,12 +39,12 @@ class Work:
 
 LLAMA_1B = DecoderConfig(
     vocabulary=128_256, width=2048, layers=16, heads=32, kv_heads=8, head_size=64, mlp_width=8192, tied_embeddings=True,
-    rope_theta=500_000.0,
+    rope_theta=500_000.0, qk_norm=False,
 )  # fmt: skip
 FULL = Work(LLAMA_1B, (4096, 3072, 2560, 2048, 1536, 1280, 1024, 768), 1024, 5, 64, 128, 512)
 TINY = Work(
     DecoderConfig(vocabulary=320, width=64, layers=2, heads=4, kv_heads=2, head_size=16, mlp_width=128,
-                  tied_embeddings=True),
+                  tied_embeddings=True, qk_norm=False),
     (96, 64, 48, 32, 16), 64, 3, 8, 16, 24,
 )  # fmt: skip
 
