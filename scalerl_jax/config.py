@@ -437,7 +437,7 @@ def from_json(text: str) -> Config:
     """The inverse of to_json. Raises ConfigError on text that is no JSON, unknown fields and values of another type."""
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config.json: is not JSON ({error})") from error
     config = _from_dict(Config, values, "config")
     _check_types(config, Config(), "config")

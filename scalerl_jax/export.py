@@ -32,8 +32,11 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
     if not os.path.isfile(config_file):
         raise entry.UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")
     try:
-        with open(config_file) as file:
-            config = config_lib.from_json(file.read())
+        with open(config_file, "rb") as file:
+            config = config_lib.from_json(file.read().decode(errors="replace"))
+    except config_lib.ConfigError as error:
+        raise entry.UserError(f"--workdir={workdir}: {error}") from error
+    try:
         model = model or config.model.path
         if not os.path.isdir(model):
             raise entry.UserError(f"{model}: the model the run started from is not there; --model says where it is")

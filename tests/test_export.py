@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -13,7 +15,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
-from scalerl_jax import entry
+from scalerl_jax import entry, files
 from scalerl_jax.config import Config
 from scalerl_jax.export import export
 from scalerl_jax.learner.checkpoint import Checkpoints
@@ -187,3 +189,27 @@ def test_the_command(tmp_path, runs):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (0, f"{out}: the policy after 8 batches\n"), done.stderr
     assert load_hf(out)[0] == QWEN3_TIED
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\0", b"[]", b"[" * 100_000, b'{"seed": "five"}'])
+def test_a_config_that_is_none_is_one_line(tmp_path, data):
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(entry.UserError) as caught:
+        export(workdir=str(tmp_path), out=str(tmp_path / "out"))
+    assert str(caught.value).startswith(f"--workdir={tmp_path}: config") and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_without_room_is_one_line_and_leaves_nothing(tmp_path, runs):
+    """No file may become longer than 4096 bytes: what safetensors says of it is its own error."""
+    workdir, _ = runs[QWEN3_TIED]
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(files.WriteError) as caught:
+            export(workdir=workdir, out=str(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(caught.value) == f"{tmp_path / 'out'}: file too large"
+    assert os.listdir(tmp_path) == []

@@ -27,6 +27,8 @@ import hashlib
 import json
 import logging as std_logging
 import os
+import sys
+import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -145,6 +147,7 @@ class Checkpoints:
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
             logging.get_absl_logger().addFilter(_raised_anyway)
+            _drop_late_writes()
             handler = functools.partial(
                 ocp.StandardCheckpointHandler, save_concurrent_gb=_CONCURRENT_GB, restore_concurrent_gb=_CONCURRENT_GB
             )
@@ -162,6 +165,23 @@ class Checkpoints:
 def _raised_anyway(record: std_logging.LogRecord) -> bool:
     """Whether a line is for the log: what Orbax's threads fail with is raised by wait(), once, without their traces."""
     return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+
+
+def _drop_late_writes() -> None:
+    """Where one write fails, Orbax closes its event loop, and the writes beside it, which end later, find it closed.
+
+    tensorstore prints that as a trace for each, through sys.excepthook; it says nothing new.
+    """
+    before = sys.excepthook
+    if getattr(before, "drops_late_writes", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            before(kind, error, trace)
+
+    hook.drops_late_writes = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 @contextlib.contextmanager
