@@ -27,6 +27,7 @@ from scalerl_jax import command_flags, fit_flags, platforms
 from scalerl_jax import compare_flags as given
 from scalerl_jax import fit as fit_command
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
+from scalerl_jax.files import write_whole
 from scalerl_jax.scaling import decide, posterior
 from scalerl_jax.scaling import forecast as forecast_lib
 from scalerl_jax.scaling.compare import Comparison, Difference, Run, compare
@@ -125,10 +126,7 @@ def main(paths: Sequence[str]) -> None:
         document["forecasts"] = [forecast_document(run, one) for run, one in zip(runs, forecasts)]
     if plan is not None:
         document["plan"] = plan_document(plan)
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2, allow_nan=False)
-        file.write("\n")
-    os.replace(f"{path}.tmp", path)
+    write_whole(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
     console.print(f"written: {', '.join([*written, path])}", markup=False, soft_wrap=True)
 
 

@@ -27,6 +27,7 @@ from rich.table import Table
 from scalerl_jax import command_flags, platforms, watch
 from scalerl_jax import fit_flags as given
 from scalerl_jax.entry import UserError, check_out, run_with_arguments, user_mistakes
+from scalerl_jax.files import write_whole
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
@@ -103,9 +104,7 @@ def main(paths: Sequence[str]) -> None:
         os.makedirs(out, exist_ok=True)
         for ending in ("png", "svg"):
             write_figure(figure, os.path.join(out, f"fit.{ending}"))
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(f"{path}.tmp", path)
+        write_whole(path, text + "\n")
     except OSError as error:
         raise UserError(f"--out={out}: {error.strerror}") from error
     console.print(f"written: {', '.join(os.path.join(out, f'fit.{e}') for e in ('json', 'png', 'svg'))}")

@@ -125,11 +125,15 @@ def _ended(path: str) -> str:
     """Why no more evaluations will come, or "" while they may."""
     if not _ours(path):
         return ""
-    with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-        updates = json.load(file)["updates"]
+    settings = os.path.join(path, "config.json")
+    try:
+        with open(settings, "rb") as file:
+            updates = int(json.load(file)["updates"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{settings}: is not the config of a run") from error
     if _last_step(os.path.join(path, read.RUN_FOLDER_FILE)) >= updates:
         return f"{path}: has ended, with update {updates}"
-    with open(os.path.join(path, "lock"), encoding="utf-8") as file:
+    with open(os.path.join(path, "lock"), encoding="utf-8", errors="replace") as file:
         holder = file.read().strip()
     if holder.isdigit() and _lives(int(holder)):
         return ""
@@ -140,11 +144,11 @@ def _last_step(path: str) -> int:
     """Of the last whole row; -1 without one."""
     if not os.path.isfile(path):
         return -1
-    with open(path, encoding="utf-8") as file:
-        rows = file.read().split("\n")[:-1]
+    with open(path, "rb") as file:
+        rows = file.read().split(b"\n")[:-1]
     try:
-        return json.loads(rows[-1]).get("step", -1) if rows else -1
-    except json.JSONDecodeError:  # draw reads the same row, and says what is wrong with it
+        return int(json.loads(rows[-1])["step"]) if rows else -1
+    except (ValueError, KeyError, TypeError, RecursionError):  # draw reads the same row, and says what is wrong with it
         return -1
 
 

@@ -170,3 +170,18 @@ def test_as_a_command_it_draws_again_and_ends_on_ctrl_c(folder):
     assert process.returncode == 0, error
     assert out.rstrip().endswith("stopped watching; drawn 2 times")
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\0", b"[]", b'{"updates": "many"}', b"[" * 100_000])
+def test_a_config_that_is_none_is_one_line(folder, data):
+    (folder / "evals.jsonl").write_text(rows(8))
+    (folder / "config.json").write_bytes(data)
+    thread, _, errors = watching(folder, Draws())
+    thread.join(60)
+    assert str(errors[0]) == f"{folder}/config.json: is not the config of a run"
+
+
+@pytest.mark.parametrize("row", [b"\xff\n", b"[3]\n", b"null\n", b'{"step": null}\n'])
+def test_a_last_row_that_is_none_has_no_step(folder, row):
+    (folder / "evals.jsonl").write_bytes(row)
+    assert watch._last_step(str(folder / "evals.jsonl")) == -1

@@ -54,7 +54,7 @@ def evenly(items: Sequence[Any], count: int) -> list[Any]:
 def read_samples(path: str) -> tuple[list[Row], bool]:
     """The first rows of a file (MOST_SAMPLES of them, fewer where they are long, one at least); whether that is all."""
     rows: list[Row] = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         size = 0
         for number, line in enumerate(file, 1):
             size += len(line)
@@ -62,8 +62,10 @@ def read_samples(path: str) -> tuple[list[Row], bool]:
                 return rows, False
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: row {number} is not JSON ({error})") from error
+            if not isinstance(rows[-1], dict):
+                raise ValueError(f"{path}: row {number} is not an object")
     return rows, True
 
 

@@ -24,12 +24,14 @@ def read_settings(workdir: str) -> dict[str, Any]:
     """The config's leaves by their dotted names; what an older run did not know has its default."""
     path = os.path.join(workdir, "config.json")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             written = json.load(file)
     except FileNotFoundError as error:
         raise ValueError(f"{workdir}: is no run folder: it has no config.json") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(written, dict):
+        raise ValueError(f"{path}: is not an object")
     settings = config_lib.leaves(Config())
     _enter(settings, written, "")
     return settings

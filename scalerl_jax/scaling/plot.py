@@ -31,9 +31,11 @@ def write_figure(figure: Figure, path: str, *, dpi: int = 150) -> None:
     try:
         figure.savefig(temporary, format=ending, dpi=dpi)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
+        if isinstance(error, OSError):
+            error.filename = path  # a full disk names none
         raise
 
 
