@@ -69,6 +69,7 @@ class _Call:
         self.ended = self.ended or (code, why)
         assert self.pump is not None
         await _cancel(self.pump)
+        self.outbox.put_nowait(None)  # a pump that is cancelled before it has begun puts none there
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):

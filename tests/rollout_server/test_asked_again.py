@@ -1,0 +1,65 @@
+"""Two calls at once for completions that a third is being served: the older ones end, whoever comes first."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+
+import grpc
+
+from rollout_server.contract import codec
+from rollout_server.contract.codec import Completion, GroupRequest
+from rollout_server.engines.replay_engine import ReplayEngine
+from tests.rollout_server.client import SECONDS, ended, group, long_group, serving
+
+
+class SlowToLetGo:
+    """A replay engine whose first request frees its slots only when it is let to."""
+
+    def __init__(self, engine: ReplayEngine):
+        self._engine, self.letting_go, self.may = engine, asyncio.Event(), asyncio.Event()
+        self._requests = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
+        self._requests += 1
+        first = self._requests == 1
+        async with contextlib.aclosing(self._engine.generate(request)) as completions:
+            try:
+                async for completion in completions:
+                    yield completion
+            finally:
+                if first:
+                    self.letting_go.set()
+                    await self.may.wait()
+
+
+async def test_both_of_two_at_once_end(make_replay: Callable[..., ReplayEngine]) -> None:
+    engine = SlowToLetGo(make_replay(token_seconds=0.01))
+    async with serving(engine) as served:
+        held = (await served.status()).version
+        wanted = long_group(incarnation=held.incarnation)
+        first = served.stub.Generate(codec.request_to_proto(wanted), timeout=SECONDS)
+        await served.until(lambda status: status.busy_slots > 0)
+        # Both wait for the first to end, and go on together.
+        second, third = (
+            served.stub.Generate(codec.request_to_proto(group(incarnation=held.incarnation)), timeout=SECONDS)
+            for _ in range(2)
+        )
+        await engine.letting_go.wait()
+        await served.status()  # calls of one connection arrive in order: the others are there
+        engine.may.set()
+        assert await ended(first) == []
+        assert await first.code() is grpc.StatusCode.ABORTED
+        outcomes = await asyncio.gather(*(asyncio.wait_for(_outcome(call), SECONDS / 2) for call in (second, third)))
+        assert sorted(outcomes) == [("ABORTED", 0), ("OK", 4)]
+
+
+async def _outcome(call: grpc.aio.UnaryStreamCall) -> tuple[str, int]:
+    """(code, completions that came)."""
+    got = 0
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            got += 1
+    return (await call.code()).name, got
