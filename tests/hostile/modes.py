@@ -1,0 +1,151 @@
+"""Every way in which the faulty servers of these tests are faulty, and what must come of each.
+
+sent away   nothing more is asked of this process, whatever it does
+held back   it is given up, or not asked for a while, and may come back; again and again, with longer pauses
+dropped     what it said is not used; where that is all, it goes on working
+left out    it never was in
+
+Whatever comes of it, a line of the trainer's log names its address and the offence, in `words`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import grpc
+
+from tests.hostile import completion_lies, socket_lies, status_lies, stream_lies, weight_lies
+from tests.hostile.lies import Lie
+from tests.hostile.socket_lies import Listener
+from tests.hostile.status_lies import number
+
+SENT_AWAY, HELD_BACK, DROPPED, LEFT_OUT = "sent away", "held back", "dropped", "left out"
+NAN, INFINITY = float("nan"), float("inf")
+STANDING = "train "  # how the progress line begins
+CONTRACT = "breaks the contract"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    lie: Callable[[], Lie] | None
+    expected: str
+    words: str  # a regular expression: what the line says of the offence
+    listener: Listener | None = None
+
+    def named_in(self, log: str, address: str) -> list[str]:
+        """The lines that name the offender and the offence; not those that say how the run stands."""
+        said = (line for line in log.splitlines() if address in line and not line.startswith(STANDING))
+        return [line for line in said if " joined: " not in line and re.search(self.words, line, re.IGNORECASE)]
+
+
+STATUS = {
+    "busy seconds NaN": Mode(number("busy_seconds", NAN), DROPPED, "busy_seconds"),
+    "up seconds NaN": Mode(number("up_seconds", NAN), DROPPED, "up_seconds"),
+    "pause seconds infinite": Mode(number("pause_seconds", INFINITY), DROPPED, "pause_seconds"),
+    "busy seconds negative": Mode(number("busy_seconds", -1.0), DROPPED, "busy_seconds"),
+    "busy for ages": Mode(number("busy_seconds", 1e12), DROPPED, "busy_seconds"),
+    "a billion devices": Mode(number("devices", 10**9), DROPPED, "devices"),
+    "devices grow": Mode(number("devices", 3), DROPPED, "devices"),
+    "sampled without end": Mode(number("sampled_tokens", 2**63), DROPPED, "sampled_tokens"),
+    "forced without end": Mode(number("forced_tokens", 2**64 - 1), DROPPED, "forced_tokens"),
+    "prefilled without end": Mode(number("prefill_tokens", 2**62), DROPPED, "prefill_tokens"),
+    "counters fall": Mode(status_lies.counters_fall, DROPPED, "fell|falls|below|less|_tokens|busy_seconds"),
+    "fast clock": Mode(status_lies.FastClock, DROPPED, "clock|faster|up_seconds|busy_seconds"),
+    "another identity each time": Mode(status_lies.another_each_time, HELD_BACK, "anew|another process"),
+    "step of the future": Mode(status_lies.step_of_the_future, DROPPED, "version|step"),
+    "newer trainer": Mode(status_lies.newer_trainer, HELD_BACK, "started later|newer|incarnation"),
+    "no room": Mode(status_lies.no_room, DROPPED, "slots|no room"),
+    "hoards": Mode(status_lies.Hoards, HELD_BACK, "sampled nothing|finished nothing|no progress|slots"),
+    "silent status": Mode(status_lies.Silent, HELD_BACK, "no answer"),
+    "status fails": Mode(status_lies.Fails, HELD_BACK, "no answer|UNKNOWN"),
+    "status garbage": Mode(status_lies.Garbage, HELD_BACK, "no answer|INTERNAL"),
+    "status of 30 MiB": Mode(status_lies.huge, SENT_AWAY, "config|model|decoder"),
+    "status forges lines": Mode(status_lies.forging, SENT_AWAY, "tokenizer"),
+}
+
+COMPLETIONS = {
+    "log-probs lower": Mode(completion_lies.logprobs_lower, SENT_AWAY, "log-prob"),
+    "log-probs higher": Mode(completion_lies.logprobs_higher, SENT_AWAY, "log-prob"),
+    "log-probs of -30": Mode(completion_lies.logprobs_minus_30, SENT_AWAY, "log-prob"),
+    "log-probs with noise": Mode(completion_lies.logprobs_noise, SENT_AWAY, "log-prob"),
+    "log-probs constant": Mode(completion_lies.logprobs_constant, SENT_AWAY, "log-prob"),
+    "random tokens": Mode(completion_lies.random_tokens, SENT_AWAY, "log-prob|interruption|end of thinking"),
+    "log-probs NaN": Mode(completion_lies.logprobs_nan, SENT_AWAY, "not finite"),
+    "log-probs positive": Mode(completion_lies.logprobs_positive, SENT_AWAY, "above 0"),
+    "wrong incarnation": Mode(completion_lies.wrong_incarnation, SENT_AWAY, "of trainer 1"),
+    "wrong group": Mode(completion_lies.wrong_group, SENT_AWAY, CONTRACT),
+    "wrong index": Mode(completion_lies.wrong_index, SENT_AWAY, "not asked for"),
+    "version of the future": Mode(completion_lies.version_of_the_future, SENT_AWAY, "version 1000000"),
+    "version of the past": Mode(completion_lies.version_of_the_past, SENT_AWAY, "version -1"),
+    "versions uncovered": Mode(completion_lies.versions_uncovered, SENT_AWAY, "version spans"),
+    "wrong forced span": Mode(completion_lies.wrong_forced, SENT_AWAY, "forced tokens|forced|interrupted"),
+    "forced backwards": Mode(completion_lies.forced_backwards, SENT_AWAY, "forced spans"),
+    "empty": Mode(completion_lies.empty, SENT_AWAY, "no tokens"),
+    "too long": Mode(completion_lies.too_long, SENT_AWAY, "5000 tokens"),
+    "beyond vocabulary": Mode(completion_lies.beyond_vocabulary, SENT_AWAY, "vocabulary"),
+    "negative tokens": Mode(completion_lies.negative_tokens, SENT_AWAY, "vocabulary"),
+    "stops without stopping": Mode(completion_lies.stops_without_stopping, SENT_AWAY, "not one to stop at"),
+    "no finish reason": Mode(completion_lies.no_reason, SENT_AWAY, "finish reason"),
+    "odd bytes": Mode(completion_lies.odd_bytes, SENT_AWAY, CONTRACT),
+    "40 MiB of log-probs": Mode(completion_lies.huge, SENT_AWAY, "log-prob"),
+    "others' completions": Mode(stream_lies.OfOthers, SENT_AWAY, CONTRACT),
+}
+
+Code = grpc.StatusCode
+STREAMS = {
+    "always full": Mode(stream_lies.refuses(Code.RESOURCE_EXHAUSTED), HELD_BACK, "RESOURCE_EXHAUSTED|full|refus"),
+    "wrong version always": Mode(
+        stream_lies.refuses(Code.FAILED_PRECONDITION), HELD_BACK, "PRECONDITION|version|refus"
+    ),
+    "aborts calls": Mode(stream_lies.refuses(Code.ABORTED), HELD_BACK, "ABORTED|failed"),
+    "unavailable": Mode(stream_lies.refuses(Code.UNAVAILABLE), HELD_BACK, "UNAVAILABLE|failed|broken"),
+    "invalid always": Mode(stream_lies.refuses(Code.INVALID_ARGUMENT), SENT_AWAY, "cannot serve this run|INVALID"),
+    "unknown with many words": Mode(stream_lies.wordy, HELD_BACK, "UNKNOWN|failed"),
+    "aborted completions": Mode(stream_lies.Aborts, HELD_BACK, "aborted"),
+    "repeats for ever": Mode(stream_lies.Repeats, HELD_BACK, "twice|again|repeat"),
+    "repeats the first": Mode(stream_lies.RepeatsTheFirst, HELD_BACK, "twice|again|repeat"),
+    "never ends": Mode(stream_lies.NeverEnds, DROPPED, "goes on|not end|open|after all"),
+    "swallows": Mode(stream_lies.swallows, HELD_BACK, "sampled nothing|finished nothing|no progress|not finished"),
+    "drips": Mode(stream_lies.drips, HELD_BACK, "finished nothing|no progress|not finished|delivered nothing"),
+    "ends at once": Mode(stream_lies.EndsAtOnce, SENT_AWAY, CONTRACT),
+    "leaves one out": Mode(stream_lies.LeavesOneOut, SENT_AWAY, CONTRACT),
+    "garbage": Mode(stream_lies.Garbage, HELD_BACK, "INTERNAL|failed"),
+}
+
+WEIGHTS = {
+    "refuses versions": Mode(weight_lies.refuses, HELD_BACK, "refused version"),
+    "anchor for ever": Mode(weight_lies.anchor, HELD_BACK, "refused version|whole"),
+    "resend for ever": Mode(weight_lies.resend_for_ever, HELD_BACK, "damaged"),
+    "resend out of range": Mode(weight_lies.resend_out_of_range, HELD_BACK, "resend"),
+    "an empty answer": Mode(weight_lies.says_nothing_at_all, HELD_BACK, "answered None|empty"),
+    "another version": Mode(weight_lies.another_version, HELD_BACK, "instead of"),
+    "applied unread": Mode(weight_lies.unread, HELD_BACK, "version|weights"),
+    "push never answered": Mode(weight_lies.NeverAnswers, HELD_BACK, "not arrive"),
+    "push never read": Mode(weight_lies.NeverReads, HELD_BACK, "not arrive"),
+    "push ended": Mode(weight_lies.Ends, HELD_BACK, "not arrive|ended|refused version"),
+    "push fails": Mode(weight_lies.Fails, HELD_BACK, "not arrive"),
+    "push garbage": Mode(weight_lies.Garbage, HELD_BACK, "not arrive"),
+}
+
+# Nothing that a trainer could hold against them: the lie is about others, who are served all the same.
+RELAYS = {
+    "passes falsely": Mode(weight_lies.PassesFalsely, DROPPED, ""),
+    "passes nothing on": Mode(weight_lies.PassesNothingOn, DROPPED, ""),
+}
+
+SOCKETS = {
+    "says nothing": Mode(None, LEFT_OUT, "", socket_lies.says_nothing),
+    "reads nothing": Mode(None, LEFT_OUT, "", socket_lies.reads_nothing),
+    "closes": Mode(None, LEFT_OUT, "", socket_lies.closes),
+    "closes after a request": Mode(None, LEFT_OUT, "", socket_lies.closes_after_a_request),
+    "bytes that mean nothing": Mode(None, LEFT_OUT, "", socket_lies.garbage),
+    "TLS alert": Mode(None, LEFT_OUT, "", socket_lies.alerts),
+}
+
+RUNS = {
+    "status": STATUS,
+    "completions": COMPLETIONS,
+    "streams and sockets": {**STREAMS, **SOCKETS},
+    "weights": {**WEIGHTS, **RELAYS},
+}
+MODES: dict[str, Mode] = {name: mode for modes in RUNS.values() for name, mode in modes.items()}

@@ -1,0 +1,144 @@
+"""What may happen to a run, drawn from a seed: each event comes when the run has reached a step, never by the clock.
+
+kill          SIGKILL to the trainer and all it started; the same command again
+stop          SIGTERM to the trainer; the same command again
+full disk     the trainer can write nothing more; when it has ended, or said so, there is room again
+server dies   SIGKILL to a genuine server, which is started again on its port
+freeze        SIGSTOP to a genuine server until the run has gone on without it, or has noticed
+"""
+
+import os
+import pathlib
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+from tests.train import helpers
+
+KINDS = ("kill", "stop", "full disk", "server dies", "freeze")
+FULL_SECONDS = 120.0  # until a run that can write nothing has noticed
+FROZEN_UPDATES, FROZEN_SECONDS = 2, 6.0  # whichever is reached first
+
+
+class Server:
+    """One genuine replay server on a port of its own."""
+
+    def __init__(self, folder: pathlib.Path, name: str, *flags: str):
+        self._log, self._port_file = folder / f"{name}.log", folder / f"{name}.port"
+        self._flags, self._port = flags, 0
+        self.start()
+
+    def start(self) -> None:
+        self._port_file.unlink(missing_ok=True)
+        with open(self._log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollout_server.serve", "--engine=replay", f"--port={self._port}",
+                 f"--port_file={self._port_file}", "--exit_with_parent", "--compute_dtype=float32",
+                 "--wire_dtype=float32", "--maximum_tokens=64", "--slots=8", "--queue=16", "--decode_chunk=4",
+                 *self._flags],
+                cwd=helpers.ROOT,
+                env=helpers.environment(),
+                stdin=subprocess.PIPE,
+                stderr=log,
+            )  # fmt: skip
+
+    def wait(self) -> "Server":
+        def listens() -> bool:
+            assert self.process.poll() is None, self._log.read_text()
+            return self._port_file.exists()
+
+        helpers.eventually(listens, "the server listens")
+        self._port = int(self._port_file.read_text())
+        return self
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    def close(self) -> None:
+        self.process.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Run(helpers.Run):
+    """A run whose output goes through a pipe, so that it can be heard while it can write no file."""
+
+    def start(self) -> "Run":
+        with open(self._output, "ab") as output:
+            pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=output, start_new_session=True)
+        assert pipe.stdin is not None
+        self.process = subprocess.Popen(
+            self._command,
+            cwd=helpers.ROOT,
+            env=helpers.environment(),
+            stdout=pipe.stdin,
+            stderr=pipe.stdin,
+            start_new_session=True,
+        )
+        pipe.stdin.close()
+        return self
+
+    @property
+    def ended(self) -> bool:
+        assert self.process is not None
+        return self.process.poll() is not None
+
+
+def draw(seed: int, *, events: int, last: int) -> list[tuple[int, str]]:
+    """(step, event), in order of step; the first two kinds that end the trainer are always among them."""
+    rng = random.Random(seed)
+    kinds = ["kill", "full disk", *rng.choices(KINDS, k=events - 2)]
+    rng.shuffle(kinds)
+    return list(zip(sorted(rng.sample(range(1, last), events)), kinds, strict=True))
+
+
+def happen(kind: str, run: Run, servers: list[Server], rng: random.Random) -> None:
+    """Returns when it is over; the run may be starting anew then."""
+    assert run.process is not None
+    if kind == "kill":
+        time.sleep(rng.uniform(0, 0.2))
+        run.kill()
+        run.start()
+    elif kind == "stop":
+        run.process.send_signal(signal.SIGTERM)
+        run.wait()
+        run.start()
+    elif kind == "full disk":
+        _fill(run)
+    elif kind == "server dies":
+        server = rng.choice(servers)
+        server.close()
+        server.start()
+        server.wait()
+    else:
+        server, steps, until = rng.choice(servers), len(run.metrics), time.monotonic() + FROZEN_SECONDS
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            while time.monotonic() < until and len(run.metrics) < steps + FROZEN_UPDATES:
+                time.sleep(0.05)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+
+
+def _fill(run: Run) -> None:
+    """No file of the trainer's may grow: each write fails as on a full disk."""
+    assert run.process is not None
+    before, said = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE), len(run.output())
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    deadline = time.monotonic() + FULL_SECONDS
+    while time.monotonic() < deadline and not run.ended and not _complains(run.output()[said:]):
+        time.sleep(0.05)
+    if run.ended:
+        run.start()
+        return
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, before)
+    assert time.monotonic() < deadline, f"it has not noticed that it can write nothing\n{run.output()[-3_000:]}"
+
+
+def _complains(output: str) -> bool:
+    return any(os.strerror(number) in output for number in (27, 28))  # EFBIG, ENOSPC

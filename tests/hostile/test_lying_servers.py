@@ -1,0 +1,161 @@
+"""Real runs with one genuine server among many faulty ones: the run goes on, each group is trained once, the compute
+booked is what was truly spent, and the log names every offender in one line.
+
+Many modes share a run; `HOSTILE_MODES="hoards,drips" pytest tests/hostile/test_lying_servers.py -k alone` runs some by
+themselves.
+"""
+
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.hostile.liars import Liars
+from tests.hostile.modes import MODES, RUNS, SENT_AWAY, STANDING, Mode
+from tests.hostile.status_lies import FORGED
+from tests.train import helpers
+from tests.train.chaos import check_rows
+from tests.train.helpers import config_of, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SETTINGS = {
+    "updates": 1_000_000,  # each run is interrupted when it has shown what it has to
+    "fleet.discovery_seconds": 0.3,
+    "fleet.status_seconds": 2,
+    "fleet.silence_seconds": 5,
+    "fleet.stall_seconds": 5,
+    "fleet.push_seconds": 5,
+    "fleet.slowest_tokens_per_second": 10,
+    "evaluation.every": 1_000,
+    "optimizer.learning_rate": 1e-6,  # the policy stays as it is, and each update has a gradient
+    "checkpoint.every": 50,
+    "telemetry.samples_every": 1_000,
+}
+NAMING_SECONDS = 150.0
+UPDATES_AFTER = 10  # once all have been named
+MOST_LINES = 60  # of one offender
+MOST_LINE = 2_000  # characters
+LOG_BYTES = 2**20
+
+
+@pytest.fixture
+def genuine(tmp_path: pathlib.Path, model: str) -> Iterator[str]:
+    with serve(tmp_path, 1, "--engine=jax", f"--model={model}") as addresses:
+        yield addresses[0]
+
+
+def booked(run: helpers.Run) -> dict[str, float]:
+    """What the last row says that generators have spent, in all classes."""
+    compute = run.metrics[-1]["compute"]
+    kinds = ("busy", "idle", "evaluation", "setup")
+    return {
+        "seconds": 3600 * sum(compute[f"generator_{kind}_hours"] for kind in kinds),
+        "sampled": compute["sampled_tokens"] + compute["evaluation_tokens"],
+        "trainer": 3600 * sum(compute[f"trainer_{kind}_hours"] for kind in kinds),
+    }
+
+
+def unnamed(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode]) -> list[str]:
+    return [name for name, address in addresses.items() if modes[name].words and not modes[name].named_in(log, address)]
+
+
+def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode]) -> list[str]:
+    """What is wrong with what the trainer has said."""
+    wrong = [
+        f"{name} at {addresses[name]} is not named: {modes[name].words}" for name in unnamed(log, addresses, modes)
+    ]
+    lines = [line for line in log.splitlines() if not line.startswith(STANDING)]
+    for name, address in addresses.items():
+        about = [line for line in lines if address in line]
+        if len(about) > MOST_LINES:
+            wrong.append(f"{name}: {len(about)} lines, like {about[-1]}")
+        if modes[name].expected == SENT_AWAY and not any("turned away" in line for line in about):
+            wrong.append(f"{name}: it was not turned away: {about[-3:]}")
+        if modes[name].expected != SENT_AWAY and any("turned away" in line for line in about):
+            wrong.append(f"{name}: it was turned away: {[line for line in about if 'turned away' in line]}")
+    wrong += [f"a line of {len(line)} characters: {line[:200]}" for line in lines if len(line) > MOST_LINE]
+    wrong += [f"a forged line: {line}" for line in lines if line.startswith(FORGED[:10])]
+    if "Traceback" in log or "\x1b[2J" in log:
+        wrong.append("a traceback, or a terminal's control code")
+    if len(log) > LOG_BYTES:
+        wrong.append(f"a log of {len(log)} bytes")
+    return wrong
+
+
+def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[str, Mode], server: str) -> list[str]:
+    """Lets the liars in, waits until all are named, ends the run; what is wrong with it."""
+    run.until(lambda: len(run.metrics) >= 2, "the first updates")
+    addresses = liars.addresses
+    before, truth_before, ledger_before, joined = booked(run), liars.truth(), run.ledger(), time.monotonic()
+    listed.write_text("".join(f"{address}\n" for address in [server, *addresses.values()]))
+    deadline, named = time.monotonic() + NAMING_SECONDS, dict[str, float]()
+    while time.monotonic() < deadline and len(named) < len(addresses):
+        assert run.process is not None and run.process.poll() is None, run.output()[-5_000:]
+        log, now = run.output(), time.monotonic()
+        missing = unnamed(log, addresses, modes)
+        named |= {name: now for name in addresses if name not in missing and name not in named}
+        time.sleep(0.2)
+    steps = len(run.metrics)
+    try:
+        run.until(lambda: len(run.metrics) >= steps + UPDATES_AFTER, "the training goes on")
+    except AssertionError as error:
+        return [str(error), *judge_log(run.output(), addresses, modes)]
+    after, truth, ledger, left = booked(run), liars.truth(), run.ledger(), time.monotonic()
+    os.kill(run.process.pid, signal.SIGINT)
+    code = run.wait()
+
+    wrong = judge_log(run.output(), addresses, modes)
+    if code != 130:
+        wrong.append(f"exit code {code}")
+    # What was booked lies between the genuine server alone and all that the others truly did as long as they were in.
+    genuine = max(
+        ledger["servers"], key=lambda name: ledger["servers"][name][3] if name in ledger_before["servers"] else -1
+    )
+    lowest = {
+        "seconds": (left - joined) - 1.0,
+        "sampled": ledger["servers"][genuine][3] - ledger_before["servers"][genuine][3],
+    }
+    of_liars = {"seconds": 0.0, "sampled": 0.0}
+    for name in truth:
+        until = named.get(name, left) + 2.0 if modes[name].expected == SENT_AWAY else left
+        of_liars["seconds"] += min(left, until) - joined
+        of_liars["sampled"] += truth[name]["sampled"] - truth_before[name]["sampled"]
+    for kind in lowest:
+        spent, low, high = after[kind] - before[kind], lowest[kind], lowest[kind] + of_liars[kind]
+        print(f"{kind}: {low:.1f} <= {spent:.1f} <= {high:.1f}")
+        if not 0.99 * low - 1 <= spent <= 1.01 * high + 2:
+            wrong.append(f"booked {spent:.1f} {kind} of generators, between {low:.1f} and {high:.1f} were spent")
+    print(f"{len(run.metrics)} updates, named after {max(named.values(), default=joined) - joined:.0f} s, {steps} then")
+    return wrong
+
+
+def run_with(
+    modes: dict[str, Mode], *, tmp_path: pathlib.Path, flags: Any, model: str, genuine: str, start: Any
+) -> None:
+    flags = [*flags, *(f"--config.{name}={value}" for name, value in SETTINGS.items())]
+    listed = tmp_path / "servers"
+    listed.write_text(f"{genuine}\n")
+    with Liars(tmp_path, model, list(modes)) as liars:
+        run = start(tmp_path / "run", *flags, f"--servers=file:{listed}")
+        wrong = lead(run, liars, listed, modes, genuine)
+    if os.environ.get("HOSTILE_LOG"):
+        pathlib.Path(os.environ["HOSTILE_LOG"]).write_text(run.output())
+    check_rows(run.metrics, config_of(flags))
+    addresses = {address: name for name, address in liars.addresses.items()}
+    assert not wrong, "\n".join(wrong) + f"\n{addresses}\n" + run.output()[-6_000:]
+
+
+@pytest.mark.parametrize("part", RUNS)
+def test_the_run_goes_on(part, tmp_path, flags, model, genuine, start):
+    run_with(RUNS[part], tmp_path=tmp_path, flags=flags, model=model, genuine=genuine, start=start)
+
+
+@pytest.mark.skipif("HOSTILE_MODES" not in os.environ, reason="HOSTILE_MODES names none")
+def test_alone(tmp_path, flags, model, genuine, start):
+    modes = {name.strip(): MODES[name.strip()] for name in os.environ["HOSTILE_MODES"].split(",")}
+    run_with(modes, tmp_path=tmp_path, flags=flags, model=model, genuine=genuine, start=start)

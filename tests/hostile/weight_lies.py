@@ -1,0 +1,143 @@
+"""Lies about the weights: versions that are refused, asked for again, never or wrongly acknowledged, not passed on."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.chunks import Chunk
+from tests.hostile.lies import Around, Context, Lie, Push
+from tests.hostile.status_lies import FOREVER, FORGED
+
+
+async def _header(context: Context) -> pb.WeightHeader:
+    message = await context.read()
+    assert not isinstance(message, Chunk)
+    return message.header
+
+
+async def _drain(context: Context) -> None:
+    while await context.read() is not grpc.aio.EOF:
+        pass
+
+
+class Answers(Lie):
+    """To every version the same, whatever it is."""
+
+    after = 0
+
+    def __init__(self, reply: Callable[[pb.WeightHeader], pb.WeightReply], *, times: int = 1):
+        super().__init__()
+        self._reply, self._times = reply, times
+
+    async def push(self, context: Context, genuine: Push) -> None:
+        header = await _header(context)
+        for _ in range(self._times):
+            await context.write(self._reply(header))
+            await asyncio.sleep(0)
+        await _drain(context)
+
+
+def refuses() -> Lie:
+    return Answers(lambda header: pb.WeightReply(refused=f"no\n{FORGED}"))
+
+
+def anchor() -> Lie:
+    return Answers(lambda header: pb.WeightReply(anchor="whole, please"))
+
+
+def resend_for_ever() -> Lie:
+    return Answers(lambda header: pb.WeightReply(resend=0), times=10**9)
+
+
+def resend_out_of_range() -> Lie:
+    return Answers(lambda header: pb.WeightReply(resend=2**32 - 1))
+
+
+def says_nothing_at_all() -> Lie:
+    return Answers(lambda header: pb.WeightReply())
+
+
+def another_version() -> Lie:
+    def reply(header: pb.WeightHeader) -> pb.WeightReply:
+        version = pb.Version(incarnation=header.target.incarnation, step=header.target.step + 1)
+        return pb.WeightReply(applied=pb.WeightReply.Applied(version=version))
+
+    return Answers(reply)
+
+
+def unread() -> Lie:
+    """Says at once that it has applied what it has not read; its status tells the truth."""
+    return Answers(lambda header: pb.WeightReply(applied=pb.WeightReply.Applied(version=header.target)))
+
+
+class NeverAnswers(Lie):
+    """Reads a version to its end and says nothing."""
+
+    async def push(self, context: Context, genuine: Push) -> None:
+        await _drain(context)
+        await asyncio.sleep(FOREVER)
+
+
+class NeverReads(Lie):
+    async def push(self, context: Context, genuine: Push) -> None:
+        await asyncio.sleep(FOREVER)
+
+
+class Ends(Lie):
+    """Every version's call, at once and well, without a word."""
+
+    async def push(self, context: Context, genuine: Push) -> None:
+        await _header(context)
+
+
+class Fails(Lie):
+    """Every version's call, with many words."""
+
+    async def push(self, context: Context, genuine: Push) -> None:
+        await context.abort(grpc.StatusCode.UNKNOWN, f"because\n{FORGED}\n" * 80)
+
+
+class Garbage(Lie):
+    async def push(self, context: Context, genuine: Push) -> None:
+        await context.write(b"\xff" * 30)
+        await _drain(context)
+
+
+class PassesFalsely(Lie):
+    """Takes every version, and says of servers that it was not to pass it on to that they have it."""
+
+    async def push(self, context: Context, genuine: Push) -> None:
+        class Reading(Around):
+            async def read(self) -> object:
+                message = await self.context.read()
+                if not isinstance(message, Chunk) and message is not grpc.aio.EOF and message.HasField("header"):
+                    applied = pb.WeightReply.Applied(version=message.header.target, server_id="somebody")
+                    for address in ("127.0.0.1:9", "127.0.0.1:10", "nobody"):
+                        passed = pb.WeightReply.Passed(address=address, applied=applied)
+                        await self.context.write(pb.WeightReply(passed=passed))
+                return message
+
+        await genuine(Reading(context))
+
+
+class PassesNothingOn(Lie):
+    """Takes every version, and says of those that it was to pass it on to that they have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    async def push(self, context: Context, genuine: Push) -> None:
+        class Reading(Around):
+            async def read(self) -> object:
+                message = await self.context.read()
+                if not isinstance(message, Chunk) and message is not grpc.aio.EOF and message.HasField("header"):
+                    for hop in message.header.pass_on:
+                        applied = pb.WeightReply.Applied(version=message.header.target, server_id=hop.server_id)
+                        passed = pb.WeightReply.Passed(address=hop.address, applied=applied)
+                        await self.context.write(pb.WeightReply(passed=passed))
+                    del message.header.pass_on[:]
+                return message
+
+        await genuine(Reading(context))
