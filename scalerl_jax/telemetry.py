@@ -3,6 +3,7 @@
     config.json            what the run is; what may be changed, and how, see continuing.py
     config_history.jsonl   what was changed, and from which step on
     lock                   held by the trainer that runs
+    incarnation            by which servers know that trainer; the next one's is above it
     metrics.jsonl          one row an update
     evals.jsonl            one row an evaluation
     rollouts/step-*.jsonl  some completions of some updates, to read
@@ -80,7 +81,6 @@ class RunFolder:
                 value = getattr(config.telemetry, field)
                 raise ConfigError(f"config.telemetry.{field}={value}: the package {package} is not installed")
         self.workdir = os.path.abspath(workdir)
-        self.incarnation = time.time_ns()
         self._config = config
         self._clock = clock
         self.changes: Sequence[continuing.Change] = ()  # of the config, since the run was here last
@@ -90,6 +90,9 @@ class RunFolder:
             try:
                 files.tidy(self.workdir)
                 self._compare_config(workdir, allow, warm_start)
+                self.incarnation = time.time_ns()
+                self.outrank(self._last_incarnation())
+                write_whole(self.path("incarnation"), f"{self.incarnation}\n")
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -102,6 +105,20 @@ class RunFolder:
 
     def path(self, *names: str) -> str:
         return os.path.join(self.workdir, *names)
+
+    def outrank(self, told: int) -> None:
+        """Makes our incarnation larger than that of another trainer, and remembers it for the one after us."""
+        if told >= self.incarnation:
+            self.incarnation = told + 1
+            write_whole(self.path("incarnation"), f"{self.incarnation}\n")
+
+    def _last_incarnation(self) -> int:
+        """Of the trainer process that was here before us; 0: none was, or it did not say."""
+        try:
+            with open(self.path("incarnation"), encoding="utf-8") as file:
+                return int(file.read())
+        except (FileNotFoundError, ValueError):
+            return 0
 
     def resume(self, step: int) -> None:
         """The run begins, or goes on after `step` updates: writes config.json, cuts rows past `step`, opens the logs.

@@ -238,6 +238,7 @@ def main(config: Config) -> None:
             else:
                 learner.state = found.state
                 curriculum.restore(found.arrays)
+                folder.outrank(found.manifest["incarnation"])
         start = found.step if found else 0
         with entry.user_mistakes():
             folder.resume(start)
@@ -272,6 +273,7 @@ def main(config: Config) -> None:
             vocabulary=decoder.vocabulary,
             pacing=make_pacing(config, start=start),
             incarnation=folder.incarnation,
+            raised=lambda value: folder.outrank(value - 1),
             draw=draws.draw,
             judge=functools.partial(judge.verdict, answers=answers, decode=tokenizer.decode_completion),
             tokenizer=tokenizer,

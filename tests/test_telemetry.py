@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 import types
 
 import numpy as np
@@ -257,6 +258,22 @@ def test_wandb_gets_evaluations_beside_training_and_what_is_made_again(tmp_path,
     (tmp_path / "wandb_id").write_bytes(b"\xff\0")
     with RunFolder(tmp_path, config) as run, pytest.raises(ConfigError, match="wandb_id: is no W&B id"):
         run.resume(4)
+
+
+def test_each_trainer_of_a_run_is_above_the_one_before(tmp_path, monkeypatch):
+    """Whatever the clock says, and before there is any checkpoint."""
+    with RunFolder(tmp_path, make_config()) as run:
+        first = run.incarnation
+        run.outrank(5)
+        assert run.incarnation == first
+        run.outrank(first + 10**9)  # what a server tells
+        assert run.incarnation == first + 10**9 + 1
+    monkeypatch.setattr(time, "time_ns", lambda: 1000)  # a clock that begins anew
+    with RunFolder(tmp_path, make_config()) as run:
+        assert run.incarnation == first + 10**9 + 2
+    (tmp_path / "incarnation").write_text("torn")
+    with RunFolder(tmp_path, make_config()) as run:
+        assert run.incarnation == 1000
 
 
 HOLDS = """

@@ -23,6 +23,7 @@ from scalerl_jax.config import FleetConfig
 from scalerl_jax.rollouts import plausible
 from scalerl_jax.rollouts.calls import Calls
 from scalerl_jax.rollouts.hub import Hub
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.offences import Consequence, Record, Records, Telling
 from scalerl_jax.rollouts.plausible import StatusCheck
 from scalerl_jax.rollouts.probe import ProbeError
@@ -36,7 +37,7 @@ from scalerl_jax.rollouts.states import (
     LEAVING,
     NEWCOMER,
     REJECTED,
-    TAKEN,
+    SUPERSEDED,
     UPDATING,
 )
 from scalerl_jax.rollouts.upkeep import Upkeep
@@ -48,6 +49,11 @@ _log = logging.getLogger(__name__)
 SPEED_SECONDS = 30.0
 SURE_AFTER = 8  # calls in a row: then it was no restart that looked like mistrust
 PATIENCE_SECONDS = 5.0  # a finished batch waits so long in all for a newcomer that is about to be ready
+
+SUPERSEDED_BY = (
+    "it holds weights of a trainer that was started later than this one: {}, this one is {}; "
+    "where that one is no more, start the server anew"
+)
 
 
 class Connection:
@@ -61,7 +67,7 @@ class Connection:
         requests: Requests,
         publisher: Publisher,
         hub: Hub,
-        incarnation: int,
+        incarnation: Incarnation,
         records: Records | None = None,
         credentials: security.Credentials = security.PLAIN,
         vocabulary: int = 0,
@@ -86,6 +92,7 @@ class Connection:
         self.status = pb.StatusReply()
         self.step: int | None = None  # the version held, None: not one of ours
         self.heard_at = -1.0
+        self.tried = False  # it has answered, or not
         self.state_since = time.monotonic()
         self.evaluation: Any = None  # evaluation.Evaluation it works for
         self.samples: tuple[Sample, ...] = ()  # for the probe, to be looked at
@@ -129,6 +136,7 @@ class Connection:
                         self._not_a_status()
                     else:
                         self._heard(status, began, asked_at)
+                self.tried = True
                 pause = self._config.heartbeat_seconds
                 if self.state == CONNECTING:
                     pause = min(pause, 0.25)
@@ -143,7 +151,7 @@ class Connection:
 
     def _heard(self, status: pb.StatusReply, began: float, asked_at: float) -> None:
         now = time.monotonic()
-        newest = self._publisher.latest if status.version.incarnation == self._incarnation else None
+        newest = self._publisher.latest if status.version.incarnation == self._incarnation.value else None
         found = self._statuses.look(status, asked_at=asked_at, heard_at=plausible.clock(), newest=newest)
         if found.lie:
             self._lied(status, found.lie)
@@ -162,14 +170,14 @@ class Connection:
         self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.book)
         self.status = status
         version = codec.version_from_proto(status.version)
-        if version.incarnation > self._incarnation:
-            if self.state != TAKEN:
+        if not self._incarnation.outranks(version.incarnation):
+            if self.state != SUPERSEDED:
                 self.lose("")
-                self.enter(TAKEN, "it holds weights of a trainer that was started later than this one")
+                self.enter(SUPERSEDED, SUPERSEDED_BY.format(version.incarnation, self._incarnation.value))
             return
         # A status asked for before the last push ended may be older than what the push said.
         if began > self._upkeep.applied_at:
-            self.holds(version.step if version.incarnation == self._incarnation else None)
+            self.holds(version.step if version.incarnation == self._incarnation.value else None)
         tokens = status.sampled_tokens + status.prefill_tokens
         if tokens != self._sampled[0] or not self.in_flight:
             self._sampled = (tokens, now)
@@ -188,7 +196,7 @@ class Connection:
         except ProbeError as error:
             self.reject(str(error))
             return
-        if self.state in (CONNECTING, REJECTED, TAKEN):
+        if self.state in (CONNECTING, REJECTED, SUPERSEDED):
             if now < self.record.until:
                 return
             self.patience = PATIENCE_SECONDS if self.record.meet() else 0.0
@@ -251,7 +259,7 @@ class Connection:
         said = f" ({reason})" if reason else ""
         # Of a rejection the fleet knows whether it ends the run, which says it by itself.
         # Of one that was never heard, too: see Members.
-        warn = state == TAKEN or (state == CONNECTING and self.heard_at >= 0)
+        warn = state == SUPERSEDED or (state == CONNECTING and self.heard_at >= 0)
         level = logging.WARNING if warn else logging.INFO
         _log.log(level, "server %s: %s%s", self.address, state, said)
         self._hub.event("server", {"server": self.address, "state": state, "reason": reason, "step": self.step})

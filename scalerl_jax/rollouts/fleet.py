@@ -30,13 +30,13 @@ from rollout_server.contract import codec, security
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.weight_patch import Patch
 from scalerl_jax.config import Config
-from scalerl_jax.rollouts import connection as connection_lib
 from scalerl_jax.rollouts import report, states
 from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup, finished
 from scalerl_jax.rollouts.connection import Connection
 from scalerl_jax.rollouts.dispatch import dispatch
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.hub import Hub
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.judging import Judging
 from scalerl_jax.rollouts.loop_thread import LoopThread
 from scalerl_jax.rollouts.members import Members
@@ -77,7 +77,8 @@ class Fleet:
         credentials: what every server is shown.
         vocabulary: of the policy; token ids are below it. 0: not known.
         pacing: what may be asked when; its `batches` ends the run.
-        incarnation: of this trainer process: time.time_ns() at its start.
+        incarnation: of this trainer process: time.time_ns() at its start, unless that is below another one it knows of.
+        raised: told, on the loop's thread, of a larger incarnation that it has to have; see incarnation.py.
         draw: the prompt of training group n. ValueError: there is none; raised by the batch that needs it.
         judge: whether a completion is right, as a concurrent future.
         tokenizer: of the run; gives the stop ids and the interruption phrase's.
@@ -97,6 +98,7 @@ class Fleet:
         addresses: Sequence[str],
         pacing: Pacing,
         incarnation: int,
+        raised: Callable[[int], None] = lambda value: None,
         draw: Callable[[int], Any],
         judge: Callable[[Any, codec.Completion], "concurrent.futures.Future[bool]"],
         tokenizer: Tokenizer,
@@ -115,7 +117,7 @@ class Fleet:
         if twice:
             raise FleetError(f"rollout server {twice[0]} is given twice")
         self._config, self._addresses, self._pacing = config, tuple(addresses), pacing
-        self._incarnation, self._draw = incarnation, draw
+        self._incarnation, self._draw = Incarnation(incarnation, raised), draw
         self._credentials, self._vocabulary = credentials, vocabulary
         self._requests = Requests(config, tokenizer, incarnation=incarnation)
         self._hub = Hub(
@@ -160,6 +162,7 @@ class Fleet:
         self._waits: report.Waits | None = None
         self._ever_admitted = False
         self._patient_until = 0.0  # from start() on
+        self._held_at: float | None = None  # when a batch that is ready was held back for a newcomer, last
 
     # ---- the trainer's side: start and end
 
@@ -187,27 +190,16 @@ class Fleet:
             raise
 
     def _wait_for_the_first(self) -> None:
-        seconds = self._config.fleet.connect_seconds
-        deadline = time.monotonic() + seconds
-        while not self._thread.call(lambda: self._members.in_state(*states.ANSWERING)):
-            late = time.monotonic() > deadline
-            silent, mistrusted = self._thread.call(self._not_answering, 1 if late else connection_lib.SURE_AFTER)
-            if mistrusted and (late or not silent):
-                also = f"; nobody answers at {', '.join(silent)}" if silent else ""
-                raise FleetError("; ".join(mistrusted) + also)
-            if late:
-                raise FleetError(
-                    f"no rollout server answers at {', '.join(silent)} (tried for {seconds:g} s): "
-                    "is scalerl-serve running there?"
-                )
+        """And for a word of the others, so that our incarnation is above theirs when the first version goes out."""
+        seconds, began = self._config.fleet.connect_seconds, time.monotonic()
+        while True:
+            elapsed = time.monotonic() - began
+            if self._thread.call(lambda: self._members.in_state(*states.ANSWERING)):
+                if elapsed > self._config.fleet.status_seconds or self._thread.call(lambda: self._members.all_tried):
+                    return
+            elif error := self._thread.call(self._members.why_nobody, seconds, elapsed > seconds):
+                raise FleetError(error)
             self._pause(0.05)
-
-    def _not_answering(self, times: int) -> tuple[list[str], list[str]]:
-        """Addresses where nobody is heard; and why the others do not let us in, as each has said `times` times now."""
-        connections = self._members.connections
-        mistrusted = [c for c in connections if c.mistrusted >= times]
-        silent = [c.address for c in connections if c not in mistrusted]
-        return silent, [f"rollout server {c.address}: {c.reason}" for c in mistrusted]
 
     def close(self) -> None:
         """Ends every call and the thread. Evaluations that are not done are cancelled."""
@@ -392,6 +384,8 @@ class Fleet:
         assert self._newest is not None
         version, tensors = self._newest
         if version != self._publisher.latest:
+            self._incarnation.settle()
+            self._requests.incarnation = self._publisher.incarnation = self._incarnation.value
             self._publisher.offer(version, tensors)
             for connection in self._members.connections:
                 connection.retarget()
@@ -404,7 +398,7 @@ class Fleet:
 
     def _begin_wait(self, number: int) -> None:
         assert number == self._book.trained < self._pacing.batches, f"batch {number} is not the next one"
-        self._waits = report.Waits(number, time.monotonic())
+        self._waits, self._held_at = report.Waits(number, time.monotonic()), None
 
     def _take(self, number: int) -> list[OpenGroup] | None:
         if self._book.ready(number) and self._wait_for_newcomer():
@@ -422,8 +416,10 @@ class Fleet:
             return False
         soon = (states.UPDATING, states.PROBING, states.NEWCOMER)
         expected = [c for c in self._members.in_state(*soon) if c.patience > 0 and not c.leaving]
+        now = time.monotonic()
         for c in expected:
-            c.patience -= POLL_SECONDS
+            c.patience -= now - (self._held_at or now)
+        self._held_at = now if expected else None
         return bool(expected)
 
     def _rejected(self, connection: Connection) -> None:

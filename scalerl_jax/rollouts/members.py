@@ -49,6 +49,26 @@ class Members:
     def in_state(self, *states: str) -> list[Connection]:
         return [c for c in self.connections if c.state in states]
 
+    @property
+    def all_tried(self) -> bool:
+        """Whether each has answered once, or not."""
+        return all(c.tried for c in self.connections)
+
+    def why_nobody(self, seconds: float, late: bool) -> str:
+        """Why no server can be used, in one line; empty: one may still come. late: `seconds` were waited for one."""
+        superseded = [c for c in self.connections if c.state == states.SUPERSEDED]
+        times = 1 if late else connection_lib.SURE_AFTER
+        mistrusted = [c for c in self.connections if c.mistrusted >= times]
+        silent = [c.address for c in self.connections if c not in (*mistrusted, *superseded)]
+        if silent and not late:
+            return ""
+        why = [f"rollout server {c.address}: {c.reason}" for c in mistrusted]
+        why += [f"rollout server {c.address} is superseded: {c.reason}" for c in superseded]
+        if why:
+            return "; ".join(why) + (f"; nobody answers at {', '.join(silent)}" if silent else "")
+        where = f"{', '.join(silent)} (tried for {seconds:g} s)"
+        return f"no rollout server answers at {where}: is scalerl-serve running there?"
+
     def named(self, address: str) -> Connection | None:
         return next((c for c in self.connections if c.address == address), None)
 
@@ -83,7 +103,7 @@ class Members:
     def sweep(self) -> None:
         """Forgets who has left, and says when all servers are lost or one is back."""
         for connection in [c for c in self.connections if c.leaving and not c.in_flight]:
-            _log.info("server %s has left", connection.address)
+            _log.warning("server %s has left: it is no longer listed", connection.address)
             self.connections.remove(connection)
             self._said.pop(connection, None)
             self._tasks.pop(connection).cancel()
@@ -96,7 +116,12 @@ class Members:
         if lost != self._all_lost:
             self._all_lost = lost
             if lost:
-                why = "; ".join(f"{c.address}: {c.reason}" for c in self.connections)
+                why = "; ".join(f"{c.address}: {_state(c)}{c.reason}" for c in self.connections)
                 _log.warning("every rollout server is lost (%s); waiting until one answers", why)
             else:
                 _log.info("a rollout server answers")
+
+
+def _state(connection: Connection) -> str:
+    """Where the reason alone does not tell."""
+    return f"{connection.state}, " if connection.state == states.SUPERSEDED else ""

@@ -84,7 +84,7 @@ class Publisher:
         pass_on: servers send versions on to each other; else each gets them from here. fail: told on the loop of every
         fault of ours, whoever it hits: an exception while a version is made, cut or sent. None: they are logged.
         """
-        self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
+        self.incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
         self._payloads: dict[tuple[int | None, int], asyncio.Task[Payload]] = {}  # base, step
         self._retained: dict[int, int] = {}  # step -> how many evaluations need it
@@ -289,14 +289,14 @@ class Publisher:
         patch = await self._patches.between(base, step)
         if patch is None:
             return await self._payload(None, step, source)
-        return payload_lib.sparse(self._incarnation, patch, chunk_bytes=self._chunk_bytes)
+        return payload_lib.sparse(self.incarnation, patch, chunk_bytes=self._chunk_bytes)
 
     async def _dense(self, step: int, source: Source) -> Payload:
         digests = await self._patches.digests(step)
 
         def make() -> Payload:
             tensors = source() if callable(source) else source
-            version = codec.Version(self._incarnation, step)
+            version = codec.Version(self.incarnation, step)
             return payload_lib.dense(version, tensors, digests, chunk_bytes=self._chunk_bytes)
 
         return await asyncio.get_running_loop().run_in_executor(self._staging, make)

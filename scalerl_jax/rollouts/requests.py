@@ -38,7 +38,7 @@ class Requests:
 
     def __init__(self, config: Config, tokenizer: Tokenizer, *, incarnation: int):
         rollout = config.rollout
-        self._seed, self._group_size, self._incarnation = config.seed, rollout.group_size, incarnation
+        self._seed, self._group_size, self.incarnation = config.seed, rollout.group_size, incarnation
         # On the wire a budget of 0 means that there is no thinking at all.
         high = rollout.thinking_high
         self._thinking = (max(1, rollout.thinking_low), high) if high else (0, 0)
@@ -83,7 +83,7 @@ class Requests:
     def of_lease(self, lease: Lease) -> GroupRequest:
         group = lease.group
         return GroupRequest(
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             group_id=group.group_id,
             prompt=group.prompt.token_ids,
             completions=tuple(r for r in group.requests if r.index in lease.left),
@@ -102,7 +102,7 @@ class Requests:
         high = min(self._thinking[1], PROBE_TOKENS)
         budgets = [high if i % 2 else min(high, 1 + i) for i in range(samples)]
         return GroupRequest(
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             group_id=group_id,
             prompt=prompt.token_ids,
             completions=tuple(

@@ -4,10 +4,10 @@ connecting ──answers──> updating ──holds the version──> probing 
     ^                      |   ^─────────────── a newer version came ──────────────────┘                    |
     └──── no answer for silence_seconds, connection refused, another process on the port, ... ──────────────┘
 rejected: turned away for good; another process on the same address is met anew
-taken:    it holds weights of a newer trainer; left alone until it does not
+superseded: it holds weights of a trainer that was started later; left alone until it does not
 leaving:  no longer listed; delivers what it was asked for, and is forgotten then
 """
 
 CONNECTING, UPDATING, PROBING, NEWCOMER = "connecting", "updating", "probing", "newcomer"
-ACTIVE, REJECTED, TAKEN, LEAVING = "active", "rejected", "taken", "leaving"
+ACTIVE, REJECTED, SUPERSEDED, LEAVING = "active", "rejected", "superseded", "leaving"
 ANSWERING = (UPDATING, PROBING, NEWCOMER, ACTIVE)

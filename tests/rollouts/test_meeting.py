@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.rollouts import connection as connection_lib
 from scalerl_jax.rollouts.fleet import FleetError
 from scalerl_jax.rollouts.probe import LIMITS, Expected, ProbeError, compare, mismatch
 from tests.rollouts.helpers import Trainer, config, eventually, weights
+from tests.rollouts.liar import Liar
 
 
 def test_nobody_listens(start):
@@ -106,12 +108,90 @@ def test_a_trainer_started_anew_takes_the_servers_over(start):
         with Trainer(config(), [server], start=2, incarnation=second) as new:
             new.update()
             assert (server.held()[0].incarnation, server.held()[0].step) in [(second, 2), (second, 3)]
-            eventually(lambda: old.states()[server.address] == "taken")
+            eventually(lambda: old.states()[server.address] == "superseded")
             for _ in range(3):
                 new.update()
             new.check()
         assert server.held()[0].incarnation == second
         assert "later than this one" in old.fleet.waiting() + str(old.fleet.status())
+
+
+def test_a_trainer_whose_clock_is_behind_takes_the_servers_over(start, caplog):
+    """It names itself above what they tell, once, before its first version goes out; the earlier one waits."""
+    servers = start({"token_seconds": 0.002}, {"token_seconds": 0.002})
+    first, told = time.time_ns(), []
+    with Trainer(config(), servers, incarnation=first) as old:
+        old.admit_all()
+        old.update()
+        with Trainer(config(), servers, start=1, incarnation=1000, raised=told.append) as new:
+            assert told == [first + 1]
+            new.admit_all()
+            for _ in range(2):
+                new.update()
+            new.check()
+            for server in servers:
+                eventually(lambda server=server: server.held()[0].incarnation == first + 1)
+            eventually(lambda: set(old.states().values()) == {"superseded"})
+            said = [m for m in caplog.messages if m.startswith("every rollout server is lost")]
+            assert len(said) == 1 and all(f"{s.address}: superseded, it holds weights of a" in said[0] for s in servers)
+            assert str(first) in said[0] and str(first + 1) in said[0]
+            # Neither takes them back.
+            assert told == [first + 1] and set(new.states().values()) == {"active"}
+            old.fleet._thread.call(old.fleet._begin_wait, old.version)
+            assert "2 superseded" in old.fleet.waiting() and servers[0].address in old.fleet.waiting()
+    assert {completion.incarnation for groups in new.batches for g in groups for completion in g.completions} == {
+        first + 1
+    }
+
+
+def test_a_server_that_comes_later_with_a_newer_trainers_weights_is_left_alone(start):
+    servers = start({}, {})
+    with Trainer(config(), servers[1:], incarnation=2**62) as gone:
+        gone.update()
+    with Trainer(config(), servers[:1]) as trainer:
+        trainer.update()
+        trainer.fleet._thread.call(trainer.fleet._members.update, [s.address for s in servers])
+        eventually(lambda: trainer.states()[servers[1].address] == "superseded")
+        trainer.update()
+        trainer.check()
+        assert "start the server anew" in trainer.server(servers[1])["reason"]
+        # Which is what helps.
+        servers[1].kill()
+        servers[1].launch()
+        trainer.update_until(lambda: servers[1].address in trainer.admitted)
+
+
+def test_no_name_is_above_the_largest(start):
+    """A server that lies about it can be named, and that is all."""
+    with Liar() as liar:
+
+        def status(reply):
+            reply.version.incarnation = 2**64 - 1
+            return reply
+
+        liar.status = status
+        with pytest.raises(
+            FleetError, match=f"rollout server {liar.address} is superseded: it holds weights of a trainer"
+        ):
+            Trainer(config(), [liar]).fleet.start(0)
+
+
+def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
+    """However often the trainer looks, or seldom."""
+    monkeypatch.setattr(connection_lib, "PATIENCE_SECONDS", 60.0)
+    servers = start({}, {})
+    with Trainer(config(), servers[:1]) as trainer:
+        trainer.update()
+        on_loop, fleet = trainer.fleet._thread.call, trainer.fleet
+        on_loop(fleet._members.update, [s.address for s in servers])
+        eventually(lambda: trainer.states()[servers[1].address] == "newcomer")
+        assert all(on_loop(fleet._wait_for_newcomer) for _ in range(1000))
+        newcomer = on_loop(fleet._members.named, servers[1].address)
+        newcomer.patience = 1.0
+        on_loop(fleet._wait_for_newcomer)
+        time.sleep(1.1)
+        on_loop(fleet._wait_for_newcomer)  # the time since the look before is counted
+        assert not on_loop(fleet._wait_for_newcomer)
 
 
 def test_mismatch_is_over_sampled_tokens_only(start):
