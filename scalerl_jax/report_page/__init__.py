@@ -1,9 +1,10 @@
 """The report of one or several runs as a page: one HTML file that opens anywhere and asks no network for anything.
 
 score.py     evaluations, the fit, the forecast, the parts of a mixture
-health.py    series of the updates, thinned, with their alarm lines
+health.py    series of the updates, thinned, with their limits and alarms
 time_line.py who waited for whom along the run; device-hours by role
 rollouts.py  sampled completions to read, within a size
+rows.py      rows of the logs, checked
 run.py       a run folder as what the page shows of it
 page.py      the file: parts put together, escaped, written whole
 writer.py    the trainer's: pages from a thread of its own

@@ -22,19 +22,24 @@ class Chart:
 
 
 CHARTS = (
+    Chart("loss", "Loss", "negative log-likelihood of a token, nats", "number", {"nll": ""}),
     Chart("reward", "Reward", "mean over the batch, from -1 to 1", "number", {"reward": ""}),
-    Chart("entropy", "Entropy", "of the policy at loss tokens, nats", "number", {"entropy": ""}),
-    Chart("lag", "Lag", "updates, from sampling to training", "number", {"lag_mean": "mean", "lag_max": "most"}),
-    Chart("mismatch", "Mismatch", "|log-prob difference|, mean, nats", "number", {"mismatch": ""}),
-    Chart("clipped", "Clipped", "tokens at the surrogate's cap", "share", {"clipped": ""}),
+    Chart("entropy", "Entropy", "of the policy at trained tokens, nats", "number", {"entropy": ""}),
+    Chart("lag", "Staleness", "updates, from sampling to training", "number", {"lag_mean": "mean", "lag_max": "most"}),
+    Chart("mismatch", "Log-prob mismatch", "generator against trainer, mean, nats", "number", {"mismatch": ""}),
+    Chart("clipped", "Clipped", "tokens at the loss's cap of the ratio", "share", {"clipped": ""}),
     Chart("truncated", "Truncated", "completions cut by the budget", "share", {"truncated": ""}),
     Chart(
-        "surviving", "Effective batch", "prompts with right and wrong", "count",
+        "surviving", "Effective batch", "prompts with right and wrong answers", "count",
         {"prompts_surviving": "surviving", "prompts": "in the batch"},
     ),
-    Chart("retired", "Prompts retired", "solved, and never drawn again", "count", {"prompts_retired": ""}),
-    Chart("interrupted", "Interrupted", "completions told to answer", "share", {"interrupted": ""}),
+    Chart("retired", "Prompts retired", "solved, not drawn again", "count", {"prompts_retired": ""}),
+    Chart("interrupted", "Interrupted", "completions whose thinking was cut short", "share", {"interrupted": ""}),
     Chart("length", "Length", "sampled tokens of a completion", "count", {"length_mean": "mean", "length_max": "most"}),
+    Chart(
+        "no_end_of_thinking", "No end of thinking", "completions without an answer for it", "share",
+        {"no_end_of_thinking": ""},
+    ),
     Chart("gradient", "Gradient norm", "of the batch, before the optimizer", "number", {"gradient_norm": ""}),
     Chart(
         "effective_sample_size", "Importance ratios", "effective sample size, of tokens", "share",

@@ -23,6 +23,11 @@ MOST_CHARACTERS = 12_000  # of a prompt, and of a completion without token texts
 
 Row = dict[str, Any]
 
+_NEEDED = (
+    *("step", "group", "index", "prompt", "answer", "completion", "token_ids", "logprobs", "versions", "forced"),
+    *("verdict", "reward", "finish_reason"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -66,6 +71,8 @@ def read_samples(path: str) -> tuple[list[Row], bool]:
                 raise ValueError(f"{path}: row {number} is not JSON ({error})") from error
             if not isinstance(rows[-1], dict):
                 raise ValueError(f"{path}: row {number} is not an object")
+            if lacking := [name for name in _NEEDED if name not in rows[-1]]:
+                raise ValueError(f"{path}: row {number} has no {lacking[0]!r}")
     return rows, True
 
 

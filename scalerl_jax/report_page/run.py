@@ -6,18 +6,13 @@ from typing import Any
 
 from scalerl_jax import config as config_lib
 from scalerl_jax.config import Config
-from scalerl_jax.report_page.health import health
+from scalerl_jax.report_page.health import CHARTS, health
 from scalerl_jax.report_page.rollouts import PAGE_BYTES, rollouts
-from scalerl_jax.report_page.score import score
-from scalerl_jax.report_page.time_line import time_line, totals
-from scalerl_jax.telemetry import read_rows
+from scalerl_jax.report_page.rows import log_rows, numbers_only
+from scalerl_jax.report_page.score import AXES, score
+from scalerl_jax.report_page.time_line import running_seconds, time_line, totals
 
 Row = dict[str, Any]
-
-
-def rows(workdir: str, name: str) -> list[Row]:
-    path = os.path.join(workdir, name)
-    return read_rows(path) if os.path.exists(path) else []
 
 
 def read_settings(workdir: str) -> dict[str, Any]:
@@ -51,23 +46,31 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
     Raises ValueError (one line) where the folder holds no run.
     """
     settings = read_settings(workdir)
-    metrics, evals = rows(workdir, "metrics.jsonl"), rows(workdir, "evals.jsonl")
+    metrics, evals = log_rows(workdir, "metrics.jsonl"), log_rows(workdir, "evals.jsonl")
+    drawn = [*(c for chart in CHARTS for c in chart.columns), "waited_seconds", "update_seconds", "optimizer_step"]
+    numbers_only(metrics, drawn, os.path.join(workdir, "metrics.jsonl"))
+    numbers_only(evals, AXES, os.path.join(workdir, "evals.jsonl"))
     if not metrics and not evals:
         raise ValueError(f"{workdir}: holds no run yet: metrics.jsonl and evals.jsonl have no rows")
+    # A warm start's rows tell of a loss and of no rollouts.
+    warm_start = not evals and all("loss" in row and "pass_rate" not in row for row in metrics)
+    if warm_start:
+        metrics = [{**row, "nll": row["loss"]} for row in metrics]
     defaults = config_lib.leaves(Config())
     # Where things lie on a machine is nobody's business who gets the page.
     changed = {name: value for name, value in settings.items() if value != defaults.get(name) and not _is_path(name)}
     return {
         "name": os.path.basename(os.path.abspath(workdir)),
+        "kind": "warm start" if warm_start else "run",
         "updates": metrics[-1]["step"] if metrics else 0,
-        "planned": settings["updates"],
+        "planned": settings["sft.updates" if warm_start else "updates"],
         "optimizer_steps": metrics[-1].get("optimizer_step") if metrics else 0,
-        "began": min(row["time"] for row in (*metrics[:1], *evals[:1])),
-        "latest": max(row["time"] for row in (*metrics[-1:], *evals[-1:])),
+        "seconds": running_seconds((*metrics, *evals)),
+        "starts": len({row.get("incarnation") for row in (*metrics, *evals)}),
         "config": [[name, json.dumps(value)] for name, value in sorted(changed.items())],
         "score": score(evals),
         "health": health(metrics, settings),
-        "time": time_line(metrics, evals),
+        "time": time_line([] if warm_start else metrics, evals),
         "totals": totals(metrics, evals),
         "rollouts": rollouts(workdir, settings, page_bytes=PAGE_BYTES // of),
     }

@@ -7,12 +7,14 @@ import numpy as np
 
 from scalerl_jax.report_page.numbers import rounded
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
-from scalerl_jax.scaling.report import BAND_LEVEL, HalfTimeForecast, half_time_forecast
+from scalerl_jax.scaling.report import HalfTimeForecast, half_time_forecast
+from scalerl_jax.scaling.trend import RISING
 from scalerl_jax.telemetry import evaluation_counts
 
 AXES = ("device_hours", "model_flops")  # the fit's two choices of x, as the rows name them
 HALF_TIME_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
 FEWEST_POINTS = 4  # above compute 0; through three points some curve of three parameters always goes
+_LEVEL = 0.95  # of every interval on the page
 _CURVE_POINTS = 128  # what SigmoidFit.band computes at once
 _AHEAD = 2.0  # the curve is drawn up to this many times the compute there is
 _MOST_TASKS = 12  # curves of parts of a mixture; more cannot be told apart
@@ -76,7 +78,8 @@ def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
         return {"all": {"why": f"{above} evaluations above compute 0, of at least {FEWEST_POINTS} that a curve needs"}}
     try:
         fit = fit_sigmoid(compute, reward, counts=evaluation_counts(evals))
-        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0")
+        rises = fit.trend == RISING
+        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0") if rises else {"why": fit.verdict}
     except ValueError as error:
         out["all"] = {"why": str(error)}
     forecast, why = half_time(evals, axis)
@@ -92,7 +95,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str) -> dict[str, Any]:
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
     x[np.argmin(np.abs(x - most))] = most  # so that drawn and foretold meet at the last evaluation
-    low, high = fit.band(x, level=BAND_LEVEL)
+    low, high = fit.band(x, level=_LEVEL)
     # A linear axis begins at 0, which no band is computed for.
     x, low, high = (np.concatenate([[start], ends]) for start, ends in ((0.0, x), (low[0], low), (high[0], high)))
     at_double = float(fit.predict(_AHEAD * most))
@@ -108,7 +111,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str) -> dict[str, Any]:
         "intervals": {name: rounded(ends) for name, ends in fit.intervals.items()},  # 95 %; None: open
         "identified": fit.identified,
         "verdict": fit.verdict,
-        "level": BAND_LEVEL,
+        "level": _LEVEL,
         "x": rounded(x),
         "y": rounded(fit.predict(x)),
         "low": rounded(low),
@@ -118,7 +121,8 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str) -> dict[str, Any]:
 
 
 def outcome(forecast: HalfTimeForecast) -> dict[str, Any]:
-    """What was said at half time beside what came."""
+    """The forecast made at half time beside what came."""
+    forecast = forecast.at_level(_LEVEL)
     return {
         "forecast": rounded([forecast.forecast_mean, np.mean(forecast.band[0]), np.mean(forecast.band[1])]),
         "measured": rounded([forecast.measured_mean])[0],

@@ -46,19 +46,28 @@ def totals(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
 
 
 def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
-    """Intervals in order, neighbours put together where there are many; seconds are since the first one's start."""
+    """Intervals in order, neighbours put together where there are many.
+
+    Seconds are since the first one's start, without the pauses between two starts of the run.
+    """
     if not metrics:
         return {"intervals": []}
     # The evaluation of step 0 holds the compute before it and the time after it.
     first = evals[0] if evals and evals[0]["step"] < metrics[0]["step"] else None
     begin = first["time"] - first["seconds"] if first else metrics[0]["time"] - measured_seconds(metrics[0])
     intervals, waited_for = [], dict[str, float]()
-    before, start = first, begin
+    # Seconds of running: `left_out` is what has passed between two starts so far, which is no time of the run.
+    before, start, left_out = first, begin, 0.0
     for row in metrics:
-        restarted = before is not None and before.get("incarnation") != row.get("incarnation")
-        if restarted:  # a gap, of which nobody knows how long it was: only what the trainer measured is drawn
-            start = row["time"] - measured_seconds(row)
-        intervals.append(interval(before, row, start - begin, row["time"] - begin, restarted))
+        pause = None
+        if before is not None and before.get("incarnation") != row.get("incarnation"):
+            # When the new trainer started nobody wrote down: of its first update what it measured itself is drawn.
+            began = row["time"] - measured_seconds(row)
+            pause = max(0.0, began - start)
+            left_out += began - start
+            start = began
+        end = max(start, row["time"])
+        intervals.append(interval(before, row, start - begin - left_out, end - begin - left_out, pause))
         for name, seconds in row.get("waited_for") or []:
             waited_for[name] = waited_for.get(name, 0.0) + seconds
         before, start = row, row["time"]
@@ -79,13 +88,21 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def running_seconds(rows: Sequence[Row]) -> float:
+    """From the first row to the last of each start of the run, all starts together."""
+    ends: dict[Any, list[float]] = {}
+    for row in rows:
+        ends.setdefault(row.get("incarnation"), []).append(row["time"])
+    return float(sum(max(times) - min(times) for times in ends.values()))
+
+
 def measured_seconds(row: Row) -> float:
     """The trainer's own account of a batch: waiting and the update."""
     return float(row.get("waited_seconds") or 0.0) + float(row.get("update_seconds") or 0.0)
 
 
-def interval(before: Row | None, row: Row, start: float, end: float, restarted: bool) -> dict[str, Any]:
-    """What both sides did between two rows, in device-hours."""
+def interval(before: Row | None, row: Row, start: float, end: float, pause: float | None) -> dict[str, Any]:
+    """What both sides did between two rows, in device-hours. pause: seconds left out before it, at a new start."""
     spent, had = hours(row), hours(before)
     used = {side: {kind: max(0.0, spent[side][kind] - had[side][kind]) for kind in _KINDS} for side in spent}
     trainer = used["trainer"]
@@ -95,7 +112,7 @@ def interval(before: Row | None, row: Row, start: float, end: float, restarted: 
         "step": row["step"],
         "start": start,
         "end": end,
-        "restart": restarted,
+        "pause": None if pause is None else rounded([pause])[0],
         "trainer": [trainer["busy"], waiting, trainer["evaluation"], trainer["setup"], trainer["idle"] - waiting],
         "generators": [used["generator"][kind] for kind in _KINDS],
         "waited_for": dict(row.get("waited_for") or []),
@@ -111,12 +128,13 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for name, seconds in part["waited_for"].items():
             names[name] = names.get(name, 0.0) + seconds
+    pauses = [part["pause"] for part in parts if part["pause"] is not None]
     most = max(names.items(), key=lambda item: item[1], default=None)
     return {
         "step": parts[-1]["step"],
         "start": rounded([parts[0]["start"]])[0],
         "end": rounded([parts[-1]["end"]])[0],
-        "restart": any(part["restart"] for part in parts),
+        "pause": None if not pauses else rounded([sum(pauses)])[0],
         "trainer": rounded(value / (sum(trainer) or 1.0) for value in trainer),
         "generators": rounded(value / (sum(generators) or 1.0) for value in generators),
         "waited_for": None if most is None else [most[0], rounded([most[1]])[0]],

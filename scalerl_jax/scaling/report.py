@@ -19,22 +19,28 @@ class HalfTimeForecast:
     last: np.ndarray  # [N] bool: above three quarters of it
     fit: SigmoidFit
     forecast: np.ndarray  # [last] the curve at the evaluations of the last quarter
-    band: tuple[np.ndarray, np.ndarray]  # [last] each, 90 %
+    band: tuple[np.ndarray, np.ndarray]  # [last] each, at `level`
     forecast_mean: float
     measured_mean: float
     gain_ahead: float  # share of the gain from R0 to the last evaluation that was still to come at half of the compute
+    level: float = BAND_LEVEL
 
     @property
     def error(self) -> float:
         """Forecast minus measured, in units of the score."""
         return self.forecast_mean - self.measured_mean
 
+    def at_level(self, level: float) -> "HalfTimeForecast":
+        """The same with a band of another level."""
+        return dataclasses.replace(self, band=self.fit.band(self.compute[self.last], level=level), level=level)
+
     def sentence(self) -> str:
         """The outcome in one line."""
         low, high = float(np.mean(self.band[0])), float(np.mean(self.band[1]))
+        outcome = f"measured {self.measured_mean:.3f}, error {self.error:+.3f}"
         return (
             f"forecast at half of the compute for the last quarter: {self.forecast_mean:.3f} "
-            f"(90 %: {low:.3f} to {high:.3f}), measured {self.measured_mean:.3f}, error {self.error:+.3f}; "
+            f"({100 * self.level:.0f} %: {low:.3f} to {high:.3f}), {outcome}; "
             f"{100 * self.gain_ahead:.0f} % of the gain was still ahead"
         )
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from scalerl_jax.config import Config
 from scalerl_jax.report_page.page import write_report
+from scalerl_jax.telemetry import RunFolder
 from tests.report import runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup-test brings it")
@@ -125,6 +127,8 @@ def test_it_opens_and_says_what_the_run_came_to(open_page):
     assert float(tiles["Forecast at half time"]) == pytest.approx(last, abs=0.05)
     assert tiles["Updates"] == "30" and tiles["Health"] == "1 alarm"
     assert page.locator("article.over h3").all_inner_texts() == ["Truncated"]
+    assert page.locator(".alarms li").inner_text().startswith("a <i>run: 12% of the completions are cut by the token")
+    assert "What to do: raise config.rollout.answer_budget" in page.locator(".alarms li").inner_text()
     plots = page.locator(".plot").count()
     assert plots == 1 + 1 + 12 + 2  # score, tasks, health, time
     for index in range(plots):
@@ -195,7 +199,7 @@ def test_filters_steps_and_shading(open_page):
     assert page.locator(".block .w1").count() == 4 and page.locator(".block .p6").count() == 0
     spans.nth(3).hover()
     assert page.inner_text(".token").split("  ·  ")[:3] == ['"i"', "token 3", "log-prob −1.200"]
-    assert page.inner_text(".token").endswith("version 18, lag 1")
+    assert page.inner_text(".token").endswith("version 18, staleness 1")
 
 
 def test_hostile_completions_are_text(open_page):
@@ -304,3 +308,43 @@ def test_several_runs_beside_each_other(open_page):
     assert page.locator(".count").inner_text() == "1 of 32"
     page.select_option("#time-run", "1")
     assert drawn(page, "#time .plot") > 5
+
+
+def test_error_bars_stay_inside_the_axes(open_page):
+    """Every bar of the score's chart ends within its y range, which a pass rate's own range bounds."""
+    page = open_page("one")
+    box = page.locator("#score .u-over").first.bounding_box()
+    canvas = page.locator("#score .plot canvas").first
+    # Above and below the plotting area, where only the axis' numbers stand on the left, nothing is drawn in ink.
+    drawn = canvas.evaluate(
+        """(canvas, [left, top, height]) => {
+            const ratio = canvas.width / canvas.getBoundingClientRect().width;
+            const at = canvas.getBoundingClientRect();
+            const first = Math.ceil((left - at.left) * ratio) + 1;
+            const above = Math.floor((top - at.top) * ratio) - 1;
+            const context = canvas.getContext('2d');
+            const pixels = context.getImageData(first, 0, canvas.width - first, Math.max(1, above)).data;
+            return pixels.filter((value, index) => index % 4 === 3 && value > 40).length;
+        }""",
+        [box["x"], box["y"], box["height"]],
+    )
+    assert drawn == 0
+
+
+def test_a_warm_start_has_its_loss_and_no_rollouts(browser, tmp_path):
+    config = Config()
+    config.sft.updates, config.telemetry.tensorboard = 60, False
+    with RunFolder(str(tmp_path / "warm"), config) as folder:
+        folder.resume(0)
+        for step in (20, 40, 60):
+            folder.metrics(
+                step, {"loss": 60 / step, "gradient_norm": 1.0, "row_use": 0.9, "examples": 9, "tokens": 99.0}
+            )
+    page = browser.new_page()
+    page.goto(pathlib.Path(write_report([str(tmp_path / "warm")])).as_uri())
+    page.wait_for_selector("html[data-ready=yes]")
+    tiles = dict(zip(page.locator(".tile dt").all_inner_texts(), page.locator(".figure").all_inner_texts()))
+    assert tiles["Loss"] == "1.000" and tiles["Updates"] == "60"
+    assert page.locator("h2").all_inner_texts() == ["Health"]
+    assert page.locator("article h3").all_inner_texts() == ["Loss", "Gradient norm"]
+    page.close()

@@ -16,12 +16,17 @@ from absl import logging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerl_jax import report_page
+from scalerl_jax.config import Config
 from scalerl_jax.entry import UserError
 from scalerl_jax.report import report
 from scalerl_jax.report_page import numbers, page, rollouts, time_line, writer
 from scalerl_jax.report_page.page import as_json, render, write_report
 from scalerl_jax.report_page.run import read_run, read_settings
+from scalerl_jax.telemetry import RunFolder
 from tests.report import runs
+
+ASSETS = pathlib.Path(report_page.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +85,7 @@ def test_the_alarms(data):
 def test_the_time_line_and_the_hours(data):
     time = data["time"]
     assert [one["step"] for one in time["intervals"]] == list(range(1, 31))
-    assert not any(one["restart"] for one in time["intervals"])
+    assert all(one["pause"] is None for one in time["intervals"])
     for one in time["intervals"]:
         assert sum(one["trainer"]) == pytest.approx(1) and sum(one["generators"]) == pytest.approx(1)
     update, waiting, evaluation, _, other = time["intervals"][10]["trainer"]
@@ -93,7 +98,7 @@ def test_the_time_line_and_the_hours(data):
     assert data["totals"]["device_hours"] == pytest.approx(0.3)
 
 
-def test_a_restart_is_a_gap():
+def test_a_pause_between_two_starts_is_no_time_of_the_run():
     rows = [
         {
             "step": step,
@@ -103,14 +108,87 @@ def test_a_restart_is_a_gap():
             "update_seconds": 2,
             "compute": {},
         }
-        for step, when, incarnation in ((1, 10.0, 1), (2, 14.0, 1), (3, 1000.0, 2))
+        for step, when, incarnation in ((1, 10.0, 1), (2, 14.0, 1), (3, 1000.0, 2), (4, 1004.0, 2))
     ]
     drawn = time_line.time_line(rows, [])["intervals"]
-    assert [(one["start"], one["end"], one["restart"]) for one in drawn] == [
-        (0, 3, False),
-        (3, 7, False),
-        (990, 993, True),
+    assert [(one["start"], one["end"], one["pause"]) for one in drawn] == [
+        (0, 3, None),
+        (3, 7, None),
+        (7, 10, 983),  # the new trainer's first update began at 997, the last of the old one ended at 14
+        (10, 14, None),
     ]
+    assert time_line.running_seconds(rows) == 4 + 4
+    rows[2]["time"], rows[3]["time"] = 12.0, 16.0  # by a clock that is behind
+    drawn = time_line.time_line(rows, [])["intervals"]
+    assert [(one["start"], one["end"]) for one in drawn] == [(0, 3), (3, 7), (7, 10), (10, 14)]
+
+
+def test_every_interval_is_of_one_level(data):
+    assert {curve["level"] for axis in data["score"]["curves"].values() for curve in axis.values()} == {0.95}
+    half = data["score"]["curves"]["device_hours"]["half"]
+    assert "(95 %: " in half["sentence"] and "90 %" not in json.dumps(data["score"])
+    assert all("90" not in text.read_text() for text in ASSETS.glob("score.js"))
+
+
+def test_a_flat_run_has_words_in_the_place_of_a_curve(tmp_path):
+    run = read_run(runs.write_run(tmp_path / "flat", final=0.3))
+    for curves in run["score"]["curves"].values():
+        assert curves["all"].keys() == {"why"} and curves["all"]["why"].startswith("flat: the reward stays near 0.300")
+
+
+def test_an_alarm_says_what_to_do(data):
+    (alarm,) = data["health"]["alarms"]
+    assert alarm["chart"] == "truncated" and alarm["says"].startswith("12% of the completions are cut by the token")
+    assert "config.rollout.answer_budget" in alarm["advice"]
+
+
+def test_a_warm_start_shows_its_loss(tmp_path):
+    config = Config()
+    config.sft.updates, config.telemetry.tensorboard = 60, False
+    with RunFolder(str(tmp_path / "warm"), config) as folder:
+        folder.resume(0)
+        for step in (20, 40, 60):
+            folder.metrics(
+                step, {"loss": 60 / step, "gradient_norm": 1.0, "row_use": 0.9, "examples": 9, "tokens": 99.0}
+            )
+    run = read_run(str(tmp_path / "warm"))
+    assert (run["kind"], run["updates"], run["planned"]) == ("warm start", 60, 60)
+    charts = {chart["key"]: chart for chart in run["health"]["charts"]}
+    assert charts.keys() == {"loss", "gradient"}
+    assert charts["loss"]["series"][0]["mean"] == [3.0, 1.5, 1.0]
+    assert run["health"]["alarms"] == [] and run["time"] == {"intervals": []}
+    assert embedded(render({"written": 0.0, "runs": [run]}))["runs"][0]["kind"] == "warm start"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("metrics.jsonl", b"garbage", "row 4 is not JSON"),
+        ("metrics.jsonl", b"[1, 2]", "row 4 is not an object"),
+        ("metrics.jsonl", b"null", "row 4 is not an object"),
+        ("metrics.jsonl", b"{}", "row 4 has no step"),
+        ("metrics.jsonl", b'{"step": 4}', "row 4 has no 'time'"),
+        ("metrics.jsonl", b'{"step": 4, "time": "a"}', "row 4 has a 'time' that is not a number: a"),
+        ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "high"}', "row 4 has a 'reward' that is not a number"),
+        ("metrics.jsonl", b'{"step": 4, "time": 1, "compute": 3}', "row 4 has a 'compute' that is not an object"),
+        ("metrics.jsonl", b'{"step": 4, "time": 1, "compute": {"a": []}}', "'compute' whose 'a' is not a number"),
+        ("metrics.jsonl", b'{"step": 4, "time": 1, "waited_for": [3]}', "'waited_for' that is not a list of pairs"),
+        ("metrics.jsonl", b'{"step": 4, "time": 1, "reward": "\xff"}', "row 4 is not UTF-8"),
+        ("evals.jsonl", b'{"step": 4, "time": 1}', "row 4 has no 'pass_rate'"),
+        ("rollouts/step-00000005.jsonl", b"[]", "row 4 is not an object"),
+        ("rollouts/step-00000005.jsonl", b'{"step": 5}', "row 4 has no 'group'"),
+        ("config.json", b"\xff", "is not JSON"),
+    ],
+)
+def test_garbage_in_a_run_is_one_line_that_names_it(tmp_path, name, line, said):
+    folder = runs.write_run(tmp_path / "run", updates=8)
+    path = pathlib.Path(folder, name)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]) if name != "config.json" else line)
+    with pytest.raises(UserError) as caught:
+        report([folder], None)
+    assert said in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert not pathlib.Path(folder, "report.html").exists()
 
 
 def test_where_things_lie_is_not_told(run, data):
@@ -344,7 +422,7 @@ def test_the_writer_puts_requests_together_and_outlives_what_may_fail(monkeypatc
         calls.append(workdirs)
         begun.release()
         assert go_on.acquire(timeout=60)
-        raise OSError(28, "No space left on device")
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(writer, "write_report", write)
     monkeypatch.setattr(logging, "warning", lambda form, *values: warned.append(form % values))
@@ -357,7 +435,7 @@ def test_the_writer_puts_requests_together_and_outlives_what_may_fail(monkeypatc
         assert begun.acquire(timeout=60)
         go_on.release()
     assert calls == [[str(tmp_path)]] * 2
-    assert warned == ["no report.html: [Errno 28] No space left on device; the training goes on"]
+    assert warned == ["no report.html: [Errno 5] Input/output error; the training goes on"]
 
 
 def test_a_page_is_written_in_the_trainers_process(tmp_path):

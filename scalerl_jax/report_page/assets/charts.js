@@ -7,7 +7,8 @@ const CHARTS = [];
 //   height    pixels
 //   x         {title, log, form(value) -> text, ticks(value) -> text, range: [low, high]}
 //   y         {form, ticks(values) -> texts, range: [low, high]}
-//   series    [{name, colour, x, y, low, high, points, dash, width, error, quiet}]   each with its own x
+//   series    [{name, colour, x, y, low, high, points, dash, width, error, quiet}]   each with its own x; error: half of
+//             the bar at each point, cut to [0, 1]
 //   lines     [{value, label, colour, trouble}] across, [{at, label}] upright
 //   stacks    [{start, end, parts}] drawn as shares from the bottom, colours: [name]
 //   say(x)    the text under the cursor, where it is not the series' own
@@ -212,6 +213,11 @@ function overlay(plot, what) {
   ctx.font = `${11 * ratio}px system-ui, sans-serif`;
   ctx.textBaseline = 'alphabetic';
   ctx.lineWidth = ratio;
+  // Error bars end where the axes do.
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
   for (const one of what.series) {
     if (!one.error) continue;
     ctx.strokeStyle = withAlpha(colour(one.colour), 0.55);
@@ -219,11 +225,12 @@ function overlay(plot, what) {
       if (!known(one.error[at]) || !known(one.y[at]) || x < plot.scales.x.min || x > plot.scales.x.max) return;
       const left = plot.valToPos(x, 'x', true);
       ctx.beginPath();
-      ctx.moveTo(left, plot.valToPos(one.y[at] - one.error[at], 'y', true));
-      ctx.lineTo(left, plot.valToPos(one.y[at] + one.error[at], 'y', true));
+      ctx.moveTo(left, plot.valToPos(Math.max(0, one.y[at] - one.error[at]), 'y', true));
+      ctx.lineTo(left, plot.valToPos(Math.min(1, one.y[at] + one.error[at]), 'y', true));
       ctx.stroke();
     });
   }
+  ctx.restore();
   for (const line of what.lines || []) {
     ctx.strokeStyle = colour(line.colour || 'muted');
     ctx.fillStyle = ctx.strokeStyle;

@@ -1,4 +1,4 @@
-// Small charts of the updates, with their alarm lines.
+// Small charts of the updates with their limits; above them what is wrong, in which run, and what to do.
 
 function healthSection() {
   const body = section('health', 'Health');
@@ -21,6 +21,8 @@ function healthSection() {
       ),
     );
   }
+  const alarms = alarmList();
+  if (alarms) body.append(alarms);
   const grid = make('div', { class: 'grid' });
   for (const chart of charts) grid.append(healthCard(chart));
   body.append(grid);
@@ -36,6 +38,21 @@ function healthSection() {
     );
   }
   return body;
+}
+
+// What is wrong, each with its run and what to do.
+function alarmList() {
+  const items = RUNS.flatMap((run) =>
+    run.health.alarms.map((alarm) =>
+      make(
+        'li',
+        {},
+        make('span', { class: 'says', text: `${run.name}: ${alarm.says}.` }),
+        make('span', { class: 'advice', text: `What to do: ${alarm.advice}.` }),
+      ),
+    ),
+  );
+  return items.length ? make('ul', { class: 'alarms', 'aria-label': 'Alarms' }, ...items) : null;
 }
 
 function healthCard(first) {
@@ -61,7 +78,10 @@ function healthCard(first) {
       });
     });
   }
-  const over = mine.some(([, , chart]) => chart.lines.some((line) => line.over));
+  const over = mine.some(
+    ([run, , chart]) =>
+      chart.lines.some((line) => line.over) || run.health.alarms.some((alarm) => alarm.chart === first.key),
+  );
   const lines = mine.length === 1 || first.key === 'truncated' ? first.lines : first.lines.filter((line) => line.bound);
   const range = healthRange(first, series, lines);
   const shown = lines.filter((line) => line.value >= range[0] && line.value <= range[1]);
@@ -76,10 +96,10 @@ function healthCard(first) {
     host,
   );
   const notes = [];
-  if (over) notes.push('past its alarm line');
+  if (over) notes.push('past its limit');
   if (hidden.length)
     notes.push(
-      `alarm line${hidden.length > 1 ? 's' : ''} outside the picture: ${hidden.map((line) => line.label).join(', ')}`,
+      `limit${hidden.length > 1 ? 's' : ''} outside the picture: ${hidden.map((line) => line.label).join(', ')}`,
     );
   if (notes.length) card.append(make('p', { class: over ? 'flag' : 'what', text: notes.join('; ') }));
   card.append(
@@ -87,7 +107,7 @@ function healthCard(first) {
   );
   card.drawn = () =>
     drawChart(host, {
-      label: `${first.title}, ${first.what}, against updates: latest ${latest}${over ? ', past its alarm line' : ''}.`,
+      label: `${first.title}, ${first.what}, against updates: latest ${latest}${over ? ', past its limit' : ''}.`,
       height: 150,
       x: { ...AXES.step, range: stepRange(series) },
       y: { form, ticks: evenTicks(form), range },

@@ -5,6 +5,7 @@ main.replaceChildren();
 
 // ---- 1. The head
 const single = RUNS.length === 1 ? RUNS[0] : null;
+const warmStart = single && single.kind === 'warm start';
 const title = single ? single.name : `${RUNS.length} runs`;
 const state = single
   ? single.updates < single.planned
@@ -16,15 +17,15 @@ main.append(
     'div',
     { class: 'head' },
     make('h1', { text: title }),
-    make('p', { class: 'lead', text: `${state} · written ${moment(page.written)}` }),
+    make('p', { class: 'lead', text: `${warmStart ? 'warm start, ' : ''}${state} · written ${moment(page.written)}` }),
   ),
 );
-if (single) main.append(figures(single));
+if (single) main.append(warmStart ? warmStartFigures(single) : figures(single));
 
 // ---- 2. The sections
-const sections = [single ? null : comparison(), scoreSection(), healthSection(), timeSection(), readerSection()].filter(
-  Boolean,
-);
+const sections = warmStart
+  ? [healthSection()]
+  : [single ? null : comparison(), scoreSection(), healthSection(), timeSection(), readerSection()].filter(Boolean);
 main.append(...sections, configSection());
 const NAMES = { compare: 'Compare', score: 'Score', health: 'Health', time: 'Time', rollouts: 'Rollouts' };
 document.getElementById('nav').append(...sections.map((one) => make('a', { href: `#${one.id}`, text: NAMES[one.id] })));

@@ -27,7 +27,7 @@ function buildReader(inner, state) {
   const { samples, written, shown, whole } = state.run.rollouts;
   if (!samples.length) {
     inner.replaceChildren(
-      make('p', { class: 'none', text: 'No completion was written down yet (config.telemetry.samples_every).' }),
+      make('p', { class: 'none', text: 'No completion has been saved yet (config.telemetry.samples_every).' }),
     );
     return;
   }
@@ -271,10 +271,10 @@ function drawOne(parts, sample, state) {
   const lag = Math.min(...lags) === Math.max(...lags) ? `${lags[0]}` : `${Math.min(...lags)} to ${Math.max(...lags)}`;
   const facts = [
     ['Reward', signed(sample.reward, 0)],
-    ['Answer wanted', sample.expected],
-    ['Ended by', sample.finish === 'length' ? 'token budget' : sample.finish],
+    ['Correct answer', sample.expected],
+    ['Finish reason', sample.finish === 'length' ? 'token budget' : sample.finish],
     ['Tokens', String(sample.tokens)],
-    ['Lag', lags.length ? lag : MISSING],
+    ['Staleness', lags.length ? lag : MISSING],
     ['Update', String(sample.step)],
     ['Group', `${sample.group}, completion ${sample.index}`],
   ];
@@ -323,7 +323,7 @@ function drawOne(parts, sample, state) {
     blocks.push(
       make('p', {
         class: 'what',
-        text: 'This sample does not say which token added which text, so nothing is shaded.',
+        text: 'This sample does not hold the text of each token, so nothing is shaded.',
       }),
     );
   parts.one.replaceChildren(head, versionBar(sample), ...blocks);

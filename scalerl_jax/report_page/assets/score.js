@@ -10,7 +10,7 @@ function scoreSection() {
   const body = section('score', 'Pass rate against compute');
   const evaluated = RUNS.filter((run) => run.score.evaluations.step.length);
   if (!evaluated.length) {
-    body.append(make('p', { class: 'none', text: 'No evaluation has come home yet.' }));
+    body.append(make('p', { class: 'none', text: 'No evaluation is done yet.' }));
     return body;
   }
   const state = { axis: 'device_hours', scale: 'linear', all: true, half: evaluated.length === 1 };
@@ -114,10 +114,10 @@ function drawScore(host, legend, said, runs, state) {
       points: true,
       x: rows[state.axis],
       y: rows.pass_rate,
-      error: rows.deviation.map((value) => 1.96 * value),
+      error: rows.deviation.map((value) => (known(value) ? 1.96 * value : null)),
     });
     if (single) {
-      marks.push([swatch(mine, 'dot'), 'evaluated, with 95 % of its sampling noise']);
+      marks.push([swatch(mine, 'dot'), 'evaluations; bars: 95 % interval of the sampling noise']);
       for (const [curve, stroke, what] of fits)
         marks.push([
           swatch(stroke, 'band'),
@@ -189,9 +189,17 @@ function xRange(series, state) {
 
 function yRange(series) {
   const values = series
-    .flatMap((one) => (one.points ? one.y : [...one.y, ...(one.high || []), ...(one.low || [])]))
+    .flatMap((one) => (one.points ? barEnds(one) : [...one.y, ...(one.high || []), ...(one.low || [])]))
     .filter(known);
   return [Math.max(0, Math.min(...values) - 0.06), Math.min(1.03, Math.max(...values) + 0.06)];
+}
+
+// Points with the ends of their error bars; a pass rate ends at 0 and at 1.
+function barEnds(one) {
+  if (!one.error) return one.y;
+  return one.y.flatMap((value, at) =>
+    known(value) ? [Math.max(0, value - (one.error[at] || 0)), Math.min(1, value + (one.error[at] || 0))] : [],
+  );
 }
 
 function oneSentence(run) {
@@ -322,17 +330,18 @@ function figures(run) {
   if (curves.all && curves.all.x) {
     const [low, high] = curves.all.intervals.asymptote;
     tile(
-      'Asymptote A',
-      curves.all.identified ? decimals(curves.all.asymptote) : 'not told',
+      'Highest pass rate ahead (A)',
+      curves.all.identified ? decimals(curves.all.asymptote) : 'not known yet',
       `95 %: ${decimals(low)} to ${decimals(high)}`,
-      `B ${plain(curves.all.exponent)}, half way at ${plain(curves.all.midpoint)} device-hours`,
+      'with unlimited compute',
+      `steepness B ${plain(curves.all.exponent)}; half of the gain at C_mid = ${plain(curves.all.midpoint)} device-hours`,
     );
   }
   tile(
     'Updates',
     `${run.updates}`,
     `of ${run.planned} planned, ${run.optimizer_steps} with a gradient`,
-    `${duration(run.latest - run.began)} on the clock`,
+    `${duration(run.seconds)} of running` + (run.starts > 1 ? `, ${run.starts} starts` : ''),
   );
   tile(
     'Compute',
@@ -340,14 +349,47 @@ function figures(run) {
     'device-hours, evaluation and set-up apart',
     `busy: trainer ${percent(busy('trainer'), 0)}, generators ${percent(busy('generator'), 0)}`,
   );
-  const over = run.health.charts.filter((chart) => chart.lines.some((line) => line.over));
+  const { alarms } = run.health;
   tile(
     'Health',
-    over.length ? `${over.length} alarm${over.length > 1 ? 's' : ''}` : 'no alarm',
-    over.length ? over.map((chart) => chart.title.toLowerCase()).join(', ') : 'every series within its lines',
+    alarms.length ? `${alarms.length} alarm${alarms.length > 1 ? 's' : ''}` : 'no alarm',
+    alarms.length ? alarms.map((alarm) => titleOf(run, alarm.chart)).join(', ') : 'every series within its limits',
     `judged on the last ${run.health.recent} updates`,
   );
   return make('dl', { class: 'tiles' }, ...tiles);
+}
+
+function titleOf(run, key) {
+  const found = run.health.charts.find((chart) => chart.key === key);
+  return (found ? found.title : key).toLowerCase();
+}
+
+// A warm start has no rollouts: its loss, its updates, its time.
+function warmStartFigures(run) {
+  const chart = run.health.charts.find((one) => one.key === 'loss');
+  const losses = chart ? chart.series[0].mean.filter(known) : [];
+  const tiles = [
+    ['Loss', decimals(losses.at(-1)), `from ${decimals(losses[0])}`, 'negative log-likelihood of a token, nats'],
+    ['Updates', `${run.updates}`, `of ${run.planned} planned`],
+    ['Time', duration(run.seconds), 'between the first and the last row of metrics, pauses left out'],
+  ];
+  return make(
+    'dl',
+    { class: 'tiles' },
+    ...tiles.map(([name, value, ...lines]) =>
+      make(
+        'div',
+        { class: 'tile' },
+        make('dt', { text: name }),
+        make(
+          'dd',
+          {},
+          make('span', { class: 'figure', text: value }),
+          ...lines.map((text) => make('span', { class: 'small', text })),
+        ),
+      ),
+    ),
+  );
 }
 
 // Several runs beside each other.
@@ -390,7 +432,7 @@ function comparison() {
           'before',
           'after',
           'A',
-          'told',
+          'A identified',
           'B',
           'C_mid',
           'at twice the compute',
@@ -406,8 +448,10 @@ function comparison() {
     make('p', {
       class: 'note',
       text:
-        'Intervals are 95 %. Runs that differ only in their seed differ by up to 0.02 in A, ' +
-        'which no interval here holds.',
+        'A is the highest pass rate a run is heading for, B how steeply it rises, C_mid the compute at which half of ' +
+        'the gain has come. A is identified where its interval is narrower than 0.04, closes below 1, and the run has ' +
+        'gone well past C_mid. Intervals are 95 %; runs that differ only in their seed differ by up to 0.02 in A, ' +
+        'which no interval here includes.',
     }),
   );
   return body;

@@ -77,8 +77,10 @@ function drawTime(body, run) {
           parts: one[side].map((value) => value || 0),
         })),
         colours: parts.map(([, shade]) => shade),
-        lines: intervals.filter((one) => one.restart).map((one) => ({ at: one.start / scale, label: 'restarted' })),
-        rest: `${unit} since the start`,
+        lines: intervals
+          .filter((one) => known(one.pause))
+          .map((one) => ({ at: one.start / scale, label: `restarted after ${duration(one.pause)}` })),
+        rest: `${unit} of running; pauses between two starts are left out`,
         say: (x) => sayTime(intervals, side, x * scale),
       }),
     );
@@ -86,13 +88,13 @@ function drawTime(body, run) {
   const [trainer, generators] = [meanShares(intervals, 'trainer'), meanShares(intervals, 'generators')];
   const slower =
     generators[1] > trainer[1]
-      ? 'generators had nothing they may sample: the trainer is the slower side'
+      ? 'the generators had no request they were allowed to start: the trainer is the slower side'
       : 'the trainer waited for rollouts: the generators are the slower side';
   const said = [
     make('p', {
       text:
         `The trainer waited ${percent(trainer[1])} of the time, ` +
-        `generators were idle ${percent(generators[1])} of theirs. Mostly ${slower}.`,
+        `generators were idle ${percent(generators[1])} of theirs: ${slower}.`,
     }),
   ];
   if (names.length) {
@@ -100,14 +102,14 @@ function drawTime(body, run) {
     if (otherNames) rows.push([`${otherNames} others`, duration(otherSeconds)]);
     said.push(
       make('h3', { text: 'Whom the trainer waited for' }),
-      make('p', { class: 'what', text: 'who had the oldest group that was missing' }),
+      make('p', { class: 'what', text: 'who the oldest missing group of completions was expected from' }),
       table(['name', 'time'], rows, 'Whom the trainer waited for'),
     );
   } else
     said.push(
       make('p', {
         class: 'what',
-        text: named ? 'It never waited for anyone in particular.' : 'This run did not write down for whom.',
+        text: named ? 'It never waited.' : 'The metrics of this run do not say for whom it waited.',
       }),
     );
   if (each > 1) said.push(make('p', { class: 'note', text: `Each bar is ${each} updates.` }));

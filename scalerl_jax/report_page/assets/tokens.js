@@ -57,7 +57,7 @@ function sayToken(sample, at) {
   const parts = [text, `${ids.length > 1 ? 'tokens' : 'token'} ${ids.join(' ')}`];
   if (known(logprob)) parts.push(`log-prob ${decimals(logprob)}`, `probability ${plain(Math.exp(logprob))}`);
   else parts.push('forced, not sampled');
-  if (version !== null) parts.push(`version ${version}, lag ${sample.step - 1 - version}`);
+  if (version !== null) parts.push(`version ${version}, staleness ${sample.step - 1 - version}`);
   return parts.join('  ·  ');
 }
 
