@@ -28,7 +28,7 @@ from scalerl_jax import compare_flags as given
 from scalerl_jax import fit as fit_command
 from scalerl_jax.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.files import write_whole
-from scalerl_jax.scaling import decide, posterior
+from scalerl_jax.scaling import decide, posterior, trend
 from scalerl_jax.scaling import forecast as forecast_lib
 from scalerl_jax.scaling.compare import Comparison, Difference, Run, compare
 from scalerl_jax.scaling.compare_json import (
@@ -70,11 +70,17 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ read, fit, compare
     said: list[str] = []
     fitted = fit_command.read_and_fit(paths, said)
-    runs = [Run(one.name, check_points(one.compute, one.reward, **one.window), one.fit) for one in fitted]
+    said += [f"{one.name}: is left out: {one.fit.verdict}" for one in fitted if one.fit.trend != trend.RISING]
+    rising = [one for one in fitted if one.fit.trend == trend.RISING]
+    if not rising:
+        raise UserError("; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted))
+    runs = [Run(one.name, check_points(one.compute, one.reward, **one.window), one.fit) for one in rising]
     names = [run.name for run in runs]
     if len(runs) < 2 and not (given.FORECAST.value and given.PLAN_BUDGET.value is None):
+        left_out = "; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted if one not in rising)
         raise UserError(
-            f"{paths[0]}: holds one run, {names[0]!r}; a comparison needs two (--run_column tells runs apart)"
+            f"{paths[0]}: holds one run{' that rises' if left_out else ''}, {names[0]!r}; a comparison needs two "
+            f"({left_out or '--run_column tells runs apart'})"
         )
     if given.BASELINE.value is not None and given.BASELINE.value not in names:
         raise UserError(f"--baseline={given.BASELINE.value}: no such run; there are {', '.join(names)}")
@@ -96,7 +102,7 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ tell
     label, y_label = fit_command.axis_labels()
     for line in said:
-        console.print(line)
+        console.print(line, markup=False, soft_wrap=True)
     if found is not None:
         console.print(_table(found, label))
         for pair in found.pairs:
@@ -113,7 +119,7 @@ def main(paths: Sequence[str]) -> None:
     os.makedirs(out, exist_ok=True)
     written = []
     if found is not None:
-        evaluations = {one.name: (one.compute, one.reward) for one in fitted}
+        evaluations = {one.name: (one.compute, one.reward) for one in rising}
         figure = plot_comparison(found, evaluations, x_label=label, y_label=y_label)
         for ending in ("png", "svg"):
             written.append(os.path.join(out, f"compare.{ending}"))

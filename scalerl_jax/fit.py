@@ -3,6 +3,7 @@
     scalerl-fit runs/a/evals.csv --x=gpu_hours --y=pass_rate --burn_in=1500 --fit_until=half --out=fits/a
     scalerl-fit runs/a runs/b --out=fits/both                    two run folders of ours: x, y and counts are known
     scalerl-fit sweep/*/seed*.csv --seeds=folder --x=step --y=acc --r0=fit --out=fits/sweep
+    scalerl-fit trl/checkpoint-500 --y=eval_reward --r0=fit --out=fits/trl        transformers' trainer_state.json
     scalerl-fit runs/a --watch --out=fits/a                      again whenever an evaluation arrives
 
 Reads every file, fits every run, and only then writes fit.json, fit.png and fit.svg into --out. Anything wrong with the
@@ -28,7 +29,7 @@ from scalerl_jax import command_flags, platforms, watch
 from scalerl_jax import fit_flags as given
 from scalerl_jax.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.files import write_whole
-from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, units
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, read, tables, trend, units
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
 from scalerl_jax.scaling.units import short_number
@@ -80,11 +81,11 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ tell
     label, y_label = axis_labels()
     for line in said:
-        console.print(line)
+        console.print(line, markup=False, soft_wrap=True)
     console.print(_table(fitted, label, console.width))
     for result in fitted:
         console.print(f"{result.name}: {result.fit.verdict}.", markup=False, soft_wrap=True)
-        if given.TARGET.value is not None:
+        if given.TARGET.value is not None and result.fit.trend == trend.RISING:
             console.print(
                 f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.", markup=False, soft_wrap=True
             )
@@ -150,7 +151,7 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
         factor = units.conversion(given.X_UNIT.value)[0] if given.X_UNIT.value else 1.0
 
     # ------------------------------------------------------------------ read
-    with user_mistakes(read.InputError):
+    with user_mistakes(tables.InputError):
         evaluations = read.read_runs(
             paths,
             x=given.X.value,
@@ -160,7 +161,9 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
             seeds_by_folder=given.SEEDS.value == "folder",
             passes_column=given.PASSES.value,
             trials_column=given.TRIALS.value,
+            duplicates=given.DUPLICATES.value,
         )
+    said += [remark for one in evaluations for remark in one.remarks if remark not in said]
     groups = _seeds_together(evaluations)
 
     # ------------------------------------------------------------------ fit
@@ -168,7 +171,13 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
     every = np.concatenate([one.reward for one in evaluations])
     scale, remark = units.find_scale(every, given.Y_SCALE.value)
     said += [remark] if remark and remark not in said else []
-    return [_fit(name, members, factor, initial, until, scale) for name, members in groups.items()]
+    fitted = [_fit(name, members, factor, initial, until, scale) for name, members in groups.items()]
+    said += [
+        f"{one.name}: {one.fit.points} rows are fitted as {one.fit.bins} bins of compute, each as heavy as its rows"
+        for one in fitted
+        if one.fit.bins is not None
+    ]
+    return fitted
 
 
 def _seeds_together(evaluations: list[read.Evaluations]) -> dict[str, list[read.Evaluations]]:
@@ -206,13 +215,18 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
     compute = np.concatenate([one.compute for one in members]) * factor
     raw = np.concatenate([one.reward for one in members])
     reward = units.to_accuracy(raw, scale)
-    places = [place for one in members for place in one.places]
+    behind = np.cumsum([len(one.compute) for one in members])
+
+    def place_of(row: int) -> str:
+        member = int(np.searchsorted(behind, row, side="right"))
+        return members[member].places[row - int(behind[member]) + len(members[member].compute)]
+
     outside = (reward < 0) | (reward > 1)
     if outside.any():
         row = int(np.argmax(outside))
         hint = "; --y_scale=percent?" if given.Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
         ends = {"accuracy": "0 to 1", "reward": "-1 to 1", "percent": "0 to 100"}[scale]
-        raise UserError(f"{places[row]}: {scale} {raw[row]:g} is outside its range, {ends}{hint}")
+        raise UserError(f"{place_of(row)}: {scale} {raw[row]:g} is outside its range, {ends}{hint}")
     counts: Any = None
     passes = [one.passes for one in members if one.passes is not None]
     trials = [one.trials for one in members if one.trials is not None]
@@ -226,7 +240,7 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
         "burn_in": given.BURN_IN.value,
         "fit_until": until,
         "counts": counts,
-        "run": [index for index, one in enumerate(members) for _ in one.compute],
+        "run": np.repeat(np.arange(len(members)), [len(one.compute) for one in members]),
     }
     try:
         fit = fit_sigmoid(
@@ -246,7 +260,7 @@ def _fit(name: str, members: list[read.Evaluations], factor: float, initial, unt
         if named is None:
             place = ", ".join(dict.fromkeys(one.source for one in members))
         else:
-            place, text = places[int(named[1])], text.replace(named[0], "")
+            place, text = place_of(int(named[1])), text.replace(named[0], "")
         raise UserError(f"{place}: {text}") from error
     last = compute.max() / 2 if until == "half" else math.inf if until is None else until
     return Fitted(name, compute, reward, compute > last, len(members), fit, window)
@@ -264,8 +278,9 @@ def _table(fitted: list[Fitted], label: str, width: int) -> Table:
     for one in fitted:
         fit = one.fit
         error = one.held_error
+        rises = fit.trend == trend.RISING
         a, b, c = (
-            f"{form(getattr(fit, name))}{between}{_ends(fit.intervals[name], form)}"
+            f"{form(getattr(fit, name))}{between}{_ends(fit.intervals[name], form)}" if rises else fit.trend
             for name, form in zip(_PARAMETERS, forms)
         )
         table.add_row(
@@ -278,9 +293,9 @@ def _table(fitted: list[Fitted], label: str, width: int) -> Table:
             f"{fit.points}",
             f"{fit.ssr:.2e}",
             "yes" if fit.identified else "no",
-            "" if error is None else f"{error:+.3f} at {int(one.held.sum())}",
+            "" if error is None or not rises else f"{error:+.3f} at {int(one.held.sum())}",
         )
-        if fit.samples is not None:
+        if fit.samples is not None and rises:
             a, b, c = (_ends(fit.bootstrap_interval(name), form) for name, form in zip(_PARAMETERS, forms))
             table.add_row(f"  {len(fit.samples)} resamples", a, "", b, c)
     return table
@@ -307,25 +322,28 @@ def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
     fits = []
     for one in fitted:
         fit = one.fit
+        rises = fit.trend == trend.RISING  # otherwise the parameters mean nothing, and are null
         entry = {
             "run": one.name,
-            "asymptote": fit.asymptote,
-            "exponent": fit.exponent,
-            "midpoint": fit.midpoint,
+            "trend": fit.trend,
+            **{name: getattr(fit, name) if rises else None for name in _PARAMETERS},
             "initial_reward": fit.initial_reward,
-            "intervals_95": {name: [_finite(low), _finite(high)] for name, (low, high) in fit.intervals.items()},
+            "intervals_95": {
+                name: [_finite(low), _finite(high)] if rises else None for name, (low, high) in fit.intervals.items()
+            },
             "ssr": fit.ssr,
             "points": fit.points,
+            "bins": fit.bins,
             "seeds": one.seeds,
             "identified": fit.identified,
             "compute_to_identify": _finite(fit.compute_to_identify),
             "verdict": fit.verdict,
             "held_out": int(one.held.sum()),
-            "held_out_error": one.held_error,
+            "held_out_error": one.held_error if rises else None,
         }
-        if fit.samples is not None:
+        if fit.samples is not None and rises:
             entry["bootstrap_95"] = {name: [_finite(v) for v in fit.bootstrap_interval(name)] for name in _PARAMETERS}
-        if given.TARGET.value is not None:
+        if given.TARGET.value is not None and rises:
             entry["target"] = given.TARGET.value
             entry["compute_to_target"] = _finite(fit.compute_to_reach(given.TARGET.value))
         fits.append(entry)

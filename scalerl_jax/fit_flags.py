@@ -24,4 +24,8 @@ SEED_COLUMN = flags.DEFINE_string("seed_column", None, "Column that tells the se
 SEEDS = flags.DEFINE_enum("seeds", "none", ("none", "folder"), "folder: files of one folder are seeds of one run.")
 PASSES = flags.DEFINE_string("passes", None, "Column of the passes of each evaluation.")
 TRIALS = flags.DEFINE_string("trials", None, "Column of the trials of each evaluation.")
+DUPLICATES = flags.DEFINE_enum(
+    "duplicates", "error", ("error", "last", "mean"),
+    "Rows of a run with the same x: an error that says what they look like, the last of them, or their mean.",
+)  # fmt: skip
 OUT = flags.DEFINE_string("out", None, "Folder for the files written: NAME.json, NAME.png and NAME.svg.")

@@ -7,6 +7,7 @@ row of metrics. A fit that cannot be made is said once, and training goes on.
 The planned end is the last update, at the compute that updates have cost so far (the median between evaluations).
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.scaling import fit_sigmoid
+from scalerl_jax.scaling.trend import RISING
 from scalerl_jax.telemetry import evaluation_counts
 
 LEAST_POINTS = 5  # evaluations above compute 0
@@ -71,8 +73,9 @@ class LiveForecast:
 
     def _say_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
-        if why not in self._said:
-            self._said.add(why)
+        kind = re.sub(r"[\d.]+", "", why)  # with other figures it is the same thing to say
+        if kind not in self._said:
+            self._said.add(kind)
             self._say(f"no forecast: {why}")
 
 
@@ -85,6 +88,8 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
     compute = np.array([row["device_hours"] for row in rows])
     steps = np.array([row["step"] for row in rows])
     fit = fit_sigmoid(compute, [row["pass_rate"] for row in rows], counts=evaluation_counts(rows))
+    if fit.trend != RISING:
+        raise ValueError(fit.verdict)
     each = float(np.median(np.diff(compute) / np.diff(steps)))
     end = float(compute[-1] + each * (updates - steps[-1]))
     low, high = fit.band(np.array([end]), level=_LEVEL)

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from scalerl_jax.entry import UserError
-from scalerl_jax.scaling import read, tfevents
+from scalerl_jax.scaling import read, tables, tfevents
 from scalerl_jax.scaling.points import TooFewPoints
 
 _SETTLE_SECONDS = 0.3  # within which a row that has been begun is finished
 _ATTEMPTS = 3
+_LONGEST_ROW = 16_000_000  # bytes; a row has a number for each held-out prompt
 _Signature = tuple[tuple[str, int, int], ...]  # path, bytes, time of each file
 
 
@@ -34,6 +35,7 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
     seen: _Signature | None = None
     drawn = 0
     told: set[str] = set()
+    folders = {path for path in paths if os.path.isdir(path)}  # a file may be gone for a moment while it is rewritten
 
     def tell(message: str) -> None:
         if message not in told:
@@ -42,6 +44,9 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
 
     try:
         while True:
+            gone = [path for path in paths if path in folders and not os.path.exists(path)]
+            if gone:
+                raise UserError(f"{gone[0]}: is gone; it was there when the watching began")
             ended = [_ended(path) for path in paths]  # asked before reading, so that the last row is not missed
             empty = [path for path in paths if _begun_without_evaluations(path)]
             now = _signature(paths)
@@ -54,7 +59,7 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
                 except UserError as error:
                     if isinstance(error.__cause__, TooFewPoints):
                         tell(f"waiting for more evaluations: {error}")
-                    elif drawn and isinstance(error.__cause__, read.InputError):
+                    elif drawn and isinstance(error.__cause__, tables.InputError):
                         tell(f"waiting: {error}")
                     else:
                         raise
@@ -79,7 +84,7 @@ def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -
         try:
             draw(paths)
         except UserError as error:
-            if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, read.InputError):
+            if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, tables.InputError):
                 raise
             time.sleep(_SETTLE_SECONDS)
         else:
@@ -125,16 +130,21 @@ def _ended(path: str) -> str:
     """Why no more evaluations will come, or "" while they may."""
     if not _ours(path):
         return ""
-    settings = os.path.join(path, "config.json")
+    config = os.path.join(path, "config.json")
     try:
-        with open(settings, "rb") as file:
-            updates = int(json.load(file)["updates"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{settings}: is not the config of a run") from error
+        with open(config, encoding="utf-8") as file:
+            written = json.load(file)
+        with open(os.path.join(path, "lock"), encoding="utf-8", errors="replace") as file:
+            holder = file.read().strip()
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        written = None
+    updates = written.get("updates") if isinstance(written, dict) else None
+    if not isinstance(updates, int):
+        raise UserError(f"{config}: is not the config of a run")
     if _last_step(os.path.join(path, read.RUN_FOLDER_FILE)) >= updates:
         return f"{path}: has ended, with update {updates}"
-    with open(os.path.join(path, "lock"), encoding="utf-8", errors="replace") as file:
-        holder = file.read().strip()
     if holder.isdigit() and _lives(int(holder)):
         return ""
     return f"{path}: no trainer is running in it on this machine"
@@ -145,11 +155,14 @@ def _last_step(path: str) -> int:
     if not os.path.isfile(path):
         return -1
     with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - _LONGEST_ROW))
         rows = file.read().split(b"\n")[:-1]
     try:
-        return int(json.loads(rows[-1])["step"]) if rows else -1
-    except (ValueError, KeyError, TypeError, RecursionError):  # draw reads the same row, and says what is wrong with it
+        row = json.loads(rows[-1]) if rows else {}
+    except (ValueError, RecursionError):  # draw reads the same row, and says what is wrong with it
         return -1
+    step = row.get("step", -1) if isinstance(row, dict) else -1
+    return step if isinstance(step, int) else -1
 
 
 def _lives(process: int) -> bool:

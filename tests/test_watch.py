@@ -143,6 +143,37 @@ def test_a_mistake_at_the_start_is_raised(folder):
     assert "no column 'pass_rate'" in str(errors[0])
 
 
+def test_a_folder_that_is_deleted_ends_it_with_one_line(folder):
+    (folder / "evals.jsonl").write_text(rows(8))
+    draw = Draws()
+    thread, _, errors = watching(folder, draw)
+    until(lambda: draw.counts == [8])
+    folder.rename(folder.with_name("elsewhere"))
+    thread.join(60)
+    assert not thread.is_alive() and len(errors) == 1
+    assert str(errors[0]).startswith(str(folder)) and "\n" not in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", b"{", "config.json: is not the config of a run"),
+        ("config.json", b"\xff", "config.json: is not the config of a run"),
+        ("config.json", b"[]", "config.json: is not the config of a run"),
+        ("evals.jsonl", b"[1, 2]\n", "line 1: is not a JSON object"),
+        ("evals.jsonl", b"\xff\n", "line 1: byte 0 is not UTF-8"),
+    ],
+)
+def test_garbage_at_the_start_is_one_line(folder, name, content, said):
+    (folder / name).write_bytes(content)
+    if name == "config.json":
+        (folder / "evals.jsonl").write_text(rows(8))
+    thread, _, errors = watching(folder, Draws())
+    thread.join(60)
+    assert not thread.is_alive()
+    assert said in str(errors[0]) and "\n" not in str(errors[0])
+
+
 @pytest.mark.slow
 def test_as_a_command_it_draws_again_and_ends_on_ctrl_c(folder):
     (folder / "evals.jsonl").write_text(rows(12))

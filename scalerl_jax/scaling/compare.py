@@ -44,7 +44,7 @@ class Run:
     @property
     def reached(self) -> float:
         """Compute of the last point used."""
-        return float(self.points.compute.max())
+        return self.points.most
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from scalerl_jax.scaling.binning import thinned
 from scalerl_jax.scaling.compare import Comparison, Run
 from scalerl_jax.scaling.plot import COLOURS, log_compute_axis, style_axes
 from scalerl_jax.scaling.slopes import straightened
@@ -45,9 +46,10 @@ def _styles(found: Comparison) -> dict[str, tuple[str, str]]:
     return styles
 
 
-def _used_and_held(run: Run, evaluations) -> tuple[np.ndarray, np.ndarray]:
-    compute = evaluations[run.name][0]
-    return run.fit.used, (compute > run.reached)
+def _used_and_held(run: Run, evaluations) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Compute and reward of the rows that the fit used, and of those beyond; of very many the means of neighbours."""
+    compute, reward = evaluations[run.name]
+    return [thinned(compute[chosen], reward[chosen]) for chosen in (run.fit.used, compute > run.reached)]
 
 
 def _curves(axes, found: Comparison, evaluations, styles, x_label: str, y_label: str) -> None:
@@ -56,13 +58,10 @@ def _curves(axes, found: Comparison, evaluations, styles, x_label: str, y_label:
     x = np.geomspace(positive.min() / 1.3, positive.max() * 2, 300)
     for run in found.runs:
         colour, line = styles[run.name]
-        compute, reward = evaluations[run.name]
         used, held = _used_and_held(run, evaluations)
         axes.plot(x, run.fit.predict(x), color=colour, linestyle=line, linewidth=1.6, label=run.name)
-        axes.plot(compute[used], reward[used], "o", color=colour, markersize=_SIZE)
-        axes.plot(
-            compute[held], reward[held], "o", markerfacecolor="white", markeredgecolor=colour, markersize=_HELD_SIZE
-        )
+        axes.plot(*used, "o", color=colour, markersize=_SIZE)
+        axes.plot(*held, "o", markerfacecolor="white", markeredgecolor=colour, markersize=_HELD_SIZE)
     axes.set_xlim(x[0], x[-1])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))  # with the decimals that the ticks need
     log_compute_axis(axes)
@@ -82,15 +81,14 @@ def _slopes(axes, found: Comparison, evaluations, styles, x_label: str) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     for row in refitted:
         colour, line = styles[row.run.name]
-        compute, reward = evaluations[row.run.name]
         used, held = _used_and_held(row.run, evaluations)
-        for chosen, face in ((used, colour), (held, "white")):
-            log_compute, log_straight = straightened(compute[chosen], reward[chosen], row.slope)
+        for (compute, reward), face in ((used, colour), (held, "white")):
+            log_compute, log_straight = straightened(compute, reward, row.slope)
             axes.plot(
                 log_compute, log_straight, "o", markerfacecolor=face, markeredgecolor=colour, markersize=_HELD_SIZE,
                 markeredgewidth=0.8,
             )  # fmt: skip
-        ends = np.log([compute[used].min(), compute[used | held].max()])
+        ends = np.log([used[0].min(), max(used[0].max(), held[0].max(initial=0.0))])
         axes.plot(ends, row.slope.exponent * ends, color=colour, linestyle=line, linewidth=1.6)
     axes.set_title(f"Straightened with A = {found.common_asymptote:.3f}: the slope is B", loc="left", fontsize=10)
 

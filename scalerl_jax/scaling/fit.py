@@ -5,6 +5,7 @@
 
 R0 is held fixed at the score measured at compute 0, or at a number given, or is fitted on request. The fit minimises
 the sum of squared residuals in units of the score; with counts of unequal size, each point weighs as its trials do.
+Of more than 2,000 points the means of neighbours are fitted, as heavy as what is behind them (binning.py).
 
 grid="paper"  the paper's procedure exactly: a grid over A and C_mid, B by least squares from 1 in each cell
 grid="auto"   cells over the whole plane of shapes, then polished to the minimum over all A in [0, 1], B > 0, C_mid > 0
@@ -17,7 +18,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample
+from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample, trend
 from scalerl_jax.scaling.identify import IDENTIFIED_REACH as IDENTIFIED_REACH
 from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
 from scalerl_jax.scaling.padding import padded
@@ -40,14 +41,16 @@ class SigmoidFit:
     midpoint: float
     initial_reward: float
     ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
-    points: int  # used
+    points: int  # used, as given
     intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
     identified: bool  # the points tell A (identify.py)
-    verdict: str  # one sentence: that they do, or what fits as well and what compute would tell
+    verdict: str  # one sentence: that they do, what fits as well and what compute would tell, or that they do not rise
     used: np.ndarray  # [N] bool over the points given
     dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
     state: "FitState" = dataclasses.field(repr=False)
     samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
+    trend: str = trend.RISING  # where it is not, the parameters mean nothing (trend.py)
+    bins: int | None = None  # so many means of the points were fitted, where there are too many (binning.py)
     compute_to_identify: float = np.inf  # evaluated up to here the points tell A: where they end, if they do already
 
     def predict(self, compute) -> np.ndarray:
@@ -156,38 +159,51 @@ def fit_sigmoid(
     )
     data = squares_data(points)
     cells = search_cells(data.log_compute, midpoint_grid if grid == "auto" else None)
+    state, dispersion = likelihood(points, cells)
+    best = state.found.best
+    word = trend.find_trend(
+        points,
+        state.data,
+        cost=float(best.cost) + points.inner_squares,
+        rise=float(best.asymptote - best.initial_reward),
+        dispersion=dispersion,
+        degrees=state.degrees,
+    )
     if grid == "paper":
-        estimate, ssr = _paper(points, asymptote_grid, midpoint_grid)
+        estimate, ssr = _paper(points, asymptote_grid, midpoint_grid, trend.sentence(trend.FALLING, points))
     else:
         with double_precision():
             solution = jax.device_get(_search(cells, data, least_squares.free(), _CELL_ROWS))
         estimate = estimate_of(solution)
         ssr = float(solution.cost)
-    state, dispersion = likelihood(points, cells)
     intervals = read_intervals(state.found, estimate)
-    most = float(points.compute.max())
+    most = points.most
     identified = bool(
         identify.is_identified(*intervals["asymptote"], intervals["midpoint"][1], initial=estimate[3], most=most)
     )
-    needed = most
-    if not identified:
+    identified = identified and word == trend.RISING
+    needed = most if word == trend.RISING else np.inf
+    if not identified and word == trend.RISING:
         needed = identify.compute_that_tells(
             state.data, estimate, intervals, level=_LEVEL, dispersion=dispersion, degrees=state.degrees
         )
     samples = None
     if bootstrap:
         samples = resample.bootstrap(points, data, cells, estimate, count=bootstrap, seed=seed, population=population)
+    verdict = identify.sentence(identified, intervals["asymptote"], most=most, needed=needed)
     return SigmoidFit(
         *estimate,
-        ssr=ssr,
-        points=len(points.compute),
+        ssr=ssr + points.scatter,
+        points=int(points.rows.sum()),
         intervals=intervals,
         identified=identified,
-        verdict=identify.sentence(identified, intervals["asymptote"], most=most, needed=needed),
+        verdict=verdict if word == trend.RISING else trend.sentence(word, points),
         used=points.used,
         dispersion=dispersion,
         state=state,
         samples=samples,
+        trend=word,
+        bins=None if points.binned is None else len(points.compute),
         compute_to_identify=needed,
     )
 
@@ -244,7 +260,9 @@ def estimate_of(solution: least_squares.Solution) -> tuple[float, float, float, 
     return float(solution.asymptote), float(exponent), float(midpoint), float(solution.initial_reward)
 
 
-def _paper(points: Points, asymptote_grid, midpoint_grid) -> tuple[tuple[float, float, float, float], float]:
+def _paper(
+    points: Points, asymptote_grid, midpoint_grid, falls: str
+) -> tuple[tuple[float, float, float, float], float]:
     asymptotes = paper_grid.ASYMPTOTES if asymptote_grid is None else np.asarray(asymptote_grid, np.float64)
     midpoints = paper_grid.MIDPOINTS if midpoint_grid is None else np.asarray(midpoint_grid, np.float64)
     if not np.all(midpoints > 0):
@@ -259,7 +277,7 @@ def _paper(points: Points, asymptote_grid, midpoint_grid) -> tuple[tuple[float, 
     )
     cell = paper_grid.best_cell(fitted)
     if cell is None:
-        raise ValueError("grid='paper': no cell has an exponent above 0; these scores do not rise")
+        raise ValueError(f"grid='paper': no cell has an exponent above 0; {falls}")
     row, column = cell
     estimate = (float(asymptotes[row]), float(fitted.exponent[cell]), float(midpoints[column]), points.initial)
     return estimate, float(fitted.ssr[cell])
@@ -272,7 +290,8 @@ def likelihood(points: Points, cells: least_squares.Cells) -> tuple[FitState, fl
     degrees = points.degrees + points.belief
     with double_precision():
         best = _search(cells, data, constraint, _CELL_ROWS)
-        dispersion = (points.belief + float(best.cost)) / degrees if degrees > 0 else np.inf
+        squares = points.belief + float(best.cost) + points.inner_squares
+        dispersion = squares / degrees if degrees > 0 else np.inf
     rise = min(profile.threshold(_LEVEL, dispersion, degrees), 1e12)
     found = _profile(best, data, constraint, rise)
     return FitState(data, constraint, found, degrees), dispersion

@@ -99,13 +99,15 @@ def sentence(identified: bool, interval: tuple[float, float], most: float, neede
     """The verdict as the command prints it. interval: of A; most: the compute reached; needed: what would tell."""
     low, high = interval
     if identified:
-        return f"these points tell A: {low:.3f} to {high:.3f} (95 %), and {SEED_MARGIN:g} either way between seeds"
+        return f"A is identified: {low:.3f} to {high:.3f} (95 %), and {SEED_MARGIN:g} either way between seeds"
     digits = 2 if high - low >= 0.02 else 3
-    verdict = f"these points do not tell A: {low:.{digits}f} to {high:.{digits}f} fit as well"
+    verdict = f"A is not identified yet: {low:.{digits}f} to {high:.{digits}f} fit as well"
     ends = f"(these end at {most:.4g})"
     if np.isfinite(needed):
-        return f"{verdict}; evaluations up to about {_round(needed)} would tell, if the curve is as fitted {ends}"
-    return f"{verdict}; if the curve is as fitted, {_HORIZON:g} times the compute would not tell either {ends}"
+        return (
+            f"{verdict}; evaluations up to about {_round(needed)} would identify it, if the curve is as fitted {ends}"
+        )
+    return f"{verdict}; if the curve is as fitted, {_HORIZON:g} times the compute would not identify it either {ends}"
 
 
 def _round(value: float) -> str:

@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from scalerl_jax.scaling.binning import MOST_POINTS, thinned
 from scalerl_jax.scaling.fit import SigmoidFit
 from scalerl_jax.scaling.report import BAND_LEVEL, HalfTimeForecast
+from scalerl_jax.scaling.trend import RISING
 from scalerl_jax.scaling.units import short_number
 
 # Okabe and Ito's colours: told apart by colour-blind readers, and in grey by their lightness.
@@ -145,14 +147,16 @@ def plot_fits(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
     alone = len(curves) == 1
     for one, colour in zip(curves, COLOURS):
         label = f"A {one.fit.asymptote:.3f}  B {one.fit.exponent:.2f}  C_mid {short_number(one.fit.midpoint)}"
+        label = label if one.fit.trend == RISING else one.fit.trend
         _draw_run(axes, one, x, colour, label=label if alone else f"{one.name}   {label}", parts_labelled=alone)
     axes.set_xlim(x[0], x[-1])
     log_compute_axis(axes)
-    if alone:
+    if alone and curves[0].fit.trend == RISING:
         axes.annotate(
             f"A {curves[0].fit.asymptote:.3f}", (x[0], curves[0].fit.asymptote), xytext=(4, 3),
             textcoords="offset points", color=COLOURS[0], fontsize=9,
         )  # fmt: skip
+    if alone:
         axes.set_title(curves[0].name, loc="left", fontsize=11, color=_INK)
         axes.legend(loc="lower right", frameon=False, fontsize=9)
     else:
@@ -171,7 +175,7 @@ def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: st
     size = (max(8.0, columns * _PANEL[0]), rows * _PANEL[1] + 0.9)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    predicted = [one.fit.predict(x) for one in curves]
+    predicted = [one.fit.predict(x) for one in curves if one.fit.trend == RISING]
     for index, axes in enumerate(grid.flat):
         if index >= len(curves):
             axes.set_axis_off()
@@ -184,14 +188,15 @@ def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: st
         _draw_run(axes, one, x, COLOURS[0], points_colour=_INK)  # the points must not drown in the line
         low, high = one.fit.intervals["asymptote"]
         axes.set_title(one.name, loc="left", fontsize=9, color=_INK)
+        told = f"A {one.fit.asymptote:.3f}\n[{low:.3f}, {high:.3f}]" if one.fit.trend == RISING else one.fit.trend
         axes.annotate(
-            f"A {one.fit.asymptote:.3f}\n[{low:.3f}, {high:.3f}]", (0.97, 0.05), xycoords="axes fraction", ha="right",
+            told, (0.97, 0.05), xycoords="axes fraction", ha="right",
             fontsize=8, color=COLOURS[0], path_effects=[withStroke(linewidth=2.5, foreground="white")], zorder=5,
         )  # fmt: skip
         if index + columns >= len(curves):
             axes.xaxis.set_tick_params(labelbottom=True)  # the lowest of its column, also where the last row is short
     grid[0, 0].set_xlim(x[0], x[-1])
-    scores = np.concatenate([one.reward for one in curves] + [one.fit.predict(x) for one in curves])
+    scores = np.concatenate([*(one.reward for one in curves), *predicted])
     margin = 0.06 * (scores.max() - scores.min())
     grid[0, 0].set_ylim(scores.min() - margin, scores.max() + margin)
     for axes in grid.flat[: len(curves)]:
@@ -213,14 +218,17 @@ def _draw_run(
     points_colour: str | None = None,
 ) -> None:
     """Band, asymptote, points and curve of one run."""
-    low, high = one.fit.band(x)
-    band_label = "95 % band of the curve" if parts_labelled else None
-    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, label=band_label)
-    axes.plot(x, one.fit.predict(x), color=colour, linewidth=1.5, label=label, zorder=3)
-    axes.axhline(one.fit.asymptote, color=colour, linewidth=1, linestyle=(0, (1, 2)))
+    if one.fit.trend == RISING:
+        low, high = one.fit.band(x)
+        band_label = "95 % band of the curve" if parts_labelled else None
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, label=band_label)
+        axes.plot(x, one.fit.predict(x), color=colour, linewidth=1.5, label=label, zorder=3)
+        axes.axhline(one.fit.asymptote, color=colour, linewidth=1, linestyle=(0, (1, 2)))
+    elif label is not None:  # there is no curve to draw; the points are
+        axes.plot([], [], color=colour, linewidth=1.5, label=label)
     points_colour = points_colour or colour
     used = one.fit.used
-    points = int(np.sum(one.compute > 0))
+    points = min(int(np.sum(one.compute > 0)), MOST_POINTS)
     wide = axes.get_position().width * axes.figure.get_figwidth()  # inches
     size = float(np.clip(60 * wide / 7 / points**0.6, 2.0, 5.0))
     dropped = ~used & ~one.held & (one.compute > 0)
@@ -231,6 +239,6 @@ def _draw_run(
     ):
         if chosen.any():
             axes.plot(
-                one.compute[chosen], one.reward[chosen], "o", markerfacecolor=face, markeredgecolor=edge,
+                *thinned(one.compute[chosen], one.reward[chosen]), "o", markerfacecolor=face, markeredgecolor=edge,
                 markersize=size, markeredgewidth=min(1.0, size / 4), label=what if parts_labelled else None, zorder=4,
             )  # fmt: skip

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from scalerl_jax.scaling import noise
+from scalerl_jax.scaling import binning, noise
 
 PARAMETERS = 3  # A, B, C_mid
 
@@ -15,7 +15,7 @@ class TooFewPoints(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """N points used, all of compute above 0, and what is known of R0."""
+    """N points used, all of compute above 0, and what is known of R0. A point is a row, or a bin of them."""
 
     compute: np.ndarray  # [N]
     reward: np.ndarray  # [N]
@@ -26,25 +26,37 @@ class Points:
     initial_mode: str  # exact: given as a number | measured: the rows at 0, held fixed | free: fitted
     initial_rows: int  # rows at compute 0
     initial_counts: noise.Counts | None  # of those rows
+    most: float  # compute of the last row used
+    binned: np.ndarray | None = None  # [N] rows behind each point, where there were too many (binning.py)
+    scatter: float = 0.0  # sum of squares of the rows around the means of their bins, times trials_weight
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[N] behind each point."""
+        return np.ones(len(self.compute)) if self.binned is None else self.binned.astype(np.float64)
+
+    @property
+    def _mean_trials(self) -> float:
+        """Of a row."""
+        assert self.counts is not None
+        return float(self.counts.total.sum() / self.rows.sum())
 
     @property
     def trials_weight(self) -> np.ndarray:
-        """[N] of mean 1: trials over their mean; equal evaluations all weigh 1, as in the paper."""
-        if self.counts is None:
-            return np.ones(len(self.compute))
-        return self.counts.total / self.counts.total.mean()
+        """[N] of mean 1 a row: trials over their mean; equal evaluations all weigh 1, as in the paper."""
+        return self.rows if self.counts is None else self.counts.total / self._mean_trials
 
     @property
     def initial_trials_weight(self) -> float:
         """Of the rows at compute 0 on the scale of trials_weight."""
         if self.counts is None or self.initial_counts is None:
             return float(self.initial_rows)
-        return float(self.initial_counts.total.sum() / self.counts.total.mean())
+        return float(self.initial_counts.total.sum() / self._mean_trials)
 
     @property
     def variance(self) -> np.ndarray:
-        """[N] of the scores with the prompts fixed; 1 without counts."""
-        return np.ones(len(self.compute)) if self.counts is None else self.counts.variance()
+        """[N] of the scores with the prompts fixed; that of a row is 1 without counts."""
+        return 1 / self.rows if self.counts is None else self.counts.variance()
 
     @property
     def initial_variance(self) -> float:
@@ -54,7 +66,7 @@ class Points:
         if not self.initial_rows:
             return np.inf
         if self.initial_counts is None:
-            return float(np.mean(self.variance)) / self.initial_rows
+            return 1.0 / self.initial_rows
         return float(np.sum(self.initial_counts.variance())) / self.initial_rows**2
 
     @property
@@ -68,7 +80,16 @@ class Points:
     def degrees(self) -> float:
         """Degrees of freedom of the residuals; the measured R0 is a point and a parameter."""
         without_rows = self.initial_mode == "free" and not self.initial_rows
-        return float(len(self.compute) - PARAMETERS - without_rows)
+        heard = len(self.compute) if self.counts is not None else self.rows.sum()
+        return float(heard - PARAMETERS - without_rows)
+
+    @property
+    def inner_squares(self) -> float:
+        """What the rows of bins add to the sum of squares whose weights are 1 / variance.
+
+        With counts nothing: these tell of the noise, and the bins' scores are as many residuals as are needed.
+        """
+        return self.scatter if self.counts is None else 0.0
 
 
 def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts, run) -> Points:
@@ -99,7 +120,8 @@ def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts,
     else:
         if len(run) != len(compute):
             raise ValueError(f"run: expected {len(compute)} labels, have {len(run)}")
-        labels = np.unique([str(label) for label in run], return_inverse=True)[1]
+        whole = isinstance(run, np.ndarray) and run.dtype.kind == "i"
+        labels = np.unique(run if whole else [str(label) for label in run], return_inverse=True)[1].reshape(-1)
 
     if isinstance(fit_until, str):
         if fit_until != "half":
@@ -134,7 +156,7 @@ def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts,
         initial = float(np.average(reward[start], weights=weights))
     else:
         initial = float(reward[used].min())
-    return Points(
+    points = Points(
         compute=compute[used],
         reward=reward[used],
         counts=None if counts is None else counts.rows(used),
@@ -144,4 +166,26 @@ def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts,
         initial_mode=mode,
         initial_rows=rows,
         initial_counts=initial_counts,
+        most=float(compute[used].max()),
+    )
+    return points if len(points.compute) <= binning.MOST_POINTS else _put_together(points)
+
+
+def _put_together(points: Points) -> Points:
+    bins = binning.make_bins(points.compute, points.run)
+    weight = points.trials_weight
+    of_bin = bins.sums(weight)
+    reward = bins.sums(weight * points.reward) / of_bin
+    counts = None
+    if points.counts is not None:
+        counts = noise.Counts(bins.sums(points.counts.passes), bins.sums(points.counts.trials))
+    first = np.unique(bins.of_row, return_index=True)[1]
+    return dataclasses.replace(
+        points,
+        compute=np.exp(bins.sums(weight * np.log(points.compute)) / of_bin),
+        reward=reward,
+        counts=counts,
+        run=points.run[first],
+        binned=bins.rows,
+        scatter=float(np.sum(weight * (points.reward - reward[bins.of_row]) ** 2)),
     )

@@ -67,7 +67,8 @@ def draw_curves(points: Points, *, count: int, seed: int) -> Curves:
     log_range = np.array([data.log_compute.min() - 3.0, data.log_compute.max() + 4.0])
     levels = (np.arange(_DISPERSIONS) + 0.5) / _DISPERSIONS
     factors = degrees / scipy.stats.chi2.ppf(levels, degrees)
-    noise = _Noise(np.float64(points.belief), np.float64(degrees), np.float64(_LEAST_VARIANCE / variance), factors)
+    heard = points.belief + points.inner_squares
+    noise = _Noise(np.float64(heard), np.float64(degrees), np.float64(_LEAST_VARIANCE / variance), factors)
     with double_precision():
         each = -(-count // _DISPERSIONS)
         drawn = jax.device_get(_draw(data, noise, log_range, jax.random.key(seed), each))
@@ -78,7 +79,7 @@ def draw_curves(points: Points, *, count: int, seed: int) -> Curves:
 class _Noise(NamedTuple):
     """What the dispersion is made of."""
 
-    belief: jax.Array  # nu_0
+    belief: jax.Array  # nu_0, and the squares of rows around the means that are fitted
     degrees: jax.Array  # nu_0 + those of the residuals
     least: jax.Array
     factors: jax.Array  # [phi] its values over their scale

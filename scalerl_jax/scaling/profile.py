@@ -27,6 +27,7 @@ LOG_COMPUTE_RANGE = 7.0  # an interval of C_mid is open that far beyond the data
 _BISECTIONS = 16
 _STEPS = 15  # of the search at each value; the next value goes on from there
 _BAND_CELLS = 64  # per axis
+_BAND_BATCH = 256  # of these cells at a time
 
 
 class Profile(NamedTuple):
@@ -149,7 +150,8 @@ def band(log_compute, shapes, data: Data, constraint: Constraint, best: Solution
         high = jnp.where(left >= 0, jnp.clip(centre + reach, floor, ceiling), -jnp.inf)
         return low, high
 
-    low, high = jax.vmap(of_shape)(shapes)
+    # A few shapes at a time: all of them with all points are gigabytes.
+    low, high = jax.lax.map(of_shape, shapes, batch_size=_BAND_BATCH)
     t = jax.nn.sigmoid(jnp.exp(best.shape[0]) * (log_compute - best.shape[1]))
     curve = best.initial_reward * (1 - t) + best.asymptote * t
     return jnp.minimum(jnp.min(low, axis=0), curve), jnp.maximum(jnp.max(high, axis=0), curve)

@@ -1,177 +1,96 @@
-"""Evaluations out of files: CSV, TSV, JSONL, run folders, TensorBoard event folders, Weights & Biases exports.
+"""Runs out of tables: which rows are whose, what each was evaluated at, in order of compute.
 
-Every source becomes a Table: named columns of text or numbers, and where each row stands. Cells that are empty are
-metrics not logged at that step, and their rows are left out; anything else that is no number is the user's mistake, and
-is said with file and row. A run folder of ours (it holds evals.jsonl) brings its counts along.
+    rows without a score     metrics not logged at that step: left out
+    NaN                      left out, and said how many
+    rows out of order        sorted, and said
+    repeated compute         --duplicates: "last" of them, their "mean", or an error that says which it looks like
+
+Anything else that is no number is the user's mistake, and is said with file and row. A run folder of ours (it holds
+evals.jsonl) brings its counts along; the log of transformers' trainers is read by its steps.
 """
 
-import csv
 import dataclasses
 import difflib
-import io
-import json
-import math
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from scalerl_jax.scaling import tfevents
+from scalerl_jax.scaling import cells as cells_lib
+from scalerl_jax.scaling import repeats, tfevents
+from scalerl_jax.scaling.cells import BAD, BLANK, NAN
+from scalerl_jax.scaling.repeats import DUPLICATES as DUPLICATES
+from scalerl_jax.scaling.tables import RUN_FOLDER_FILE as RUN_FOLDER_FILE
+from scalerl_jax.scaling.tables import TRAINER_STATE_FILE, InputError, Table, read_table
 
-RUN_FOLDER_FILE = "evals.jsonl"
 RUN_FOLDER_X = "device_hours"
 RUN_FOLDER_Y = "pass_rate"
-
-
-class InputError(ValueError):
-    """A mistake in a file or in what was asked of it: one line, naming the file and the row or the column."""
+_TIMES = ("time", "_timestamp", "timestamp", "wall_time", "Wall time")  # columns that tell when a row was written
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
-    source: str
-    columns: tuple[str, ...]
-    rows: list[dict[str, Any]]
-    places: list[str]  # of each row, for messages: "FILE: line 3"
+class Places(Sequence[str]):
+    """Where rows stand, for messages: made when asked for."""
+
+    table: Table
+    rows: np.ndarray  # [N] of the table
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at):
+        return self.table.place(int(self.rows[at]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluations:
-    """One run as it was read: N rows with both x and y, compute in the file's unit, y as it stands there."""
+    """One run as it was read: N rows with both x and y in order of x, compute in the file's unit, y as it stands there.
+
+    remarks: what was done to the rows, a line each.
+    """
 
     name: str
     source: str
     seed: str
-    compute: np.ndarray  # [N]
+    compute: np.ndarray  # [N] increasing
     reward: np.ndarray  # [N]
     passes: np.ndarray | None  # [N, prompts] or None
     trials: np.ndarray | None  # [N, prompts]
-    places: list[str]
+    places: Sequence[str]
+    remarks: tuple[str, ...] = ()
 
 
-def read_table(path: str) -> Table:
-    """Raises InputError where the file is missing or is none of the formats."""
-    if os.path.isdir(path):
-        ours = os.path.join(path, RUN_FOLDER_FILE)
-        if os.path.isfile(ours):
-            return _json_lines(ours)
-        found = tfevents.event_files(path)
-        if not found:
-            raise InputError(f"{path}: holds neither {RUN_FOLDER_FILE} nor TensorBoard event files")
-        return _events(path, found)
-    if not os.path.isfile(path):
-        raise InputError(f"{path}: no such file or folder")
-    if tfevents.is_event_file(path):
-        return _events(path, [path])
-    ending = os.path.splitext(path)[1].lower()
-    if ending in (".jsonl", ".ndjson"):
-        return _json_lines(path)
-    if ending in (".csv", ".tsv"):
-        return _separated(path, "\t" if ending == ".tsv" else ",")
-    raise InputError(f"{path}: is not .csv, .tsv, .jsonl, a run folder or a TensorBoard event file")
+class _Columns:
+    """The columns of one table as numbers, each converted once."""
 
-
-def _text(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            raw = file.read()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8 text") from None
-
-
-def _separated(path: str, separator: str) -> Table:
-    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=separator)
-    try:
-        lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
-    except csv.Error as error:
-        raise InputError(f"{path}: line {reader.line_num}: {error}") from None
-    if not lines:
-        raise InputError(f"{path}: is empty")
-    header = tuple(cell.strip() for cell in lines[0][1])
-    if all(_is_number(cell) or not cell for cell in header):
-        raise InputError(f"{path}: line {lines[0][0]} is no header: it holds numbers, not the names of the columns")
-    twice = sorted(name for name in set(header) if header.count(name) > 1)
-    if twice:
-        raise InputError(f"{path}: column {twice[0]!r} appears twice in the header")
-    rows, places = [], []
-    for line, cells in lines[1:]:
-        if len(cells) != len(header):
-            raise InputError(f"{path}: line {line}: {len(cells)} cells, but the header has {len(header)}")
-        rows.append({name: cell.strip() for name, cell in zip(header, cells)})
-        places.append(f"{path}: line {line}")
-    if not rows:
-        raise InputError(f"{path}: has no rows below its header")
-    return Table(path, header, rows, places)
-
-
-def _json_lines(path: str) -> Table:
-    rows, places = [], []
-    for line, text in enumerate(_text(path).split("\n"), start=1):
-        if not text.strip():
-            continue
+    def __init__(self, table: Table, numeric: Sequence[str]):
+        self.table = table
+        texts = (cell for name in numeric for cell in table.cells.get(name, ()))
         try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}: line {line}: is not JSON: {error.msg}") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{path}: line {line}: is not a JSON object")
-        rows.append(row)
-        places.append(f"{path}: line {line}")
-    if not rows:
-        raise InputError(f"{path}: is empty")
-    columns = tuple(dict.fromkeys(name for row in rows for name in row))
-    return Table(path, columns, rows, places)
+            self._comma = cells_lib.decimal_comma(texts, commas_between=table.separator == ",")
+        except cells_lib.AmbiguousComma as error:
+            raise InputError(f"{table.source}: {error}") from None
+        self._made: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
+    def get(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers and states [N] of a column."""
+        if name not in self._made:
+            self._made[name] = cells_lib.numbers(self.table.cells[name], comma=self._comma)
+        return self._made[name]
 
-def _events(path: str, files: list[str]) -> Table:
-    try:
-        scalars = tfevents.read_scalars(files)
-    except tfevents.EventFileError as error:
-        raise InputError(str(error)) from None
-    if not scalars:
-        raise InputError(f"{path}: the event files hold no scalars")
-    steps = sorted({step for series in scalars.values() for step in series})
-    rows = [
-        {"step": step, **{tag: series[step] for tag, series in scalars.items() if step in series}} for step in steps
-    ]
-    return Table(path, ("step", *scalars), rows, [f"{path}: step {step}" for step in steps])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
-
-
-def _number(value: Any, *, place: str, column: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise InputError(f"{place}: column {column!r}: {json.dumps(value)[:40]} is not a number")
-    try:
-        number = float(value)
-    except ValueError:
-        raise InputError(f"{place}: column {column!r}: {value!r} is not a number") from None
-    if not math.isfinite(number):
-        raise InputError(f"{place}: column {column!r}: {value} is not a finite number")
-    return number
+    def bad(self, name: str, row: int) -> InputError:
+        what = cells_lib.complaint(self.table.cells[name][row])
+        return InputError(f"{self.table.place(row)}: column {name!r}: {what}")
 
 
 def _require(table: Table, column: str, flag: str) -> None:
+    if column in table.twice:
+        raise InputError(f"{table.source}: column {column!r} appears twice in the header")
     if column in table.columns:
         return
     near = difflib.get_close_matches(column, table.columns, n=3, cutoff=0.5)
     near += [name for name in table.columns if column.lower() in name.lower() and name not in near][:3]
-    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"it has: {', '.join(table.columns[:12])}"
+    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"it has: {table.listed()}"
     raise InputError(f"{table.source}: no column {column!r} (--{flag}); {hint}")
 
 
@@ -185,114 +104,191 @@ def read_runs(
     seeds_by_folder: bool = False,
     passes_column: str | None = None,
     trials_column: str | None = None,
+    duplicates: str = "error",
 ) -> list[Evaluations]:
     """One Evaluations for each run and seed, in the order of the files. Raises InputError.
 
-    x, y: columns; None is allowed for run folders only. run_column, seed_column: columns that tell runs, and seeds of a
-    run, apart within a file. seeds_by_folder: files of one folder are seeds of one run, which is named by the folder.
-    passes_column, trials_column: counts of each row.
+    x, y: columns; None is allowed for run folders only (and x for trainer_state.json). run_column, seed_column: columns
+    that tell runs, and seeds of a run, apart within a file. seeds_by_folder: files of one folder are seeds of one run,
+    which is named by the folder. passes_column, trials_column: counts of each row. duplicates: one of DUPLICATES.
     """
+    assert duplicates in DUPLICATES
     runs = []
+    asked = {x, y, run_column, seed_column, passes_column, trials_column, "passes", "samples", *_TIMES}
+
     for path in paths:
-        table = read_table(path)
+
+        def wanted(name: str) -> bool:
+            return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_Y, "step") or name.endswith(f" - {y}")
+
+        table = read_table(path, wanted)
         ours = os.path.basename(table.source) == RUN_FOLDER_FILE
-        x_here, y_here = x or (RUN_FOLDER_X if ours else None), y or (RUN_FOLDER_Y if ours else None)
+        logged = os.path.basename(table.source) == TRAINER_STATE_FILE
+        x_here = x or (RUN_FOLDER_X if ours else "step" if logged else None)
+        y_here = y or (RUN_FOLDER_Y if ours else None)
         if x_here is None or y_here is None:
             flag = "x" if x_here is None else "y"
-            raise InputError(f"{table.source}: --{flag} is needed; the columns are {', '.join(table.columns[:12])}")
-        name, seed = _label(path, seeds_by_folder)
+            raise InputError(f"{table.source}: --{flag} is needed; the columns are {table.listed()}")
+        name, seed = _label(table.source if logged else path, seeds_by_folder)
         wide = [c for c in table.columns if c.endswith(f" - {y_here}")]
         if wide and y_here not in table.columns:
             # The table that the charts of Weights & Biases export: one column for each run, "RUN - METRIC".
             _require(table, x_here, "x")
+            columns = _Columns(table, (x_here, *wide))
             for column in wide:
                 one = column.removesuffix(f" - {y_here}")
-                runs.append(_one_run(table, range(len(table.rows)), x_here, column, one, seed, None))
+                every = np.arange(len(table))
+                runs.append(_one_run(columns, every, x_here, column, one, seed, None, duplicates))
+            table.cells.clear()
             continue
-        for flag, column in (
+        for flag, asked_for in (
             ("x", x_here), ("y", y_here), ("run_column", run_column), ("seed_column", seed_column),
             ("passes", passes_column), ("trials", trials_column),
         ):  # fmt: skip
-            if column is not None:
-                _require(table, column, flag)
+            if asked_for is not None:
+                _require(table, asked_for, flag)
         counts = None if passes_column is None or trials_column is None else (passes_column, trials_column)
         if ours and y_here == RUN_FOLDER_Y and counts is None and {"passes", "samples"} <= set(table.columns):
             counts = ("passes", "samples")
-        groups: dict[tuple[str, str], list[int]] = {}
-        for index, row in enumerate(table.rows):
-            label = (
-                name if run_column is None else _cell(row, run_column, table.places[index]),
-                seed if seed_column is None else _cell(row, seed_column, table.places[index]),
-            )
-            groups.setdefault(label, []).append(index)
-        for (of_run, of_seed), chosen in groups.items():
-            runs.append(_one_run(table, chosen, x_here, y_here, of_run, of_seed, counts))
+        columns = _Columns(table, (x_here, y_here, *(counts or ())))
+        for (of_run, of_seed), chosen in _by_label(table, run_column, seed_column, name, seed).items():
+            runs.append(_one_run(columns, chosen, x_here, y_here, of_run, of_seed, counts, duplicates))
+        table.cells.clear()  # they have become numbers; the table goes on to say where rows stand
     return runs
 
 
-def _cell(row: dict[str, Any], column: str, place: str) -> str:
-    if _blank(row.get(column)):
-        raise InputError(f"{place}: column {column!r} is empty")
-    return str(row[column])
+def _by_label(
+    table: Table, run_column: str | None, seed_column: str | None, name: str, seed: str
+) -> dict[tuple[str, str], np.ndarray]:
+    """The rows of each run and seed, in order."""
+    if run_column is None and seed_column is None:
+        return {(name, seed): np.arange(len(table))}
+    labels = []
+    for column, one in ((run_column, name), (seed_column, seed)):
+        cells = [one] * len(table) if column is None else table.cells[column]
+        for row, cell in enumerate(cells if column is not None else ()):
+            if cell is None or (isinstance(cell, str) and not cell.strip()):
+                raise InputError(f"{table.place(row)}: column {column!r} is empty")
+        labels.append(cells)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for row, label in enumerate(zip(*labels)):
+        groups.setdefault(label, []).append(row)
+    merged: dict[tuple[str, str], list[int]] = {}
+    for (of_run, of_seed), rows in groups.items():
+        merged.setdefault((str(of_run).strip(), str(of_seed).strip()), []).extend(rows)
+    return {label: np.array(rows) for label, rows in merged.items()}
 
 
 def _label(path: str, seeds_by_folder: bool) -> tuple[str, str]:
     """Run and seed of a file by its place."""
     whole = os.path.abspath(path)
-    if tfevents.is_event_file(whole) or os.path.basename(whole) == RUN_FOLDER_FILE:
+    if tfevents.is_event_file(whole) or os.path.basename(whole) in (RUN_FOLDER_FILE, TRAINER_STATE_FILE):
         whole = os.path.dirname(whole)
-    stem = os.path.basename(whole) if os.path.isdir(whole) else os.path.splitext(os.path.basename(whole))[0]
+        parent = os.path.dirname(whole)
+        if os.path.basename(path) == TRAINER_STATE_FILE and os.path.basename(whole).startswith("checkpoint-"):
+            whole = parent  # every checkpoint is of the run around it
+    stem = os.path.basename(whole)
+    if not os.path.isdir(whole):
+        stem = os.path.splitext(stem.removesuffix(".gz"))[0]
     return (os.path.basename(os.path.dirname(whole)), stem) if seeds_by_folder else (stem, "")
 
 
 def _one_run(
-    table: Table, chosen: Iterable[int], x: str, y: str, name: str, seed: str, counts: tuple[str, str] | None
+    columns: _Columns,
+    chosen: np.ndarray,
+    x: str,
+    y: str,
+    name: str,
+    seed: str,
+    counts: tuple[str, str] | None,
+    duplicates: str,
 ) -> Evaluations:
-    compute: list[float] = []
-    reward: list[float] = []
-    places: list[str] = []
-    passed: list[list[float]] = []
-    tried: list[list[float]] = []
-    for index in chosen:
-        row, place = table.rows[index], table.places[index]
-        if _blank(row.get(y)):
-            continue
-        if _blank(row.get(x)):
-            raise InputError(f"{place}: column {x!r} is empty, but {y!r} is not")
-        compute.append(_number(row[x], place=place, column=x))
-        reward.append(_number(row[y], place=place, column=y))
-        places.append(place)
-        if compute[-1] < 0:
-            raise InputError(f"{place}: column {x!r}: {compute[-1]:g} is below 0")
-        if len(compute) > 1 and compute[-1] <= compute[-2]:
-            raise InputError(
-                f"{place}: column {x!r}: {compute[-1]:g} does not increase on the row before ({compute[-2]:g}); "
-                "several runs in one file are told apart by --run_column or --seed_column"
-            )
-        if counts is not None:
-            passed.append(_count(row, counts[0], place))
-            tried.append(_count(row, counts[1], place))
-    if not compute:
+    """chosen: [M] rows of the table that are this run's."""
+    table = columns.table
+    (compute, of_x), (reward, of_y) = columns.get(x), columns.get(y)
+    rows = chosen[of_y[chosen] != BLANK]
+    if not rows.size:
         raise InputError(f"{table.source}: no row has a value in column {y!r}")
-    passes, trials = (None, None) if counts is None else _arrays(table.source, passed, tried)
-    return Evaluations(name, table.source, seed, np.array(compute), np.array(reward), passes, trials, places)
+    for column, state in ((x, of_x), (y, of_y)):
+        if (state[rows] == BAD).any():
+            raise columns.bad(column, int(rows[np.argmax(state[rows] == BAD)]))
+    empty = of_x[rows] == BLANK
+    if empty.any():
+        raise InputError(f"{table.place(int(rows[np.argmax(empty)]))}: column {x!r} is empty, but {y!r} is not")
+    remarks = []
+    # A label tells runs of one file apart, the file's own name does not have to be said twice.
+    of_whom = table.source if len(chosen) == len(table) else f"{table.source}: {name}{f', {seed}' if seed else ''}"
+    nan = (of_x[rows] == NAN) | (of_y[rows] == NAN)
+    if nan.any():
+        where = " and ".join(repr(c) for c, state in ((x, of_x), (y, of_y)) if (state[rows] == NAN).any())
+        if nan.all():
+            raise InputError(f"{of_whom}: every row that has a value in column {y!r} has NaN in {where}")
+        remarks.append(f"{of_whom}: {int(nan.sum())} of {len(rows)} rows are left out: NaN in {where}")
+        rows = rows[~nan]
+    if (compute[rows] < 0).any():
+        row = int(rows[np.argmax(compute[rows] < 0)])
+        raise InputError(f"{table.place(row)}: column {x!r}: {compute[row]:g} is below 0")
+
+    times = next((columns.get(c)[0] for c in _TIMES if c in table.cells and c != x), None)
+    found = repeats.in_order(compute[rows], reward[rows], None if times is None else times[rows])
+    passes, trials = (None, None) if counts is None else _counts(columns, rows, counts)
+    if found.repeated.any():
+        if duplicates == "error":
+            first, again = (int(rows[at]) for at in found.first_pair)
+            value = f"{compute[again]:g}"
+            raise InputError(
+                f"{table.place(again)}: column {x!r}: {value} is there already, in {table.unit} "
+                f"{table.numbers[first]}{f' ({name})' if len(chosen) < len(table) else ''}; {found.looks_like(x)}"
+            )
+        count = int(found.repeated.sum())
+        what = {"last": "the last of each is kept", "mean": "their mean is taken"}[duplicates]
+        remarks.append(f"{of_whom}: {count} rows repeat a value of {x!r}; {what} (--duplicates={duplicates})")
+    elif found.descents:
+        remarks.append(
+            f"{of_whom}: column {x!r} goes back {found.descents} times; the rows were sorted by it "
+            "(several runs in one file are told apart by --run_column or --seed_column)"
+        )
+    kept, one_reward, passes, trials = repeats.without(found, duplicates, reward[rows], passes, trials)
+    rows = rows[kept]
+    return Evaluations(
+        name, table.source, seed, compute[rows], one_reward, passes, trials, Places(table, rows), tuple(remarks)
+    )
 
 
-def _count(row: dict[str, Any], column: str, place: str) -> list[float]:
-    """A number, or a list with one for each prompt."""
-    value = row.get(column)
-    if _blank(value):
-        raise InputError(f"{place}: column {column!r} is empty")
-    values = value if isinstance(value, list) else [value]
-    return [_number(v, place=place, column=column) for v in values]
-
-
-def _arrays(source: str, passed: list[list[float]], tried: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """[N, prompts] each; one trials for a row is that of each of its prompts."""
-    for p, t in zip(passed, tried):
+def _counts(columns: _Columns, rows: np.ndarray, counts: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Passes and trials of the rows, [N, prompts] each; one trials for a row is that of each of its prompts."""
+    table = columns.table
+    if not any(list in set(map(type, table.cells[column])) for column in counts):
+        both = []
+        for column in counts:
+            values, state = columns.get(column)
+            wrong = state[rows] != cells_lib.GOOD
+            if wrong.any():
+                row = int(rows[np.argmax(wrong)])
+                if state[row] == BLANK:
+                    raise InputError(f"{table.place(row)}: column {column!r} is empty")
+                raise columns.bad(column, row)
+            both.append(values[rows][:, None])
+        return both[0], both[1]
+    passed, tried = ([_list(columns, int(row), column) for row in rows] for column in counts)
+    for row, p, t in zip(rows, passed, tried):
         if len(t) not in (1, len(p)):
-            raise InputError(f"{source}: passes and trials do not have one number for each prompt")
+            raise InputError(f"{table.place(int(row))}: passes and trials do not have one number for each prompt")
     tried = [t if len(t) == len(p) else t * len(p) for p, t in zip(passed, tried)]
     if len({len(p) for p in passed}) > 1:  # not the same prompts in every evaluation: only totals can be compared
         passed, tried = [[sum(p)] for p in passed], [[sum(t)] for t in tried]
     return np.array(passed), np.array(tried)
+
+
+def _list(columns: _Columns, row: int, column: str) -> list[float]:
+    """A number, or a list with one for each prompt."""
+    table = columns.table
+    value = table.cells[column][row]
+    place = f"{table.place(row)}: column {column!r}"
+    values, state = cells_lib.numbers(value if isinstance(value, list) else [value])
+    if not len(values) or (state == BLANK).any():
+        raise InputError(f"{place} is empty")
+    if (state != cells_lib.GOOD).any():
+        at = int(np.argmax(state != cells_lib.GOOD))
+        raise InputError(f"{place}: {cells_lib.complaint(value[at] if isinstance(value, list) else value)}")
+    return values.tolist()

@@ -21,6 +21,10 @@ from scalerl_jax.scaling.least_squares import Data
 from scalerl_jax.scaling.points import Points
 from scalerl_jax.scaling.precision import double_precision
 
+_DRAWN = ("reward", "weight", "initial")  # fields of Data that lead by the resamples
+_NUMBERS_AT_ONCE = 4_000_000  # resamples x points
+_INITIAL_DRAWS = 64  # rows at compute 0 that are drawn one by one; a mean of more is as their mean, narrower
+
 _refit = jax.jit(
     jax.vmap(least_squares.search_from_best, in_axes=(None, Data(None, 0, 0, 0, None), None, None)),
 )
@@ -45,7 +49,14 @@ def bootstrap(
     resampled = data._replace(reward=np.pad(reward, pad), weight=np.pad(weight, pad), initial=initial)
     with double_precision():
         start = np.log(np.asarray(estimate[1:3]))
-        found = jax.device_get(_refit(cells, resampled, least_squares.free(), start))
+        # So many at a time that their curves at all points stay far below a gigabyte.
+        at_once = max(1, min(count, _NUMBERS_AT_ONCE // resampled.reward.shape[1]))
+        parts = []
+        for begin in range(0, count, at_once):
+            chosen = np.arange(begin, begin + at_once) % count  # the last part is filled up, so that one size compiles
+            part = resampled._replace(**{name: getattr(resampled, name)[chosen] for name in _DRAWN})
+            parts.append(jax.device_get(_refit(cells, part, least_squares.free(), start)))
+        found = jax.tree.map(lambda *fields: np.concatenate(fields)[:count], *parts)
     with np.errstate(over="ignore"):
         samples = np.column_stack([found.asymptote, np.exp(found.shape), found.initial_reward])
     if len(runs) > 1:
@@ -79,11 +90,15 @@ def draw_scores(points: Points, estimate, rng, count: int, population: bool) -> 
         return np.clip(reward, 0.0, 1.0), np.clip(initial, 0.0, 1.0)
     asymptote, exponent, midpoint, start = estimate
     curve = start + (asymptote - start) / (1 + (midpoint / points.compute) ** exponent)
-    residual = points.reward - curve
-    residual = (residual - residual.mean()) * np.sqrt(len(residual) / max(points.degrees, 1.0))
-    reward = curve + rng.choice(residual, size=(count, len(residual)))
+    spread = np.sqrt(points.variance)  # of a point that is a mean of n rows: 1 / sqrt(n) of a row's
+    residual = (points.reward - curve) / spread
+    freedom = points.degrees if points.binned is None else points.degrees - points.rows.sum() + len(residual)
+    residual = (residual - residual.mean()) * np.sqrt(len(residual) / max(freedom, 1.0))
+    reward = curve + spread * rng.choice(residual, size=(count, len(residual)))
     if measured:
-        initial = initial + rng.choice(residual, size=(count, points.initial_rows)).mean(axis=1)
+        drawn = min(points.initial_rows, _INITIAL_DRAWS)
+        moved = rng.choice(residual, size=(count, drawn)).mean(axis=1)
+        initial = initial + moved * np.sqrt(drawn / points.initial_rows)
     return reward, np.clip(initial, 0.0, 1.0)
 
 

@@ -69,7 +69,7 @@ def refit(points: Points, asymptote: float, *, grid: str = "auto") -> Slope:
         ssr = float(solution.cost)
     intervals = [_exponent_interval(points, constraint, level) for level in (0.95, 0.90)]
     wide, narrow = [(min(low, exponent), max(high, exponent)) for low, high in intervals]
-    return Slope(asymptote, exponent, midpoint, initial, ssr, wide, narrow)
+    return Slope(asymptote, exponent, midpoint, initial, ssr + points.scatter, wide, narrow)
 
 
 def _exponent_interval(points: Points, constraint, level: float) -> tuple[float, float]:
@@ -77,7 +77,7 @@ def _exponent_interval(points: Points, constraint, level: float) -> tuple[float,
     degrees = points.degrees + points.belief + 1  # A is not fitted
     with double_precision():
         best = _search(fit_module.search_cells(data.log_compute), data, constraint, _ROWS)
-        dispersion = (points.belief + float(best.cost)) / degrees
+        dispersion = (points.belief + float(best.cost) + points.inner_squares) / degrees
         rise = min(profile.threshold(level, dispersion, degrees), 1e12)
         margin = profile.LOG_COMPUTE_RANGE
         log_range = np.array([data.log_compute.min() - margin, data.log_compute.max() + margin])

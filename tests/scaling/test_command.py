@@ -57,9 +57,10 @@ def test_half_of_published_runs_tells_their_end(folder):
     assert "8gen: the fitted curve never reaches 0.6" in done.stdout
     assert fits["ScaleRL"]["identified"] and not fits["bs2048"]["identified"]
     assert re.search(r"ScaleRL +0\.610 \[0\.610, 0\.610\] +±0\.02 ", done.stdout)
-    assert "ScaleRL: these points tell A: 0.610 to 0.610 (95 %), and 0.02 either way between seeds.\n" in done.stdout
+    assert "ScaleRL: A is identified: 0.610 to 0.610 (95 %), and 0.02 either way between seeds.\n" in done.stdout
     assert re.search(
-        r"\nbs2048: these points do not tell A: .* fit as well; evaluations up to about 1\d000 would tell", done.stdout
+        r"\nbs2048: A is not identified yet: .* fit as well; evaluations up to about 1\d000 would identify it",
+        done.stdout,
     )
     assert (folder / "out/table/fit.png").read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in (folder / "out/table/fit.svg").read_text()
@@ -131,7 +132,7 @@ def test_bootstrap_over_the_prompts_too(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_said(folder, monkeypatch):
     (folder / "file").write_text("")
-    with pytest.raises(UserError, match="--out=file/below: Not a directory"):
+    with pytest.raises(UserError, match=r"--out=file/below: .*file is not a folder"):
         run_here(monkeypatch, folder, ["rewards.tsv"], x="seconds", y="reward", out="file/below")
 
 
@@ -145,7 +146,11 @@ def test_a_mistake_ends_with_code_2_one_line_and_no_file(folder):
 @pytest.mark.parametrize(
     ("paths", "given", "said"),
     [
-        (["table.csv"], {"x": "gpu_hours", "y": "accuracy"}, r"table.csv: line 67: .* does not increase"),
+        (
+            ["table.csv"],
+            {"x": "gpu_hours", "y": "accuracy"},
+            r"table.csv: line 67: .* several runs in one file: .*--run_column",
+        ),
         (["rewards.tsv"], {"y_scale": "accuracy"}, r"rewards.tsv: line 2: accuracy -0.2 is outside its range, 0 to 1"),
         (["rewards.tsv"], {"burn_in": 1e9}, r"rewards.tsv: 0 points of different compute"),
         (["rewards.tsv"], {"x_unit": "s:FLOP"}, "no conversion"),
@@ -175,3 +180,38 @@ def test_every_mistake_is_named(folder, monkeypatch, paths, given, said):
             fit.main(paths)
     assert "\n" not in str(caught.value)
     assert not (folder / "out/never").exists()
+
+
+def test_a_run_that_does_not_rise_is_named_as_what_it_is(tmp_path, monkeypatch, capsys):
+    rng = np.random.default_rng(0)
+    noise = 0.004 * rng.standard_normal(len(COMPUTE))
+    for name, scores in {
+        "rising": curve(COMPUTE, *TABLE_1["ScaleRL"]) + noise,
+        "flat": 0.4 + noise,
+        "falling": 1 - curve(COMPUTE, *TABLE_1["ScaleRL"]) + noise,
+    }.items():
+        (tmp_path / f"{name}.csv").write_text("x,y\n" + "".join(f"{c},{s:.6f}\n" for c, s in zip(COMPUTE, scores)))
+    fits = run_here(
+        monkeypatch, tmp_path, ["rising.csv", "flat.csv", "falling.csv"], x="x", y="y", r0="fit", target=0.6, out="out"
+    )
+    assert [one["trend"] for one in fits.values()] == ["rising", "flat", "falling"]
+    assert fits["rising"]["asymptote"] == pytest.approx(0.61, abs=0.01)
+    for name in ("flat", "falling"):
+        one = fits[name]
+        assert one["asymptote"] is one["exponent"] is one["midpoint"] is one["held_out_error"] is None
+        assert not one["identified"] and "compute_to_target" not in one
+    said = capsys.readouterr().out
+    assert re.search(r"\nflat: flat: the reward stays near 0\.40\d \(0\.3\d+ to 0\.4\d+\), no rise shows above", said)
+    assert re.search(r"\nfalling: the reward falls from 0\.\d+ to 0\.\d+: no rising sigmoid fits\.\n", said)
+
+
+def test_what_was_done_to_the_rows_is_said(tmp_path, monkeypatch, capsys):
+    scores = curve(COMPUTE, *TABLE_1["ScaleRL"])
+    rows = [f"{c};{s:.6f}".replace(".", ",") for c, s in zip(COMPUTE, scores)]
+    rows = ["compute;score", *rows[10:30], *rows[20:], *rows[:10], "17000,5;NaN"]
+    (tmp_path / "run.csv").write_text("\r\n".join(rows) + "\r\n")
+    fits = run_here(monkeypatch, tmp_path, ["run.csv"], x="compute", y="score", duplicates="last", out="out")
+    assert fits["run"]["points"] == 64 and fits["run"]["asymptote"] == pytest.approx(0.61, abs=1e-3)
+    said = capsys.readouterr().out
+    assert "run.csv: 1 of 76 rows are left out: NaN in 'score'\n" in said
+    assert "run.csv: 10 rows repeat a value of 'compute'; the last of each is kept (--duplicates=last)\n" in said

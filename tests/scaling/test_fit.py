@@ -174,7 +174,7 @@ def test_trials_weigh():
 def test_identified_only_once_the_bend_is_behind():
     early = fit_sigmoid(*noisy_run(row="bs2048", end=8000))
     assert not early.identified
-    assert early.verdict.startswith("these points do not tell A: ")
+    assert early.verdict.startswith("A is not identified yet: ")
     assert "would tell" in early.verdict or "at least twice" in early.verdict
     low, high = early.intervals["asymptote"]
     assert low < 0.645 < high

@@ -1,5 +1,6 @@
 """Every kind of file that scalerl-fit reads, written by the programs that write them."""
 
+import gzip
 import json
 import pathlib
 
@@ -12,7 +13,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT, DT_INT64
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from scalerl_jax.scaling import read, tfevents, units
+from scalerl_jax.scaling import read, tables, tfevents, units
 
 
 def one(path, **options):
@@ -142,13 +143,13 @@ def test_tensorboard_folder(tmp_path):
         ("a.csv", "x,yy\n1,2\n", "no column 'y' (--y); did you mean 'yy'?"),
         ("a.csv", "x,score\n1,2\n", "it has: x, score"),
         ("a.csv", "x,y\n1,many\n", "line 2: column 'y': 'many' is not a number"),
-        ("a.csv", "x,y\n1,nan\n", "line 2: column 'y': nan is not a finite number"),
-        ("a.csv", "x,y\n2,.1\n1,.2\n", "line 3: column 'x': 1 does not increase"),
+        ("a.csv", "x,y\n1,inf\n", "line 2: column 'y': inf is not a finite number"),
+        ("a.csv", "x,y\n1,nan\n", "every row that has a value in column 'y' has NaN in 'y'"),
         ("a.csv", "x,y\n-1,.1\n", "line 2: column 'x': -1 is below 0"),
         ("a.csv", "x,y\n,.1\n", "line 2: column 'x' is empty"),
         ("a.csv", "x,y\n1,\n", "no row has a value in column 'y'"),
         ("a.jsonl", '{"x": 1, "y": 2}\n{"x": 1\n', "line 2: is not JSON"),
-        ("a.jsonl", '{"x": 1, "y": NaN}\n', "line 1: column 'y': nan is not a finite number"),
+        ("a.jsonl", '{"x": 1, "y": Infinity}\n', "line 1: column 'y': inf is not a finite number"),
         ("a.jsonl", '{"x": 1, "y": true}\n', "line 1: column 'y': true is not a number"),
         ("a.jsonl", "[1, 2]\n", "line 1: is not a JSON object"),
         ("a.txt", "x,y\n", "is not .csv"),
@@ -167,11 +168,153 @@ def test_other_mistakes(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"x,y\n1,\xff\n")
     with pytest.raises(read.InputError, match="byte 6 is not UTF-8"):
         one(tmp_path / "a.csv")
-    with pytest.raises(read.InputError, match="holds neither"):
+    with pytest.raises(read.InputError, match="holds none of evals"):
         one(tmp_path)
     (tmp_path / "b.csv").write_text("x,y\n1,2\n")
     with pytest.raises(read.InputError, match="--x is needed; the columns are x, y"):
         one(tmp_path / "b.csv", x=None)
+
+
+def test_rows_out_of_order_are_sorted_and_said(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n3,.3\n1,.1\n2,.2\n")
+    run = one(tmp_path / "a.csv")
+    np.testing.assert_array_equal(run.compute, [1, 2, 3])
+    np.testing.assert_array_equal(run.reward, [0.1, 0.2, 0.3])
+    assert [place.rpartition(": ")[2] for place in run.places] == ["line 3", "line 4", "line 2"]
+    (said,) = run.remarks
+    assert "column 'x' goes back 1 times; the rows were sorted by it" in said and "--run_column" in said
+
+
+def test_nan_is_left_out_and_counted(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,.1\n2,nan\nNaN,.3\n4,\n5,.5\n")
+    run = one(tmp_path / "a.csv")
+    np.testing.assert_array_equal(run.compute, [1, 5])
+    assert run.remarks == (f"{tmp_path}/a.csv: 2 of 4 rows are left out: NaN in 'x' and 'y'",)
+    (tmp_path / "b.jsonl").write_text('{"x": 1, "y": 0.5}\n{"x": 2, "y": NaN}\n{"x": 3}\n')
+    assert one(tmp_path / "b.jsonl").remarks[0].endswith("1 of 2 rows are left out: NaN in 'y'")
+
+
+@pytest.mark.parametrize(
+    ("rows", "looks", "last", "mean"),
+    [
+        ("1,.1\n2,.2\n2,.2\n3,.3\n", "logged again: --duplicates=last", [0.1, 0.2, 0.3], [0.1, 0.2, 0.3]),
+        ("1,.1\n2,.2\n3,.3\n2,.4\n3,.5\n", "a resumed run: --duplicates=last", [0.1, 0.4, 0.5], [0.1, 0.3, 0.4]),
+        ("1,.1\n2,.2\n1,.3\n2,.4\n", "several runs in one file: tell them", [0.3, 0.4], [0.2, 0.3]),
+        ("1,.1\n2,.2\n2,.4\n3,.3\n", "several evaluations at one compute: --dup", [0.1, 0.4, 0.3], [0.1, 0.3, 0.3]),
+    ],
+)
+def test_repeated_compute_says_what_it_looks_like(tmp_path, rows, looks, last, mean):
+    (tmp_path / "a.csv").write_text(f"x,y\n{rows}")
+    with pytest.raises(read.InputError, match=looks) as caught:
+        one(tmp_path / "a.csv")
+    assert "is there already, in line" in str(caught.value) and "\n" not in str(caught.value)
+    np.testing.assert_allclose(one(tmp_path / "a.csv", duplicates="last").reward, last)
+    run = one(tmp_path / "a.csv", duplicates="mean")
+    np.testing.assert_allclose(run.reward, mean)
+    assert "--duplicates=mean" in run.remarks[0]
+
+
+def test_the_latest_by_its_time_is_the_last(tmp_path):
+    """Sorted by step, as an export is: only the times tell which row came of the resumed run."""
+    (tmp_path / "a.csv").write_text("step,y,_timestamp\n1,.1,10\n2,.4,99\n2,.2,20\n3,.5,100\n3,.3,30\n")
+    with pytest.raises(read.InputError, match="written later, which looks like a resumed run"):
+        one(tmp_path / "a.csv", x="step")
+    np.testing.assert_array_equal(one(tmp_path / "a.csv", x="step", duplicates="last").reward, [0.1, 0.4, 0.5])
+
+
+def test_a_mean_of_repeated_rows_sums_their_counts(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y,p,n\n1,.5,1,2\n1,.25,2,8\n2,.5,4,8\n")
+    run = one(tmp_path / "a.csv", passes_column="p", trials_column="n", duplicates="mean")
+    np.testing.assert_array_equal(run.passes, [[3], [4]])
+    np.testing.assert_array_equal(run.trials, [[10], [8]])
+    np.testing.assert_allclose(run.reward, [0.3, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("text", "compute"),
+    [
+        ("x;y\n0,5;0,1\n1234,5;0,2\n", [0.5, 1234.5]),  # decimal commas
+        ("x;y\n500;0,1\n1.500;0,2\n", [500, 1500]),  # and points between thousands
+        ("x;y\n0.5;0.1\n1.5;0.2\n", [0.5, 1.5]),  # semicolons alone change nothing
+        ('x,y\n"1,500",0.1\n"2,500,000",0.2\n', [1500, 2_500_000]),
+        ('x,y\n"1,500",0.1\n', [1500]),  # in a file of commas a quoted one is between thousands
+        ("x\ty\n1e3\t0.1\n1.5E+3\t0.2\n", [1000, 1500]),
+        ('x,y,z,z\r\n1,0.1,"a\r\nb",\r\n\r\n2,0.2,,\r\n', [1, 2]),  # of no concern: columns that are not asked for
+    ],
+)
+def test_how_numbers_are_written(tmp_path, text, compute):
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    run = one(tmp_path / "a.csv")
+    np.testing.assert_array_equal(run.compute, compute)
+    np.testing.assert_array_equal(run.reward, [0.1, 0.2][: len(compute)])
+
+
+def test_a_comma_that_may_be_either_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("x;y\n1,500;0\n")
+    with pytest.raises(read.InputError, match=r"'1,500' may be 1.500 or 1500; write it with a decimal point"):
+        one(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text("x;y\n0,5;0.1\n")
+    with pytest.raises(read.InputError, match=r"line 2: column 'y': '0.1': commas are the decimal marks of this file"):
+        one(tmp_path / "a.csv")
+
+
+def test_the_log_of_transformers_trainers(tmp_path):
+    history = [
+        {"step": 10, "loss": 0.5, "reward": 0.2, "epoch": 0.1},
+        {"step": 10, "eval_reward": 0.25, "eval_runtime": 3.0},
+        {"step": 20, "loss": 0.4, "reward": float("nan")},
+        {"step": 20, "eval_reward": 0.5},
+        {"step": 20, "train_runtime": 9.0, "total_flos": 1e15},
+    ]
+    for step, count in ((5, 1), (20, 5)):
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history[:count]}))
+    for path in (tmp_path / "out", folder, folder / "trainer_state.json"):
+        run = one(path, x=None, y="eval_reward")
+        assert run.name == "out"
+        np.testing.assert_array_equal(run.compute, [10, 20])
+        np.testing.assert_array_equal(run.reward, [0.25, 0.5])
+        assert run.places[1].endswith("trainer_state.json: log entry 4")
+    with pytest.raises(read.InputError, match="--y is needed; the columns are step, loss, reward, epoch, eval_reward"):
+        one(folder, x=None, y=None)
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    with pytest.raises(read.InputError, match="holds neither a log_history"):
+        one(folder, x=None)
+
+
+def test_packed_and_wide_files(tmp_path):
+    text = "x,y\n1,0.1\n2,0.2\n"
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "b.csv").write_bytes(text.replace(",", "\t").encode("utf-16"))  # as a spreadsheet saves "Unicode text"
+    for name in ("a.csv.gz", "b.csv"):
+        run = one(tmp_path / name)
+        assert run.name == name[0]
+        np.testing.assert_array_equal(run.compute, [1, 2])
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode())[:-9])
+    with pytest.raises(read.InputError, match="cannot be unpacked"):
+        one(tmp_path / "a.csv.gz")
+
+
+def test_long_files_are_read_as_short_ones_are(tmp_path, monkeypatch):
+    """Many rows are read at once where they can be: the same rows and mistakes with any size of these blocks."""
+    lines = [f"{n},{n / 100}" for n in range(1, 50)]
+    (tmp_path / "a.csv").write_text("x,y\n" + "\n".join(lines) + "\n")
+    (tmp_path / "gap.csv").write_text("x,y\n" + "\n".join([*lines[:20], "", *lines[20:]]) + "\n")
+    rows = [json.dumps({"x": n, "y": n / 100} | ({"z": 1} if n > 30 else {})) for n in range(1, 50)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:20], "", *rows[20:]]))
+    (tmp_path / "bad.jsonl").write_text("\n".join([*rows[:20], '{"x": 1}, {"x": 2}', *rows[20:]]))
+    (tmp_path / "list.jsonl").write_text("\n".join([*rows[:20], "[1]", *rows[20:]]))
+    for block in (7, 1000):
+        monkeypatch.setattr(tables, "_BLOCK", block)
+        for name, last in (("a.csv", 50), ("gap.csv", 51), ("a.jsonl", 50)):
+            run = one(tmp_path / name)
+            np.testing.assert_allclose(run.reward, np.arange(1, 50) / 100)
+            assert run.places[48].endswith(f"line {last}")
+        with pytest.raises(read.InputError, match="line 21: is not JSON"):
+            one(tmp_path / "bad.jsonl")
+        with pytest.raises(read.InputError, match="line 21: is not a JSON object"):
+            one(tmp_path / "list.jsonl")
 
 
 def test_units():

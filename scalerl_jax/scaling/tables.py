@@ -1,0 +1,289 @@
+"""Tables out of files, a row at a time: CSV, TSV, JSONL, JSON, trainer_state.json, TensorBoard events; also gzipped.
+
+Only the columns that are asked for are kept, each as a list of the cells as they stand, so that a million rows cost
+what their numbers cost. What separates the columns of a CSV file (comma, semicolon, tab) is seen in its header.
+"""
+
+import csv
+import dataclasses
+import gzip
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import numpy as np
+
+from scalerl_jax.scaling import tfevents
+
+RUN_FOLDER_FILE = "evals.jsonl"
+TRAINER_STATE_FILE = "trainer_state.json"  # of transformers' and TRL's trainers, in each checkpoint
+_BLOCK = 16_384  # rows that are read at once
+_LISTED = 12  # columns named in a message
+
+
+class InputError(ValueError):
+    """A mistake in a file or in what was asked of it: one line, naming the file and the row or the column."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    source: str
+    columns: tuple[str, ...]  # all there are
+    cells: dict[str, list[Any]]  # of those that were asked for: N raw cells each, None where there is none
+    numbers: Sequence[int]  # [N] of the line, step or entry of each row
+    unit: str = "line"  # line | step | entry | row
+    separator: str = ","
+    twice: tuple[str, ...] = ()  # columns that a header names more than once
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def place(self, row: int) -> str:
+        return f"{self.source}: {self.unit} {self.numbers[row]}"
+
+    def listed(self) -> str:
+        return ", ".join(self.columns[:_LISTED])
+
+
+Wanted = Callable[[str], bool]
+
+
+def read_table(path: str, wanted: Wanted = lambda name: True) -> Table:
+    """The columns of a file or folder that are wanted. Raises InputError where it is missing or of no known format."""
+    if os.path.isdir(path):
+        ours = os.path.join(path, RUN_FOLDER_FILE)
+        if os.path.isfile(ours):
+            return _json_lines(ours, wanted)
+        state = trainer_state(path)
+        if state:
+            return _json(state, wanted)
+        found = tfevents.event_files(path)
+        if not found:
+            raise InputError(f"{path}: holds none of {RUN_FOLDER_FILE}, {TRAINER_STATE_FILE}, TensorBoard event files")
+        return _events(path, found, wanted)
+    if not os.path.isfile(path):
+        raise InputError(f"{path}: no such file or folder")
+    if tfevents.is_event_file(path):
+        return _events(path, [path], wanted)
+    ending = os.path.splitext(path.removesuffix(".gz"))[1].lower()
+    if ending in (".jsonl", ".ndjson"):
+        return _json_lines(path, wanted)
+    if ending == ".json":
+        return _json(path, wanted)
+    if ending in (".csv", ".tsv"):
+        return _separated(path, wanted, tabs=ending == ".tsv")
+    raise InputError(
+        f"{path}: is not .csv, .tsv, .jsonl, .json (or one of these with .gz), a run folder or a TensorBoard event file"
+    )
+
+
+def trainer_state(folder: str) -> str:
+    """The trainer_state.json of a checkpoint, or of the latest checkpoint in a folder of them; "" without one."""
+    checkpoints = [re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(folder)]
+    steps = sorted((int(found[1]) for found in checkpoints if found), reverse=True)
+    for name in (TRAINER_STATE_FILE, *(os.path.join(f"checkpoint-{step}", TRAINER_STATE_FILE) for step in steps)):
+        if os.path.isfile(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    return ""
+
+
+# ---------------------------------------------------------------------- text
+
+
+def _lines(path: str, newline: str | None) -> Iterator[str]:
+    """The lines of a text file in UTF-8 (or UTF-16 with a byte order mark), gzipped or not."""
+    packed = path.endswith(".gz")
+    opened: Callable[..., IO[Any]] = gzip.open if packed else open
+    try:
+        with opened(path, "rb") as file:
+            wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+        with opened(path, "rt", encoding="utf-16" if wide else "utf-8-sig", newline=newline) as file:
+            yield from file
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: {_undecodable(opened, path, wide)}") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be unpacked: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+
+
+def _undecodable(opened: Callable[..., IO[Any]], path: str, wide: bool) -> str:
+    if wide:
+        return "is not UTF-16 text, though it begins as such"
+    before = 0
+    with opened(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number}: byte {before + error.start} is not UTF-8 text"
+            before += len(line)
+    return "is not UTF-8 text"
+
+
+def _separated(path: str, wanted: Wanted, *, tabs: bool) -> Table:
+    header_line = next((line for line in _lines(path, newline="") if line.strip()), None)
+    if header_line is None:
+        raise InputError(f"{path}: is empty")
+    separator = "\t" if tabs else _separator(header_line)
+    table = _rows_of_cells(path, wanted, separator, _blocks)
+    if table is None:  # empty lines, cells that hold line ends, or a mistake: again, a row at a time
+        table = _rows_of_cells(path, wanted, separator, _one_by_one)
+    assert table is not None
+    return table
+
+
+_Parts = Iterator[tuple[list[list[str]], Sequence[int]] | None]
+
+
+def _rows_of_cells(path: str, wanted: Wanted, separator: str, parts: Callable[..., _Parts]) -> Table | None:
+    """parts: gives rows with the numbers of their lines; where it gives None, nothing has been read."""
+    reader = csv.reader(_lines(path, newline=""), delimiter=separator)
+    numbers: list[int] = []
+    try:
+        header = next(tuple(cell.strip() for cell in row) for row in reader if any(cell.strip() for cell in row))
+        if all(not cell or _is_number(cell) for cell in header):
+            at = reader.line_num
+            raise InputError(f"{path}: line {at} is no header: it holds numbers, not the names of the columns")
+        chosen = {name: at for at, name in reversed(list(enumerate(header))) if wanted(name)}
+        cells: dict[str, list[Any]] = {name: [] for name in chosen}
+        for part in parts(path, reader, len(header)):
+            if part is None:
+                return None
+            rows, lines = part
+            numbers.extend(lines)
+            for name, at in chosen.items():
+                cells[name].extend([row[at] for row in rows])
+    except csv.Error as error:
+        raise InputError(f"{path}: line {reader.line_num}: {error}") from None
+    if not numbers:
+        raise InputError(f"{path}: has no rows below its header")
+    twice = tuple(sorted({name for name in header if header.count(name) > 1}))
+    return Table(path, tuple(dict.fromkeys(header)), cells, numbers, separator=separator, twice=twice)
+
+
+def _blocks(path: str, reader: Any, width: int) -> _Parts:
+    """Many rows at a time, as long as each of them is one line of `width` cells."""
+    before = reader.line_num
+    while rows := list(itertools.islice(reader, _BLOCK)):
+        after = reader.line_num
+        if set(map(len, rows)) != {width} or after - before != len(rows):
+            yield None
+            return
+        yield rows, range(before + 1, after + 1)
+        before = after
+
+
+def _one_by_one(path: str, reader: Any, width: int) -> _Parts:
+    for row in reader:
+        if len(row) == width:
+            yield [row], [reader.line_num]
+        elif any(cell.strip() for cell in row):
+            raise InputError(f"{path}: line {reader.line_num}: {len(row)} cells, but the header has {width}")
+
+
+def _separator(header: str) -> str:
+    """What the columns of this header are separated by: what stands in it most often outside quotes."""
+    bare = re.sub(r'"[^"]*"', "", header)
+    return max(",;\t", key=lambda mark: (bare.count(mark), mark == ","))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+class _Rows:
+    """Columns that come to be while rows of names and values are added."""
+
+    def __init__(self, path: str, wanted: Wanted, unit: str):
+        self._path, self._wanted, self._unit = path, wanted, unit
+        self._names: dict[str, None] = {}
+        self._cells: dict[str, list[Any]] = {}
+        self._numbers: list[int] = []
+
+    def add(self, numbers: Sequence[int], rows: Sequence[Any]) -> None:
+        if not set(map(type, rows)) <= {dict}:
+            at = next(at for at, row in enumerate(rows) if not isinstance(row, dict))
+            raise InputError(f"{self._path}: {self._unit} {numbers[at]}: is not a JSON object")
+        if not set().union(*rows) <= self._names.keys():
+            for name in dict.fromkeys(name for row in rows for name in row):
+                if name not in self._names:
+                    self._names[name] = None
+                    if self._wanted(name):
+                        self._cells[name] = [None] * len(self._numbers)
+        for name, column in self._cells.items():
+            column.extend([row.get(name) for row in rows])
+        self._numbers.extend(numbers)
+
+    def table(self) -> Table:
+        if not self._numbers:
+            raise InputError(f"{self._path}: is empty")
+        return Table(self._path, tuple(self._names), self._cells, self._numbers, self._unit)
+
+
+def _parsed(path: str, place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{place} is not JSON: {error.msg}") from None
+    except RecursionError:
+        raise InputError(f"{path}:{place} is nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(f"{path}:{place} is not JSON: {str(error).partition(';')[0]}") from None
+
+
+def _json_lines(path: str, wanted: Wanted) -> Table:
+    rows = _Rows(path, wanted, "line")
+    lines = _lines(path, newline="\n")
+    before = 0
+    while block := list(itertools.islice(lines, _BLOCK)):
+        numbers: Sequence[int] = range(before + 1, before + len(block) + 1)
+        before += len(block)
+        try:  # as one list, which is parsed in a third of the time
+            found = json.loads(f"[{','.join(block)}]")
+        except (ValueError, RecursionError):
+            found = None
+        if found is None or len(found) != len(block):  # empty lines, or a mistake
+            full = [(number, text) for number, text in zip(numbers, block) if text and not text.isspace()]
+            numbers = [number for number, _ in full]
+            found = [_parsed(path, f" line {number}:", text) for number, text in full]
+        rows.add(numbers, found)
+    return rows.table()
+
+
+def _json(path: str, wanted: Wanted) -> Table:
+    """The log_history of a trainer_state.json, or a list of objects."""
+    document = _parsed(path, "", "".join(_lines(path, newline=None)))
+    unit = "row"
+    if isinstance(document, Mapping) and isinstance(document.get("log_history"), list):
+        document, unit = document["log_history"], "log entry"
+    if not isinstance(document, list):
+        raise InputError(f"{path}: holds neither a log_history, as transformers writes it, nor a list of objects")
+    rows = _Rows(path, wanted, unit)
+    rows.add(range(1, len(document) + 1), document)
+    return rows.table()
+
+
+def _events(path: str, files: list[str], wanted: Wanted) -> Table:
+    try:
+        scalars = tfevents.read_scalars(files)
+    except tfevents.EventFileError as error:
+        raise InputError(str(error)) from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    if not scalars:
+        raise InputError(f"{path}: the event files hold no scalars")
+    steps = sorted(set().union(*scalars.values()))
+    cells: dict[str, list[Any]] = {"step": list(steps)} if wanted("step") else {}
+    for tag, series in scalars.items():
+        if wanted(tag):
+            cells[tag] = [series.get(step) for step in steps]
+    return Table(path, ("step", *scalars), cells, np.array(steps).tolist(), "step")

@@ -1,0 +1,99 @@
+"""Whether a run rises at all: before a rising law is read off it.
+
+    flat       the law explains no more than one number for all points does (F test), and no line in ln C rises or falls
+    falling    what is explained is a fall: the fitted A lies below R0, or the last points lie far below the best before
+    rising     everything else
+
+The tests are at 1 %. Without degrees of freedom nothing is tested, and only points that are all equal are flat.
+"""
+
+import numpy as np
+import scipy.stats
+
+from scalerl_jax.scaling.least_squares import Data
+from scalerl_jax.scaling.points import PARAMETERS, Points
+
+RISING, FLAT, FALLING = "rising", "flat", "falling"
+_ALPHA = 0.01
+_GROUPS = 5  # neighbours in compute that are compared by their means
+_SURE = 4.0  # standard errors of a fall from the best group to the last
+_FALL = 0.5  # of the gain so far; a smaller one is a bump
+
+
+def find_trend(points: Points, data: Data, *, cost: float, rise: float, dispersion: float, degrees: float) -> str:
+    """One of RISING, FLAT, FALLING.
+
+    data: of the likelihood, weights 1 / variance; cost: least Q of the law; rise: A - R0 there; dispersion, degrees:
+    of the noise.
+    """
+    if np.ptp(points.reward) == 0 and (points.initial_mode == "free" or points.initial == points.reward[0]):
+        return FLAT
+    if _collapses(points):
+        return FALLING
+    if degrees > 0 and not _explains(points, data, cost, dispersion, degrees) and not _line_moves(points):
+        return FLAT
+    return FALLING if rise < 0 else RISING
+
+
+def sentence(trend: str, points: Points) -> str:
+    """What the command says of points that do not rise."""
+    if trend == FLAT:
+        low, high = points.reward.min(), points.reward.max()
+        mean = np.average(points.reward, weights=points.rows)
+        return (
+            f"flat: the reward stays near {mean:.3f} ({low:.3f} to {high:.3f}), no rise shows above its scatter: "
+            "no sigmoid is fitted"
+        )
+    means = _group_means(points)
+    start = [points.initial] if points.initial_mode != "free" or points.initial_rows else []
+    return f"the reward falls from {max([*start, *means[:-1]]):.3f} to {means[-1]:.3f}: no rising sigmoid fits"
+
+
+def _explains(points: Points, data: Data, cost: float, dispersion: float, degrees: float) -> bool:
+    """F test of the law against one number for all points (R0 among them, where it was measured)."""
+    real = data.weight > 0
+    weight, reward = data.weight[real], data.reward[real]
+    w0, y0 = float(data.initial_weight), float(data.initial)
+    exact = np.isinf(w0)
+    known = 0.0 if exact else w0
+    level = y0 if exact else (np.sum(weight * reward) + known * y0) / (np.sum(weight) + known)
+    one = float(np.sum(weight * (reward - level) ** 2) + known * (y0 - level) ** 2)
+    gained = max(0.0, one - cost) / PARAMETERS
+    return gained > dispersion * float(scipy.stats.f.ppf(1 - _ALPHA, PARAMETERS, degrees))
+
+
+def _line_moves(points: Points) -> bool:
+    """t test of the slope in ln C: few points whose noise the law leaves untold may still rise plainly."""
+    weight, x, y = points.trials_weight, np.log(points.compute), points.reward
+    freedom = len(x) - 2
+    x, y = x - np.average(x, weights=weight), y - np.average(y, weights=weight)
+    squares = np.sum(weight * x * x)
+    if freedom < 1 or squares == 0:
+        return False
+    slope = np.sum(weight * x * y) / squares
+    noise = np.sum(weight * (y - slope * x) ** 2) / freedom / squares
+    return slope**2 > noise * float(scipy.stats.t.ppf(1 - _ALPHA / 2, freedom)) ** 2
+
+
+def _groups(points: Points) -> list[np.ndarray]:
+    order = np.argsort(points.compute, kind="stable")
+    return [part for part in np.array_split(order, min(_GROUPS, len(order))) if part.size]
+
+
+def _group_means(points: Points) -> list[float]:
+    weight = points.trials_weight
+    return [float(np.average(points.reward[part], weights=weight[part])) for part in _groups(points)]
+
+
+def _collapses(points: Points) -> bool:
+    """Whether it rose first and then lost more than half of that, beyond what neighbours scatter."""
+    if len(points.compute) < 2 * _GROUPS:
+        return False
+    groups, means = _groups(points), _group_means(points)
+    best = int(np.argmax(means))
+    drop = means[best] - means[-1]
+    order = np.argsort(points.compute, kind="stable")
+    scatter = float(np.mean(np.diff(points.reward[order]) ** 2)) / 2
+    error = np.sqrt(scatter * (1 / len(groups[best]) + 1 / len(groups[-1])))
+    gain = means[best] - min(points.initial, means[0])
+    return drop > _SURE * error and drop > _FALL * gain

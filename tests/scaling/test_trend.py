@@ -1,0 +1,53 @@
+"""Flat, falling and rising: said before a rising law is read off the points."""
+
+import numpy as np
+import pytest
+
+from scalerl_jax.scaling import fit_sigmoid
+from tests.scaling.runs import TABLE_1, curve
+
+COMPUTE = np.concatenate([[0.0], np.linspace(500, 16_000, 24)])
+
+
+def noise(seed):
+    return 0.01 * np.random.default_rng(seed).standard_normal(len(COMPUTE))
+
+
+def test_flat_points_are_flat():
+    trends = [fit_sigmoid(COMPUTE, 0.4 + noise(seed)).trend for seed in range(12)]
+    assert trends.count("flat") >= 10
+    fit = fit_sigmoid(COMPUTE, np.full(len(COMPUTE), 0.25))
+    assert fit.trend == "flat" and not fit.identified
+    assert fit.verdict.startswith("flat: the reward stays near 0.250 (0.250 to 0.250), no rise")
+
+
+def test_rising_points_rise_however_few_or_early_they_are():
+    for seed in range(6):
+        assert fit_sigmoid(COMPUTE, curve(COMPUTE, *TABLE_1["ScaleRL"]) + noise(seed)).trend == "rising"
+    early = np.array([0.0, 300, 600, 900, 1200])
+    assert fit_sigmoid(early, [0.40, 0.402, 0.411, 0.424, 0.437]).trend == "rising"
+    assert fit_sigmoid(early[:4], [0.40, 0.41, 0.42, 0.44]).trend == "rising"
+
+
+@pytest.mark.parametrize("r0", [None, "fit", 0.6])
+def test_falling_points_fall(r0):
+    scores = 0.6 - 0.3 * COMPUTE / COMPUTE.max()
+    fit = fit_sigmoid(COMPUTE, scores + noise(0), initial_reward=r0)
+    assert fit.trend == "falling" and not fit.identified
+    assert fit.verdict.startswith("the reward falls from 0.") and fit.verdict.endswith(": no rising sigmoid fits")
+
+
+def test_a_collapse_after_a_rise_is_a_fall():
+    scores = np.interp(COMPUTE, [0, 8000, 10_000, 16_000], [0.4, 0.6, 0.35, 0.1]) + noise(1)
+    fit = fit_sigmoid(COMPUTE, scores)
+    assert fit.trend == "falling"
+    first, last = (float(word.strip(":")) for word in fit.verdict.split() if word[0] == "0")
+    assert first == pytest.approx(0.57, abs=0.04) and last == pytest.approx(0.16, abs=0.04)
+    # A step back of a few points is none.
+    bump = curve(COMPUTE, *TABLE_1["ScaleRL"]) + noise(1) - 0.03 * (COMPUTE > 14_000)
+    assert fit_sigmoid(COMPUTE, bump).trend == "rising"
+
+
+def test_the_papers_grid_is_no_other():
+    fit = fit_sigmoid(COMPUTE, 0.6 - 0.3 * COMPUTE / COMPUTE.max(), grid="paper")
+    assert fit.trend == "falling" and "no rising sigmoid fits" in fit.verdict
