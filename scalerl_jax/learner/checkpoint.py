@@ -28,7 +28,6 @@ import json
 import logging as std_logging
 import os
 import sys
-import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -170,18 +169,18 @@ def _raised_anyway(record: std_logging.LogRecord) -> bool:
 def _drop_late_writes() -> None:
     """Where one write fails, Orbax closes its event loop, and the writes beside it, which end later, find it closed.
 
-    tensorstore prints that as a trace for each, through sys.excepthook; it says nothing new.
+    tensorstore gives that to sys.unraisablehook, a trace for each write; it says nothing new.
     """
-    before = sys.excepthook
+    before = sys.unraisablehook
     if getattr(before, "drops_late_writes", False):
         return
 
-    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-            before(kind, error, trace)
+    def hook(found: Any) -> None:
+        if not (found.exc_type is RuntimeError and str(found.exc_value) == "Event loop is closed"):
+            before(found)
 
     hook.drops_late_writes = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+    sys.unraisablehook = hook
 
 
 @contextlib.contextmanager

@@ -354,3 +354,32 @@ def test_a_checkpoint_with_the_old_digest_is_read_compared_and_said_to_be_old(tm
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=f"the data of {name} is damaged"):
         Checkpoints(tmp_path, keep=2).restore(abstract(make_state(0)))
+
+
+NO_ROOM = """
+import resource, signal, sys, jax, jax.numpy as jnp, numpy as np
+from scalerl_jax.files import WriteError
+from scalerl_jax.learner.checkpoint import Checkpoints
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+noise = lambda step: {name: jnp.asarray(np.random.default_rng(step).normal(size=60_000), jnp.float32) for name in "abc"}
+checkpoints = Checkpoints(sys.argv[1], keep=2)
+checkpoints.save(1, noise(1), manifest={}, arrays={})
+checkpoints.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # as on a full disk, for root too
+try:
+    checkpoints.save(2, noise(2), manifest={}, arrays={})
+    checkpoints.wait()
+except WriteError as error:
+    print(error)
+checkpoints.close()
+abstract = {name: jax.ShapeDtypeStruct((60_000,), jnp.float32) for name in "abc"}
+print(Checkpoints(sys.argv[1], keep=2).restore(abstract).step)
+"""
+
+
+def test_a_save_that_has_no_room_is_one_exception_and_no_checkpoint(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ROOM, tmp_path], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.stdout == f"{tmp_path}: file too large\n1\n", done.stderr[-3000:]
+    assert done.stderr == ""
