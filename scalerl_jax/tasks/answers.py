@@ -121,13 +121,15 @@ class Measure:
         self.variable = variable  # that it was said to be the value of
 
     def equals(self, other: "Measure") -> bool:
+        """Whether `other`, of the text, is this one, of the gold."""
         known = [m.unit for m in (self, other) if m.unit.rstrip("23") in _UNITS.values()]
         if len(known) == 2 and known[0] != known[1]:
             return False
         if self.variable and other.variable and self.variable != other.variable:
             return False
         mine, theirs = self.value, other.value
-        if mine == theirs:
+        a_share = self.unit != "%" == other.unit and abs(mine) <= 1  # 0.5 is not 0.5 %, though 50 may be 50 %
+        if mine == theirs and not a_share:
             return True
         if self.unit != other.unit and "%" in (self.unit, other.unit):  # 50 % is 0.5 too
             mine, theirs = (v / 100 if unit == "%" else v for v, unit in ((mine, self.unit), (theirs, other.unit)))
