@@ -12,6 +12,7 @@ A message is looked at before it is parsed: protobuf makes an object of every tw
 
 import asyncio
 import collections
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -29,6 +30,9 @@ MOST_CALLS = 32
 
 # A client that takes nothing of an answer for so long is given up.
 UNREAD_SECONDS = 120.0
+
+# How long a stream with a message that is none is read on, so that its client hears why it ends.
+DRAIN_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,8 @@ class Guard(grpc.aio.ServerInterceptor):
         except Malformed as error:
             why = peer_text.said(error)
             self._quiet.say("malformed", logging.WARNING, "%s from %s: %s", method, context.peer(), why)
+            if handler.request_streaming:
+                await context.drain()
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
         except Unread:
             self._quiet.say("unread", logging.WARNING, "%s from %s: nothing is read", method, context.peer())
@@ -145,6 +151,13 @@ class _Context:
         if isinstance(message, Malformed):
             raise message
         return message
+
+    async def drain(self) -> None:
+        """Drops what is on its way: a call that ends under its client's write tells that client nothing."""
+        with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while await self._context.read() is not grpc.aio.EOF:
+                    pass
 
     async def write(self, message: Any) -> None:
         """Raises Unread."""
