@@ -3,10 +3,13 @@
 The config holds paths alone. What is in the files goes to the connections and nowhere else.
 """
 
+import ipaddress
 import logging
 
 from rollout_server.contract import security
 from scalerl_jax.config import FleetConfig
+
+_log = logging.getLogger(__name__)
 
 _log = logging.getLogger(__name__)
 
@@ -35,3 +38,29 @@ def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
         return security.Credentials(token=token)
     authority = security.read_authority(config.tls_authority, where=f"{_HERE}tls_authority")
     return security.Credentials(authority, certificate, key, token, config.tls_name or name)
+
+
+class Plaintext:
+    """Says once that a token goes over a network where everybody on the way can read it."""
+
+    def __init__(self, shown: security.Credentials):
+        self._worth_saying = bool(shown.token) and not shown.authority
+
+    def dial(self, address: str) -> None:
+        """host:port, before it is dialled."""
+        host = address.rpartition(":")[0].strip("[]")
+        if self._worth_saying and not _is_this_machine(host):
+            self._worth_saying = False
+            _log.warning(
+                "the token is sent to %s in plaintext, for everybody on the way to read: "
+                "%stls_authority would encrypt the connection (and --tls_certificate at the server)",
+                *(host, _HERE),
+            )
+
+
+def _is_this_machine(host: str) -> bool:
+    """By what it is called; a name is not looked up for this."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

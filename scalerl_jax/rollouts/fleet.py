@@ -33,6 +33,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.rollouts import report, states
 from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup, finished
 from scalerl_jax.rollouts.connection import Connection
+from scalerl_jax.rollouts.credentials import Plaintext
 from scalerl_jax.rollouts.dispatch import dispatch
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.hub import Hub
@@ -119,6 +120,7 @@ class Fleet:
         self._config, self._addresses, self._pacing = config, tuple(addresses), pacing
         self._incarnation, self._draw = Incarnation(incarnation, raised), draw
         self._credentials, self._vocabulary = credentials, vocabulary
+        self._plaintext = Plaintext(credentials)
         self._requests = Requests(config, tokenizer, incarnation=incarnation)
         self._hub = Hub(
             target=self._target,
@@ -354,6 +356,7 @@ class Fleet:
         return [self._members.discover(self._config.fleet.discovery_seconds), self._tick()]
 
     def _connect(self, address: str) -> Connection:
+        self._plaintext.dial(address)
         return Connection(
             address,
             config=self._config.fleet,

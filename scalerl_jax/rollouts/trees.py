@@ -27,6 +27,7 @@ import grpc
 
 from rollout_server.contract import rollout_pb2 as pb
 from scalerl_jax.rollouts.refusals import AnchorNeeded, PushRefused
+from scalerl_jax.rollouts.words import told
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +135,9 @@ class Place:
         return None
 
     def _not_this_way(self, why: str) -> None:
-        _log.info("server %s: a version did not come by other servers (%s), it is sent directly", self.address, why)
+        _log.info(
+            "server %s: a version did not come by other servers (%s), it is sent directly", self.address, told(why)
+        )
         self.avoid = True
 
 

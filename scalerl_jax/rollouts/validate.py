@@ -5,6 +5,8 @@ tokens. Here it is held against the request. Whatever fails names the server as 
 a server sent is never judged, stored or trained on.
 """
 
+import math
+
 import numpy as np
 
 from rollout_server.contract.codec import Completion, GroupRequest
@@ -21,6 +23,10 @@ def validate(completion: Completion, request: GroupRequest, *, newest: int, voca
     asked = {wanted.index: wanted for wanted in request.completions}.get(completion.index)
     if asked is None:
         raise ValueError(f"{name} was not asked for")
+
+    for what, seconds in (("waiting", completion.queued_seconds), ("sampling", completion.sampling_seconds)):
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{name} says that its {what} took {seconds} s")
 
     steps = [step for step, _, _ in completion.versions]
     if min(steps) < request.minimum_step:

@@ -38,6 +38,7 @@ def test_servers_join_and_leave_with_the_file(start, tmp_path, caplog):
         trainer.update_until(lambda: one.address not in trainer.states())
         seen = [state for state, _ in states_seen(trainer, one)]
         assert seen[-1] == "leaving" and "connecting" not in seen
+        assert f"server {one.address} has left: it is no longer listed" in caplog.messages
         trainer.update()
 
         # 3. A list that is gone, or empty, or wrong, changes nothing, and is said once.

@@ -195,3 +195,33 @@ def test_the_name_of_a_found_server_is_checked_against_its_certificate(files):
     assert read.name == "generators.example"
     read = credentials.read(dataclasses.replace(shown(files), tls_name="other.example"), name="generators.example")
     assert read.name == "other.example"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_token_in_plaintext_is_said_once_naming_host_and_flag(files, caplog, encrypted):
+    shows = credentials.read(shown(files) if encrypted else FleetConfig(token_file=files["token"]))
+    plaintext = credentials.Plaintext(shows)
+    for here in ("127.0.0.1:7", "[::1]:7", "localhost:7", "127.8.8.8:7"):
+        plaintext.dial(here)
+    assert not any("plaintext" in message for message in caplog.messages)
+    for there in ("10.0.0.7:7", "10.0.0.8:7", "generators.example:7", "[fd00::7]:7"):
+        plaintext.dial(there)
+    said = [r for r in caplog.records if "plaintext" in r.message]
+    assert len(said) == (0 if encrypted else 1)
+    for record in said:
+        assert record.levelname == "WARNING" and "10.0.0.7" in record.message and TOKEN not in record.message
+        assert "config.fleet.tls_authority" in record.message
+
+
+def test_without_a_token_nothing_is_said_of_plaintext(caplog):
+    credentials.Plaintext(security.PLAIN).dial("10.0.0.7:7")
+    assert not caplog.messages
+
+
+def test_every_server_is_looked_at_before_it_is_dialled(start, files, monkeypatch):
+    dialled = []
+    monkeypatch.setattr(credentials.Plaintext, "dial", lambda self, address: dialled.append(address))
+    servers = start({"token": TOKEN})
+    shows = credentials.read(FleetConfig(token_file=files["token"]))
+    with Trainer(config(), servers, credentials=shows):
+        assert dialled == [servers[0].address]

@@ -56,6 +56,9 @@ def test_what_was_asked_passes():
         ({"token_ids": np.array([11, 12, 13, 20, 21, 14, 8], np.int32)}, "its last token 8 is not one to stop at"),
         ({"token_ids": np.array([*[11] * 3, 20, 21, *[14] * 4, 7], np.int32)}, "has 10 tokens, its budgets and the"),
         ({"forced": ((0, 1), (3, 5))}, "was interrupted 2 times"),
+        ({"queued_seconds": float("nan")}, "says that its waiting took nan s"),
+        ({"sampling_seconds": -1.0}, "says that its sampling took -1.0 s"),
+        ({"sampling_seconds": float("inf")}, "says that its sampling took inf s"),
     ],
 )
 def test_each_way_of_not_being_it(changes, told):
