@@ -106,7 +106,7 @@ def test_one_run_can_be_forecast(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("paths", "given", "said"),
     [
-        (["loo.csv"], {"run_column": None}, "loo.csv: line 65: .* does not increase"),
+        (["loo.csv"], {"run_column": None}, "loo.csv: line 65: .* several runs in one file: .*--run_column"),
         (["one.csv"], {"run_column": None}, "one.csv: holds one run, 'one'; a comparison needs two"),
         (["loo.csv"], {"baseline": "none"}, "--baseline=none: no such run; there are ScaleRL, plan"),
         (["loo.csv"], {"target": 0.6}, "--target: .* add --forecast"),
