@@ -8,13 +8,15 @@ import pytest
 from tests.packaging.sources import PACKAGES, imports_of, modules, others, reached_from
 
 ENTRIES = (
-    "compare evaluate export fit launch live_forecast plan report report_page sft study summary train trainer watch"
+    "alarms command_flags compare evaluate export fit launch live_forecast plan report report_page scrutiny sft study "
+    "summary train trainer watch"
 )
 FLOORS = {
     # floor: rooms, by the dotted name of a package or of a single file
     0: "rollout_server.contract scalerl_jax.config scalerl_jax.entry scalerl_jax.telemetry scalerl_jax.ledger "
     "scalerl_jax.eventfile scalerl_jax.files scalerl_jax.memory scalerl_jax.platforms scalerl_jax.progress "
-    "scalerl_jax.continuing scalerl_jax.signals",
+    "scalerl_jax.command_help scalerl_jax.compare_flags scalerl_jax.continuing scalerl_jax.fit_flags "
+    "scalerl_jax.ledger_repair scalerl_jax.signals",
     1: "scalerl_jax.objective scalerl_jax.scaling",
     2: "scalerl_jax.model",
     3: "scalerl_jax.learner scalerl_jax.tasks",
