@@ -146,6 +146,7 @@ class Checkpoints:
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
             logging.get_absl_logger().addFilter(_raised_anyway)
+            std_logging.getLogger("asyncio").addFilter(_raised_anyway)  # "never retrieved", of writes beside it
             _drop_late_writes()
             handler = functools.partial(
                 ocp.StandardCheckpointHandler, save_concurrent_gb=_CONCURRENT_GB, restore_concurrent_gb=_CONCURRENT_GB
@@ -163,7 +164,7 @@ class Checkpoints:
 
 def _raised_anyway(record: std_logging.LogRecord) -> bool:
     """Whether a line is for the log: what Orbax's threads fail with is raised by wait(), once, without their traces."""
-    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname + record.getMessage())
 
 
 def _drop_late_writes() -> None:
