@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.liars import Liars
-from tests.hostile.modes import MODES, RUNS, SENT_AWAY, STANDING, Mode
+from tests.hostile.modes import DROPPED, LEFT_OUT, MODES, RUNS, SENT_AWAY, STANDING, Mode
 from tests.hostile.status_lies import FORGED
 from tests.train import helpers
 from tests.train.chaos import check_rows
@@ -76,7 +76,7 @@ def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode])
             wrong.append(f"{name}: {len(about)} lines, like {about[-1]}")
         if modes[name].expected == SENT_AWAY and not any("turned away" in line for line in about):
             wrong.append(f"{name}: it was not turned away: {about[-3:]}")
-        if modes[name].expected != SENT_AWAY and any("turned away" in line for line in about):
+        if modes[name].expected in (DROPPED, LEFT_OUT) and any("turned away" in line for line in about):
             wrong.append(f"{name}: it was turned away: {[line for line in about if 'turned away' in line]}")
     wrong += [f"a line of {len(line)} characters: {line[:200]}" for line in lines if len(line) > MOST_LINE]
     wrong += [f"a forged line: {line}" for line in lines if line.startswith(FORGED[:10])]
