@@ -237,7 +237,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         updates task.train_prompts task.minimum_terms task.maximum_terms task.verifier_processes task.verifier_seconds
         sft.updates sft.rows sft.row_length sft.learning_rate sft.layers sft.width sft.heads sft.kv_heads sft.head_size
         sft.mlp_width sft.vocabulary sft.checkpoint_every sft.log_every rollout.groups rollout.prompt_limit
-        rollout.answer_budget rollout.temperature objective.cap optimizer.learning_rate optimizer.epsilon
+        rollout.answer_budget objective.cap optimizer.learning_rate optimizer.epsilon
         learner.replica learner.tensor learner.row_length learner.rows learner.logprob_chunk pacing.k
         fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds
         fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds fleet.start_seconds
@@ -258,6 +258,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """,
     ),
     ("be above 0 and below 0.9", lambda value: 0 < value < 0.9, "fleet.gpu_share"),  # launch/accelerators.py: SPARE
+    ("be between 0.01 and 100", lambda value: 0.01 <= value <= 100, "rollout.temperature"),  # what servers take
     ("be above 0 and not above 1", lambda value: 0 < value <= 1, "rollout.top_p"),
     ("be from 0 to below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
     ("be between 0 and 1", lambda value: 0 <= value <= 1, "sft.slip_rate fleet.sparse_share probe.share"),

@@ -9,6 +9,7 @@ import typing
 
 import pytest
 
+from rollout_server.contract.limits import TEMPERATURES
 from scalerl_jax.config import Config, ConfigError, check, from_json, leaves, load_file, override, parse_argv, to_json
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -116,7 +117,7 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
         ("objective.cap=0", "config.objective.cap=0.0: must be above 0"),
         ("rollout.group_size=1", "config.rollout.group_size=1: a group needs at least 2 completions"),
         ("rollout.thinking_low=9 rollout.thinking_high=8", "config.rollout.thinking_low=9: must be between 0 and"),
-        ("rollout.temperature=0", "config.rollout.temperature=0.0: must be above 0"),
+        ("rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
         ("rollout.top_p=1.5", "config.rollout.top_p=1.5: must be above 0 and not above 1"),
         ("rollout.top_p=0", "config.rollout.top_p=0.0: must be above 0 and not above 1"),
         ("optimizer.beta1=1", "config.optimizer.beta1=1.0: must be from 0 to below 1"),
@@ -144,6 +145,11 @@ def test_no_number_may_be_anything(name, tmp_path):
     """Far below zero there is no count, size, rate or time: a field that takes it is one that nobody looks at."""
     said = refusal(lambda: parse_argv([f"--config={write(tmp_path)}", f"--config.{name}=-1000000"]))
     assert f"config.{name}" in said and "-1000000" in said
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_every_temperature_that_servers_take_may_be_asked_for(temperature, tmp_path):
+    parse_argv([f"--config={write(tmp_path)}", f"--config.rollout.temperature={temperature}"])
 
 
 def test_what_goes_together_is_let_through(tmp_path):

@@ -46,7 +46,7 @@ def check_usable(workdir: pathlib.Path) -> None:
         ("--config.updates=many", "--config.updates=many: is not a number of type int"),
         ("--config.model.path={}/nowhere", "{}/nowhere"),
         ("--config.model.path={}/weightless", "{}/weightless: "),
-        ("--config.rollout.temperature=0", "config.rollout.temperature=0.0: must be above 0"),
+        ("--config.rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
         ("--config.learner.row_length=16", "config.learner.row_length=16: "),
         ("--config.fleet.token_file={}/nowhere", "config.fleet.token_file={}/nowhere: no such file"),
     ],
