@@ -24,4 +24,5 @@ def get_config() -> Config:
     config.fleet.queue = 512
     config.fleet.decode_chunk = 32
     config.fleet.compute_dtype = "bfloat16"
+    config.fleet.slowest_tokens_per_second = 4.0  # a loaded server makes 10: what is lost is missed within an hour
     return config

@@ -80,6 +80,7 @@ class Connection:
         self._hurry = asyncio.Event()  # do not wait for the next heartbeat
         self._statuses = StatusCheck()
         self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
+        self._held = False  # completions of ours, at its last status
         self._telling = Telling()
         self._records = Records() if records is None else records
         self.record = Record()  # of the process that answered last
@@ -168,6 +169,9 @@ class Connection:
             return
         self._hub.observe(status, self._evaluates and not another_process, found.anew)
         self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.book)
+        if not another_process and self._held:  # all the time since the last status
+            self.record.sample(status.sampled_tokens - self.status.sampled_tokens, held=self.in_flight)
+        self._held = self.in_flight > 0
         self.status = status
         version = codec.version_from_proto(status.version)
         if not self._incarnation.outranks(version.incarnation):

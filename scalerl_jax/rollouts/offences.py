@@ -5,8 +5,10 @@
     good work           every GOOD completions delivered outweigh one offence
     refusal             it did not take a call or a version: a short wait, doubled while nothing is delivered in
                         between; REFUSALS of one kind in a row are an offence
-    allowance           completions it may hold at once: a group, and GROWTH more for each that it delivered; after an
-                        offence it begins again
+    allowance           completions it may hold at once: a group, GROWTH more for each that it delivered, and as many
+                        again whenever it has sampled PROOF_TOKENS for each that it holds: long completions take half
+                        an hour to be delivered, and its slots are not to stand idle until then. After an offence it
+                        begins again
 
 What happens while it is not asked anyhow (its other calls end in the same way, it goes on as before) is counted for the
 log and changes nothing else, so that sixteen calls that fail together are one offence.
@@ -24,6 +26,7 @@ GOOD = 512
 REFUSAL_SECONDS = (0.1, 2.0)  # first and longest wait after a refusal
 REFUSALS = 8
 GROWTH = 2
+PROOF_TOKENS = 32
 TELL_SECONDS = 60.0  # one kind of offence is logged at most this often
 FREE_MEETINGS = 3  # that came to nothing, before the next one has to wait
 KEPT_PROCESSES = 16  # records at one address
@@ -67,6 +70,8 @@ class Record:
         self._strikes = 0
         self._good = 0  # completions since the last offence, or since one was outweighed
         self._trust = 0  # completions since the last offence
+        self._shown = 0  # completions that it may hold for the tokens it has sampled since then
+        self._tokens = 0  # sampled since `_shown` has grown
         self._refusals: collections.Counter[str] = collections.Counter()  # in a row, by kind
         self._meetings = meetings  # since it delivered something
         self._telling = Telling()
@@ -79,10 +84,18 @@ class Record:
         if self._good >= GOOD and self._strikes:
             self._strikes, self._good = self._strikes - 1, 0
 
+    def sample(self, tokens: int, *, held: int) -> None:
+        """By its status, which may be believed, it has sampled `tokens` more, and it holds `held` completions."""
+        if not held:
+            return
+        self._tokens += tokens
+        if self._tokens >= PROOF_TOKENS * held:
+            self._shown, self._tokens = self._shown + held, 0
+
     def allowance(self, group_size: int) -> int:
         """Completions that it may hold at once, whatever it claims to have slots for."""
         first = max(1, group_size >> max(0, self._strikes - 1))
-        return first + GROWTH * self._trust
+        return first + GROWTH * self._trust + self._shown
 
     def meet(self) -> bool:
         """It is met, for the first time or again. Whether it is worth waiting for: not all meetings came to nothing."""
@@ -109,7 +122,7 @@ class Record:
         """It has done wrong `times` times. `kind` is a word of ours."""
         self.counts[kind] += times
         tell = self._telling.happened(kind, now=now) * times
-        self._trust = self._good = 0
+        self._trust = self._good = self._shown = self._tokens = 0
         if now < self.until and self._strikes:
             return Consequence(self.until, False, tell)
         self._strikes += 1

@@ -7,6 +7,7 @@ from scalerl_jax.rollouts.offences import (
     GROWTH,
     KEPT_PROCESSES,
     LONGEST_SECONDS,
+    PROOF_TOKENS,
     REFUSALS,
     TELL_SECONDS,
     WORTH,
@@ -65,6 +66,29 @@ def test_what_it_may_hold_grows_with_what_it_delivers():
     for _ in range(BANISHED_AT):
         record.offend("it hoards", now=record.until)
     assert record.allowance(8) == 1
+
+
+def test_what_it_may_hold_grows_while_it_samples_long_completions():
+    """At 10 tokens a second each, 256 slots are in use within a quarter of a minute, and not after half an hour."""
+    record, held, seconds = Record(), 16, 0
+    while held < 256:
+        seconds += 1
+        record.sample(10 * held, held=held)
+        held = min(256, record.allowance(16))
+        assert seconds < 60
+    assert seconds == 16
+    record.offend("it lies", now=0.0)
+    assert record.allowance(16) == 16
+
+
+def test_what_it_may_hold_does_not_grow_with_tokens_of_others():
+    """Of a process that holds nothing of ours."""
+    record = Record()
+    record.sample(10**9, held=0)
+    record.sample(PROOF_TOKENS * 8 - 1, held=8)
+    assert record.allowance(8) == 8
+    record.sample(1, held=8)
+    assert record.allowance(8) == 16
 
 
 def test_refusals_in_a_row_become_an_offence():
