@@ -1,6 +1,7 @@
 """Lies in how a request for completions ends: never, at once, with an error, or again and again."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import grpc
@@ -8,6 +9,8 @@ import grpc
 from rollout_server.contract import rollout_pb2 as pb
 from tests.hostile.lies import Around, Context, Generate, Lie
 from tests.hostile.status_lies import FOREVER, FORGED
+
+DRIP_SECONDS = 3.0
 
 
 class Refuses(Lie):
@@ -96,12 +99,12 @@ class Swallows(Lie):
 
     def __init__(self, *, drips: bool):
         super().__init__()
-        self._drips, self._more = drips, 0
+        self._drips, self._since = drips, time.monotonic()
 
     async def status(self, reply: pb.StatusReply, context: Context) -> pb.StatusReply | bytes:
         if self.lies and self._drips:
-            self._more += 1
-            reply.sampled_tokens += self._more
+            # So few that nobody could tell, and often enough to look alive.
+            reply.sampled_tokens += int((time.monotonic() - self._since) / DRIP_SECONDS)
         return reply
 
     async def generate(self, request: pb.GenerateRequest, context: Context, genuine: Generate) -> None:
