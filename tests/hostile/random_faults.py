@@ -7,6 +7,7 @@ server dies   SIGKILL to a genuine server, which is started again on its port
 freeze        SIGSTOP to a genuine server until the run has gone on without it, or has noticed
 """
 
+import errno
 import os
 import pathlib
 import random
@@ -90,7 +91,7 @@ class Run(helpers.Run):
 
 
 def draw(seed: int, *, events: int, last: int) -> list[tuple[int, str]]:
-    """(step, event), in order of step; the first two kinds that end the trainer are always among them."""
+    """(step, event), in order of step; a kill and a full disk are always among them."""
     rng = random.Random(seed)
     kinds = ["kill", "full disk", *rng.choices(KINDS, k=events - 2)]
     rng.shuffle(kinds)
@@ -141,4 +142,4 @@ def _fill(run: Run) -> None:
 
 
 def _complains(output: str) -> bool:
-    return any(os.strerror(number) in output for number in (27, 28))  # EFBIG, ENOSPC
+    return any(os.strerror(number) in output for number in (errno.EFBIG, errno.ENOSPC))

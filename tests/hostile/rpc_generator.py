@@ -23,6 +23,8 @@ HEALTH = "/grpc.health.v1.Health"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 METHODS = ("Status", "Generate", "PushWeights", "Score")
 
+LARGE_AMONG = 100  # of the first calls a few are large
+
 # How the client behaves once it has sent what it has to send.
 READ = "read"  # to the end
 FIRST = "first"  # reads one message and goes away
@@ -50,9 +52,8 @@ class Call:
 class Generator:
     """Calls for a server that holds `version` of a model with these tensors."""
 
-    def __init__(self, seed: int, *, tensors: Mapping[str, tuple[int, ...]], version: codec.Version, vocabulary: int):
+    def __init__(self, seed: int, *, tensors: Mapping[str, tuple[int, ...]], version: codec.Version):
         self.seed, self.streams = seed, WeightStreams(tensors, version)
-        self._vocabulary = vocabulary
         self._valid = {
             "Status": pb.StatusRequest(),
             "Generate": codec.request_to_proto(group(version, "train/0")),
@@ -64,7 +65,8 @@ class Generator:
         rng = random.Random(f"{self.seed}/{number}")
         kind = rng.choices(
             ("random bytes", "spoilt", "damaged", "weights", "left alone", "large", "health", "no such method"),
-            (10, 34, 16, 22, 8, 0.1, 8, 2),
+            # Large ones come first: what they leave in the allocator is there before memory is followed.
+            (10, 34, 16, 22, 8, 8 if number < LARGE_AMONG else 0, 8, 2),
         )[0]
         path, messages, then, what = getattr(self, "_" + kind.replace(" ", "_"))(rng)
         return Call(number, path, tuple(messages), then, f"{kind}: {what}")

@@ -194,9 +194,8 @@ async def judge(server: Process, generator: Generator) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_storm(engine: str, model: str, tmp_path: pathlib.Path) -> None:
-    config = read_config(model)
-    tensors = hf_tensors(config)
-    generator = Generator(9, tensors=tensors, version=VERSION, vocabulary=config.vocabulary)
+    tensors = hf_tensors(read_config(model))
+    generator = Generator(9, tensors=tensors, version=VERSION)
     server = Process(tmp_path, *ENGINES[engine], f"--model={model}", *FLAGS)
     try:
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
@@ -208,7 +207,7 @@ def test_storm(engine: str, model: str, tmp_path: pathlib.Path) -> None:
 def test_generator_repeats(model: str) -> None:
     """The same seed and number give the same call, and the numbers reach every kind of call to every method."""
     tensors = hf_tensors(read_config(model))
-    one, other = (Generator(3, tensors=tensors, version=VERSION, vocabulary=280) for _ in range(2))
+    one, other = (Generator(3, tensors=tensors, version=VERSION) for _ in range(2))
     calls = [one.call(number) for number in range(600)]
     assert [other.call(number) for number in reversed(range(600))] == calls[::-1]
     paths = {call.path for call in calls}
