@@ -79,9 +79,15 @@ class WeightReceiver:
         passing: list[PassOn] = []
         writing = asyncio.Lock()
 
-        async def write(reply: pb.WeightReply) -> None:
+        async def in_turn(reply: pb.WeightReply) -> None:
             async with writing:
                 await context.write(reply)
+
+        async def write(reply: pb.WeightReply) -> None:
+            # Whoever passes on may be cancelled under it: gRPC writes on, and refuses the next one until it is through.
+            going = asyncio.ensure_future(in_turn(reply))
+            going.add_done_callback(_seen)
+            await asyncio.shield(going)
 
         try:
             await self._push(messages, context, write, passing)
