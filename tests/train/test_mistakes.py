@@ -29,7 +29,7 @@ def check_usable(workdir: pathlib.Path) -> None:
     if not workdir.exists():
         return
     left = [path for path in workdir.rglob("*") if path.is_file() and path.stat().st_size]
-    kept = {"config.json", "lock", "ledger.json"}
+    kept = {"config.json", "incarnation", "lock", "ledger.json"}
     assert {path.name for path in left} <= kept | {f"server-{i}.log" for i in range(9)}
     other = helpers.config_of([])
     other.seed = 77
@@ -94,6 +94,7 @@ def test_another_tokenizer(tmp_path, flags, start):
 def test_a_token_that_is_not_the_servers(tmp_path, flags, model, start):
     for name in ("theirs", "ours"):
         (tmp_path / name).write_text(f"the-token-that-is-{name}")
+        (tmp_path / name).chmod(0o600)
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--token_file={tmp_path}/theirs") as addresses:
         flags = [*flags, f"--servers={addresses[0]}", f"--config.fleet.token_file={tmp_path}/ours"]
         line = refused(start(tmp_path / "run", *flags))
@@ -109,7 +110,8 @@ def test_a_workdir_of_another_config(tmp_path, flags, start):
         folder.metrics(1, {"loss": 0.0})
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     assert refused(start(tmp_path / "run", *flags)) == (
-        f"--workdir={tmp_path / 'run'}: holds a run of another config: config.objective.cap is 4.0 there and 5.0 now"
+        f"--workdir={tmp_path / 'run'}: holds a run of another config: config.objective.cap is 4.0 there and 5.0 now; "
+        "--allow=objective.cap goes on with what is given now"
     )
     changed = {path.name for path, data in before.items() if path.read_bytes() != data}
     assert changed <= {"lock"}
