@@ -154,7 +154,7 @@ class FleetConfig:
     silence_seconds: float = 15.0  # no status for this long: the server is given up until it answers again
     stall_seconds: float = 120.0  # it answers, and samples no token for this long: given up too
     slowest_tokens_per_second: float = 1.0  # of a completion with a slot: one that is slower counts as lost
-    push_seconds: float = 600.0  # deadline of one version's transfer
+    push_seconds: float = 600.0  # a version's transfer is given up when nothing of it moves for this long
     chunk_bytes: int = 2**20  # of one message of weights
     sparse_share: float = 1 / 16  # of a tensor's shard: where more of it changed, it goes out whole; 0: all always do
     pass_on: bool = True  # servers send versions on to each other, at the addresses by which the trainer knows them

@@ -145,6 +145,7 @@ class Fleet:
             chunk_bytes=config.fleet.chunk_bytes,
             patch_bytes=config.fleet.patch_bytes,
             pass_on=config.fleet.pass_on,
+            fail=self._fail,
             event=lambda fields: self._event("version", fields),
         )
         self._book: Book  # from start() on

@@ -20,9 +20,12 @@ ITEM_BYTES = 2
 class Patches:
     """Lives on one event loop; close() ends its thread."""
 
-    def __init__(self, *, limit: int, event: Callable[[dict[str, Any]], None]):
-        """limit: bytes of all patches kept. event: called on the loop with what each version changed."""
-        self._limit, self._event = limit, event
+    def __init__(self, *, limit: int, event: Callable[[dict[str, Any]], None], fail: Callable[[BaseException], None]):
+        """limit: bytes of all patches kept. event: called on the loop with what each version changed.
+
+        fail: told on the loop where finding a patch fails, which may be long before somebody needs it.
+        """
+        self._limit, self._event, self._fail = limit, event, fail
         self._patches: dict[int, asyncio.Task[Patch]] = {}  # by the version that they lead to
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher-patches")
 
@@ -33,7 +36,11 @@ class Patches:
         """`find` brings what version `step` changed to the host; called at once, on a thread of its own."""
         assert step not in self._patches
         task = self._patches[step] = asyncio.ensure_future(self._find(step, find))
-        task.add_done_callback(_seen)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     async def _find(self, step: int, find: Callable[[], Patch]) -> Patch:
         def timed() -> tuple[Patch, float]:
@@ -90,9 +97,3 @@ class Patches:
             return None
         merged = await asyncio.get_running_loop().run_in_executor(self._worker, merge, patches)
         return merged if merged.nbytes <= MAXIMUM_PATCH_SHARE * dense else None
-
-
-def _seen(task: asyncio.Task) -> None:
-    """Whoever needs the patch raises its error; none of them may come before the end."""
-    if not task.cancelled():
-        task.exception()

@@ -18,6 +18,8 @@ not grow with the fleet.
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +37,8 @@ from scalerl_jax.rollouts.patches import Patches
 from scalerl_jax.rollouts.payload import Payload, Tensors
 from scalerl_jax.rollouts.refusals import AnchorNeeded, PushRefused
 from scalerl_jax.rollouts.trees import NO_TREE, Tree, Trees
+
+_log = logging.getLogger(__name__)
 
 Source = Tensors | Callable[[], Tensors]
 
@@ -73,17 +77,20 @@ class Publisher:
         patch_bytes: int = 0,
         event: Callable[[dict[str, Any]], None] = lambda fields: None,
         pass_on: bool = True,
+        fail: Callable[[BaseException], None] | None = None,
     ):
         """patch_bytes: of the patches kept. event: called on the loop with what each version changed.
 
-        pass_on: servers send versions on to each other; else each gets them from here.
+        pass_on: servers send versions on to each other; else each gets them from here. fail: told on the loop of every
+        fault of ours, whoever it hits: an exception while a version is made, cut or sent. None: they are logged.
         """
         self.incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
-        self._payloads: dict[tuple[int | None, int], asyncio.Future[Payload]] = {}  # base, step
+        self._payloads: dict[tuple[int | None, int], asyncio.Task[Payload]] = {}  # base, step
         self._retained: dict[int, int] = {}  # step -> how many evaluations need it
-        self._patches = Patches(limit=patch_bytes, event=event)
-        self._pass_on, self._trees = pass_on, Trees()
+        self._fail = fail or _log_fault
+        self._patches = Patches(limit=patch_bytes, event=event, fail=self._fail)
+        self._pass_on, self._trees = pass_on, Trees(fail=self._fail)
         self._streams: set[asyncio.Task[None]] = set()
         self.latest: int | None = None
         self.sent_bytes = 0  # of payloads, to all servers
@@ -133,8 +140,8 @@ class Publisher:
 
         address: where other servers reach it; those that need the same at the same time then pass it on to each other.
         server_id: of the process that is to take it; what another one took counts for nothing. Empty: not known.
-        Raises PushRefused (AnchorNeeded: try again without a base), or grpc.RpcError where the connection fails or
-        `timeout` seconds have passed; and whatever making the tensors raises.
+        Raises PushRefused (AnchorNeeded: try again without a base), grpc.RpcError where the connection fails,
+        TimeoutError where nothing of it moves for `timeout` seconds; and whatever making the tensors raises.
         """
         source = self._sources[step]
         if not address or not self._pass_on:
@@ -165,12 +172,8 @@ class Publisher:
         stream = asyncio.create_task(streaming)
         self._streams.add(stream)
 
-        def ended(task: asyncio.Task[None]) -> None:
-            self._streams.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None and not report.done():
-                report.set_exception(error)
-
-        stream.add_done_callback(ended)
+        stream.add_done_callback(self._streams.discard)
+        stream.add_done_callback(self._ended)
         try:
             return await report
         except asyncio.CancelledError:
@@ -187,51 +190,76 @@ class Publisher:
         server_id: str,
         report: asyncio.Future[PushReport],
     ) -> None:
-        began = time.monotonic()
-        call = stub.PushWeights(timeout=timeout)
+        # Without a deadline: what is bounded is the time in which nothing of it moves, not the size of the weights.
+        call, progress = stub.PushWeights(), _Progress(tree)
         again: asyncio.Queue[int] = asyncio.Queue()
-        writer = asyncio.create_task(self._write(call, self._messages(payload, again, tree), tree))
-        resent = 0
+        writer = asyncio.create_task(self._write(call, self._messages(payload, again, tree), progress))
+        reader = asyncio.create_task(self._read(call, payload, again, progress, server_id=server_id, report=report))
+        tasks = (reader, writer)
         try:
-            while not (report.done() and tree.over):
-                reply = await call.read()
-                if reply is grpc.aio.EOF:  # with status OK: any other is raised by read()
-                    raise PushRefused("the server ended the push without a word")
-                if reply is None:
-                    raise PushRefused("the server answered what cannot be decoded")
-                kind = reply.WhichOneof("kind")
-                if kind == "applied" and not report.done():
-                    # A server of before that field says nothing; it was dialled, so it is not asked for it.
-                    if server_id and reply.applied.server_id not in ("", server_id):
-                        raise PushRefused("another process took it: the server was started anew")
-                    seconds = time.monotonic() - began
-                    report.set_result(self._report(payload, reply.applied, resent=resent, seconds=seconds))
-                elif kind == "refused":
-                    raise PushRefused(reply.refused)
-                elif kind == "anchor":
-                    raise AnchorNeeded(reply.anchor)
-                elif kind == "passed":
-                    tree.passed(reply.passed)
-                elif kind != "resend" or reply.resend >= payload.chunks:
-                    raise PushRefused(f"the server answered {kind} {reply.resend}")
-                else:
-                    resent += 1
-                    if resent > RESENDS * payload.chunks:
-                        raise PushRefused(f"{resent} chunks arrived damaged")
-                    again.put_nowait(reply.resend)
-        except (PushRefused, grpc.aio.AioRpcError) as error:
+            await _both(reader, writer, progress, timeout)
+        except (PushRefused, TimeoutError, grpc.aio.AioRpcError) as error:
             if not report.done():  # else the others hear that their stream is over
+                report.set_exception(error)
+        except Exception as error:  # noqa: BLE001  a fault of ours: it ends the run
+            self._fail(error)
+            if not report.done():
                 report.set_exception(error)
         finally:
             tree.end()
             call.cancel()
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            for left in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(left, Exception) and not isinstance(left, PushRefused | grpc.RpcError):
+                    self._fail(left)
+
+    async def _read(
+        self,
+        call: Any,
+        payload: Payload,
+        again: asyncio.Queue[int],
+        progress: "_Progress",
+        *,
+        server_id: str,
+        report: asyncio.Future[PushReport],
+    ) -> None:
+        tree, resent, began = progress.tree, 0, time.monotonic()
+        while not (report.done() and tree.over):
+            reply = await call.read()
+            progress.moved()
+            if reply is grpc.aio.EOF:  # with status OK: any other is raised by read()
+                raise PushRefused("the server ended the push without a word")
+            if reply is None:
+                raise PushRefused("the server answered what cannot be decoded")
+            kind = reply.WhichOneof("kind")
+            if kind == "applied" and not report.done():
+                # A server of before that field says nothing; it was dialled, so it is not asked for it.
+                if server_id and reply.applied.server_id not in ("", server_id):
+                    raise PushRefused("another process took it: the server was started anew")
+                seconds = time.monotonic() - began
+                report.set_result(self._report(payload, reply.applied, resent=resent, seconds=seconds))
+            elif kind == "refused":
+                raise PushRefused(reply.refused)
+            elif kind == "anchor":
+                raise AnchorNeeded(reply.anchor)
+            elif kind == "passed":
+                tree.passed(reply.passed)
+            elif kind != "resend" or reply.resend >= payload.chunks:
+                raise PushRefused(f"the server answered {kind} {reply.resend}")
+            else:
+                resent += 1
+                if resent > RESENDS * payload.chunks:
+                    raise PushRefused(f"{resent} chunks arrived damaged")
+                again.put_nowait(reply.resend)
 
     def _report(self, payload: Payload, applied: pb.WeightReply.Applied, *, resent: int, seconds: float) -> PushReport:
         target = codec.version_from_proto(payload.header.target)
         if codec.version_from_proto(applied.version) != target:
             raise PushRefused(f"the server applied version {applied.version.step} instead of {target.step}")
+        told = (applied.staging_seconds, applied.checking_seconds, applied.pause_seconds)
+        if not all(math.isfinite(value) and value >= 0 for value in told):
+            raise PushRefused(f"the server applied it in {told} s")
         return PushReport(
             step=target.step,
             sparse=payload.is_patch,
@@ -247,9 +275,14 @@ class Publisher:
         key = (base, step)
         if key not in self._payloads:
             make = self._dense(step, source) if base is None else self._sparse(base, step, source)
-            self._payloads[key] = asyncio.ensure_future(make)
+            self._payloads[key] = asyncio.create_task(make)
+            self._payloads[key].add_done_callback(self._ended)
         # Shielded: one server's end must not take the payload from the others.
         return await asyncio.shield(self._payloads[key])
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     async def _sparse(self, base: int, step: int, source: Source) -> Payload:
         """A patch where there is one."""
@@ -285,11 +318,42 @@ class Publisher:
         while True:
             yield payload.chunk(await again.get())
 
-    async def _write(self, call, messages: AsyncGenerator[pb.WeightMessage | Chunk, None], tree: Tree) -> None:
-        # The call may be over: its last reply or its status says why.
+    async def _write(self, call: Any, messages: AsyncGenerator[pb.WeightMessage | Chunk, None], progress: "_Progress"):
+        """Until cancelled, or until the call is over: its last reply or its status says why."""
         async with contextlib.aclosing(messages):
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                async for message in messages:
+            async for message in messages:
+                try:
                     await call.write(message)
-                    self.sent_bytes += message.size if isinstance(message, Chunk) else 0
-                    tree.moved()
+                except (grpc.RpcError, asyncio.InvalidStateError):
+                    return
+                self.sent_bytes += message.size if isinstance(message, Chunk) else 0
+                progress.moved()
+
+
+def _log_fault(error: BaseException) -> None:
+    _log.error("a version could not be sent", exc_info=error)
+
+
+class _Progress:
+    """When something of a stream moved last."""
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+        self.moved()
+
+    def moved(self) -> None:
+        self.at = time.monotonic()
+        self.tree.moved()
+
+
+async def _both(reader: asyncio.Task[None], writer: asyncio.Task[None], progress: _Progress, timeout: float) -> None:
+    """Returns when the reader does. Raises what either raises, TimeoutError where nothing moves for `timeout` s."""
+    while not reader.done():
+        left = progress.at + timeout - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        waited_for = {reader} if writer.done() else {reader, writer}
+        await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if writer.done():
+            writer.result()
+    reader.result()

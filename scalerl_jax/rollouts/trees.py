@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -110,11 +110,12 @@ class Place:
         Raises PushRefused, TimeoutError.
         """
         assert self.of is not None
-        async with asyncio.timeout(timeout):
-            while not self.outcome.done():
-                await asyncio.wait({self.outcome}, timeout=PATIENCE_SECONDS / 10)
-                if not self.staged and self.of.still_for > PATIENCE_SECONDS:
-                    break
+        while not self.outcome.done():
+            await asyncio.wait({self.outcome}, timeout=min(timeout, PATIENCE_SECONDS) / 10)
+            if not self.staged and self.of.still_for > PATIENCE_SECONDS:
+                break
+            if self.of.still_for > timeout and not self.outcome.done():
+                raise TimeoutError
         self.of.leave(self)
         if not self.outcome.done():
             self._not_this_way(f"nothing moved for {PATIENCE_SECONDS:g} s")
@@ -144,7 +145,9 @@ class Place:
 class Trees:
     """Gathers the pushes that are alike. Lives on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fail: Callable[[BaseException], None] | None = None) -> None:
+        """fail: told of a fault of ours that nobody waits for; else the loop logs it."""
+        self._fail = fail
         self._gathering: dict[Key, list[Place]] = {}
         self._avoided: dict[str, float] = {}  # address -> until when
         self._seen: set[str] = set()
@@ -179,6 +182,14 @@ class Trees:
                 self._avoided[address] = time.monotonic() + AVOID_SECONDS
 
     def _plant(self, key: Key) -> None:
+        try:
+            self._plant_now(key)
+        except Exception as error:
+            if self._fail is None:
+                raise
+            self._fail(error)
+
+    def _plant_now(self, key: Key) -> None:
         members = self._gathering.pop(key)
         if not members:
             return

@@ -1,7 +1,9 @@
 """The wire form of a version, and pushes over real gRPC with chunks damaged on the way."""
 
+import asyncio
 import dataclasses
 import threading
+import time
 import zlib
 
 import ml_dtypes
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 
 from rollout_server.contract.codec import Version
+from scalerl_jax.rollouts import fleet, trees
 from scalerl_jax.rollouts.payload import Payload, dense
 from tests.rollouts.helpers import Trainer, config, eventually, weights
+from tests.rollouts.liar import Liar
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1000, 1 << 20])
@@ -121,3 +125,96 @@ def test_all_servers_receive_at_once(start):
         trainer.fleet.publish(1, lambda: weights(1))
         for server in servers:
             eventually(lambda server=server: server.held()[0].step == 1)
+
+
+# ---- Faults of ours end the run with their own words ----------------------------------------------------------------
+
+
+def until_it_ends(trainer: Trainer) -> None:
+    trainer.admit_until(lambda: False)
+
+
+def test_a_chunk_that_cannot_be_cut_ends_the_run(start, monkeypatch):
+    with Trainer(config(), start({})) as trainer:
+        trainer.update()
+
+        def broken(self, index):
+            raise RuntimeError("no chunk today")
+
+        monkeypatch.setattr(Payload, "chunk", broken)
+        trainer.fleet.publish(2, lambda: weights(2))
+        with pytest.raises(RuntimeError, match="no chunk today") as error:
+            until_it_ends(trainer)
+        assert any(entry.name == "broken" for entry in error.traceback)
+
+
+def test_a_payload_that_cannot_be_made_ends_the_run(start, monkeypatch):
+    with Trainer(config(), start({})) as trainer:
+        trainer.update()
+        wrong = weights(2) | {"lm_head.weight": "not an array"}
+        trainer.fleet.publish(2, lambda: wrong)
+        with pytest.raises(AttributeError, match="'str' object has no attribute"):
+            until_it_ends(trainer)
+
+
+def test_a_patch_that_cannot_be_found_ends_the_run_though_nobody_needs_it(start):
+    def broken():
+        raise RuntimeError("the device is gone")
+
+    with Trainer(config(pacing_kind="phased", pacing_k=3), start({})) as trainer:
+        trainer.update()
+        trainer.fleet.publish(2, weights(2), broken)  # a version that goes to nobody
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            until_it_ends(trainer)
+
+
+@pytest.mark.parametrize(("where", "name"), [(trees.Trees, "_plant_now"), (fleet, "dispatch")])
+def test_a_fault_behind_our_back_ends_the_run(start, monkeypatch, where, name):
+    """In what the loop calls by itself: who is asked next; who passes a version on to whom."""
+    with Trainer(config(), start({}, {})) as trainer:
+        trainer.admit_all()
+
+        def broken(*args, **kwargs):
+            raise RuntimeError("behind our back")
+
+        def publish() -> None:
+            trainer.fleet.publish(1, lambda: weights(1))
+            until_it_ends(trainer)
+
+        monkeypatch.setattr(where, name, broken)
+        with pytest.raises(RuntimeError, match="behind our back"):
+            publish()
+
+
+def test_a_transfer_may_take_its_time_while_something_moves(start, monkeypatch):
+    """Chunk by chunk, in more time than nothing may move for."""
+    servers, began = start({}), []
+    with Trainer(config(fleet_push_seconds=2.0, fleet_chunk_bytes=500), servers) as trainer:
+        trainer.update()
+        cut = Payload.chunk
+
+        def slowly(self, index):
+            if self.header.target.step == 2:
+                began.append(index)
+            time.sleep(0.1)
+            return cut(self, index)
+
+        monkeypatch.setattr(Payload, "chunk", slowly)
+        trainer.fleet.publish(2, lambda: weights(2))
+        eventually(lambda: servers[0].held()[0].step == 2)
+        assert len(began) * 0.1 > trainer.config.fleet.push_seconds
+        assert began == sorted(began), "begun anew"
+
+
+def test_a_transfer_of_which_nothing_moves_is_given_up(start, caplog):
+    """The server takes the header and says no more."""
+    with Liar() as liar, Trainer(config(fleet_push_seconds=0.5), [*start({}), liar]) as trainer:
+
+        async def push(context, honest):
+            await context.read()
+            await asyncio.Event().wait()
+
+        trainer.admit_all()
+        liar.push = push
+        trainer.update_until(lambda: any("did not arrive in time" in m and liar.address in m for m in caplog.messages))
+        trainer.check()
