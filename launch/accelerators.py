@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 # Of a shared GPU's memory that nobody takes: every process has a CUDA context and the libraries' work space besides.
 SPARE = 0.1
+LEAST_VLLM = 0.05  # the least that scalerl-serve takes for --device_memory
 _OWN_CHOICE = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
@@ -43,6 +44,8 @@ def share_out(
     *, servers: int, share: float, engine: str = "jax", environment: Mapping[str, str] | None = None
 ) -> Sharing | None:
     """How trainer and local servers share this machine's GPUs; None: there are none, or the user has chosen.
+
+    Raises ValueError where the share of a server is one that its engine cannot take.
 
     Args:
         servers: how many local ones.
@@ -67,6 +70,11 @@ def share_out(
         )
     most = -(-servers // len(gpus))  # servers on one GPU
     trainer, server = 1 - SPARE - share, share / most
+    if engine == "vllm" and server < LEAST_VLLM:
+        raise ValueError(
+            f"config.fleet.gpu_share={share}: {most} of config.fleet.servers={servers} are on one GPU, and vLLM takes "
+            f"no less than {LEAST_VLLM} of one"
+        )
     each = "each " if servers > 1 else "the "
     return Sharing(
         trainer=_memory(trainer),
@@ -100,7 +108,10 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
         return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first that is none
     count = len(glob.glob("/dev/nvidia[0-9]*"))
     if not count and (program := shutil.which("nvidia-smi")):  # as in WSL
-        answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False, timeout=60)
+        try:
+            answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: JAX will say what it finds
+            return []
         count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
     return [str(i) for i in range(count)]
 

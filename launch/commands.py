@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from scalerl_jax import command_flags, entry
+from scalerl_jax import command_flags, entry, signals
 
 OLDEST_GLIBC = (2, 35)
 
@@ -54,7 +54,11 @@ def _run(module: str, define: Callable[[], None], *, config: bool = False, tuned
     entry.answer_at_once(module, config=config)
     if tuned:
         restart_with_tuned_malloc()
-    importlib.import_module(module).run()
+    with signals.installed():  # an interrupted import ends in whatever error the module at hand makes of it
+        signals.expect("interrupted")
+        signals.be(signals.EXIT)
+        command = importlib.import_module(module)
+    command.run()
 
 
 def train() -> None:

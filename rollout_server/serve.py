@@ -293,6 +293,8 @@ def main(argv: Sequence[str]) -> None:
         )
     except UsageError as error:
         _fail(error)
+    except KeyboardInterrupt:  # before it serves: the engine is still loading
+        sys.exit(128 + signal.SIGINT)
 
 
 def run() -> None:

@@ -3,7 +3,7 @@
 What the first signal does is up to the mode, which begins as RAISE and may be changed at any time by be():
 
     RAISE   the main thread raises Interrupted where it stands: short commands, which tidy up as they unwind
-    EXIT    the process ends from a thread of its own, after what is registered with before_exit(): start-up, when
+    EXIT    the process ends from another thread, after what is registered with before_exit(): start-up, when
             nothing is there to be saved, and the main thread may be inside a compilation for minutes
     HOLD    it is only noted, and look() raises Interrupted, where the command's state is whole: training
 
@@ -86,7 +86,7 @@ def be(mode: str) -> None:
 
 
 def before_exit(close: Callable[[], None]) -> None:
-    """In the mode EXIT, `close` is called first, on the watching thread."""
+    """In the mode EXIT, `close` is called first, on a thread of its own."""
     _process.before_exit = close
 
 
@@ -163,9 +163,7 @@ def _watch(reader: socket.socket) -> None:
             if told and time.monotonic() - _process.at > REPEAT_SECONDS:
                 _leave(AT_ONCE)
             if not told and _process.mode == EXIT:
-                if _process.before_exit is not None:
-                    _process.before_exit()
-                _leave(_process.line)
+                threading.Thread(target=_close_and_leave, name="signals-closing", daemon=True).start()
             if not told and _process.mode == HOLD:
                 _write("interrupted: what is under way is finished and saved; a second signal leaves at once")
             told = True
@@ -177,6 +175,15 @@ def _seconds_left() -> float | None:
         return None
     bound = CLOSING_SECONDS if _process.raised else STUCK_SECONDS
     return max(_SHORTEST, _process.at + bound - time.monotonic())
+
+
+def _close_and_leave() -> None:
+    """Beside the watching thread, which goes on listening for the second signal."""
+    try:
+        if _process.before_exit is not None:
+            _process.before_exit()
+    finally:
+        _leave(_process.line)
 
 
 def _leave(line: str) -> None:

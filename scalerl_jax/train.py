@@ -180,9 +180,10 @@ def main(config: Config) -> None:
         # How the processes of this machine share its GPUs is settled before JAX first looks for them.
         sharing = None
         if not given:
-            sharing = accelerators.share_out(
-                servers=config.fleet.servers, share=config.fleet.gpu_share, engine=config.fleet.engine
-            )
+            with entry.user_mistakes():
+                sharing = accelerators.share_out(
+                    servers=config.fleet.servers, share=config.fleet.gpu_share, engine=config.fleet.engine
+                )
         if sharing is not None:
             os.environ.update(sharing.trainer)
 

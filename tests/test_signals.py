@@ -48,6 +48,11 @@ BODIES = {
         say('ready'); threading.Event().wait()
     finally:
         say('closing'); threading.Event().wait()""",
+    "stopping servers": """
+    def close():
+        say('closing'); threading.Event().wait()
+    signals.before_exit(close); signals.be(signals.EXIT)
+    say('ready'); threading.Event().wait()""",
     "held": """
     signals.be(signals.HOLD); say('ready')
     while not signals.requested(): time.sleep(0.01)
@@ -110,16 +115,39 @@ def send_until_it_ends(child: subprocess.Popen[str], number: int) -> None:
         time.sleep(signals.REPEAT_SECONDS / 2)
 
 
-@pytest.mark.parametrize("body", ["held", "held for good", "closing"])
+@pytest.mark.parametrize("body", ["held", "held for good", "closing", "stopping servers"])
 def test_a_second_signal_leaves_at_once(body):
     child = begin(body)
     child.send_signal(signal.SIGTERM)
     if body != "held for good":
-        assert child.stdout.readline() == {"held": "seen\n", "closing": "closing\n"}[body]
+        assert child.stdout.readline() == ("seen\n" if body == "held" else "closing\n")
     send_until_it_ends(child, signal.SIGTERM)
     code, lines = end(child)
     assert code == 143
     assert lines[-1] == signals.AT_ONCE
+
+
+def test_a_command_that_still_imports_leaves(tmp_path):
+    """From inside an import: what a module makes of an interruption is nobody's business."""
+    (tmp_path / "slow_command.py").write_text(
+        """
+import threading
+print('ready', flush=True)
+try:
+    threading.Event().wait()
+except BaseException as error:
+    raise ImportError('Encountered an error while initializing the extension') from error
+"""
+    )
+    program = "from launch import commands; commands._run('slow_command', lambda: None)"
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {program}"
+    for number in signals.SIGNALS:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(number)
+        assert end(child) == (128 + number, ["interrupted"])
 
 
 def test_one_signal_that_is_passed_on_twice_is_one():

@@ -108,3 +108,20 @@ def test_a_share_that_leaves_nothing_is_refused(share: float) -> None:
     config.fleet.gpu_share = share
     with pytest.raises(ConfigError, match=r"config.fleet.gpu_share=.*: must be above 0 and below 0.9"):
         check(config)
+
+
+def test_too_many_vllm_servers_for_one_gpu_are_refused(cuda: None) -> None:
+    with pytest.raises(ValueError, match=r"config.fleet.gpu_share=0.4: 9 of config.fleet.servers=9 are on one GPU"):
+        accelerators.share_out(servers=9, share=0.4, engine="vllm", environment={"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_a_driver_that_hangs_is_no_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nvidia-smi does where the driver is wedged."""
+
+    def hang(command: list[str], **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, 60)
+
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    monkeypatch.setattr("shutil.which", lambda name: str(tmp_path / name))
+    monkeypatch.setattr("subprocess.run", hang)
+    assert accelerators.visible_gpus({}) == []
