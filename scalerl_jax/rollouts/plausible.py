@@ -2,7 +2,7 @@
 
     every number          finite, not negative, below an absurd size
     counters              of one process (server_id) never fall; busy seconds are part of the seconds it is up
-    up_seconds            grows no more than the clock between the two statuses
+    up_seconds            grows no more than the clock, since the last status and since the first one in a row
     busy_seconds          likewise, and what a long step adds at its end
     tokens                no more of them than the fastest machine makes in that time
     devices               as when the process was met
@@ -68,6 +68,7 @@ class StatusCheck:
 
     def __init__(self) -> None:
         self._before: _Heard | None = None
+        self._since: _Heard | None = None  # the first of those believed in a row, of the same process
 
     def look(self, status: pb.StatusReply, *, asked_at: float, heard_at: float, newest: int | None = None) -> Found:
         """Whether to believe a status. asked_at, heard_at: clock() before and after the call.
@@ -81,7 +82,11 @@ class StatusCheck:
         same = before is not None and before.status.server_id == status.server_id
         if before is not None and same:
             lie = _since(before.status, status, heard_at - before.asked_at)
+        if self._since is not None and same and not lie:
+            lie = _clock(self._since.status, status, heard_at - self._since.asked_at)
         self._before = _Heard(_copy(status), asked_at, believed=not lie)
+        if lie or not same:
+            self._since = self._before
         if lie or before is None:
             return Found(lie)
         if same:
@@ -142,6 +147,12 @@ def _since(before: pb.StatusReply, status: pb.StatusReply, elapsed: float) -> st
         if grown > speed * status.devices * (most + STEP_SECONDS):
             return f"{name} grew by {grown} in {elapsed:.1f} s"
     return ""
+
+
+def _clock(first: pb.StatusReply, status: pb.StatusReply, elapsed: float) -> str:
+    """The slack is for all statuses in a row together: a little too fast at each of them is too fast."""
+    grown = status.up_seconds - first.up_seconds
+    return f"up_seconds grew by {grown:g} in {elapsed:.1f} s" if grown > _at_most(elapsed) else ""
 
 
 def _copy(status: pb.StatusReply) -> pb.StatusReply:

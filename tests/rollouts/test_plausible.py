@@ -156,6 +156,17 @@ def test_what_a_lie_covers_is_not_booked():
     assert check.look(status(up_seconds=5002.0), **times[3]) == plausible.Found()
 
 
+def test_a_clock_that_is_a_little_too_fast_at_each_look():
+    """Three seconds of its own in one of ours, at looks so close together that each of them alone could be slack."""
+    check = StatusCheck()
+    lies = [
+        check.look(status(up_seconds=100 + 0.6 * n), asked_at=0.2 * n, heard_at=0.2 * n + 0.01).lie for n in range(200)
+    ]
+    found = [n for n, lie in enumerate(lies) if lie]
+    assert 4 <= found[0] <= 6 and all("up_seconds grew" in lies[n] for n in found)
+    assert len(found) > 30  # it never gains more than the slack
+
+
 def test_a_new_process_at_each_look_gains_nothing():
     check = StatusCheck()
     check.look(status(), asked_at=10.0, heard_at=10.1)
