@@ -28,7 +28,7 @@ _LATEX = LatexExtractionConfig(
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<money>\\\$|[€£¥])?\s*(?P<inner>[+-]?)\s*(?:"
-    rf"(?:(?P<whole>\d+)\s*(?=\\frac|\d+\s*/))?(?:\\frac\s*\{{\s*(?P<up>-?\d+)\s*\}}\s*\{{\s*(?P<down>\d+)\s*\}}"
+    rf"(?:(?P<whole>\d+)(?:\s*(?=\\frac)|\s+(?=\d+\s*/)))?(?:\\frac\s*\{{\s*(?P<up>-?\d+)\s*\}}\s*\{{\s*(?P<down>\d+)\s*\}}"
     rf"|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
     rf"|(?:(?P<integer>{_DIGITS})(?P<decimals>\.\d*)?|(?P<fraction>\.\d+))"
     r"(?:[eE](?P<tens>[+-]?\d{1,3})(?!\d)|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*(?P<power>[+-]?\d{1,3})\s*\}?(?!\d))?)"

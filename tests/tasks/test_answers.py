@@ -1,7 +1,9 @@
 """Answers judged right and wrong: what a person would say of them, both ways."""
 
+from fractions import Fraction
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.tasks.answer_text import final_answers, is_mathematics
@@ -180,6 +182,28 @@ def test_a_word_is_itself_and_no_product_of_its_letters(word, written):
 def test_numbers(number, said, written):
     assert right(written.format(f"{number:,}"), str(number)) and right(written.format(number), f"{number:,}")
     assert right(written.format(said), str(number)) == (said == number)
+
+
+@settings(max_examples=60, deadline=None)
+@given(up=st.integers(1, 400), down=st.integers(2, 40), other=st.integers(1, 400), minus=st.sampled_from(("", "-")))
+@example(up=11, down=2, other=12, minus="")  # not 1 1/2
+@example(up=13, down=4, other=7, minus="")  # not 1 3/4
+def test_a_fraction_is_its_numerator_by_its_denominator_and_no_other(up, down, other, minus):
+    value, decimals = Fraction(up, down), f"{minus}{up / down:.9f}"
+    for said in (
+        f"{minus}{up}/{down}",
+        f"\\boxed{{{minus}\\frac{{{up}}}{{{down}}}}}",
+        f"{minus}{up} / {down}",
+        decimals,
+    ):
+        for gold in (f"{minus}{value.numerator}/{value.denominator}", f"{minus}\\frac{{{up}}}{{{down}}}"):
+            assert right(said, gold)
+        assert right(said, f"{minus}{other}/{down}") == (other == up)
+    whole, rest = divmod(up, down)
+    if whole and rest:
+        assert right(f"{minus}{whole} {rest}/{down}", f"{minus}{up}/{down}")
+        assert right(f"{minus}{whole}\\frac{{{rest}}}{{{down}}}", f"{minus}{up}/{down}")
+        assert not right(f"{whole}{rest}/{down}", f"{up}/{down}")
 
 
 PIECES = (
