@@ -31,6 +31,9 @@ MOST_CALLS = 32
 # A client that takes nothing of an answer for so long is given up.
 UNREAD_SECONDS = 120.0
 
+# What a call that takes nothing is still given to hear why it ends.
+FAREWELL_SECONDS = 1.0
+
 # How long a stream with a message that is none is read on, so that its client hears why it ends.
 DRAIN_SECONDS = 0.2
 
@@ -142,6 +145,7 @@ class _Context:
 
     def __init__(self, context: grpc.aio.ServicerContext):
         self._context = context
+        self._unread = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -165,7 +169,13 @@ class _Context:
             async with asyncio.timeout(UNREAD_SECONDS):
                 await self._context.write(message)
         except TimeoutError:
+            self._unread = True
             raise Unread from None
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
-        await self._context.abort(code, peer_text.details(details), trailing_metadata)
+        """Always raises: the last word waits behind what nobody takes, and the call does not wait for ever with it."""
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS if self._unread else UNREAD_SECONDS):
+                await self._context.abort(code, peer_text.details(details), trailing_metadata)
+        except TimeoutError:
+            raise asyncio.CancelledError from None

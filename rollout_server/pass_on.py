@@ -83,9 +83,15 @@ class PassOn:
         self._open = set(behind(hop))  # whose outcome is not known
         self.committed = False
         self.task = asyncio.create_task(self._run())
+        self.task.add_done_callback(self._ended)
 
     def news(self) -> None:
         self._news.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            why = f"{type(error).__name__}: {said(error)}"
+            quiet.say("failed", logging.WARNING, "passing on to %s failed: %s", said(self._hop.address), why)
 
     async def _run(self) -> None:
         if why := self._reach.why_not(self._hop.address):
@@ -131,7 +137,9 @@ class PassOn:
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
         else:
-            if status.server_id == self._own_id:
+            if status is None:
+                why = "its Status cannot be decoded"
+            elif status.server_id == self._own_id:
                 why = "it is this server itself"
             elif self._hop.server_id and status.server_id != self._hop.server_id:
                 why = f"it is server {said(status.server_id)}, not {said(self._hop.server_id)}"
@@ -154,9 +162,11 @@ class PassOn:
             if passed.address in self._staged:
                 return
             self._staged.add(passed.address)
+        elif kind is None:
+            return  # it says nothing of it, or in a way that this server does not know
         else:
             self._open.discard(passed.address)
-            if kind in ("refused", "anchor", "lost"):
+            if kind != "applied":
                 setattr(passed, kind, said(getattr(passed, kind)))
         await self._tell(passed)
 
@@ -187,6 +197,8 @@ class PassOn:
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         """Returns when the outcome of all is known, or the call is over."""
         while self._open and (reply := await call.read()) is not grpc.aio.EOF:
+            if reply is None:
+                raise Over("it answers what cannot be decoded")
             kind = reply.WhichOneof("kind")
             if kind == "resend":
                 self._resends += 1

@@ -8,6 +8,7 @@
 Tensors are views into the copy, never copies of it. Nothing here knows gRPC or an event loop; one version at a time.
 """
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -92,14 +93,14 @@ class WeightStore:
             raise ValueError(f"chunk_bytes {header.chunk_bytes} makes {chunks} chunks, more than {MAXIMUM_CHUNKS}")
 
     def _check_tensors(self, header: pb.WeightHeader) -> None:
-        names = [tensor.name for tensor in header.tensors]
-        given = set(names)
-        if len(given) != len(names):
-            twice = sorted(name for name in given if names.count(name) > 1)
+        if len(header.tensors) > len(self._shapes):  # before anything is made of them
+            raise ValueError(f"the header names {len(header.tensors)} tensors, the model has {len(self._shapes)}")
+        given = collections.Counter(tensor.name for tensor in header.tensors)
+        if twice := sorted(name for name, count in given.items() if count > 1):
             raise ValueError(f"tensors named twice: {_some(twice)}")
-        if missing := self._shapes.keys() - given:
+        if missing := self._shapes.keys() - given.keys():
             raise ValueError(f"tensors of the model that are missing: {_some(sorted(missing))}")
-        if unknown := given - self._shapes.keys():
+        if unknown := given.keys() - self._shapes.keys():
             raise ValueError(f"tensors that the model does not have: {_some(sorted(unknown))}")
         for tensor in header.tensors:
             if tensor.dtype != self._wire_dtype:

@@ -6,6 +6,7 @@ classes' bulk fields. Arrays are little-endian on the wire whatever the machine.
 Left out on purpose: nothing here knows an engine or a trainer; numpy and protobuf are all it needs.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -166,9 +167,8 @@ def request_from_proto(message: pb.GenerateRequest, *, most_completions: int | N
     asked = len(message.completions)
     if most_completions is not None and asked > most_completions:
         raise ValueError(f"group {message.group_id!r}: {asked} completions, slots and queue hold {most_completions}")
-    indices = [c.index for c in message.completions]
-    if len(set(indices)) != len(indices):
-        twice = next(index for index in indices if indices.count(index) > 1)
+    (twice, times), *_ = collections.Counter(c.index for c in message.completions).most_common(1)
+    if times > 1:
         raise ValueError(f"group {message.group_id!r}: completion {twice} is asked for twice in one request")
     sampling = message.sampling
     lowest, highest = limits.TEMPERATURES

@@ -5,6 +5,7 @@ file:PATH             one host:port a line; empty lines and what follows a # are
 dns:///name:port      every address that the name has: a headless service, a round-robin record; asked again and again
 """
 
+import collections
 import os
 import socket
 
@@ -70,7 +71,8 @@ def _checked(where: str, found: list[str]) -> tuple[str, ...]:
         raise ValueError(f"{where}: names no server")
     for address in found:
         _split(where, address)
-        if found.count(address) > 1:
+    for address, times in collections.Counter(found).items():
+        if times > 1:
             raise ValueError(f"{where}: names {address} twice")
     return tuple(found)
 

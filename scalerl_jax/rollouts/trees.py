@@ -61,10 +61,10 @@ class Tree:
 
     def passed(self, passed: pb.WeightReply.Passed) -> None:
         self.moved()
-        place = self._waiting.get(passed.address)
-        if place is None:
+        place, kind = self._waiting.get(passed.address), passed.WhichOneof("kind")
+        if place is None or kind is None:
             return
-        if passed.WhichOneof("kind") == "staged":
+        if kind == "staged":
             place.staged = True
             return
         del self._waiting[passed.address]

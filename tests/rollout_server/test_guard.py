@@ -1,6 +1,7 @@
 """Messages that are none, numbers without measure, clients that do not read, faults of ours: codes, logs and bounds."""
 
 import asyncio
+import collections
 import math
 import random
 import tracemalloc
@@ -20,7 +21,7 @@ from rollout_server.engines.engine import Engine
 from rollout_server.engines.replay_engine import ReplayEngine
 from rollout_server.staging import Staging
 from tests.rollout_server.client import PROMPT, Push, Served, group, long_group, random_weights, serving
-from tests.rollout_server.standstill import standstill
+from tests.rollout_server.standstill import standstill, until
 
 MakeEngine = Callable[..., Engine]
 MakeReplay = Callable[..., ReplayEngine]
@@ -208,7 +209,23 @@ async def test_calls_that_wait_leave_room_for_others(make_replay: MakeReplay) ->
             call.cancel()
 
 
-async def test_a_stream_that_nobody_reads_ends(make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """Of each method, as the guard of this test's server counts them."""
+    counted: collections.Counter[str] = collections.Counter()
+    made = guard.Guard.__init__
+
+    def init(self: guard.Guard, **bounds: Any) -> None:
+        made(self, **bounds)
+        self._calls = counted
+
+    monkeypatch.setattr(guard.Guard, "__init__", init)
+    return counted
+
+
+async def test_a_stream_that_nobody_reads_ends(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, calls: collections.Counter[str]
+) -> None:
     monkeypatch.setattr(guard, "UNREAD_SECONDS", 0.5)
     monkeypatch.setattr(
         codec, "completion_to_proto", lambda completion: pb.Completion(token_ids=bytes(8 * 2**20), group_id="x")
@@ -216,10 +233,14 @@ async def test_a_stream_that_nobody_reads_ends(make_replay: MakeReplay, monkeypa
     async with serving(make_replay(token_seconds=0)) as served:
         call = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=SECONDS)
         await call.read()  # it goes on, and then nobody reads
-        async with asyncio.timeout(SECONDS):
-            while served.server.service._calls:
-                await asyncio.sleep(0.01)
+        await until(lambda: not served.server.service._calls)
         assert (await served.status()).busy_slots == 0
+        # Its connection is there still: what it holds are no places.
+        await until(lambda: not calls.total())
+        further = served.stub.Generate(codec.request_to_proto(group(incarnation=0, completions=1)), timeout=SECONDS)
+        assert (await further.read()).group_id == "x"
+        further.cancel()
+        call.cancel()
 
 
 async def test_requests_pinned_to_an_old_version_do_not_keep_a_late_one_out(

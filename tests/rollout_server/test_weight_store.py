@@ -130,6 +130,21 @@ def test_a_chunk_that_cannot_belong_there(index: int, size: int, told: str) -> N
         staging.put(Chunk(index, (data,), zlib.crc32(data)))
 
 
+def test_more_tensors_than_the_model_has_are_not_looked_at() -> None:
+    """Each of them would be compared with all others."""
+    header = header_of(bits("float32", 0), chunk_bytes=64)
+    header.tensors.extend(pb.TensorInfo(name=f"{number % 5000}") for number in range(20_000))
+    with pytest.raises(ValueError, match=r"names 20005 tensors, the model has 5"):
+        WeightStore(info("float32"), new_buffer).check(header, Version(5, 0))
+
+
+def test_a_tensor_that_is_named_twice() -> None:
+    header = header_of(bits("float32", 0), chunk_bytes=64)
+    header.tensors[1].name = header.tensors[0].name
+    with pytest.raises(ValueError, match=f"named twice: {header.tensors[0].name}"):
+        WeightStore(info("float32"), new_buffer).check(header, Version(5, 0))
+
+
 def test_no_more_chunks_than_can_be_kept_account_of() -> None:
     big = WeightStore(
         EngineInfo(**{**vars(info("bfloat16")), "tensors": {"embed": (2**15, 2**15)}}),
