@@ -2,33 +2,22 @@
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import pathlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
-import grpc
-import ml_dtypes
 import numpy as np
 import pytest
 
 from rollout_server import hops as hops_lib
 from rollout_server import pass_on, weight_push
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.codec import Version
-from rollout_server.contract.security import PLAIN, Access, Credentials, server_credentials
-from rollout_server.contract.weight_patch import Change, Patch, digest, encode
-from rollout_server.engines.replay_engine import ReplayEngine
-from rollout_server.guard import Unread
+from rollout_server.contract.security import Access, Credentials, server_credentials
 from scalerl_jax.rollouts import trees
-from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushRefused, PushReport
+from scalerl_jax.rollouts.publisher import AnchorNeeded, PushRefused
 from tests.rollout_server.certificates import Authority
-from tests.rollout_server.client import INCARNATION, Served, serving
+from tests.rollout_server.client import serving
+from tests.rollout_server.passing import MakeReplay, all_of, fate, fleet, header_to, published
 from tests.rollout_server.standstill import hold_loading
-
-MakeReplay = Callable[..., ReplayEngine]
-SERVERS = 8
 
 
 @pytest.fixture(autouse=True)
@@ -37,70 +26,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (trees, pass_on):
         monkeypatch.setattr(module, "PATIENCE_SECONDS", 60.0)
     monkeypatch.setattr(trees, "AVOID_SECONDS", 600.0)
-
-
-class Run:
-    """Versions that differ a little from one to the next, and a publisher of them."""
-
-    def __init__(self, engine: ReplayEngine):
-        rng = np.random.default_rng(0)
-        self.shapes = dict(engine.info.tensors)
-        self.held = {name: rng.integers(0, 2**15, shape).astype(np.uint16) for name, shape in self.shapes.items()}
-        self.rng, self.step = rng, -1
-        self.publisher = Publisher(incarnation=INCARNATION, chunk_bytes=500, patch_bytes=2**24)
-
-    @property
-    def dense_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.held.values())
-
-    def publish(self) -> int:
-        """Makes the next version; the bytes of its patch."""
-        self.step += 1
-        parts = {}
-        for name, tensor in self.held.items():
-            positions = np.flatnonzero(self.rng.random(tensor.size) < 0.02)
-            tensor.reshape(-1)[positions] ^= 1
-            parts[name] = encode(Change(positions, tensor.reshape(-1)[positions]))
-        base = self.step - 1 if self.step else None
-        digests = {name: digest(tensor) for name, tensor in self.held.items()}
-        patch = Patch(base, self.step, parts if self.step else {}, digests, self.shapes)
-        whole = {name: tensor.copy().view(ml_dtypes.bfloat16) for name, tensor in self.held.items()}
-        self.publisher.record(self.step, lambda: patch)
-        self.publisher.offer(self.step, whole)
-        return patch.nbytes
-
-    async def push(self, served: Served, base: int | None, address: str = "", server_id: str = "") -> PushReport:
-        address = address or f"127.0.0.1:{served.server.port}"
-        return await self.publisher.push(
-            *(served.stub, self.step),
-            base=base,
-            timeout=30,
-            address=address,
-            server_id=server_id or served.server.service.server_id,
-        )
-
-    def compare(self, served: Served) -> None:
-        assert served.engine.status().version == Version(INCARNATION, self.step)
-        for name, tensor in self.held.items():
-            assert served.engine.weights[name].tobytes() == tensor.tobytes()
-
-
-@contextlib.asynccontextmanager
-async def fleet(make_replay: MakeReplay, count: int = SERVERS, *trust: Any) -> AsyncIterator[tuple[list[Served], Run]]:
-    async with contextlib.AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(serving(make_replay(wire_dtype="bfloat16"), *trust)) for _ in range(count)
-        ]
-        run = Run(servers[0].engine)
-        stack.callback(run.publisher.close)
-        yield servers, run
-
-
-async def all_of(run: Run, servers: list[Served], base: int | None) -> list[PushReport]:
-    reports = await asyncio.gather(*(run.push(served, base) for served in servers))
-    for served in servers:
-        run.compare(served)
-    return reports
 
 
 async def test_what_leaves_the_trainer_does_not_grow_with_the_fleet(make_replay: MakeReplay) -> None:
@@ -276,41 +201,6 @@ async def test_alone_a_server_does_not_wait_for_others() -> None:
         assert place.tree is not None and place.tree.over
 
 
-async def header_to(served: Served, run: Run, *hops: pb.Hop) -> list[pb.WeightReply]:
-    """What a server answers to the newest version, sent whole, that it is to pass on to these; until all is known."""
-    payload = await run.publisher._payload(None, run.step, lambda: pytest.fail("it is there already"))
-    header = pb.WeightHeader.FromString(payload.header.SerializeToString())
-    header.pass_on.extend(hops)
-    call = served.stub.PushWeights(timeout=60)
-    await call.write(pb.WeightMessage(header=header))
-    replies: list[pb.WeightReply] = []
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may end the call before
-        for index in range(payload.chunks):
-            await call.write(payload.chunk(index))
-        await call.write(pb.WeightMessage(commit=True))
-    waiting = len(hops) + 1
-    while waiting and (reply := await call.read()) is not grpc.aio.EOF:
-        replies.append(reply)
-        waiting -= reply.WhichOneof("kind") == "applied"
-        waiting -= reply.WhichOneof("kind") == "passed" and not reply.passed.HasField("staged")
-        if reply.WhichOneof("kind") in ("refused", "anchor"):
-            break
-    call.cancel()
-    return replies
-
-
-def fate(replies: list[pb.WeightReply], address: str) -> pb.WeightReply.Passed:
-    (passed,) = [r.passed for r in replies if r.passed.address == address and not r.passed.HasField("staged")]
-    return passed
-
-
-async def published(run: Run, servers: list[Served]) -> None:
-    run.publish()
-    await all_of(run, servers, None)
-    run.publish()
-    await run.publisher._payload(None, run.step, run.publisher._sources[run.step])
-
-
 async def test_a_version_is_passed_on_to_the_process_that_is_named_and_to_no_other(make_replay: MakeReplay) -> None:
     async with fleet(make_replay, 3) as (servers, run):
         await published(run, servers)
@@ -322,95 +212,6 @@ async def test_a_version_is_passed_on_to_the_process_that_is_named_and_to_no_oth
         assert fate(replies, addresses[2]).lost == pass_on.NOT_MET
         assert servers[2].engine.status().version.step == run.step - 1
         run.compare(servers[1])
-
-
-def sentence(address: str, reply: Callable[[str], list[bytes]], status: bytes) -> grpc.GenericRpcHandler:
-    """A server of the same service that answers with these bytes, whatever it is sent."""
-
-    async def say(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        for answer in reply(address):
-            yield answer
-        async for _ in messages:
-            pass
-
-    async def meet(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return status
-
-    methods = {
-        "Status": grpc.unary_unary_rpc_method_handler(meet),
-        "PushWeights": grpc.stream_stream_rpc_method_handler(say),
-    }
-    return grpc.method_handlers_generic_handler("scalerl.v1.Rollout", methods)
-
-
-@contextlib.asynccontextmanager
-async def saying(reply: Callable[[str], list[bytes]], *, status: bytes = b"") -> AsyncIterator[str]:
-    """The address of one that answers a version with these bytes."""
-    server = grpc.aio.server()
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.add_generic_rpc_handlers((sentence(address, reply, status),))
-    await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(None)
-
-
-@pytest.mark.parametrize("place", ["Status", "PushWeights"])
-async def test_one_that_answers_what_cannot_be_decoded_is_lost(
-    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    unheard: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
-    odd = b"\xff"
-    async with fleet(make_replay, 1) as (servers, run):
-        await published(run, servers)
-        async with saying(lambda _: [odd], status=odd if place == "Status" else b"") as address:
-            replies = await header_to(servers[0], run, pb.Hop(address=address))
-        said = {"Status": pass_on.NOT_MET, "PushWeights": "it answers what cannot be decoded"}
-        assert fate(replies, address).lost == said[place]
-        run.compare(servers[0])
-    gc.collect()
-    assert not unheard
-
-
-async def test_what_says_nothing_of_a_server_settles_nothing(make_replay: MakeReplay) -> None:
-    def reply(address: str) -> list[bytes]:
-        passed = pb.WeightReply.Passed(address=address)
-        empty = pb.WeightReply(passed=passed)
-        passed.refused = "in words"
-        return [empty.SerializeToString(), pb.WeightReply(passed=passed).SerializeToString()]
-
-    async with fleet(make_replay, 1) as (servers, run), saying(reply) as address:
-        await published(run, servers)
-        assert fate(await header_to(servers[0], run, pb.Hop(address=address)), address).refused == "in words"
-
-
-async def test_a_client_that_reads_nothing_leaves_no_exception_behind(
-    make_replay: MakeReplay, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It cannot be told who was not reached."""
-    unheard: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
-
-    async def unread(reply: pb.WeightReply) -> None:
-        raise Unread
-
-    async with fleet(make_replay, 1) as (servers, run):
-        await published(run, servers)
-        one = pass_on.PassOn(pb.Hop(address="192.0.2.1:80"), None, reply=unread, timeout=60)
-        await asyncio.wait({one.task})
-        del one
-    gc.collect()
-    assert not unheard
-    assert "passing on to 192.0.2.1:80 failed: Unread" in caplog.text
-
-
-async def test_a_tree_hears_nothing_in_what_says_nothing() -> None:
-    places = [trees.Place("a:1"), trees.Place("b:1")]
-    tree = trees.Tree(places)
-    tree.passed(pb.WeightReply.Passed(address="b:1"))
-    assert not tree.over and not places[1].outcome.done()
 
 
 async def test_a_server_does_not_pass_a_version_on_to_itself(make_replay: MakeReplay) -> None:
@@ -540,41 +341,3 @@ def test_the_largest_tree_that_a_trainer_makes_is_within_the_bounds() -> None:
     hops_lib.check(asyncio.run(build()))
     hops_lib.check(chain(16))
     hops_lib.check(bush(8, 3))
-
-
-BEYOND = hops_lib.parse_beyond("10.0.0.0/8, fd00::/8, gen.example, .pods.example, 192.0.2.7")
-TLS = Credentials(b"an authority", token="a token")
-
-
-@pytest.mark.parametrize(
-    ("credentials", "beyond", "yes", "no"),
-    [
-        (PLAIN, None, "127.0.0.1:1 127.9.9.9:1 [::1]:1 localhost:1", "10.1.1.1:1 gen.example:1 [fd00::1]:1"),
-        (Credentials(token="a token"), None, "127.0.0.1:1", "10.1.1.1:1"),
-        (
-            PLAIN,
-            BEYOND,
-            "10.1.1.1:1 gen.example:1 GEN.example:1 a.pods.example:1 192.0.2.7:1",
-            "11.1.1.1:1 x.example:1",
-        ),
-        (Credentials(token="a token"), BEYOND, "127.0.0.1:1", "10.1.1.1:1"),
-        (
-            TLS,
-            None,
-            "10.1.1.1:1 gen.example:1 [fd00::1]:1 127.0.0.1:1",
-            "0.0.0.0:1 169.254.169.254:1 224.0.0.1:1 [::]:1",
-        ),
-        (TLS, BEYOND, "10.1.1.1:1 [fd00::1]:1 [::1]:1", "11.1.1.1:1 agen.example:1 pods.example:1 [::ffff:11.1.1.1]:1"),
-        (None, BEYOND, "", "127.0.0.1:1 10.1.1.1:1"),
-    ],
-)
-def test_whom_a_server_dials(credentials: Credentials | None, beyond: Any, yes: str, no: str) -> None:
-    reach = hops_lib.Reach(credentials, beyond)
-    assert [reach.why_not(address) for address in yes.split()] == [""] * len(yes.split())
-    assert all(reach.why_not(address) for address in no.split())
-
-
-@pytest.mark.parametrize("text", ["10.0.0.0/33", "10.0.0.1/8", "a b", "host:80", "1.2.3", "-x", "*.example"])
-def test_hosts_that_cannot_be(text: str) -> None:
-    with pytest.raises(ValueError, match="neither a host name nor a network"):
-        hops_lib.parse_beyond(text)
