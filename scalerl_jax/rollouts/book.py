@@ -133,7 +133,7 @@ class Book:
         for group in self.open.values():
             if not group.unasked or (group.failed_at == server and not alone):
                 continue
-            if pacing_lib.suits(self.pacing, group.number, step):
+            if pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
                 return self._ask(group, Process(server, server_id), room, split)
         if self._error is not None or room < 1:
             return None
@@ -158,8 +158,8 @@ class Book:
         indices = set(sorted(group.unasked)[:room])
         group.unasked -= indices
         group.asked.update(dict.fromkeys(indices, process.address))
-        steps = self.pacing.minimum_step(group.number), self.pacing.pinned_step(group.number)
-        return Lease(group, process.address, *steps, indices, process.server_id)
+        pinned = pacing_lib.pinned(self.pacing, group.number, trained=self.trained)
+        return Lease(group, process.address, self.pacing.minimum_step(group.number), pinned, indices, process.server_id)
 
     def arrived(self, lease: Lease, completion: Completion) -> bool:
         """Enters a completion that came on a lease. False: the lease no longer waits for it, it changes nothing."""
@@ -228,6 +228,13 @@ class Book:
         """The open groups that `batch` waits for, oldest first."""
         last = self.pacing.last_needed(batch)
         return [group for group in self.open.values() if group.number <= last]
+
+    def free_of_pins(self) -> bool:
+        """Whether something is to be asked for, and all of that from any version that the trainer has reached."""
+        waiting = [group.number for group in self.open.values() if group.unasked]
+        return bool(waiting) and all(
+            pacing_lib.pinned(self.pacing, number, trained=self.trained) is None for number in waiting
+        )
 
     def ready(self, batch: int) -> bool:
         """Whether all that `batch` waits for is finished."""

@@ -295,9 +295,7 @@ class Fleet:
     def evaluate(
         self, version: int, prompts: Sequence[Any], samples: int
     ) -> "concurrent.futures.Future[list[FinishedGroup]]":
-        """Evaluates the version given to `publish` last, on evaluation.servers of the servers (0: all).
-
-        Evaluations run one after another.
+        """Evaluates the version published last, on evaluation.servers of the servers (0: all); evaluations run in turn.
 
         The future gives the groups in the order of prompts, or EvaluationLost.
         """
@@ -393,6 +391,14 @@ class Fleet:
             for connection in self._members.connections:
                 connection.retarget()
 
+    def _offer_what_newcomers_need(self) -> None:
+        """Nobody has groups, and some are to be asked for again in mid-phase. A newcomer is compared by the version
+        that the trainer has, and by now it has a later one than the phase's: so that one goes out."""
+        trained, latest = self._book.trained, self._publisher.latest
+        ahead = latest is not None and latest < trained and self._newest is not None and self._newest[0] == trained
+        if self._waits is not None and ahead and self._book.free_of_pins():
+            self._offer_newest()
+
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind != "probed":
             self._on_event(kind, fields)
@@ -471,6 +477,8 @@ class Fleet:
         self._members.sweep()
         self._advance_evaluations()
         active = self._members.in_state(states.ACTIVE)
+        if not active:
+            self._offer_what_newcomers_need()
         dispatch(active, self._book_of, typical_seconds=self._typical_seconds, now=time.monotonic())
 
     def _book_of(self, connection: Connection) -> Book | None:

@@ -9,10 +9,15 @@ one incarnation a server's step only grows, so every token of the group is sampl
 dies or hangs afterwards, because whoever is asked again must pass the same test.
 
     Pipeline(k)  minimum_step(n) = max(start, b - k); every version goes out at once and sequences in flight go on
-    Phased(k)    batches [p k, (p + 1) k) are sampled from version p k alone, and trained when all of them are finished
+    Phased(k)    batches [p k, (p + 1) k) are sampled from version p k alone, and trained when all of them are finished;
+                 what is taken back after the phase's first update, from any version since
 
-Neither deadlocks: batch `trained` is the next to be trained; a version that may sample its groups is published by then;
-and the store bound never holds back a group of that batch.
+A group can be opened again when its batch's phase is under way, because what was delivered to it is taken back. From
+then on (trained > minimum_step) it is pinned to nothing: generators may hold a later version by now, for an evaluation
+or because the trainer no longer has the phase's, and that only makes the lag smaller.
+
+Neither deadlocks: batch `trained` is the next to be trained; a version that may sample its groups is published by then,
+or may be at any time, being at most `trained`; and the store bound never holds back a group of that batch.
 """
 
 from typing import Protocol
@@ -32,7 +37,7 @@ class Pacing(Protocol):
         ...
 
     def pinned_step(self, number: int) -> int | None:
-        """The only version that may sample the group's tokens; None: any from minimum_step on."""
+        """The only version that may sample the group's tokens; None: any from minimum_step on. See `pinned`."""
         ...
 
     def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
@@ -52,10 +57,15 @@ class Pacing(Protocol):
         ...
 
 
-def suits(pacing: Pacing, number: int, step: int) -> bool:
+def pinned(pacing: Pacing, number: int, *, trained: int) -> int | None:
+    """The only version that may sample what is missing of group `number` when `trained` batches are trained."""
+    return pacing.pinned_step(number) if trained <= pacing.minimum_step(number) else None
+
+
+def suits(pacing: Pacing, number: int, step: int, *, trained: int) -> bool:
     """Whether a server at version `step` may be asked for group `number`, new or asked for again."""
-    pinned = pacing.pinned_step(number)
-    return step == pinned if pinned is not None else step >= pacing.minimum_step(number)
+    only = pinned(pacing, number, trained=trained)
+    return step == only if only is not None else step >= pacing.minimum_step(number)
 
 
 class Pipeline:

@@ -1,7 +1,8 @@
 """A discrete-event simulation of trainer and fleet around the real Pacing and Book: no process, no wall clock.
 
     server   slots, a FIFO queue, a speed; plays completions of some chunks, each sampled by the version held then;
-             dies, hangs (its calls time out), comes back with weights of nobody, receives versions after a delay
+             dies, hangs (its calls time out), comes back with weights of nobody, receives versions after a delay;
+             with `meetings` it is asked for nothing before a trainer that waits has the version that it holds
     trainer  takes batches by number, trains for a while, publishes what the pacing publishes; the latest version wins
 
 Seeded by one random.Random; every chunk of every completion keeps the version that sampled it.
@@ -29,6 +30,7 @@ class Faults:
     hang: float = 0.0  # per completion finished: the server stands still until its calls time out
     refuse: float = 0.0  # per lease: the server has no room after all
     lie: float = 0.0  # per batch taken: what one process delivered is taken back, of all groups or of some
+    evaluate: float = 0.0  # per batch trained: its version goes out, whatever the pacing says
 
 
 NO_FAULTS = Faults()
@@ -50,6 +52,7 @@ class Server:
         self.lanes: list[Lane] = []
         self.queue: list[Lane] = []
         self.receiving = False
+        self.met = False
         self.idle_slot_seconds = 0.0
 
     @property
@@ -73,6 +76,7 @@ class Simulation:
         mean_chunks: float = 4.0,
         faults: Faults = NO_FAULTS,
         start: int = 0,
+        meetings: bool = False,
         maximum_events: int = 400_000,
     ):
         self.random = random.Random(seed)
@@ -83,7 +87,7 @@ class Simulation:
             pacing=pacing, open_group=self.open_group, group_size=group_size, first=start * pacing.groups, trained=start
         )
         self.drawn: list[int] = []
-        self.latest = start
+        self.latest, self.meetings = start, meetings
         self.training: int | None = None
         self.trained: list[list[OpenGroup]] = []
         self.idle_checks = self.taken_back = 0
@@ -122,6 +126,9 @@ class Simulation:
         return OpenGroup(number, f"train/{number}", None, requests)
 
     def trainer_looks(self) -> None:
+        if self.training is None:
+            for server in self.servers:
+                server.met = server.met or (server.alive and server.step == self.book.trained)
         if self.training is None and self.book.trained < self.pacing.batches:
             groups = self.book.take(self.book.trained)
             lied = groups is not None and self.random.random() < self.faults.lie and self.take_back(groups)
@@ -142,15 +149,22 @@ class Simulation:
         back = self.book.take_back(process, numbers)
         self.taken_back += back
         assert back >= of_it and (numbers is None or back == of_it)
+        for server in self.servers:
+            if self.meetings and numbers is None and (server.name, str(server.epoch)) == process:
+                self.gone(server)  # sent away
+                self.at(self.random.uniform(0.1, 20), self.back, server)
         return back > 0 and not self.book.ready(self.book.trained)
 
     def updated(self) -> None:
         self.training = None
         self.book.trained_to(self.book.trained + 1)
-        if self.pacing.publishes(self.book.trained):
-            self.latest = self.book.trained
-            for server in self.servers:
-                self.receive(server)
+        if self.pacing.publishes(self.book.trained) or self.random.random() < self.faults.evaluate:
+            self.publish()
+
+    def publish(self) -> None:
+        self.latest = self.book.trained
+        for server in self.servers:
+            self.receive(server)
 
     # ---- weights
 
@@ -168,7 +182,10 @@ class Simulation:
     # ---- servers
 
     def pump(self) -> None:
-        live = [s for s in self.servers if s.alive and s.step is not None]
+        live = [s for s in self.servers if s.alive and s.step is not None and (s.met or not self.meetings)]
+        # As the fleet does for newcomers.
+        if not live and self.training is None and self.latest < self.book.trained and self.book.free_of_pins():
+            self.publish()
         ready = list(live)
         while ready:
             server = min(ready, key=lambda s: s.in_flight / s.slots)
@@ -231,7 +248,7 @@ class Simulation:
         self.book.judged(group, completion, self.random.random() < 0.5, now=self.now)
 
     def gone(self, server: Server) -> None:
-        server.alive, server.hanging, server.receiving, server.step = False, False, False, None
+        server.alive, server.hanging, server.receiving, server.met, server.step = False, False, False, False, None
         server.epoch += 1
         leases = {id(lane.lease): lane.lease for lane in (*server.lanes, *server.queue)}
         server.lanes, server.queue = [], []

@@ -102,6 +102,50 @@ def test_where_the_last_server_is_sent_away_the_run_ends_and_names_it(start):
             go_on()
 
 
+PHASED = {"pacing_kind": "phased", "pacing_k": 3}
+
+
+def in_mid_phase(trainer: Trainer):
+    """The second batch of a phase of three."""
+    trainer.admit_all()
+    trainer.update()
+    return trainer.fleet.batch(trainer.version, trainer.wait)
+
+
+def test_in_mid_phase_an_evaluation_may_have_brought_every_server_further(start):
+    servers = start(BRISK, BRISK)
+    with Trainer(config(**PHASED), servers) as trainer:
+        groups = in_mid_phase(trainer)
+        trainer.fleet.result(trainer.fleet.evaluate(trainer.version, HELD_OUT, 2), trainer.wait)
+        eventually(lambda: {s.held()[0].step for s in servers} == {trainer.version})
+        assert trainer.fleet.trust.dismiss(groups[0].servers[0], WHY, {groups[0].number}) > 0
+        again = trainer.fleet.batch(trainer.version, trainer.wait)
+        assert names(again) == names(groups)
+        accept(trainer, again)
+        trainer.update()
+        trainer.update()
+        trainer.check()
+
+
+def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
+    """Another one has been met since, and is compared by the version that the trainer has."""
+    servers = start(BRISK, BRISK)
+    late = servers[1].reserve()
+    with Trainer(config(**PHASED), servers) as trainer:
+        trainer.update()
+        groups = trainer.fleet.batch(trainer.version, trainer.wait)
+        late.launch()
+        eventually(lambda: trainer.states()[late.address] == "newcomer")
+        assert trainer.fleet.newcomers() == []  # it holds the phase's version
+        assert trainer.fleet.trust.dismiss(groups[0].servers[0], WHY) > 0
+        again = trainer.fleet.batch(trainer.version, trainer.wait)
+        assert names(again) == names(groups)
+        assert set(processes(again)) == {late.address}
+        accept(trainer, again)
+        trainer.update()
+        trainer.check()
+
+
 def test_an_evaluation_counts_when_it_is_approved_of(start):
     servers = start(BRISK, BRISK)
     with Trainer(config(evaluation_servers=0), servers, approve_evaluations=True) as trainer:

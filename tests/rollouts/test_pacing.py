@@ -1,10 +1,12 @@
 """The promises of pacing and book, driven by a simulated fleet that dies, hangs, crawls and comes back."""
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scalerl_jax.rollouts.pacing import Phased, Pipeline
+from scalerl_jax.rollouts.pacing import Phased, Pinned, Pipeline, pinned, suits
 from tests.rollouts.simulator import Faults, Server, Simulation
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -62,6 +64,30 @@ def test_phased_samples_a_whole_phase_from_one_frozen_version(fleet, k, groups, 
     for batch, trained in enumerate(simulation.trained, start=start):
         steps = {int(s) for g in trained for c in g.completions.values() for s in c.token_steps()}
         assert steps == {max(start, batch - batch % k)}
+
+
+@SETTINGS
+@given(fleet=fleets(), k=st.integers(2, 5), groups=st.integers(1, 4), start=st.integers(0, 3), meetings=st.booleans())
+def test_phased_goes_on_when_groups_are_taken_back_after_a_later_version_has_gone_out(
+    fleet, k, groups, start, meetings
+):
+    """In mid-phase an evaluation brings every server past the phase's version; or the only one is sent away."""
+    fleet["faults"] = dataclasses.replace(fleet["faults"], lie=0.5, evaluate=0.5)
+    pacing = Phased(k=k, groups=groups, batches=start + 9, start=start)
+    simulation = Simulation(pacing=pacing, start=start, meetings=meetings, **fleet)
+    simulation.run()
+    check_order(simulation, start)
+    assert min(simulation.lags()) >= 0 and max(simulation.lags()) <= k - 1
+
+
+def test_the_pin_holds_until_the_first_update_of_the_phase():
+    pacing = Phased(k=4, groups=2, batches=12)
+    number = 2 * 6  # of batch 6, in the phase of version 4
+    assert pinned(pacing, number, trained=4) == 4 and not suits(pacing, number, 5, trained=4)
+    assert pinned(pacing, number, trained=5) is None and suits(pacing, number, 5, trained=5)
+    assert not suits(pacing, number, 3, trained=5)
+    evaluation = Pinned(version=5, groups=3)
+    assert pinned(evaluation, 1, trained=0) == 5 and not suits(evaluation, 1, 6, trained=0)
 
 
 class Watched(Simulation):
