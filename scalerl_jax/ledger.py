@@ -154,7 +154,8 @@ class Ledger:
 
         anew: what its counters say of the time up to now is not known to be true; it is booked from here on.
 
-        Call it at each heartbeat, and where a server enters or leaves an evaluation: an interval is in one class.
+        No process is booked for more time than it was up. Call it at each heartbeat, and where a server enters or leaves
+        an evaluation: an interval is in one class.
         """
         now = self._clock()
         with self._lock:
@@ -164,7 +165,10 @@ class Ledger:
                 before = ServerCounters(counters.devices, 0.0, 0.0, 0, 0, 0) if younger else counters
             if anew or not self._there_was_time(server_id, before, counters):
                 before = counters
-            self._servers[server_id] = counters
+            # A step's busy seconds come when it ends: what is beyond the time that it was up is busy in the time after.
+            up = max(counters.up_seconds - before.up_seconds, 0.0)
+            busy = min(max(counters.busy_seconds - before.busy_seconds, 0.0), up)
+            self._servers[server_id] = dataclasses.replace(counters, busy_seconds=before.busy_seconds + busy)
             self._heard[server_id] = self._wall()
             while len(self._servers) > _SERVERS_REMEMBERED:
                 oldest = next(iter(self._servers))
@@ -174,9 +178,7 @@ class Ledger:
             watched = now - self._met.get(server_id, self._start)
             self._met[server_id] = now
 
-            busy = max(counters.busy_seconds - before.busy_seconds, 0.0)
-            idle = max(counters.up_seconds - before.up_seconds - busy, 0.0)
-            idle = min(idle, max(watched - busy, 0.0))
+            idle = min(up - busy, max(watched - busy, 0.0))
             kind = "evaluation" if evaluating else "training" if self._began else "setup"
             if kind == "training":
                 self._seconds["generator_busy"] += busy * counters.devices
@@ -287,7 +289,7 @@ class Ledger:
         if server_id in self._met or server_id not in self._heard:
             return True
         away = max(0.0, self._wall() - self._heard[server_id]) + _AWAY_SLACK_SECONDS
-        return max(counters.up_seconds - before.up_seconds, counters.busy_seconds - before.busy_seconds) <= away
+        return counters.up_seconds - before.up_seconds <= away
 
     def _advance(self) -> None:
         """Books the trainer's time up to now."""

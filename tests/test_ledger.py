@@ -345,6 +345,31 @@ def test_what_is_not_known_to_be_true_is_not_booked(tmp_path):
     assert ledger.snapshot()["sampled_tokens"] == before["sampled_tokens"] + 50
 
 
+def test_no_process_is_booked_for_more_time_than_it_was_up(tmp_path):
+    clock = Clock()
+    ledger = make(tmp_path / "l", clock)
+    ledger.begin()
+
+    def booked():
+        row = ledger.snapshot()  # device-seconds, of two devices
+        return row["generator_busy_hours"] * 3600, row["generator_idle_hours"] * 3600
+
+    clock.now += 1
+    ledger.observe("a", counters(up=0.5, busy=120), evaluating=False)
+    assert booked() == pytest.approx((1, 0))
+    clock.now += 1
+    ledger.observe("a", counters(up=1.5, busy=240), evaluating=False)
+    assert booked() == pytest.approx((3, 0))
+    # An honest one whose step of 10 s has ended: what was idle stays so, and the rest of it is busy from here on.
+    clock.now += 20
+    ledger.observe("b", counters(up=9, busy=0), evaluating=False)
+    clock.now += 2
+    ledger.observe("b", counters(up=11, busy=10), evaluating=False)
+    clock.now += 20
+    ledger.observe("b", counters(up=31, busy=10), evaluating=False)
+    assert booked() == pytest.approx((3 + 2 * 10, 2 * 21))
+
+
 def test_a_server_claims_more_than_the_time_between_two_trainers(tmp_path):
     clock = Clock()
     ledger = make(tmp_path / "l", clock)

@@ -80,6 +80,7 @@ class Connection:
         self._hurry = asyncio.Event()  # do not wait for the next heartbeat
         self._statuses = StatusCheck()
         self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
+        self._book_from_here = False  # what its counters say of the time up to its next status is not booked
         self._held = False  # completions of ours, at its last status
         self._telling = Telling()
         self._records = Records() if records is None else records
@@ -167,7 +168,12 @@ class Connection:
                 self.lose("")
                 self.enter(REJECTED, "it was sent away before")
             return
-        self._hub.observe(status, self._evaluates and not another_process, found.anew)
+        self._book_from_here = self._book_from_here or found.anew
+        if self.state == CONNECTING and now < self.record.until:  # not met yet: its time is its own
+            self._book_from_here = True
+        else:
+            self._hub.observe(status, self._evaluates and not another_process, self._book_from_here)
+            self._book_from_here = False
         self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.book)
         if not another_process and self._held:  # all the time since the last status
             self.record.sample(status.sampled_tokens - self.status.sampled_tokens, held=self.in_flight)

@@ -12,8 +12,8 @@ A process's monotonic clock stands still while its machine sleeps, so its second
 count our own sleep (`clock`). A server whose machine we have slept beside in another way (our virtual machine was
 paused) is found implausible once: the next status is held against the last one heard, believed or not.
 
-What lies between a status that was dropped and the next good one is not booked, nor what a process claims to have done
-before its predecessor on the same address was heard last: `Found.anew` says so.
+What lies between a status that was dropped, for whatever reason, and the next good one is not booked, nor what a
+process claims to have done before its predecessor on the same address was heard last: `Found.anew` says so.
 """
 
 import dataclasses
@@ -60,15 +60,15 @@ class Found:
 class _Heard:
     status: pb.StatusReply
     asked_at: float  # clock() when it was asked for; what it says is of this moment at the earliest
-    believed: bool
 
 
 class StatusCheck:
     """Of one address."""
 
     def __init__(self) -> None:
-        self._before: _Heard | None = None
+        self._before: _Heard | None = None  # the last that could be held against another one
         self._since: _Heard | None = None  # the first of those believed in a row, of the same process
+        self._dropped = False  # a status, since the last good one
 
     def look(self, status: pb.StatusReply, *, asked_at: float, heard_at: float, newest: int | None = None) -> Found:
         """Whether to believe a status. asked_at, heard_at: clock() before and after the call.
@@ -77,22 +77,27 @@ class StatusCheck:
         """
         lie = _by_itself(status) or _version(status, newest)
         if lie:
+            self._dropped = True
             return Found(lie)  # nothing can be held against it
-        before = self._before
+        before, heard = self._before, _Heard(_copy(status), asked_at)
         same = before is not None and before.status.server_id == status.server_id
-        if before is not None and same:
+        if before is not None and self._since is not None and same:
             lie = _since(before.status, status, heard_at - before.asked_at)
-        if self._since is not None and same and not lie:
-            lie = _clock(self._since.status, status, heard_at - self._since.asked_at)
-        self._before = _Heard(_copy(status), asked_at, believed=not lie)
+            lie = lie or _clock(self._since.status, status, heard_at - self._since.asked_at)
+        self._before = heard
         if lie or not same:
-            self._since = self._before
-        if lie or before is None:
+            self._since = heard
+        if lie:
+            self._dropped = True
             return Found(lie)
+        dropped, self._dropped = self._dropped, False
         if same:
-            return Found(anew=not before.believed)
-        # A process that was started after the one before it was heard last is not older than that.
-        return Found(anew=status.up_seconds > _at_most(heard_at - before.asked_at))
+            return Found(anew=dropped)
+        # Steps that have not ended yet are not part of what a process has done when it is met.
+        most = status.up_seconds + CLOCK_SLACK
+        if before is not None:  # one that was started after the one before it was heard last is not older than that
+            most = min(most, _at_most(heard_at - before.asked_at))
+        return Found(anew=dropped or max(status.up_seconds, status.busy_seconds) > most)
 
 
 def _at_most(seconds: float) -> float:

@@ -193,6 +193,7 @@ class Trainer:
         self.drawn: list[int] = []
         self.events: list[tuple[str, dict]] = []
         self.observed: list = []  # (status, evaluating)
+        self.anew: list[bool] = []  # of each of them
         self.batches: list[list[FinishedGroup]] = []
         self.admitted: list[str] = []
         self.judges = concurrent.futures.ThreadPoolExecutor(2)
@@ -216,7 +217,7 @@ class Trainer:
             probe_prompts=[prompt(1000), prompt(1001)],
             check=self.probe.check,
             on_event=lambda kind, fields: self.events.append((kind, fields)),
-            observe=lambda status, evaluating, anew: self.observed.append((status, evaluating)),
+            observe=self.observe,
             **kwargs,
         )
 
@@ -228,6 +229,10 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.fleet.close()
         self.judges.shutdown()
+
+    def observe(self, status: Any, evaluating: bool, anew: bool) -> None:
+        self.observed.append((status, evaluating))
+        self.anew.append(anew)
 
     def draw(self, number: int) -> Prompt:
         self.drawn.append(number)

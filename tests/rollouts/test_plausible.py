@@ -176,6 +176,26 @@ def test_a_new_process_at_each_look_gains_nothing():
     assert check.look(young, asked_at=12.0, heard_at=12.1) == plausible.Found()
 
 
+@pytest.mark.parametrize("lie", [{"busy_seconds": math.nan}, {"devices": 0}, {"step": 10}])
+def test_what_lies_before_the_status_after_one_that_says_nothing_is_not_booked(lie):
+    check = StatusCheck()
+    times = [{"asked_at": float(n), "heard_at": n + 0.1, "newest": 9} for n in range(10, 15)]
+    check.look(status(), **times[0])
+    assert check.look(status(**{"up_seconds": 101.0, **lie}), **times[1]).lie
+    assert check.look(status(up_seconds=102.0), **times[2]) == plausible.Found(anew=True)
+    assert check.look(status(up_seconds=103.0), **times[3]) == plausible.Found()
+    check.look(status(up_seconds=103.5, devices=0), **times[3])
+    assert check.look(status(server_id="b", up_seconds=0.5, busy_seconds=0.5), **times[4]).anew
+
+
+def test_a_process_that_was_busy_for_longer_than_it_is_up_is_met_anew():
+    check = StatusCheck()
+    for n in range(10):
+        claimed = status(server_id=str(n), up_seconds=0.2, busy_seconds=120.0, sampled_tokens=0)
+        found = check.look(claimed, asked_at=10 + n / 4, heard_at=10.1 + n / 4)
+        assert found == plausible.Found(anew=True)
+
+
 def test_the_clock_counts_sleep():
     before = plausible.clock()
     assert 0 <= plausible.clock() - before < 60
