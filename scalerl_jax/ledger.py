@@ -154,8 +154,8 @@ class Ledger:
 
         anew: what its counters say of the time up to now is not known to be true; it is booked from here on.
 
-        No process is booked for more time than it was up. Call it at each heartbeat, and where a server enters or leaves
-        an evaluation: an interval is in one class.
+        No process is booked for more time than it was up. Call it at each heartbeat, and where a server enters or
+        leaves an evaluation: an interval is in one class.
         """
         now = self._clock()
         with self._lock:

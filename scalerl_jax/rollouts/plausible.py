@@ -93,7 +93,7 @@ class StatusCheck:
         dropped, self._dropped = self._dropped, False
         if same:
             return Found(anew=dropped)
-        # Steps that have not ended yet are not part of what a process has done when it is met.
+        # What a step adds at its end was there before: none is busy for longer than it is up when it is met.
         most = status.up_seconds + CLOCK_SLACK
         if before is not None:  # one that was started after the one before it was heard last is not older than that
             most = min(most, _at_most(heard_at - before.asked_at))

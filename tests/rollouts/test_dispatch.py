@@ -1,0 +1,63 @@
+"""A group that a server did not deliver is left to another one, where there is one that may be asked for it now."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from scalerl_jax.rollouts.dispatch import dispatch
+from tests.rollouts.test_book import make
+
+NOW = 1000.0
+
+
+class Server:
+    """What dispatch sees of a connection. One group at a time, which it never delivers."""
+
+    def __init__(self, address: str, *, step: int = 0, free_at: float = 0.0):
+        self.address, self.step, self.free_at = address, step, free_at
+        self.status = SimpleNamespace(server_id="1")
+        self.asked: list[int] = []
+        self.leases: list = []
+        self.calls = self
+
+    @property
+    def load(self) -> float:
+        return float(len(self.leases))
+
+    def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
+        return (0 if self.leases else group_size), False
+
+    def ask(self, book, lease) -> None:
+        self.asked.append(lease.group.number)
+        self.leases.append(lease)
+
+    def fail(self, book) -> None:
+        book.returned(self.leases.pop(), failed=True)
+
+
+def run(book, *servers: Server, now: float = NOW) -> None:
+    dispatch(servers, lambda server: book, typical_seconds=1.0, now=now)
+
+
+def failed_once(book, server: Server) -> int:
+    """The group that it was asked for and did not deliver."""
+    run(book, server)
+    server.fail(book)
+    return server.asked[-1]
+
+
+@pytest.mark.parametrize(
+    "other", [Server("b:2", free_at=NOW + 600), Server("b:2", step=-5)], ids=["in back-off", "with older weights"]
+)
+def test_a_group_does_not_wait_for_who_cannot_have_it(other):
+    book, server = make(), Server("a:1")
+    number = failed_once(book, server)
+    run(book, server, other)
+    assert server.asked[-1] == number and not other.asked
+
+
+def test_a_group_is_left_to_another_one_that_may_have_it():
+    book, server, other = make(), Server("a:1"), Server("b:2", free_at=NOW)
+    number = failed_once(book, server)
+    run(book, server, other)
+    assert other.asked == [number] and server.asked[-1] != number
