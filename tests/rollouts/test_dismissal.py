@@ -1,11 +1,14 @@
 """A server whose deliveries do not count: they are asked for again elsewhere under the same names, and it is gone."""
 
+import collections
+
 import numpy as np
 import pytest
 
 from scalerl_jax.rollouts.book import Process
 from scalerl_jax.rollouts.fleet import FleetError
 from scalerl_jax.rollouts.logprob_parity import Parity, Scored, sums_of
+from scalerl_jax.rollouts.probe import FEWEST_TOKENS
 from tests.rollouts.helpers import Trainer, config, eventually, prompt, weights
 from tests.rollouts.test_fleet import states_seen
 
@@ -181,14 +184,18 @@ def test_servers_that_have_groups_are_probed_beside_them(start):
         for one in seen.values():
             assert len(one.samples) == trainer.config.probe.completions
             pairs = [(asked.token_ids, completion) for asked, completion in one.samples]
-            steps = np.concatenate([completion.token_steps()[completion.sampled()] for _, completion in pairs])
-            version = int(np.bincount(steps).argmax())
+            # Those of one version; as many as there are of each, a swap may come at any time.
+            whole = [pair for pair in pairs if len(pair[1].versions) == 1]
+            by = collections.Counter(completion.versions[0][0] for _, completion in whole)
+            version = by.most_common(1)[0][0] if by else 0
             theirs = [completion.logprobs for _, completion in pairs]
-            assert trainer.probe.compare_again(pairs, theirs, version=version) == ""
+            tokens = sum(int(c.sampled().sum()) for _, c in whole if c.versions[0][0] == version)
+            if tokens >= FEWEST_TOKENS:
+                assert trainer.probe.compare_again(pairs, theirs, version=version) == ""
+                assert "differ from the trainer's by 0.5" in trainer.probe.compare_again(
+                    pairs, [logprobs - 0.5 for logprobs in theirs], version=version
+                )
             assert trainer.probe.compare_again(pairs, theirs, version=10**6) is None  # the trainer went on
-            assert "differ from the trainer's by 0.5" in trainer.probe.compare_again(
-                pairs, [logprobs - 0.5 for logprobs in theirs], version=version
-            )
         assert trainer.fleet.trust.probed() == []
         trainer.check()
 

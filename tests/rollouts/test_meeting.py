@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.codec import Completion
+from scalerl_jax.config import ProbeConfig
 from scalerl_jax.rollouts import connection as connection_lib
 from scalerl_jax.rollouts.fleet import FleetError
-from scalerl_jax.rollouts.probe import LIMITS, Expected, ProbeError, compare, mismatch
+from scalerl_jax.rollouts.probe import LIMITS, Expected, Probe, ProbeError, compare, mismatch
 from tests.rollouts.helpers import Trainer, config, eventually, weights
 from tests.rollouts.liar import Liar
 
@@ -161,19 +163,21 @@ def test_a_server_that_comes_later_with_a_newer_trainers_weights_is_left_alone(s
         trainer.update_until(lambda: servers[1].address in trainer.admitted)
 
 
-def test_no_name_is_above_the_largest(start):
+@pytest.mark.parametrize("told", [2**62, 2**63 - 1, 2**64 - 2, 2**64 - 1])
+def test_no_name_is_above_the_largest(told):
     """A server that lies about it can be named, and that is all."""
     with Liar() as liar:
 
         def status(reply):
-            reply.version.incarnation = 2**64 - 1
+            reply.version.incarnation = told
             return reply
 
-        liar.status = status
+        liar.status, raised = status, []
         with pytest.raises(
             FleetError, match=f"rollout server {liar.address} is superseded: it holds weights of a trainer"
         ):
-            Trainer(config(), [liar]).fleet.start(0)
+            Trainer(config(), [liar], raised=raised.append).fleet.start(0)
+    assert not raised
 
 
 def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
@@ -192,6 +196,32 @@ def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
         time.sleep(1.1)
         on_loop(fleet._wait_for_newcomer)  # the time since the look before is counted
         assert not on_loop(fleet._wait_for_newcomer)
+
+
+def made(versions, *, error: float = 0.0, at: int = 0):
+    """(prompt, completion) of 20 tokens by these versions, and the trainer's log-probs: `error` off from token `at`."""
+    ids, theirs = np.arange(20, dtype=np.int32), np.full(20, -1.0, np.float32)
+    ours = theirs - np.where(np.arange(20) >= at, error, 0.0)
+    return (ids[:2], Completion(1, "probe/s:1/0", 0, ids, theirs, versions, (), "stop")), ours
+
+
+def test_what_was_sampled_across_a_swap_is_not_held_to_the_limits_of_the_meeting():
+    """The later version's tokens are sampled with the earlier one's keys and values there."""
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", wire_dtype="float32")
+    probe = Probe(ProbeConfig(), expected=expected, score=lambda samples: [], dtype="float32")
+
+    def found(*pairs):
+        return probe.compare_again([sample for sample, _ in pairs], [ours for _, ours in pairs], version=5)
+
+    across, whole, wrong = (
+        made(((4, 0, 4), (5, 4, 20)), error=0.01, at=4),
+        made(((5, 0, 20),)),
+        made(((5, 0, 20),), error=0.01),
+    )
+    earlier = made(((4, 0, 20),), error=0.5)
+    assert found(across, earlier) is None  # it is tried again later
+    assert found(across, whole, earlier) == ""
+    assert "by 0.01 on average" in found(across, wrong, earlier)
 
 
 def test_mismatch_is_over_sampled_tokens_only(start):
