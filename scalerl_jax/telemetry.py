@@ -37,6 +37,8 @@ from scalerl_jax.files import write_whole
 # What depends on the config: where none of it is there, the folder may be given another one.
 _MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "tokenizer", "model")
 
+LARGEST_INCARNATION = 2**63  # nanoseconds since 1970, as every trainer's: the year 2262
+
 _MEND = "remove that row, or put the file back from a copy"
 
 
@@ -107,8 +109,11 @@ class RunFolder:
         return os.path.join(self.workdir, *names)
 
     def outrank(self, told: int) -> None:
-        """Makes our incarnation larger than that of another trainer, and remembers it for the one after us."""
-        if told >= self.incarnation:
+        """Makes our incarnation larger than that of another trainer, and remembers it for the one after us.
+
+        No trainer's is above LARGEST_INCARNATION: such a value came from a server that made it up, and is ignored.
+        """
+        if self.incarnation <= told < LARGEST_INCARNATION:
             self.incarnation = told + 1
             write_whole(self.path("incarnation"), f"{self.incarnation}\n")
 

@@ -274,6 +274,15 @@ def test_each_trainer_of_a_run_is_above_the_one_before(tmp_path, monkeypatch):
     (tmp_path / "incarnation").write_text("torn")
     with RunFolder(tmp_path, make_config()) as run:
         assert run.incarnation == 1000
+    for left, named in ((2**64 - 1, 1000), (2**63, 1000), (2**63 - 1, 2**63), (-5, 1000)):
+        (tmp_path / "incarnation").write_text(str(left))  # of one that believed a server that made it up
+        for expected in (named, 1000 if named == 2**63 else 1001):
+            with RunFolder(tmp_path, make_config()) as run:
+                assert run.incarnation == expected
+    with RunFolder(tmp_path, make_config()) as run:
+        first = run.incarnation
+        run.outrank(2**64 - 2)  # a checkpoint's
+        assert run.incarnation == first
 
 
 HOLDS = """

@@ -7,11 +7,16 @@
 So two trainers on one fleet do not take it from each other in turn: the later one keeps it, the earlier one waits and
 says so. A server that appears later with a larger one of a run that is over (its clock was ahead) is superseded too,
 until it is started anew: to tell the two apart is not ours, and to take it would mean a new name in mid-run.
+
+Names are nanoseconds since 1970, so none comes near HEARD for a century. A server that tells one above it made it up:
+it is superseded by its own word and left alone, for whoever went above that would leave no room for the trainers that
+come after.
 """
 
 from collections.abc import Callable
 
 MOST = 2**64 - 1  # what fits in the contract
+HEARD = 2**62  # of a server that is outranked: the year 2116. A run itself counts further, see telemetry.py
 
 
 class Incarnation:
@@ -27,7 +32,7 @@ class Incarnation:
 
     def outranks(self, told: int) -> bool:
         """Whether a server that tells `told` may be ours: it tells of an earlier trainer, of none, or of us."""
-        if not self._settled and self.value <= told < MOST:
+        if not self._settled and self.value <= told < HEARD:
             self.value = told + 1
             self._raised(self.value)
         return told <= self.value
