@@ -35,6 +35,12 @@ from rollout_server.staging import Staging
 # A server that takes nothing for so long is given up, and so is one that does not answer at the meeting.
 PATIENCE_SECONDS = 3.0
 
+# Where more chunks wait here for a server than this, whoever sends the version is read at that server's pace: what has
+# left the trainer is then never far from the last server, and the trainer sees whether something still moves. A server
+# that takes nothing for HOLD_SECONDS holds up nobody: well under the patience of those that wait for this one.
+MOST_BEHIND = 16
+HOLD_SECONDS = 1.0
+
 # A chunk is sent again this many times on average before the link counts as broken.
 RESENDS = 3
 
@@ -81,6 +87,8 @@ class PassOn:
         self._news = asyncio.Event()
         self._again: asyncio.Queue[int] = asyncio.Queue()
         self._open = set(behind(hop))  # whose outcome is not known
+        self._written = 0  # chunks, in order
+        self._wrote_at, self._wrote = time.monotonic(), asyncio.Event()
         self.committed = False
         self.task = asyncio.create_task(self._run())
         self.task.add_done_callback(self._ended)
@@ -88,7 +96,27 @@ class PassOn:
     def news(self) -> None:
         self._news.set()
 
+    @property
+    def chunks_behind(self) -> int:
+        """Chunks that could be sent on now. None where it is over, or waits for one that is not here."""
+        if self.task.done() or not self._written < self._staging.chunks or not self._staging.has(self._written):
+            return 0
+        return self._staging.chunks - self._staging.waiting - self._written
+
+    async def keep_pace(self) -> None:
+        """Returns when one more chunk may come: it is not far behind, has written two, writes nothing, or is over."""
+        enough = self._written + 2  # so that it catches up, while what comes does not stand still
+        while self.chunks_behind > MOST_BEHIND and self._written < enough:
+            left = self._wrote_at + HOLD_SECONDS - time.monotonic()
+            if left <= 0:
+                return
+            self._wrote.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._wrote.wait()
+
     def _ended(self, task: asyncio.Task[None]) -> None:
+        self._wrote.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             why = f"{type(error).__name__}: {said(error)}"
             quiet.say("failed", logging.WARNING, "passing on to %s failed: %s", said(self._hop.address), why)
@@ -186,6 +214,8 @@ class PassOn:
                 self._news.clear()
                 await self._news.wait()
             await write(self._staging.chunk(index))
+            self._written, self._wrote_at = index + 1, time.monotonic()
+            self._wrote.set()
         while not self.committed:
             self._news.clear()
             await self._news.wait()

@@ -2,7 +2,7 @@
 
     header -> WeightStore.check -> wait while another version is applied -> chunks -> commit
            -> WeightStore.finish on a thread of its own, decoding goes on -> engine.load
-    and, where the header says so, every chunk to other servers (pass_on.py)
+    and, where the header says so, every chunk to other servers (pass_on.py), which set the pace
 
 Every stage has its end, so that no client holds up the others: STALL_SECONDS for the header and for every message after
 it; for a whole version RECEIVE_SECONDS and what it takes at SLOWEST_BYTES a second; APPLY_SECONDS until what is there
@@ -170,6 +170,8 @@ class WeightReceiver:
         await self._pass_on(onward, staging, context, write, passing)
         until = time.monotonic() + RECEIVE_SECONDS + header.payload_bytes / SLOWEST_BYTES
         while not (committed and staging.complete):
+            for one in passing:
+                await one.keep_pace()
             message = await messages.next_in_time()
             still_welcome()
             if time.monotonic() > until:

@@ -3,17 +3,22 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+import ml_dtypes
 import pytest
 
 from rollout_server import pass_on
 from rollout_server.contract import rollout_pb2 as pb
+from rollout_server.contract.chunks import Chunk
+from rollout_server.contract.codec import Version
 from rollout_server.guard import Unread
 from scalerl_jax.rollouts import trees
+from tests.rollout_server.client import INCARNATION, Push
 from tests.rollout_server.passing import MakeReplay, fate, fleet, header_to, published
+from tests.rollout_server.standstill import until
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +114,124 @@ async def test_a_tree_hears_nothing_in_what_says_nothing() -> None:
     tree = trees.Tree(places)
     tree.passed(pb.WeightReply.Passed(address="b:1"))
     assert not tree.over and not places[1].outcome.done()
+
+
+class Link:
+    """A server's way to those it passes versions on to: each chunk waits for `gate`, and is noted as it leaves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gate: Callable[[int], Awaitable[None]]):
+        made = pass_on.Stub
+
+        class Slow(made):  # type: ignore[misc, valid-type]
+            def __init__(self, channel: grpc.aio.Channel):
+                super().__init__(channel)
+                push = self.PushWeights
+
+                def slowed(**options: Any) -> Any:
+                    call = push(**options)
+                    write = call.write
+
+                    async def wait_and_write(message: Any) -> None:
+                        if isinstance(message, Chunk):
+                            await gate(message.index)
+                        await write(message)
+
+                    call.write = wait_and_write
+                    return call
+
+                self.PushWeights = slowed
+
+        monkeypatch.setattr(pass_on, "Stub", Slow)
+
+
+async def test_what_comes_is_read_at_the_pace_of_the_slowest_link(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the sender sees nothing move for as long as those behind still need, and serves them by itself."""
+    monkeypatch.setattr(pass_on, "MOST_BEHIND", 4)
+    monkeypatch.setattr(pass_on, "HOLD_SECONDS", 600.0)
+    ahead: list[int] = []  # chunks that are here when one leaves
+    async with fleet(make_replay, 2) as (servers, run):
+        await published(run, servers)
+
+        async def slow(index: int) -> None:
+            await asyncio.sleep(0.005)
+            staging = servers[0].server.service._weights.store._staging
+            ahead.append(staging.chunks - staging.waiting - index)
+
+        Link(monkeypatch, slow)
+        address = f"127.0.0.1:{servers[1].server.port}"
+        replies = await header_to(servers[0], run, pb.Hop(address=address))
+        assert fate(replies, address).HasField("applied")
+        for served in servers:
+            run.compare(served)
+    assert len(ahead) > 40
+    assert max(ahead) <= 5  # and one that is being read
+
+
+async def test_a_server_that_takes_nothing_holds_up_nobody(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_on, "MOST_BEHIND", 4)
+    monkeypatch.setattr(pass_on, "HOLD_SECONDS", 0.2)
+    go = asyncio.Event()
+    async with fleet(make_replay, 2) as (servers, run):
+        await published(run, servers)
+
+        async def stuck(index: int) -> None:
+            if index == 10:
+                await go.wait()
+
+        Link(monkeypatch, stuck)
+        address = f"127.0.0.1:{servers[1].server.port}"
+        push = asyncio.create_task(header_to(servers[0], run, pb.Hop(address=address)))
+        await until(lambda: servers[0].engine.status().version.step == run.step)  # all of it is here, and applied
+        assert not push.done()
+        go.set()
+        assert fate(await push, address).HasField("applied")
+        run.compare(servers[1])
+
+
+@pytest.mark.parametrize("over", ["not reached", "refuses"])
+async def test_one_that_is_over_is_not_waited_for(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, over: str
+) -> None:
+    monkeypatch.setattr(pass_on, "MOST_BEHIND", 4)
+    monkeypatch.setattr(pass_on, "HOLD_SECONDS", 600.0)
+    no = pb.WeightReply(refused="no").SerializeToString()
+    async with fleet(make_replay, 1) as (servers, run), saying(lambda _: [no]) as address:
+        await published(run, servers)
+        address = "127.0.0.1:1" if over == "not reached" else address
+        passed = fate(await header_to(servers[0], run, pb.Hop(address=address)), address)
+        assert passed.refused == "no" or passed.lost == pass_on.NOT_MET
+        run.compare(servers[0])
+
+
+async def test_a_chunk_that_comes_late_is_waited_for_by_nobody_but_those_behind(
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot be sent what is here before it is, so reading goes on."""
+    monkeypatch.setattr(pass_on, "MOST_BEHIND", 4)
+    monkeypatch.setattr(pass_on, "HOLD_SECONDS", 600.0)
+    async with fleet(make_replay, 2) as (servers, run):
+        await published(run, servers)
+        address = f"127.0.0.1:{servers[1].server.port}"
+        whole = {name: tensor.view(ml_dtypes.bfloat16) for name, tensor in run.held.items()}
+        version, hop = Version(INCARNATION, run.step), pb.Hop(address=address)
+        push = Push(
+            *(servers[0].stub, version, whole),
+            chunk_bytes=500,
+            flip_bit_of=frozenset({0, 7}),
+            forget=frozenset({3, 50}),
+            change=lambda header: header.pass_on.append(hop),
+        )
+        await push.send_header()
+        await push.send_chunks()
+        await push.send_commit()
+        while (reply := await push.call.read()).passed.WhichOneof("kind") != "applied":
+            if reply.WhichOneof("kind") == "resend":
+                await push.send_chunk(reply.resend)
+        for served in servers:
+            await until(lambda served=served: served.engine.status().version.step == run.step)
+            run.compare(served)
+        push.call.cancel()
