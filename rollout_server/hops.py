@@ -20,16 +20,12 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from rollout_server.contract import limits
+from rollout_server.contract import addresses, limits
 from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.peer_text import said
 from rollout_server.contract.security import PLAIN, Credentials
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_ADDRESS = re.compile(
-    r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?)):([0-9]{1,5})", re.ASCII
-)
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
@@ -46,7 +42,7 @@ def check(hops: Iterable[pb.Hop]) -> None:
             if total > limits.MAXIMUM_HOPS:
                 raise ValueError(f"pass_on names more than {limits.MAXIMUM_HOPS} servers")
             for hop in row:
-                _check_hop(hop)
+                addresses.check(hop)
                 if len(hop.pass_on):
                     below.append(hop.pass_on)
         if not below:
@@ -54,23 +50,6 @@ def check(hops: Iterable[pb.Hop]) -> None:
         if depth + 1 == limits.MAXIMUM_HOPS_DEEP:
             raise ValueError(f"pass_on names servers behind each other, more than {limits.MAXIMUM_HOPS_DEEP} of them")
         rows = below
-
-
-def _check_hop(hop: pb.Hop) -> None:
-    if len(hop.address) > limits.MAXIMUM_ADDRESS_BYTES or not host_of(hop.address):
-        raise ValueError(f"pass_on names {said(hop.address)!r}, which is not host:port")
-    if len(hop.server_id) > limits.MAXIMUM_ID_BYTES:
-        raise ValueError(f"pass_on names a server_id of {len(hop.server_id)} characters")
-
-
-def host_of(address: str) -> str:
-    """Of a host:port; empty where it is none. Nothing that gRPC reads in another way (unix:, dns:///, ...) is one."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None or not 0 < int(match[3]) < 65536:
-        return ""
-    if match[1] and _ip(match[1]) is None:
-        return ""
-    return match[1] or match[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +71,8 @@ class Reach:
         """Why this host:port is not dialled; empty where it is."""
         if self.credentials is None:
             return "this server cannot show itself to others"
-        host = host_of(address)
-        ip = _ip(host)
+        host = addresses.host_of(address)
+        ip = addresses.ip_of(host)
         if host == "localhost" or (ip is not None and ip.is_loopback):
             return ""
         if ip is not None and (ip.is_multicast or ip.is_unspecified or ip.is_link_local):
@@ -134,12 +113,3 @@ def _within(host: str, ip: ipaddress.IPv4Address | ipaddress.IPv6Address | None,
     if isinstance(one, str):
         return host.lower().endswith(one) if one.startswith(".") else host.lower() == one
     return ip is not None and ip.version == one.version and ip in one
-
-
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return mapped or ip

@@ -8,8 +8,11 @@ Only these fields are looked at; whether a certificate is right in all else is f
 """
 
 import datetime
+import logging
 import re
 import ssl
+
+log = logging.getLogger(__name__)
 
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
@@ -21,9 +24,11 @@ def validity(pem: bytes) -> list[tuple[datetime.datetime, datetime.datetime]]:
 
 
 def check(pem: bytes, *, where: str, one_is_enough: bool = False, now: datetime.datetime | None = None) -> None:
-    """Raises ValueError that begins with `where` and tells the date, where one of the certificates is not valid now.
+    """Raises ValueError that begins with `where` and tells the date, where the first certificate is not valid now.
 
-    one_is_enough: where none of them is, as of a list of authorities. now: default: by this machine's clock.
+    The first is the one shown. Those behind it are a warning: a peer may find another way to whom it trusts, as with
+    an authority that was signed by an old one as well, and needs none of them.
+    one_is_enough: an error where none of them is, as of a list of authorities. now: default: by this machine's clock.
     """
     now = now or datetime.datetime.now(datetime.UTC)
     try:
@@ -32,14 +37,19 @@ def check(pem: bytes, *, where: str, one_is_enough: bool = False, now: datetime.
         return  # odd, but not for us to say
     if one_is_enough and any(begin <= now <= end for begin, end in dates):
         return
-    for begin, end in dates:
-        if now > end:
-            raise ValueError(f"{where}: the certificate expired on {end:%Y-%m-%d %H:%M} UTC")
+    for number, (begin, end) in enumerate(dates, 1):
+        if begin <= now <= end:
+            continue
+        which = f"certificate {number}, behind the one that is shown," if number > 1 else "the certificate"
+        why = f"{where}: {which} expired on {end:%Y-%m-%d %H:%M} UTC"
         if now < begin:
-            raise ValueError(
-                f"{where}: the certificate is not valid before {begin:%Y-%m-%d %H:%M} UTC "
+            why = (
+                f"{where}: {which} is not valid before {begin:%Y-%m-%d %H:%M} UTC "
                 f"(by this machine's clock it is {now:%Y-%m-%d %H:%M} now)"
             )
+        if number == 1:
+            raise ValueError(why)
+        log.warning("%s", why)
 
 
 def _validity(der: bytes) -> tuple[datetime.datetime, datetime.datetime]:

@@ -7,6 +7,7 @@
     follow   waits for that. Lost, or nothing has moved for PATIENCE_SECONDS: it is served by the trainer directly, and
              is left out of trees for AVOID_SECONDS, since one of the links to it may be broken. Where only the leader
              went away, the others make another tree
+    directly     by the trainer: also whoever is dialled by what no header may name (contract/addresses.py)
 
 A server is named in the tree by its address and by the server_id that its Status tells: those that pass a version on
 send it to that process alone, and `applied` counts from that process alone. What another one says, or an older server
@@ -25,6 +26,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from rollout_server.contract import addresses
 from rollout_server.contract import rollout_pb2 as pb
 from scalerl_jax.rollouts.refusals import AnchorNeeded, PushRefused
 from scalerl_jax.rollouts.words import told
@@ -157,7 +159,8 @@ class Trees:
         """The server's place; with a tree (one of nobody else, perhaps) where it is to be sent to from here."""
         place = Place(address, server_id)
         self._seen.add(address)
-        if len(self._seen) == 1 or self._avoided.get(address, 0.0) > time.monotonic():
+        avoided = self._avoided.get(address, 0.0) > time.monotonic()
+        if len(self._seen) == 1 or avoided or not _may_be_named(place):
             place.tree = Tree([place])
             place.ready.set()
         elif key in self._gathering:
@@ -199,6 +202,15 @@ class Trees:
             place.of = tree
         for place in members:
             place.ready.set()
+
+
+def _may_be_named(place: Place) -> bool:
+    """One name that is none (dns:..., ipv4:..., an interface behind a %) would have the leader refuse the version."""
+    try:
+        addresses.check(pb.Hop(address=place.address, server_id=place.server_id))
+    except ValueError:
+        return False
+    return True
 
 
 def _children(index: int, count: int) -> range:

@@ -109,6 +109,25 @@ async def test_a_client_that_reads_nothing_leaves_no_exception_behind(
     assert "passing on to 192.0.2.1:80 failed: Unread" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("address", "server_id"),
+    [("dns:foo:7000", ""), ("ipv4:10.0.0.5:7000", ""), ("[fe80::1%eth0]:7000", ""), ("here:7000", "x" * 200)],
+)
+async def test_one_that_no_header_may_name_is_sent_to_directly(address: str, server_id: str) -> None:
+    """Named in a header, it would have the leader refuse the version."""
+    gathered = trees.Trees()
+    async with contextlib.AsyncExitStack() as stack:
+        joining = (("a:1", "a"), ("b:1", "b"), (address, server_id), ("c:1", "c"))
+        places = await asyncio.gather(
+            *(stack.enter_async_context(gathered.join((0, 1), *one)) for one in joining), return_exceptions=False
+        )
+        alone = places[2]
+        assert alone.tree is not None and not alone.tree.hops
+        assert [hop.address for hop in places[1].tree.hops] == ["c:1"]  # the first of all had nobody to wait for
+        for place in (places[0], places[1]):
+            place.tree.end()
+
+
 async def test_a_tree_hears_nothing_in_what_says_nothing() -> None:
     places = [trees.Place("a:1"), trees.Place("b:1")]
     tree = trees.Tree(places)

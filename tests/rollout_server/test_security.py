@@ -220,6 +220,19 @@ def test_a_date_is_told_for_what_is_not_valid_now(ours, monkeypatch: pytest.Monk
     certificates.check(ours.sign("old", days=-1)[0].read_bytes() + pem, where="--f=x", one_is_enough=True)
 
 
+def test_only_the_certificate_that_is_shown_must_be_valid(ours, caplog: pytest.LogCaptureFixture) -> None:
+    """An authority may be signed by an old one as well, which has expired."""
+    (good, key), (old, old_key) = ours.sign("shown"), ours.sign("old one", days=-1)
+    chain, pem = good.with_name("chain.pem"), old.read_bytes()
+    chain.write_bytes(good.read_bytes() + pem)
+    ((_, end),) = certificates.validity(pem)
+    security.read_pair(str(chain), str(key), where=("--c", "--k"))
+    assert f"--c={chain}: certificate 2, behind the one that is shown, expired on {end:%Y-%m-%d %H:%M}" in caplog.text
+    chain.write_bytes(pem + good.read_bytes())
+    with pytest.raises(ValueError, match="the certificate expired on"):
+        security.read_pair(str(chain), str(old_key), where=("--c", "--k"))
+
+
 @pytest.mark.parametrize("data", [b"", b"\x30", b"\x30\x82\xff\xff", b"\x30\x03\x02\x01\x01", bytes(40)])
 def test_certificates_that_are_none(data: bytes) -> None:
     with pytest.raises(ValueError):
