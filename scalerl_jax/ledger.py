@@ -265,11 +265,12 @@ class Ledger:
             self.save()
 
     def _load(self) -> None:
+        repaired = ""
         try:
             saved = ledger_repair.read(self._path)
         except ValueError as error:
             saved = ledger_repair.recover(self._path, str(error))
-            _log.warning("%s", saved.pop("said"))
+            repaired = saved.pop("said")
         for mine, name in (
             (self._seconds, "seconds"),
             (self._trainer, "trainer"),
@@ -283,6 +284,9 @@ class Ledger:
         ):
             mine.update(saved.get(name, {}))
         self._servers = {name: ServerCounters(*values) for name, values in saved["servers"].items()}
+        if repaired:
+            self.save()  # now: a run may be interrupted minutes before anything is booked
+            _log.warning("%s", repaired)
 
     def _there_was_time(self, server_id: str, before: ServerCounters, counters: ServerCounters) -> bool:
         """Whether a process that an earlier trainer knew can have been up for as long as it says since then."""

@@ -14,6 +14,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from scalerl_jax.files import write_whole
+
 _MOST = {"seconds": 1e11, "flops": 1e33, "tokens": 1e18}  # 28 million device-hours, ...: far beyond any run
 
 _SIDES, _CLASSES = ("trainer", "generator"), ("busy", "idle", "evaluation", "setup")
@@ -62,7 +64,9 @@ def read(path: str) -> dict[str, Any]:
 
 
 def recover(path: str, why: str) -> dict[str, Any]:
-    """What `read` would give, from the rows beside `path`; "said" is a line on it. The broken file is kept aside.
+    """What `read` would give, from the rows beside `path`; "said" is a line on it. A copy of the broken file is kept.
+
+    The file itself is left as it is: whoever is interrupted before the repaired one is written finds it broken again.
 
     Raises ValueError (one line) where no row says what was spent.
     """
@@ -75,7 +79,8 @@ def recover(path: str, why: str) -> dict[str, Any]:
         )
     spent, origin = max(rows, key=lambda row: row[0]["device_hours"])
     aside = f"{path}.broken"
-    os.replace(path, aside)
+    with open(path, "rb") as file:  # it stays where it is until a whole one takes its place
+        write_whole(aside, file.read())
     return {
         "seconds": {name: spent[f"{name}_hours"] * 3600 for name in _KEYS["seconds"][0]},
         "trainer": {"flops": spent["trainer_flops"], "tokens": int(spent["trained_tokens"])},

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.ledger import Ledger, ModelShape, ServerCounters
+from scalerl_jax.ledger_repair import read
 
 SHAPE = ModelShape.decoder(vocabulary=384, width=96, layers=3, heads=4, kv_heads=2, head_size=32, mlp_width=256)
 
@@ -313,6 +314,24 @@ def test_a_broken_ledger_is_made_again_from_the_rows(tmp_path, caplog, broken):
     )
     assert after["sampled_tokens"] == before["sampled_tokens"] + 10
     assert make(path, Clock()).snapshot() == after  # whole again
+
+
+def test_a_repaired_ledger_outlives_a_start_that_is_interrupted(tmp_path, monkeypatch):
+    before = spend(tmp_path)
+    path = tmp_path / "ledger.json"
+    path.write_text("{")
+
+    def interrupted(ledger):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(path, Clock())
+    assert make(path, Clock()).snapshot() == pytest.approx(before)  # it is broken as before, not gone
+    path.write_text("{")
+    make(path, Clock())  # interrupted behind it, before anything was booked
+    assert read(str(path)) and (tmp_path / "ledger.json.broken").read_text() == "{"
 
 
 def test_a_broken_ledger_without_rows_says_what_to_do(tmp_path):
