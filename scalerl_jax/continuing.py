@@ -106,13 +106,18 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     ]
 
 
+def allowed_fields(names: Collection[str]) -> set[str]:
+    """The fields that --allow names, without "config.". Raises ConfigError where one is no field."""
+    fields = config_lib.leaves(Config())
+    found = {name.strip().removeprefix("config.") for name in names} - {""}
+    for name in sorted(found - fields.keys()):
+        raise ConfigError(f"--allow={name}: config has no field {name!r}")
+    return found
+
+
 def refused(found: Sequence[Change], *, allowed: Collection[str], warm_start: bool) -> list[Change]:
     """Those that need to be allowed by name, and are not. Raises ConfigError where a name allowed is no field."""
-    fields = config_lib.leaves(Config())
-    for name in allowed:
-        if name.removeprefix("config.") not in fields:
-            raise ConfigError(f"--allow={name}: config has no field {name!r}")
-    names = {name.removeprefix("config.") for name in allowed}
+    names = allowed_fields(allowed)
     kinds = {BOUND, WARM} if warm_start else {BOUND}
     return [change for change in found if change.kind in kinds and change.name not in names]
 

@@ -38,6 +38,14 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
         raise entry.UserError(f"--workdir={workdir}: {error}") from error
     try:
         model = model or config.model.path
+        if not model:
+            made = os.path.join(workdir, "model")
+            raise entry.UserError(
+                f"--workdir={workdir}: config.model.path is empty there, as in a warm start's folder, whose policy is "
+                f"{made} already"
+                if os.path.isdir(made)
+                else f"--workdir={workdir}: config.model.path is empty there; --model says where the start model is"
+            )
         if not os.path.isdir(model):
             raise entry.UserError(f"{model}: the model the run started from is not there; --model says where it is")
         decoder = read_config(model)

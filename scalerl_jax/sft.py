@@ -7,7 +7,8 @@
 Trains a new decoder (config.sft.model_file, or the sizes in config.sft) with a tokenizer made from its traces, or the
 policy in config.sft.model_path, and writes WORKDIR/model: a Hugging Face folder, whole or not at all. Everything random
 is a function of (seed, update), so a run killed and started again goes on and ends with the model it would have made.
-The workdir remembers only the fields that the warm start depends on: others may change, and the model stays.
+The workdir remembers only the fields that the warm start depends on: others may change, and the model stays. Where one
+of them is changed on purpose (--allow), it goes on from the newest checkpoint and replaces the model at the end.
 
 Left out on purpose: an evaluation; scalerl-train makes one at step 0.
 """
@@ -18,14 +19,14 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 import optax
 from absl import flags
 
-from scalerl_jax import command_flags, entry, files, signals
+from scalerl_jax import command_flags, continuing, entry, files, signals
 from scalerl_jax.config import Config, ConfigError
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
@@ -47,6 +48,7 @@ _GRADIENT_CLIP = 1.0  # global norm: the first updates of a new decoder are stee
 _BETA2 = 0.95
 _EPSILON = 1e-8
 _FINAL_RATE = 0.1  # of the peak, at the end of the cosine
+_OUTDATED = "model.outdated"  # beside a model that a changed config is making again
 _TRACES, _INITIAL = 3, 4  # streams of random numbers, beside those of tasks/arithmetic.py
 
 
@@ -290,26 +292,36 @@ def relevant(config: Config) -> Config:
     kept.rollout.phrase = config.rollout.phrase
     kept.rollout.thinking_high = int(config.rollout.thinking_high > 0)
     kept.rollout.thinking_low = 0
-    kept.model.compute_dtype, kept.model.wire_dtype = config.model.compute_dtype, config.model.wire_dtype
+    for name in ("compute_dtype", "wire_dtype", "head_precision"):
+        setattr(kept.model, name, getattr(config.model, name))
     return kept
 
 
 # ---- The run -------------------------------------------------------------------------------------------------------
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError on numbers that no warm start can have."""
-    for name in ("updates", "rows", "row_length", "learning_rate", "checkpoint_every", "log_every"):
-        if not getattr(config.sft, name) > 0:
-            raise ConfigError(f"config.sft.{name}={getattr(config.sft, name)}: must be above 0")
-    if not 0 <= config.sft.slip_rate <= 1:
-        raise ConfigError(f"config.sft.slip_rate={config.sft.slip_rate}: must be between 0 and 1")
+def outdated(folder: RunFolder) -> bool:
+    """Whether the model there is of another config than the one asked for now, so that it has to be made again."""
+    changed = any(change.kind != continuing.FREE for change in folder.changes)
+    return changed or os.path.exists(folder.path(_OUTDATED))
+
+
+def replace_model(out: str, write: Callable[[str], None]) -> None:
+    """Puts what `write` makes into the place of the folder `out`; a kill leaves the old one, the new one, or none."""
+    new, old = f"{out}.new", f"{out}.old"
+    for left in (new, old):  # of a run that was killed here
+        shutil.rmtree(left, ignore_errors=True)
+    write(new)
+    with files.naming(out):
+        if os.path.isdir(out):
+            os.rename(out, old)
+        os.rename(new, out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
-    check(config)
     with told_where_it_goes_on(workdir), contextlib.ExitStack() as stack:
         # ---- 1. The run folder; nothing to do where the model is there ---------------------------------------------
         folder = stack.enter_context(RunFolder(workdir, relevant(config), allow=allow, warm_start=True))
@@ -317,7 +329,8 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         if saved is not None:
             signals.expect(f"interrupted: the same command goes on from step {saved}")
         out = folder.path("model")
-        if os.path.isdir(out):
+        there = os.path.isdir(out)
+        if there and not outdated(folder):
             print(f"warm start: {out} is there already")
             return
 
@@ -339,14 +352,23 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         if found is not None:
             learner.state = found.state
         start = found.step if found else 0
+        if start > config.sft.updates:
+            raise ConfigError(
+                f"config.sft.updates={config.sft.updates}: the checkpoint in --workdir={workdir} has {start} already; "
+                "begin in another workdir"
+            )
 
         def save(step: int) -> None:
             checkpoints.save(step, learner.state, manifest={"update": step}, arrays={"update": np.asarray([step])})
 
+        if there:  # first, since the config that is written next is no longer this model's
+            files.write_whole(folder.path(_OUTDATED), "model/ is of the config before\n")
         folder.resume(start)
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.updates, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(learner.state["params"]))
         line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.updates} updates, from update {start}")
+        if there:
+            line.say(f"warm start: {out} is of the config before, and is replaced at the end")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
         signals.be(signals.HOLD)
@@ -367,13 +389,18 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 save(step)
 
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
-        write_model_folder(
-            out,
-            params=learner.state["params"],
-            decoder=decoder,
-            tokenizer_dir=tokenizer_folder,
-            dtype=config.model.wire_dtype,
-        )
+        def write(path: str) -> None:
+            write_model_folder(
+                path,
+                params=learner.state["params"],
+                decoder=decoder,
+                tokenizer_dir=tokenizer_folder,
+                dtype=config.model.wire_dtype,
+            )
+
+        replace_model(out, write)
+        if os.path.exists(folder.path(_OUTDATED)):
+            os.remove(folder.path(_OUTDATED))
         line.say(f"warm start: wrote {out}")
 
 

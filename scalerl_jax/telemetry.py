@@ -82,6 +82,7 @@ class RunFolder:
             if getattr(config.telemetry, field) and importlib.util.find_spec(package) is None:
                 value = getattr(config.telemetry, field)
                 raise ConfigError(f"config.telemetry.{field}={value}: the package {package} is not installed")
+        allow = continuing.allowed_fields(allow)  # a slip is told at the first start, not at the next one
         self.workdir = os.path.abspath(workdir)
         self._config = config
         self._clock = clock

@@ -213,3 +213,16 @@ def test_a_disk_without_room_is_one_line_and_leaves_nothing(tmp_path, runs):
         signal.signal(signal.SIGXFSZ, handler)
     assert str(caught.value) == f"{tmp_path / 'out'}: file too large"
     assert os.listdir(tmp_path) == []
+
+
+def test_a_warm_starts_folder_says_where_its_policy_is(tmp_path):
+    config = Config()
+    config.telemetry.tensorboard = False
+    with RunFolder(tmp_path / "warm", config, warm_start=True) as run:
+        run.resume(0)
+    out = str(tmp_path / "out")
+    with pytest.raises(entry.UserError, match=r"config\.model\.path is empty there; --model says"):
+        export(workdir=str(tmp_path / "warm"), out=out)
+    (tmp_path / "warm" / "model").mkdir()
+    with pytest.raises(entry.UserError, match=r"a warm start's folder, whose policy is .*/warm/model already"):
+        export(workdir=str(tmp_path / "warm"), out=out)

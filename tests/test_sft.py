@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +174,60 @@ def test_a_workdir_of_another_warm_start_is_refused(finished, config):
         sft.main(config, str(finished))
 
 
+def copy_of(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def test_a_finished_warm_start_goes_on_where_more_updates_are_allowed(finished, config, tmp_path, capfd):
+    work = copy_of(finished, tmp_path)
+    config.sft.updates = 66
+    with pytest.raises(ConfigError, match=r"--allow=sft\.updates"):
+        sft.main(config, str(work))
+    sft.main(config, str(work), allow=[" sft.updates"])
+    assert "from update 57" in capfd.readouterr().err  # the newest checkpoint
+    assert weights(work) != weights(finished)
+    steps = [json.loads(line)["step"] for line in (work / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(2, 67, 2))
+    assert json.loads((work / "config.json").read_text())["sft"]["updates"] == 66
+    assert sorted(path.name for path in work.glob("model*")) == ["model"]
+    sft.main(config, str(work))
+    assert "is there already" in capfd.readouterr().out
+
+
+def test_killed_while_it_makes_the_model_again_it_goes_on(finished, config, tmp_path, monkeypatch):
+    work = copy_of(finished, tmp_path)
+    config.sft.updates = 62
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "replace_model", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sft.main(config, str(work), allow=["sft.updates"])
+    assert weights(work) == weights(finished)  # whole, until another one is
+    sft.main(config, str(work))  # the config is no other now
+    assert weights(work) != weights(finished)
+
+
+def test_fewer_updates_than_are_made_are_refused(finished, config, tmp_path):
+    config.sft.updates = 10
+    with pytest.raises(ConfigError, match=r"config\.sft\.updates=10: the checkpoint in .* has 57 already"):
+        sft.main(config, str(copy_of(finished, tmp_path)), allow=["sft.updates"])
+
+
+def test_the_precision_of_the_head_is_the_warm_starts_too(finished, config):
+    config.model.head_precision = "highest"
+    with pytest.raises(ConfigError, match=r"config\.model\.head_precision is 'default' there and 'highest' now"):
+        sft.main(config, str(finished))
+
+
+def test_a_slip_in_allow_is_told_at_the_first_start(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"--allow=foo: config has no field 'foo'"):
+        sft.main(config, str(tmp_path / "new"), allow=["seed", "foo"])
+    assert not (tmp_path / "new").exists()
+
+
 def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config_file, tmp_path):
     command = [sys.executable, "-m", "scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
@@ -240,10 +295,3 @@ def _qwen3(vocabulary):
         "head_dim": 16,
         "intermediate_size": 64,
     }
-
-
-@pytest.mark.parametrize(("field", "value"), [("updates", 0), ("rows", -1), ("slip_rate", 1.5)])
-def test_numbers_that_cannot_be_are_refused(config, tmp_path, field, value):
-    setattr(config.sft, field, value)
-    with pytest.raises(ConfigError, match=rf"config\.sft\.{field}="):
-        sft.main(config, str(tmp_path))
