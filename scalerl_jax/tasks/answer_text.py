@@ -42,6 +42,10 @@ FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt max min gcd lcm mod pi det dim "
     "deg arg infinity inf".split()
 )
+_SHORT_WORDS = frozenset(
+    "is to of in at on no by am pm cm mm km kg ft mg he we me my us it if so up as an be do go hi oh ok tv id".split()
+)
+_OPERATION = re.compile(r"[\w)}]\s*[=+*^<>|/_-]\s*[\w({\\-]")
 LONGEST_COMPARED = 20_000  # characters; longer texts must be the same, character by character
 _NEW_ROW = "\ue000"  # stands for two backslashes, neither of which begins a command
 MATRIX = re.compile(r"\\begin\s*\{[a-z]*(?:matrix|array|cases)\*?\}")
@@ -147,21 +151,29 @@ def is_mathematics(text: str) -> bool:
     wordy = any(len(run) > 1 and run.lower() not in FUNCTIONS for run in runs)
     if named or has_digit:
         return not wordy or _short_product(runs)
-    if wordy:
-        return False
-    if re.search(r"\w\s*[=+*^<>|/_-]\s*[\w(\\-]|^-\s*[\w(]|\w!$|\w'", s):
+    if wordy:  # ac - bd, but not well-known
+        return (
+            _short_product([run for run in runs if run not in ("by", "mg")])
+            and re.search(_OPERATION.pattern + r"|^-[\w(]", s) is not None
+        )
+    if _OPERATION.search(s) or re.search(r"^-\s*[\w(]|\w!$|\w'", s):
         return True
     if s[:1] in ("(", "[") and s[-1:] in (")", "]") and "," in s:
         return True
     return (any(run.lower() in FUNCTIONS for run in runs) and len(runs) > 1) or s.lower() in ("pi", "infinity")
 
 
+def operators(text: str) -> tuple[str, ...]:
+    """What stands between the words of a text to be computed with; no hyphen of two words, no bullet, no dash."""
+    s = re.sub(r"^\s*-\s+(?=[^\W\d_]{3})", "", unwrapped(plain(text)))
+    s = re.sub(r"(?<=[^\W\d_]{2})\s*-+\s*(?=[^\W\d_]{2})", " ", s)
+    return tuple(re.findall(r"[+*/^=<>|-]", s))
+
+
 def _short_product(runs: list[str]) -> bool:
     """2ab, xy+1: letters beside digits that are no word of a language, as far as one can tell: two of one case."""
     return all(len(run) <= 2 or run.lower() in FUNCTIONS for run in runs) and all(
-        run.lower()
-        not in ("is", "to", "of", "in", "at", "on", "no", "by", "am", "pm", "cm", "mm", "km", "kg", "ft", "mg")
-        for run in runs
+        run.lower() not in _SHORT_WORDS for run in runs
     )
 
 

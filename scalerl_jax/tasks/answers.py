@@ -16,7 +16,7 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from scalerl_jax.tasks import answer_text
-from scalerl_jax.tasks.answer_text import bare, final_answers, is_mathematics, same_text, unwrapped, words
+from scalerl_jax.tasks.answer_text import bare, final_answers, is_mathematics, operators, same_text, unwrapped, words
 
 LONGEST_GIVEN = 2_000  # characters of one answer; what is longer is compared as text alone
 _LATEX = LatexExtractionConfig(
@@ -39,11 +39,11 @@ _NAMES = re.compile(
     r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|max|min|gcd|pi)(?![a-zA-Z])"
 )
 _LONGEST_NUMBER = 4_000  # digits; Python refuses to read more
-# One name for each unit; words that are not here say nothing.
+# One name for each unit; of words that are not here one is as good as another only if it is the same.
 _UNITS = {
     name: names.split()[0]
     for names in (
-        "% percent pct percentage", "$ dollar usd", "cent ¢", "€ euro eur", "£ gbp", "° degree deg",
+        "% percent pct percentage", "$ dollar usd", "cent ¢", "€ euro eur", "£ gbp", "° degree deg", "°c", "°f",
         "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
         "in inch inches", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound lbs",
         "oz ounce", "ml milliliter millilitre", "l liter litre", "s second sec", "min minute", "h hour hr", "day",
@@ -52,6 +52,29 @@ _UNITS = {
     for name in names.split()
 }  # fmt: skip
 _PROSE = frozenset("is are was be the because or and to so not but then if than with for from by".split())
+_MAGNITUDES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12
+}  # fmt: skip
+_MAGNITUDE = re.compile(
+    r"\s*(?:" + answer_text.TEXT_COMMAND + rf"\s*\{{\s*)?((?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])\s*\}}?",
+    re.IGNORECASE,
+)
+# After a number these make another one of it, or none.
+CHANGING = (
+    "half halves third thirds quarter quarters fourth fourths fifth fifths"
+    "  sixth sixths seventh sevenths eighth eighths "
+    "ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths squared cubed "
+    "factorial minus plus modulo below less fewer more lower higher greater smaller under over negative power "
+    "choose double twice wrong incorrect false no never none"
+).split()
+_CHANGED = re.compile(
+    rf"\d\s*(?:{answer_text.TEXT_COMMAND}\s*\{{\s*)?(?:[kK]|{'|'.join(CHANGING)}|(?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",
+    re.IGNORECASE,
+)
+_NO_UNITS = _PROSE | frozenset(CHANGING)
+_POWERS = {"square": "2", "sq": "2", "sq.": "2", "cubic": "3", "cu": "3"}
+_OF_THE_UNIT = frozenset("long tall wide high deep old apart away each total altogether exactly".split())
+_PLURALS = {"people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot"}
 _CHOICE = re.compile(r"[A-Za-z]")
 _MARKED_CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|\[\s*([A-Z])\s*\]|([A-Z])\s*[).:])", re.I
@@ -77,7 +100,7 @@ def _gives(said: str, gold: str) -> bool:
         return _names_choice(said, letter)
     number = measure(gold)
     if number is None and not is_mathematics(gold):
-        return words(said) == words(gold) != ()
+        return words(said) == words(gold) != () and operators(said) == operators(gold) and not is_mathematics(said)
     given = measure(said)
     if number is not None and given is not None:
         return number.equals(given)
@@ -99,6 +122,8 @@ def _names_choice(said: str, letter: str) -> bool:
     """Whether `said` names this choice, perhaps with its content after it, and no other."""
     text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(said))).replace("*", "").strip(" \"'`")
     found = [word for word in words(text) if word not in ("option", "choice", "answer")]
+    if operators(text):  # -x
+        return False
     if found == [letter]:
         return True
     match = _MARKED_CHOICE.match(text)
@@ -122,8 +147,7 @@ class Measure:
 
     def equals(self, other: "Measure") -> bool:
         """Whether `other`, of the text, is this one, of the gold."""
-        known = [m.unit for m in (self, other) if m.unit.rstrip("23") in _UNITS.values()]
-        if len(known) == 2 and known[0] != known[1]:
+        if self.unit and other.unit and self.unit != other.unit and not _degrees(self.unit, other.unit):
             return False
         if self.variable and other.variable and self.variable != other.variable:
             return False
@@ -142,6 +166,11 @@ class Measure:
         )  # fmt: skip
 
 
+def _degrees(a: str, b: str) -> bool:
+    """Whether both are degrees and one does not say of what."""
+    return "°" in (a, b) and a[0] == b[0] == "°"
+
+
 def _endless(value: Fraction) -> bool:
     denominator = value.denominator
     for prime in (2, 5):
@@ -157,7 +186,8 @@ def measure(text: str) -> Measure | None:
     match = _NUMBER.fullmatch(s, variable.end() if variable else 0)
     if match is None or len(s) > _LONGEST_NUMBER or (match["sign"] and match["inner"]):
         return None
-    unit = _unit(match["rest"])
+    factor, rest = _magnitude(match["rest"], money=match["money"] is not None)
+    unit = _unit(rest)
     if unit is None:
         return None
     if match["money"]:
@@ -180,8 +210,31 @@ def measure(text: str) -> Measure | None:
                 places = max(0, places - int(shift))
     except (ValueError, ZeroDivisionError):
         return None
+    if factor != 1:
+        value, places = value * factor, None
     return Measure(-value if "-" in (match["sign"], match["inner"]) else value, unit, decimal_places=places,
                    variable=variable[1] if variable else "")  # fmt: skip
+
+
+def _magnitude(rest: str, *, money: bool) -> tuple[int, str]:
+    """What the words right after a number multiply it by, and what follows them."""
+    factor = 1
+    if money and (match := re.match(r"([kK])(?![a-zA-Z])", rest)):  # elsewhere it is a variable
+        return 1000, rest[match.end() :]
+    while match := _MAGNITUDE.match(rest):
+        factor *= _MAGNITUDES[match[1].casefold().removesuffix("s")]
+        rest = rest[match.end() :]
+    return factor, rest
+
+
+def _singular(name: str) -> str:
+    if name in _PLURALS:
+        return _PLURALS[name]
+    if name.endswith("ies") and len(name) > 4:
+        return name[:-3] + "y"
+    if re.search(r"(?:s|x|z|ch|sh)es$", name):
+        return name[:-2]
+    return name[:-1] if name.endswith("s") and not name.endswith("ss") else name
 
 
 def _unit(rest: str) -> str | None:
@@ -198,15 +251,21 @@ def _unit(rest: str) -> str | None:
     if not re.fullmatch(r"[A-Za-z°$€£¥¢%][A-Za-z ./°]*", s):
         return None
     names = s.casefold().split()
-    if len(names) > 3 or any(name in _PROSE or name in answer_text.FUNCTIONS for name in names):
+    if len(names) > 3 or any(name.rstrip(".") in _NO_UNITS or name in answer_text.FUNCTIONS for name in names):
         return None
-    name = " ".join(names).rstrip(".")
-    known: str | None = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
+    exponent = power[1] if power else ""
+    if len(names) > 1 and names[0] in _POWERS and not power:  # square feet
+        exponent, names = _POWERS[names[0]], names[1:]
+    while len(names) > 1 and names[-1] in _OF_THE_UNIT:  # 5 cm long
+        names.pop()
+    name = re.sub(r"^(?:° ?|degrees? )(?:(c)|f)(?:elsius|ahrenheit)?$", lambda m: "°c" if m[1] else "°f",
+                  " ".join(names).rstrip("."))  # fmt: skip
+    known: str | None = _UNITS.get(name) or _UNITS.get(_singular(name))
     if len(name) == 1 and not marked and name.isalpha() and (known is None or not spaced):
         return None  # a variable
     if known is None and not spaced:
         return None
-    return (known or name) + (power[1] if power else "")
+    return (known or " ".join(_singular(word.replace(".", "")) for word in name.split())) + exponent
 
 
 def _without_units(text: str, found: Measure | None) -> str:
@@ -240,7 +299,9 @@ def _equal(said: str, gold: str) -> bool:
 def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
     """Whether the mathematics in a sentence, or the last of it, is the gold; one with "or" gives no one answer."""
     line = answer_text.plain(said)
-    if re.search(r"(?<![a-zA-Z])(?:or|either|neither|not)(?![a-zA-Z])|n't\b", unwrapped(line), re.IGNORECASE):
+    if re.search(
+        r"(?<![a-zA-Z])(?:or|either|neither|not)(?![a-zA-Z])|n't\b", unwrapped(line), re.IGNORECASE
+    ) or _CHANGED.search(line):
         return False
     given = parse(
         said.replace("\\$", ""), [_LATEX, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -179,6 +180,15 @@ def test_a_batch_of_several_micro_batches_is_the_sum_of_them(learner):
     assert sums["micro_batches"] == 2
     assert sums["row_use"] == pytest.approx((32 * 2 + 16 * 2 + 8 * 3) / (2 * ROWS * LENGTH))
     assert sums["tokens"] == sum((segment.weights > 0).sum() for segment in many)
+
+
+def test_an_applied_gradient_is_let_go_of(learner):
+    pending = learner.differentiate(segments([20, 9], seed=8))
+    alive = [weakref.ref(leaf) for leaf in jax.tree.leaves(pending.grads)]
+    assert all(leaf() is not None for leaf in alive)
+    learner.apply(pending)
+    assert pending.grads is None
+    assert all(leaf() is None for leaf in alive)
 
 
 @pytest.mark.parametrize("beside", [[], [3, 5], [9, 33, 33, 33, 20]], ids=["none", "in the room left", "in rows more"])
