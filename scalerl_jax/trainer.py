@@ -22,7 +22,7 @@ from scalerl_jax.alarms import LearningWatch
 from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Learner, Pending
 from scalerl_jax.learner.wire_copy import WireCopies
 from scalerl_jax.ledger import Ledger, ServerCounters
 from scalerl_jax.live_forecast import LiveForecast
@@ -238,8 +238,10 @@ class Trainer:
     def train_on(self, number: int) -> None:
         """Batch `number`: wait, build, update, publish, write down."""
         waited, seconds, clean = 0.0, 0.0, False
+        pending: Pending | None
         waited_for: list[tuple[str, float]] = []
         while not clean:  # a batch with what is not the policy's is asked for again in part, and comes once more
+            pending = None  # a gradient that is not applied is as large as the parameters: not beside the next one
             began = time.monotonic()
             groups = self.fleet.batch(number, wait=self.wait)
             waited, waited_for = waited + time.monotonic() - began, [*waited_for, *self._waits.take()]

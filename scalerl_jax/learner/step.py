@@ -39,7 +39,7 @@ State = dict[str, Any]
 class Pending:
     """An update that is computed and not applied. Applying it, or computing another one, is up to the caller."""
 
-    grads: Params
+    grads: Params | None  # None: it has been applied
     sums: dict[str, jax.Array]  # summed statistics of policy_loss, `entropy` and `loss`
     batches: int  # micro-batches
     filled: int  # positions that segments take, those beside left out
@@ -209,9 +209,14 @@ class Learner:
     def apply(self, pending: Pending) -> dict[str, float]:
         """Steps the optimizer. Returns the summed statistics, `gradient_norm`, and how full the rows were.
 
+        The gradient is let go of: it is as large as the parameters, and not to lie beside what comes next.
+
         Raises FloatingPointError where the gradient is not finite; the state is then lost: restart from a checkpoint.
         """
-        self.state, norm = self._apply(self.state, pending.grads)
+        assert pending.grads is not None, "applied before"
+        grads, pending.grads = pending.grads, None
+        self.state, norm = self._apply(self.state, grads)
+        del grads
         out = {name: float(value) for name, value in jax.device_get(pending.sums).items()}
         out["gradient_norm"] = float(norm)
         if not np.isfinite(out["gradient_norm"]):
