@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 SPEED_SECONDS = 30.0
 SURE_AFTER = 8  # calls in a row: then it was no restart that looked like mistrust
+GONE = "is lost again and again"
+MISTRUST = "one end does not trust the other"
 PATIENCE_SECONDS = 5.0  # a finished batch waits so long in all for a newcomer that is about to be ready
 
 SUPERSEDED_BY = (
@@ -160,7 +162,7 @@ class Connection:
             return
         another_process = status.server_id != self.status.server_id
         if another_process and self.state in (*ANSWERING, LEAVING):
-            self.lose("it was started anew")
+            self._gone("it was started anew")
         self.record = self._records.of(self.address, status.server_id, now=now)
         self.heard_at, self.mistrusted = now, 0
         if self.record.banished:  # a process that was sent away may come back between others; its time is not booked
@@ -181,8 +183,13 @@ class Connection:
         self.status = status
         version = codec.version_from_proto(status.version)
         if not self._incarnation.outranks(version.incarnation):
-            if self.state != SUPERSEDED:
+            if self.state != SUPERSEDED and not (self.state == CONNECTING and now < self.record.until):
+                met = self.state in ANSWERING
                 self.lose("")
+                if met:
+                    self.refuse(GONE, "it is another trainer's now")
+                if self.record.banished:
+                    return
                 self.enter(SUPERSEDED, SUPERSEDED_BY.format(version.incarnation, self._incarnation.value))
             return
         # A status asked for before the last push ended may be older than what the push said.
@@ -233,19 +240,28 @@ class Connection:
         if why and self.state == CONNECTING:
             # A process that ends closes the connections half made to it, too.
             sure = certain or self.heard_at < 0 or self.mistrusted >= SURE_AFTER
-            if sure and why != self.reason:
-                self.enter(CONNECTING, why)
+            if sure and told(why) != self.reason:
+                self.reason = told(why)  # may hold words of its own, other ones each time
+                if self._telling.happened(MISTRUST, now=time.monotonic()):
+                    self.enter(CONNECTING, why)
             return
         if why and certain:
-            self.lose(why)
+            self._gone(why)
             return
         if self.state == CONNECTING or self.state == REJECTED:
             return
         silent = time.monotonic() - self.heard_at
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            self.lose("the connection is broken")
+            self._gone("the connection is broken")
         elif silent >= self._config.silence_seconds:
-            self.lose(f"no answer for {silent:.0f} s")
+            self._gone(f"no answer for {silent:.0f} s")
+
+    def _gone(self, reason: str) -> None:
+        """It was met, and does not answer any more. Of a process that does nothing else this is a refusal to work."""
+        met = self.state in (*ANSWERING, SUPERSEDED)
+        self.lose(reason)
+        if met:
+            self.refuse(GONE, reason)
 
     def holds(self, step: int | None) -> None:
         if step != self.step:

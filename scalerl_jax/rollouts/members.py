@@ -7,11 +7,13 @@ be read (a file being replaced, a name server away) leaves the fleet as it is; t
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from scalerl_jax.rollouts import connection as connection_lib
 from scalerl_jax.rollouts import states
 from scalerl_jax.rollouts.connection import Connection
+from scalerl_jax.rollouts.offences import Telling
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Members:
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self._all_lost = True
         self._complaint = ""  # of the last look at the list
+        self._telling = Telling()
         self._said: dict[Connection, str] = {}  # who is left out for want of trust, and why
 
     @property
@@ -110,6 +113,8 @@ class Members:
         for connection in [c for c in self.connections if c.mistrusted >= connection_lib.SURE_AFTER]:
             # Where none is trusted the run does not begin, and says so itself.
             if not self._all_lost and self._said.get(connection) != connection.reason:
+                if not self._telling.happened(connection.address, now=time.monotonic()):
+                    continue  # its reason may hold words of its own, other ones each time
                 self._said[connection] = connection.reason
                 _log.warning("server %s is left out: %s", connection.address, connection.reason)
         lost = not self.in_state(*states.ANSWERING)

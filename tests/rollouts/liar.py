@@ -1,7 +1,8 @@
 """A server in this process that can be made to say anything, over real gRPC; until then it is the service as it is.
 
     with Liar() as liar:
-        liar.status = change            a function of each StatusReply, in place or a new one (bytes: sent as they are)
+        liar.status = change            a function of each StatusReply, in place or a new one (bytes: sent as they are;
+                                        a code and words: the call ends with them)
         liar.generate = serve           async def serve(request, context, honest): instead of the honest answer
         liar.push = receive             async def receive(context, honest)
 
@@ -80,7 +81,10 @@ class Liar:
 
         async def status(request: pb.StatusRequest, context: Any) -> Any:
             self.calls["Status"] += 1
-            return self.status(await self.service.Status(request, context))
+            said = self.status(await self.service.Status(request, context))
+            if isinstance(said, tuple):
+                await context.abort(*said)
+            return said
 
         async def generate(request: pb.GenerateRequest, context: Any) -> None:
             self.calls["Generate"] += 1
