@@ -241,7 +241,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         learner.replica learner.tensor learner.row_length learner.rows learner.logprob_chunk pacing.k
         fleet.servers fleet.slots fleet.decode_chunk fleet.discovery_seconds fleet.connect_seconds
         fleet.heartbeat_seconds fleet.status_seconds fleet.silence_seconds fleet.stall_seconds fleet.start_seconds
-        fleet.slowest_tokens_per_second fleet.push_seconds fleet.chunk_bytes probe.completions
+        fleet.slowest_tokens_per_second fleet.push_seconds probe.completions
         probe.ratio_limit probe.difference_limit
         evaluation.every evaluation.prompts evaluation.samples checkpoint.every checkpoint.keep
         """,
@@ -260,6 +260,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("be above 0 and below 0.9", lambda value: 0 < value < 0.9, "fleet.gpu_share"),  # launch/accelerators.py: SPARE
     ("be between 0.01 and 100", lambda value: 0.01 <= value <= 100, "rollout.temperature"),  # what servers take
     ("be above 0 and not above 1", lambda value: 0 < value <= 1, "rollout.top_p"),
+    ("be between 1 and 16777216", lambda value: 1 <= value <= 2**24, "fleet.chunk_bytes"),  # what servers take
     ("be from 0 to below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
     ("be between 0 and 1", lambda value: 0 <= value <= 1, "sft.slip_rate fleet.sparse_share probe.share"),
 )

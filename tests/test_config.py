@@ -9,7 +9,7 @@ import typing
 
 import pytest
 
-from rollout_server.contract.limits import TEMPERATURES
+from rollout_server.contract.limits import MAXIMUM_CHUNK_BYTES, TEMPERATURES
 from scalerl_jax.config import Config, ConfigError, check, from_json, leaves, load_file, override, parse_argv, to_json
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -150,6 +150,16 @@ def test_no_number_may_be_anything(name, tmp_path):
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_every_temperature_that_servers_take_may_be_asked_for(temperature, tmp_path):
     parse_argv([f"--config={write(tmp_path)}", f"--config.rollout.temperature={temperature}"])
+
+
+def test_every_chunk_that_servers_take_may_be_asked_for_and_no_longer_one(tmp_path):
+    flags = [f"--config={write(tmp_path)}", "--config.fleet.chunk_bytes="]
+    for size in (1, MAXIMUM_CHUNK_BYTES):
+        parse_argv([flags[0], f"{flags[1]}{size}"])
+    for size in (0, MAXIMUM_CHUNK_BYTES + 1):
+        said = f"config.fleet.chunk_bytes={size}: must be between 1 and {MAXIMUM_CHUNK_BYTES}"
+        with pytest.raises(ConfigError, match=said):
+            parse_argv([flags[0], f"{flags[1]}{size}"])
 
 
 def test_what_goes_together_is_let_through(tmp_path):

@@ -11,8 +11,6 @@ from scalerl_jax.config import FleetConfig
 
 _log = logging.getLogger(__name__)
 
-_log = logging.getLogger(__name__)
-
 _HERE = "config.fleet."
 
 
