@@ -1,0 +1,76 @@
+"""A server that comes and goes, over real gRPC beside an honest one: neither fills the log nor stays for ever."""
+
+import grpc
+import pytest
+
+from tests.rollouts.helpers import Trainer, config
+from tests.rollouts.liar import Liar
+from tests.rollouts.test_fleet import states_seen
+from tests.rollouts.test_liars import BRISK, logged, quick_end
+
+
+@pytest.fixture
+def honest(start):
+    return start(BRISK)[0]
+
+
+@pytest.fixture
+def liar():
+    with Liar() as liar:
+        yield liar
+
+
+def test_words_that_are_others_each_time_are_told_now_and_then(liar, honest, caplog):
+    """Of a server that was never met, and looks like one that does not trust us."""
+    numbers = iter(range(10**9))
+    liar.status = lambda reply: (grpc.StatusCode.UNAVAILABLE, f"handshake failed OPENSSL_internal:\x1b {next(numbers)}")
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.update_until(lambda: liar.calls["Status"] > 30)
+        trainer.update()
+        trainer.check()
+        assert len(states_seen(trainer, liar)) <= 1 and 1 <= len(logged(caplog, liar)) <= 2
+        assert "handshake failed" in trainer.server(liar)["reason"]
+
+
+def lost_at_every_second_status():
+    numbers = iter(range(10**9))
+    return lambda reply: (grpc.StatusCode.UNAVAILABLE, "restarting") if next(numbers) % 2 else reply
+
+
+def superseded_at_every_second_status():
+    numbers = iter(range(10**9))
+
+    def status(reply):
+        if next(numbers) % 2:
+            reply.version.incarnation = 2**64 - 1
+        return reply
+
+    return status
+
+
+def another_at_every_status():
+    numbers = iter(range(10**9))
+
+    def status(reply):
+        reply.server_id = f"one of two, {next(numbers) % 2}"
+        return reply
+
+    return status
+
+
+@pytest.mark.parametrize(
+    "made", [lost_at_every_second_status, superseded_at_every_second_status, another_at_every_status]
+)
+def test_a_server_that_comes_and_goes_is_sent_away(liar, honest, monkeypatch, made):
+    quick_end(monkeypatch)
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.admit_until(lambda: honest.address in trainer.admitted)
+        liar.status = made()
+
+        def sent_away() -> bool:
+            seen = states_seen(trainer, liar)
+            return any(state == "rejected" and "is lost again and again" in reason for state, reason in seen)
+
+        trainer.update_until(sent_away)
+        trainer.update()
+        trainer.check()
