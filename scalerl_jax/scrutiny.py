@@ -20,11 +20,15 @@ from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.step import Learner, Pending
 from scalerl_jax.rollouts.book import FinishedGroup
 from scalerl_jax.rollouts.fleet import Fleet
-from scalerl_jax.rollouts.logprob_parity import Finding, Parity, Scored, Sums, sums_of
+from scalerl_jax.rollouts.logprob_parity import Finding, Parity, Scored, Sums, comparable, sums_of
 from scalerl_jax.rollouts.probe import Probe
 
 SHOWN = 16  # servers, in a row of metrics
 TRIES = 3  # to probe a server while the trainer holds the version that it samples with
+UNJUDGED = (
+    "config.rollout.temperature, top_p, top_k: sampling is not from the policy itself, so the log-probs of what "
+    "servers deliver are not judged; those of the probe, at temperature 1, are"
+)
 
 
 class Look(NamedTuple):
@@ -40,8 +44,10 @@ class Scrutiny:
     def __init__(self, config: Config, *, learner: Learner, fleet: Fleet, probe: Probe, say: Callable[[str], None]):
         self._learner, self._fleet, self._probe, self._say = learner, fleet, probe, say
         self._every = config.probe.every
-        whole = config.rollout.top_p == 1 and config.rollout.top_k == 0
-        self._parity = Parity(config.probe, mean_limit=probe.limits[0], whole=whole)
+        judges = comparable(config.rollout)
+        self._parity = Parity(config.probe, mean_limit=probe.limits[0], judges=judges)
+        if not judges:
+            say(UNJUDGED)
         self._tries = 0
         self._begin_row()
 

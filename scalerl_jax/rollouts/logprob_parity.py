@@ -16,7 +16,10 @@ that were not drawn at all. So, of each server process:
 
 A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean
 counts only as far as it is below that of the other servers' groups, and below what groups differed by that were
-accepted. Where mu leaves tokens out (top-p, top-k) the mean is below 1 by right, and only a high one counts.
+accepted.
+
+A server tells of the distribution that it samples from, the trainer scores with temperature 1 and the whole vocabulary.
+Where the run samples otherwise the two differ by right, and nothing is judged here; the probe samples at 1 always.
 """
 
 import collections
@@ -29,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_server.contract.codec import Completion
-from scalerl_jax.config import ProbeConfig
+from scalerl_jax.config import ProbeConfig, RolloutConfig
 from scalerl_jax.rollouts.book import Process
 from scalerl_jax.rollouts.requests import stable_hash
 
@@ -77,6 +80,11 @@ class Sums:
         return abs(self.ratio - self.tokens) / math.sqrt(spread) if spread > 0 else 0.0
 
 
+def comparable(rollout: RolloutConfig) -> bool:
+    """Whether the log-probs of what a run samples are those that the trainer scores."""
+    return rollout.temperature == 1 and rollout.top_p == 1 and rollout.top_k == 0
+
+
 def sums_of(completion: Completion, logprobs: np.ndarray) -> Sums:
     """logprobs: the trainer's, of the completion's tokens: [tokens] float32."""
     sampled = completion.sampled()
@@ -104,12 +112,12 @@ class Finding(NamedTuple):
 class Parity:
     """Keeps each process's last groups. `judge` looks, `accept` remembers."""
 
-    def __init__(self, config: ProbeConfig, *, mean_limit: float, whole: bool = True):
+    def __init__(self, config: ProbeConfig, *, mean_limit: float, judges: bool = True):
         """mean_limit: of |d| when trainer and server meet; who allows more there allows its consequences here.
 
-        whole: servers sample from the whole vocabulary.
+        judges: the run samples what is `comparable`; else nothing is chosen, and nothing found.
         """
-        self._share, self._whole = config.share, whole
+        self._share, self._judges = config.share if judges else 0.0, judges
         # A mean difference of m may move a mean ratio by e^m - 1.
         allowed = math.expm1(min(mean_limit, 100.0))
         self._limit, self._gross = max(config.ratio_limit, allowed), max(GROSS, 3 * allowed)
@@ -125,7 +133,7 @@ class Parity:
 
     def judge(self, scored: Sequence[Scored]) -> list[Finding]:
         """What is wrong with these completions and those accepted before; nothing: []."""
-        groups = _by_group(scored)
+        groups = _by_group(scored) if self._judges else {}
         found: list[Finding] = []
         for process, numbered in groups.items():
             others = [sums for other, theirs in groups.items() if other != process for sums in theirs.values()]
@@ -182,8 +190,6 @@ class Parity:
     def _off(self, ratio: float, limit: float, others: Sequence[Sums]) -> bool:
         if ratio > 1 + limit:
             return True
-        if not self._whole:
-            return False
         usual = min(1.0, statistics.median(sums.mean_ratio for sums in others)) if len(others) >= FEWEST else 1.0
         drift = statistics.median(self._typical) if self._typical else 0.0
         return ratio < usual - max(limit, drift)

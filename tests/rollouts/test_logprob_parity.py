@@ -3,15 +3,19 @@
 The honest tokens here are drawn from one distribution and scored by another, as a policy does that has moved on since.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_server.contract.codec import Completion
-from scalerl_jax.config import ProbeConfig
+from scalerl_jax.config import Config, ProbeConfig
 from scalerl_jax.rollouts.book import Process
-from scalerl_jax.rollouts.logprob_parity import CAP, Parity, Scored, Sums, sums_of
+from scalerl_jax.rollouts.logprob_parity import CAP, Parity, Scored, Sums, comparable, sums_of
+from scalerl_jax.rollouts.probe import Expected, Probe
+from scalerl_jax.scrutiny import Scrutiny
 
 LIAR, HONEST = Process("liar:1", "1"), Process("honest:2", "2")
 VOCABULARY, GROUP, TOKENS = 24, 8, 40
@@ -160,11 +164,39 @@ def test_sums_are_of_sampled_tokens_and_capped():
     assert found.effective == pytest.approx(expected.sum() ** 2 / (4 * (expected**2).sum()))
 
 
-def test_where_tokens_are_left_out_a_low_mean_is_right():
-    """top-p 0.9: mu is pi over what it keeps, so every ratio is that share."""
+def at_temperature(temperature: float) -> list[Scored]:
+    """An honest server's, of 20 groups: drawn, and told of, at this temperature; scored at 1."""
     rng = np.random.default_rng(6)
-    scored = [s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=lambda rng, t, o: (t - np.log(0.9), t))]
-    assert Parity(ProbeConfig(), mean_limit=1e-3, whole=False).judge(scored) == []
-    assert make().judge(scored)[0].numbers is None
-    high = [s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=LIES["shifted by -0.5"])]
-    assert Parity(ProbeConfig(), mean_limit=1e-3, whole=False).judge(high)[0].numbers is None
+    out = []
+    for number in range(20):
+        policy = rng.normal(size=(TOKENS, VOCABULARY))
+        mu, pi = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (policy / temperature, policy))
+        chosen = (rng.random((TOKENS, 1)) > np.exp(mu).cumsum(-1)).sum(-1).clip(0, VOCABULARY - 1)
+        ratio = np.minimum(np.exp((pi - mu)[np.arange(TOKENS), chosen]), CAP)
+        sums = Sums(TOKENS, np.abs(np.log(ratio)).sum(), ratio.sum(), (ratio**2).sum())
+        out.append(Scored(LIAR, number, sums))
+    return out
+
+
+def test_where_sampling_is_not_from_the_policy_itself_nothing_is_judged():
+    rollout = Config().rollout
+    assert comparable(rollout) and make().judge(at_temperature(1.0)) == []
+    assert make().judge(at_temperature(0.2))  # it would be sent away
+    for changes in ({"temperature": 0.2}, {"top_p": 0.9}, {"top_k": 1}):
+        other = dataclasses.replace(rollout, **changes)
+        assert not comparable(other)
+        parity = Parity(ProbeConfig(), mean_limit=1e-3, judges=comparable(other))
+        assert parity.judge(at_temperature(0.2)) == []
+        assert not any(parity.chosen(f"train/{number}", 0) for number in range(400))  # nor is anything scored for it
+
+
+@pytest.mark.parametrize(("temperature", "lines"), [(1.0, 0), (0.2, 1)])
+def test_a_run_says_that_nothing_is_judged(temperature, lines):
+    config, said = Config(), []
+    config.rollout.temperature = temperature
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", wire_dtype="float32")
+    probe = Probe(config.probe, expected=expected, score=lambda samples: [], dtype="float32")
+    scrutiny = Scrutiny(config, learner=None, fleet=None, probe=probe, say=said.append)
+    batch = at_temperature(0.2)
+    assert scrutiny._parity.judge(batch) == [] if lines else scrutiny._parity.judge(batch)
+    assert len(said) == lines and all("\n" not in line and "not judged" in line for line in said)
