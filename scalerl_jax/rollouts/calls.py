@@ -128,6 +128,12 @@ class Calls:
         self._calls[lease] = _Call(book, task, time.monotonic(), patience)
         task.add_done_callback(self._ended)
 
+    def excuse(self, seconds: float, *, now: float) -> None:
+        """So much of the time until now is nobody's: the trainer did not look."""
+        for call in self._calls.values():
+            if call.waits_since is not None:
+                call.waits_since = min(now, call.waits_since + seconds)
+
     def look(self, now: float) -> None:
         """Ends the calls that wait too long for their next completion. To be called about once a heartbeat."""
         ahead = 0

@@ -82,6 +82,7 @@ class Connection:
         self._hurry = asyncio.Event()  # do not wait for the next heartbeat
         self._statuses = StatusCheck()
         self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
+        self._looked_at = time.monotonic()
         self._book_from_here = False  # what its counters say of the time up to its next status is not booked
         self._held = False  # completions of ours, at its last status
         self._telling = Telling()
@@ -134,8 +135,10 @@ class Connection:
                 try:
                     status = await self._stub.Status(pb.StatusRequest(), timeout=self._config.status_seconds)
                 except grpc.aio.AioRpcError as error:
+                    self._excuse()
                     self._unheard(error)
                 else:
+                    self._excuse()
                     if status is None:
                         self._not_a_status()
                     else:
@@ -148,6 +151,16 @@ class Connection:
         finally:
             self._end_calls()
             await self._channel.close()
+
+    def _excuse(self) -> None:
+        """Nothing is judged for time in which the trainer did not look: it was stopped, or stood still."""
+        now = time.monotonic()
+        longest = self._config.status_seconds + self._config.heartbeat_seconds  # from one look to the next
+        missed, self._looked_at = now - self._looked_at - longest, now
+        if missed > 0 and self.heard_at >= 0:
+            self.heard_at = min(now, self.heard_at + missed)
+            self._sampled = (self._sampled[0], min(now, self._sampled[1] + missed))
+            self.calls.excuse(missed, now=now)
 
     def _not_a_status(self) -> None:
         if not self.offend("sends a status that cannot be decoded") and self.state in (*ANSWERING, LEAVING):

@@ -1,10 +1,17 @@
-"""A server that comes and goes, over real gRPC beside an honest one: neither fills the log nor stays for ever."""
+"""A server that comes and goes, over real gRPC beside an honest one: neither fills the log nor stays for ever. And one
+whose trainer does, which is no fault of the server's."""
+
+import asyncio
+import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from tests.rollouts.helpers import Trainer, config
-from tests.rollouts.liar import Liar
+from scalerl_jax.rollouts import calls as calls_lib
+from scalerl_jax.rollouts import connection as connection_lib
+from tests.rollouts.helpers import Trainer, config, eventually
+from tests.rollouts.liar import Liar, is_probe
 from tests.rollouts.test_fleet import states_seen
 from tests.rollouts.test_liars import BRISK, logged, quick_end
 
@@ -74,3 +81,42 @@ def test_a_server_that_comes_and_goes_is_sent_away(liar, honest, monkeypatch, ma
         trainer.update_until(sent_away)
         trainer.update()
         trainer.check()
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
+def test_a_trainer_that_was_stopped_holds_it_against_nobody(liar, monkeypatch, caplog, answered):
+    """Its clock goes on by hours between a question and the answer, while a server samples a group."""
+    away, stopped, go_on = [0.0], [], asyncio.Event()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + away[0], time_ns=time.time_ns)
+    for module in (calls_lib, connection_lib):
+        monkeypatch.setattr(module, "time", clock)
+
+    async def later(request, context, honest):
+        if not is_probe(request):
+            await go_on.wait()
+        await honest(request, context)
+
+    def stop(reply):
+        if stopped:
+            return reply
+        stopped.append(True)
+        away[0] += 1e4
+        return reply if answered else (grpc.StatusCode.DEADLINE_EXCEEDED, "")
+
+    def looks(more: int) -> None:
+        seen = liar.calls["Status"]
+        eventually(lambda: liar.calls["Status"] >= seen + more)
+
+    liar.generate = later
+    with Trainer(config(), [liar]) as trainer:
+        trainer.admit_all()
+        eventually(lambda: trainer.server(liar)["in_flight"])
+        looks(3)
+        liar.status = stop
+        looks(6)
+        assert stopped and trainer.states()[liar.address] == "active" and trainer.server(liar)["in_flight"]
+        liar._loop.call_soon_threadsafe(go_on.set)
+        trainer.update()
+        trainer.check()
+    assert not logged(caplog, liar, "asked for")
+    assert [state for state, _ in states_seen(trainer, liar)].count("connecting") == 0
