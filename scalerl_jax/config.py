@@ -281,8 +281,10 @@ def load_file(path: str) -> Config:
     try:
         spec.loader.exec_module(module)
         config = module.get_config()
-    except (AttributeError, TypeError, SyntaxError, NameError, ImportError) as error:
-        raise ConfigError(f"--config={path}: {type(error).__name__}: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's own code, which may raise anything
+        raise ConfigError(f"--config={path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"--config={path}: get_config() returns {type(config).__name__}, not a Config")
     try:
@@ -414,6 +416,19 @@ def check(config: Config) -> None:
         raise ConfigError(
             "config.model.wire_dtype=float32: the trainer computes in bfloat16, so it would train another policy"
         )
+
+
+def leaf_fault(name: str, value: typing.Any) -> str:
+    """What is wrong with a leaf ("model.path") as config.json holds it: its type or its choice; "" if nothing is."""
+    default = leaves(Config()).get(name)
+    try:
+        if default is not None:
+            _check_types(value, default, f"config.{name}")
+    except ConfigError as error:
+        return str(error)
+    if name in _CHOICES and value not in _CHOICES[name]:
+        return f"config.{name}={value!r}: is not one of {', '.join(_CHOICES[name])}"
+    return ""
 
 
 def _check_types(node: typing.Any, default: typing.Any, where: str) -> None:

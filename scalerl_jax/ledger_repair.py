@@ -9,7 +9,6 @@ What lies between the last row and the moment the file broke is lost; server pro
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -135,5 +134,5 @@ def _object(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _check(name: str, value: Any, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is missing" if value is None else f"{name} is not a number")
-    if not math.isfinite(value) or not 0 <= value <= most:
-        raise ValueError(f"{name} is {value:.6g}")
+    if not 0 <= value <= most:  # NaN neither; compared as it is, since an integer may be larger than any float
+        raise ValueError(f"{name} is {str(value)[:40]}")

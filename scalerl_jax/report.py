@@ -23,7 +23,7 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
         raise UserError("no run folder given, for example: scalerl-report runs/quickstart")
     if out is None and len(workdirs) > 1:
         raise UserError(f"--out: no file given for the page of {len(workdirs)} runs")
-    if out is not None and os.path.isdir(out):
+    if out is not None and (os.path.isdir(out) or out.endswith(os.sep)):
         out = os.path.join(out, FILE)
     seen: set[str] = set()
     for workdir in workdirs:
@@ -35,6 +35,8 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
     check_out("--out", out or workdirs[0])
     with user_mistakes():
         try:
+            if out is not None:
+                os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
             return write_report(workdirs, out)
         except OSError as error:
             raise UserError(f"{error.filename or out}: {error.strerror}") from error

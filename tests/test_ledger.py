@@ -415,3 +415,13 @@ def test_nothing_that_is_not_finite_is_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         ledger.save()
     assert (tmp_path / "l").read_text() == before
+
+
+def test_a_number_larger_than_any_float_is_named(tmp_path):
+    path = tmp_path / "ledger.json"
+    make(path, Clock()).save()
+    saved = json.loads(path.read_text())
+    saved["trainer"]["flops"] = 10**400
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"^trainer\.flops is 10{39}$"):
+        read(str(path))

@@ -1,13 +1,15 @@
 """Rows of a run's logs for the page: objects whose columns are what it draws, or one line that names the row."""
 
-import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from scalerl_jax.telemetry import read_rows
 
 Row = dict[str, Any]
+
+_LARGEST = sys.float_info.max
 
 # Columns that are no numbers; all others are, or null, or are not there.
 _MAPPINGS = ("compute", "lags", "pushes", "forecast", "tasks")
@@ -37,34 +39,46 @@ def _fault(row: Row, needed: Sequence[str]) -> str:
             return f"has no {column!r}"
     for column, value in row.items():
         if value is None:
+            if column == "compute":  # a row without the column is one of an older run; its own columns are the ledger's
+                return f"has a {column!r} that is null"
             continue
         if column in _MAPPINGS:
             if not isinstance(value, dict):
                 return f"has a {column!r} that is not an object: {str(value)[:40]}"
             if column == "tasks" and not all(
-                isinstance(p, dict) and _is_number(p.get("prompts", "")) for p in value.values()
+                isinstance(part, dict) and _is_given(part.get("prompts")) and _is_number(part.get("pass_rate"))
+                for part in value.values()
             ):
-                return "has 'tasks' that do not say their prompts"
+                return "has 'tasks' that do not say their prompts and pass rates in numbers"
             if column == "compute" and (odd := next((n for n, v in value.items() if not _is_number(v)), None)):
                 return f"has a {column!r} whose {odd!r} is not a number: {str(value[odd])[:40]}"
         elif column in _LISTS:
             if not isinstance(value, list):
                 return f"has a {column!r} that is not a list: {str(value)[:40]}"
-            if column == "passes" and (not value or not all(map(_is_number, value))):
+            if column == "passes" and (not value or not all(map(_is_given, value))):
                 return f"has {column!r} that are not numbers"
-            if column == "waited_for" and not all(isinstance(one, list) and len(one) == 2 for one in value):
-                return f"has a {column!r} that is not a list of pairs"
+            if column == "waited_for" and not all(map(_is_wait, value)):
+                return f"has a {column!r} that is not a list of pairs of a name and seconds"
         elif isinstance(value, list | dict):
             continue  # of no concern here: what a later version writes down
         elif column in needed and not _is_number(value):
             return f"has a {column!r} that is not a number: {str(value)[:40]}"
-        elif isinstance(value, float) and not math.isfinite(value):
+        elif isinstance(value, int | float) and not _is_number(value):
             return f"has a {column!r} that is not finite"
     return ""
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    return value is None or _is_given(value)
+
+
+def _is_given(value: Any) -> bool:
+    """Compared as it is: an integer may be larger than any float, and NaN is in no range."""
+    return isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST
+
+
+def _is_wait(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_given(value[1])
 
 
 def numbers_only(rows: Sequence[Row], columns: Sequence[str], path: str) -> None:

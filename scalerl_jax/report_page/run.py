@@ -29,6 +29,9 @@ def read_settings(workdir: str) -> dict[str, Any]:
         raise ValueError(f"{path}: is not an object")
     settings = config_lib.leaves(Config())
     _enter(settings, written, "")
+    for name, value in settings.items():
+        if wrong := config_lib.leaf_fault(name, value):
+            raise ValueError(f"{path}: {wrong[:200]}")
     return settings
 
 

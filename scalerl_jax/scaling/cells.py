@@ -15,6 +15,7 @@ import numpy as np
 
 GOOD, BLANK, NAN, BAD = range(4)  # what a cell is
 
+_MISSING = ("na", "n/a", "<na>", "null", "none")  # how other programs write NaN, in small letters
 _POWER = r"([eE][+-]?\d+)?"
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?" + _POWER)
 _DECIMAL = re.compile(r"[+-]?(\d{1,3}(\.\d{3})+|\d*),\d*" + _POWER)
@@ -67,6 +68,8 @@ def numbers(cells: Sequence[Any], *, comma: bool = False) -> tuple[np.ndarray, n
         values[at] = value = _number(cell, comma)
         if not math.isfinite(value):
             state[at] = NAN if _is_nan(cell) else BAD
+            if state[at] == NAN:
+                values[at] = np.nan
     return values, state
 
 
@@ -89,6 +92,8 @@ def _number(cell: Any, comma: bool) -> float:
 
 
 def _is_nan(cell: Any) -> bool:
+    if isinstance(cell, str) and cell.strip().lower() in _MISSING:
+        return True
     try:
         return math.isnan(float(cell))
     except (TypeError, ValueError, OverflowError):

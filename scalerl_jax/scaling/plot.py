@@ -60,7 +60,7 @@ def log_compute_axis(axes, ticks_at: Sequence[float] = (1, 2, 5)) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     low, high = axes.get_xlim()
-    decades = np.log10(high / low)
+    decades = np.log10(high) - np.log10(low)  # the ratio may be beyond what a float holds
     if decades < 2.5:
         exponents = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
         axes.set_xticks([m * 10.0**e for e in exponents for m in ticks_at if low <= m * 10.0**e <= high])

@@ -215,7 +215,7 @@ def _one_run(
     empty = of_x[rows] == BLANK
     if empty.any():
         raise InputError(f"{table.place(int(rows[np.argmax(empty)]))}: column {x!r} is empty, but {y!r} is not")
-    remarks = []
+    remarks = list(table.remarks)
     # A label tells runs of one file apart, the file's own name does not have to be said twice.
     of_whom = table.source if len(chosen) == len(table) else f"{table.source}: {name}{f', {seed}' if seed else ''}"
     nan = (of_x[rows] == NAN) | (of_y[rows] == NAN)

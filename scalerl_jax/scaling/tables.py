@@ -38,6 +38,7 @@ class Table:
     unit: str = "line"  # line | step | entry | row
     separator: str = ","
     twice: tuple[str, ...] = ()  # columns that a header names more than once
+    remarks: tuple[str, ...] = ()  # what was left out, a line each
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -57,7 +58,7 @@ def read_table(path: str, wanted: Wanted = lambda name: True) -> Table:
     if os.path.isdir(path):
         ours = os.path.join(path, RUN_FOLDER_FILE)
         if os.path.isfile(ours):
-            return _json_lines(ours, wanted)
+            return _json_lines(ours, wanted, torn=True)
         state = trainer_state(path)
         if state:
             return _json(state, wanted)
@@ -240,7 +241,9 @@ def _parsed(path: str, place: str, text: str) -> Any:
         raise InputError(f"{path}:{place} is not JSON: {str(error).partition(';')[0]}") from None
 
 
-def _json_lines(path: str, wanted: Wanted) -> Table:
+def _json_lines(path: str, wanted: Wanted, *, torn: bool = False) -> Table:
+    """torn: the last line may be cut off, as a trainer leaves it that was killed or that is writing it just now."""
+    remarks = []
     rows = _Rows(path, wanted, "line")
     lines = _lines(path, newline="\n")
     before = 0
@@ -253,10 +256,20 @@ def _json_lines(path: str, wanted: Wanted) -> Table:
             found = None
         if found is None or len(found) != len(block):  # empty lines, or a mistake
             full = [(number, text) for number, text in zip(numbers, block) if text and not text.isspace()]
+            if torn and full and not full[-1][1].endswith("\n") and not _is_json(full[-1][1]):
+                remarks.append(f"{path}: line {full.pop()[0]} is left out: it is cut off")
             numbers = [number for number, _ in full]
             found = [_parsed(path, f" line {number}:", text) for number, text in full]
         rows.add(numbers, found)
-    return rows.table()
+    return dataclasses.replace(rows.table(), remarks=tuple(remarks))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _json(path: str, wanted: Wanted) -> Table:

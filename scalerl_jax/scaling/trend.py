@@ -1,10 +1,13 @@
 """Whether a run rises at all: before a rising law is read off it.
 
-    flat       the law explains no more than one number for all points does (F test), and no line in ln C rises or falls
+    flat       the law explains no more than one number for all points does (F test at 1 %), no line in ln C moves
+               (t test at 1 %), and neither that line nor the order of the points (Kendall's tau) hints at a rise (10 %)
     falling    what is explained is a fall: the fitted A lies below R0, or the last points lie far below the best before
     rising     everything else
 
-The tests are at 1 %. Without degrees of freedom nothing is tested, and only points that are all equal are flat.
+A few points that rise seldom prove it at 1 %: a curve that is wrongly called flat is lost, whereas one that is wrongly
+drawn still says that its A is not identified. Without degrees of freedom nothing is tested, and only points that are
+all equal are flat.
 """
 
 import numpy as np
@@ -14,7 +17,8 @@ from scalerl_jax.scaling.least_squares import Data
 from scalerl_jax.scaling.points import PARAMETERS, Points
 
 RISING, FLAT, FALLING = "rising", "flat", "falling"
-_ALPHA = 0.01
+_ALPHA = 0.01  # of what is told as a fact
+_HINT = 0.1  # of what is enough not to call points flat
 _GROUPS = 5  # neighbours in compute that are compared by their means
 _SURE = 4.0  # standard errors of a fall from the best group to the last
 _FALL = 0.5  # of the gain so far; a smaller one is a bump
@@ -30,8 +34,10 @@ def find_trend(points: Points, data: Data, *, cost: float, rise: float, dispersi
         return FLAT
     if _collapses(points):
         return FALLING
-    if degrees > 0 and not _explains(points, data, cost, dispersion, degrees) and not _line_moves(points):
-        return FLAT
+    slope, probability = _line(points)
+    if degrees > 0 and not _explains(points, data, cost, dispersion, degrees) and probability > _ALPHA:
+        hint = (slope > 0 and probability <= _HINT) or _order_rises(points)
+        return RISING if hint and rise > 0 else FLAT
     return FALLING if rise < 0 else RISING
 
 
@@ -62,17 +68,28 @@ def _explains(points: Points, data: Data, cost: float, dispersion: float, degree
     return gained > dispersion * float(scipy.stats.f.ppf(1 - _ALPHA, PARAMETERS, degrees))
 
 
-def _line_moves(points: Points) -> bool:
-    """t test of the slope in ln C: few points whose noise the law leaves untold may still rise plainly."""
+def _line(points: Points) -> tuple[float, float]:
+    """Slope in ln C and its p (t test): few points whose noise the law leaves untold may still rise plainly."""
     weight, x, y = points.trials_weight, np.log(points.compute), points.reward
     freedom = len(x) - 2
     x, y = x - np.average(x, weights=weight), y - np.average(y, weights=weight)
-    squares = np.sum(weight * x * x)
+    squares = float(np.sum(weight * x * x))
     if freedom < 1 or squares == 0:
-        return False
-    slope = np.sum(weight * x * y) / squares
-    noise = np.sum(weight * (y - slope * x) ** 2) / freedom / squares
-    return slope**2 > noise * float(scipy.stats.t.ppf(1 - _ALPHA / 2, freedom)) ** 2
+        return 0.0, 1.0
+    slope = float(np.sum(weight * x * y)) / squares
+    noise = float(np.sum(weight * (y - slope * x) ** 2)) / freedom / squares
+    if noise == 0:
+        return slope, 0.0 if slope else 1.0
+    return slope, 2 * float(scipy.stats.t.sf(abs(slope) / noise**0.5, freedom))
+
+
+def _order_rises(points: Points) -> bool:
+    """Whether more compute comes with more reward, whatever the distances; R0 is the first point where it is known."""
+    x, y = points.compute, points.reward
+    if points.initial_mode != "free" or points.initial_rows:
+        x, y = np.concatenate([[0.0], x]), np.concatenate([[points.initial], y])
+    found = scipy.stats.kendalltau(x, y)
+    return bool(found.statistic > 0 and found.pvalue <= _HINT)
 
 
 def _groups(points: Points) -> list[np.ndarray]:

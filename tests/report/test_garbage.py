@@ -1,5 +1,7 @@
 """A run folder with garbage in any of its files: scalerl-report names file and row in one line."""
 
+import json
+
 import pytest
 
 from scalerl_jax.entry import UserError
@@ -20,3 +22,52 @@ def test_one_line_names_it(tmp_path, name, garbage):
     assert message.startswith(f"{file}: ") and "\n" not in message
     assert ("row 1 " in message) == (name != "config.json")
     assert not (tmp_path / "report.html").exists()
+
+
+def failure(folder, out):
+    with pytest.raises(UserError) as caught:
+        report([str(folder)], str(out))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value", "told"),
+    [
+        ("metrics.jsonl", "compute", None, "'compute' that is null"),
+        ("metrics.jsonl", "waited_for", [["a", "b"]], "'waited_for' that is not a list of pairs"),
+        ("metrics.jsonl", "waited_for", [[1, 2]], "'waited_for' that is not a list of pairs"),
+        ("metrics.jsonl", "pass_rate", 10**400, "'pass_rate' that is not finite"),
+        ("metrics.jsonl", "time", 10**400, "'time' that is not a number"),
+        ("evals.jsonl", "passes", [None], "'passes' that are not numbers"),
+        ("evals.jsonl", "tasks", {"a": {"prompts": None, "pass_rate": 0.5}}, "'tasks' that do not say their prompts"),
+        ("evals.jsonl", "tasks", {"a": {"prompts": 3, "pass_rate": "x"}}, "'tasks' that do not say their prompts"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_its_row(tmp_path, name, column, value, told):
+    folder = tmp_path / "run"
+    runs.write_run(folder)
+    rows = (folder / name).read_text().splitlines()
+    rows[1] = json.dumps({**json.loads(rows[1]), column: value})
+    (folder / name).write_text("".join(f"{row}\n" for row in rows))
+    message = failure(folder, tmp_path / "report.html")
+    assert message.startswith(f"{folder / name}: row 2 has") and told in message
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "value"), [("model", "compute_dtype", "float16"), ("probe", "p99_limit", "x")]
+)
+def test_a_config_that_cannot_be_is_named(tmp_path, group, field, value):
+    folder = tmp_path / "run"
+    runs.write_run(folder)
+    written = json.loads((folder / "config.json").read_text())
+    written[group][field] = value
+    (folder / "config.json").write_text(json.dumps(written))
+    message = failure(folder, tmp_path / "report.html")
+    assert message.startswith(f"{folder / 'config.json'}: config.{group}.{field}='{value}': is not")
+
+
+def test_the_folder_of_the_page_is_made(tmp_path):
+    runs.write_run(tmp_path / "run")
+    page = tmp_path / "new" / "folder" / "page.html"
+    assert report([str(tmp_path / "run")], str(page)) == str(page) and page.stat().st_size > 1000

@@ -185,6 +185,31 @@ def test_rows_out_of_order_are_sorted_and_said(tmp_path):
     assert "column 'x' goes back 1 times; the rows were sorted by it" in said and "--run_column" in said
 
 
+@pytest.mark.parametrize("missing", ["NA", "null", "None", "N/A"])
+def test_other_words_for_nan_are_nan(tmp_path, missing):
+    (tmp_path / "a.csv").write_text(f"x,y\n1,.1\n2,{missing}\n3,.5\n")
+    run = one(tmp_path / "a.csv")
+    np.testing.assert_array_equal(run.reward, [0.1, 0.5])
+    assert run.remarks == (f"{tmp_path}/a.csv: 1 of 3 rows are left out: NaN in 'y'",)
+
+
+def test_a_row_that_is_cut_off_in_a_run_folder_is_left_out_and_said(tmp_path):
+    rows = '{"x": 1, "y": 0.5}\n{"x": 2, "y": 0.6}\n'
+    log = tmp_path / "evals.jsonl"
+    log.write_text(rows + '{"x": 3, "y"')
+    run = one(tmp_path)
+    np.testing.assert_array_equal(run.reward, [0.5, 0.6])
+    assert run.remarks == (f"{log}: line 3 is left out: it is cut off",)
+    log.write_text(rows + '{"x": 3, "y": 0.7}')  # whole, though its line is not ended
+    assert len(one(tmp_path).reward) == 3 and one(tmp_path).remarks == ()
+    log.write_text(rows + '{"x": 3, "y"\n')
+    with pytest.raises(tables.InputError, match=r"evals\.jsonl: line 3: is not JSON"):
+        one(tmp_path)
+    (tmp_path / "mine.jsonl").write_text(rows + '{"x": 3, "y"')  # no trainer's
+    with pytest.raises(tables.InputError, match=r"mine\.jsonl: line 3: is not JSON"):
+        one(tmp_path / "mine.jsonl")
+
+
 def test_nan_is_left_out_and_counted(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,.1\n2,nan\nNaN,.3\n4,\n5,.5\n")
     run = one(tmp_path / "a.csv")
