@@ -56,7 +56,7 @@ _MAGNITUDES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12
 }  # fmt: skip
 _MAGNITUDE = re.compile(
-    r"\s*(?:" + answer_text.TEXT_COMMAND + rf"\s*\{{\s*)?((?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])\s*\}}?",
+    r"\s*(?:" + answer_text.TEXT_COMMAND + rf"\s*\{{\s*)?((?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])(?:\s*\}})?",
     re.IGNORECASE,
 )
 # After a number these make another one of it, or none.
