@@ -4,7 +4,8 @@
     same_text(a, b)     equal in that form, spaces apart
     is_mathematics(s)   it holds a digit, an operator or a command, and no words; letters alone are words
     words(s)            case, punctuation and text commands apart
-    final_answers(s)    what is boxed last; else what follows "the answer is"; else all of it, or its last line
+    final_answers(s)    what is boxed last; else what is tagged <answer>; else what follows "the answer is";
+                        else all of it, its last line, or what the last sentence there says (so B; B is correct)
 
 `\\$` is money and delimits nothing.
 """
@@ -34,6 +35,25 @@ _ANCHOR = re.compile(
     r"####|\b(?:answer|option|choice|solution|result)s?\**\s*(?:is|are|would be|must be|:|=)(?![a-z])[\s*:]*",
     re.IGNORECASE,
 )
+_SAID_SO = re.compile(
+    r"(?<![a-z'])(?:choose|pick|select|letter is|therefore|so|hence|thus|it's|it is)(?![a-z'])[\s,:*]*", re.IGNORECASE
+)
+_IS_RIGHT = re.compile(
+    r"(?:(?:so|therefore|thus|hence)\b,?\s*)?(?:(?:option|choice|answer|letter)\s+)?(\S{1,40})\s+is\s+(?:the\s+)?"
+    r"(?:(?:correct|right|best)(?:\s+(?:one|answer|choice|option|letter))?|answer)",
+    re.IGNORECASE,
+)
+_COPULA = re.compile(r"(?<![a-zA-Z'])(?:is|are|was|were|equals)(?![a-zA-Z'])\s*:?", re.IGNORECASE)
+_REASON = re.compile(r",?\s+because\b|,\s*(?:since|as|not)\b", re.IGNORECASE)
+# In the clause before an answer these deny it, or leave it open.
+_DENIED = re.compile(
+    r"(?<![a-z])(?:not|never|cannot|no|none|neither|nor|nobody|nothing|impossible|unlikely|doubt\w*|whether|if|wrong|"
+    r"incorrect|false|another|other|possible|one|perhaps|maybe|might|may|could|unless)(?![a-z])|n't(?![a-z])",
+    re.IGNORECASE,
+)
+MARKED_CHOICE = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|\[\s*([A-Z])\s*\]|([A-Z])\s*[).:])", re.IGNORECASE
+)
 _TAKEN_BACK = re.compile(
     r"[.!?\s*]*(?:or|and|but|no|not|wait|actually|maybe|perhaps|alternatively)(?![a-z])", re.IGNORECASE
 )
@@ -46,6 +66,7 @@ _SHORT_WORDS = frozenset(
     "is to of in at on no by am pm cm mm km kg ft mg he we me my us it if so up as an be do go hi oh ok tv id".split()
 )
 _OPERATION = re.compile(r"[\w)}]\s*[=+*^<>|/_-]\s*[\w({\\-]")
+LONGEST_SENTENCE = 1_000  # characters; of a longer line, the end
 LONGEST_COMPARED = 20_000  # characters; longer texts must be the same, character by character
 _NEW_ROW = "\ue000"  # stands for two backslashes, neither of which begins a command
 MATRIX = re.compile(r"\\begin\s*\{[a-z]*(?:matrix|array|cases)\*?\}")
@@ -115,9 +136,10 @@ def unwrapped(text: str) -> str:
 
 def bare(text: str) -> str:
     """plain(), less a pair of braces around all of it, a period at the end, and the sign of a positive number."""
-    s = plain(text)
-    while s.endswith(".") and not s.endswith("..."):
+    s = plain(re.sub(r"</?answer>|```(?:[a-z]*\n)?", " ", text)).strip("` ")
+    while s.endswith((".", ",", ";")) and not s.endswith("..."):
         s = s[:-1].rstrip()
+    s = re.sub(r"^(?:=|\\approx(?![a-zA-Z]))\s*", "", s)
     if s.startswith("{") and _braces(s).get(0) == len(s) - 1:
         s = s[1:-1].strip()
     return re.sub(r"^\+\s*(?=[\d.\\(a-zA-Z])", "", s)
@@ -236,12 +258,63 @@ def final_answers(text: str) -> list[str]:
         return [held]
     if _BOXED.search(text):  # never closed
         return []
+    tagged = re.findall(r"<answer>(.*?)</answer>", text[-LONGEST_COMPARED:], re.DOTALL)
+    if tagged:
+        return [tagged[-1].strip()] if tagged[-1].strip() else []
     anchors = list(_ANCHOR.finditer(text))
     if anchors:
         rest = text[anchors[-1].end() :].strip()
+        if _denied(text[: anchors[-1].start()]) or _lists_choices(rest):
+            return []
         end = _SENTENCE_END.search(rest)
         if end is None or _TAKEN_BACK.match(rest, end.start()):
-            return [rest] if rest else []
-        return [said for said in dict.fromkeys((rest[: end.start()].strip(), rest)) if said]
-    lines = [line.strip() for line in text.splitlines() if _DELIMITERS.sub("", line).strip(" *.")]
-    return [said for said in dict.fromkeys([text.strip(), *lines[-1:]]) if said]
+            return _with_reasons_cut([rest])
+        return _with_reasons_cut([rest[: end.start()].strip(), rest])
+    lines = [line.strip() for line in text.splitlines() if _DELIMITERS.sub("", line).strip(" *.`")]
+    last = [] if not lines or _lists_choices("\n".join(lines)) else lines[-1:]
+    return _with_reasons_cut([text.strip(), *last, *(_said_in_a_sentence(last[0]) if last else [])])
+
+
+def _with_reasons_cut(said: list[str]) -> list[str]:
+    """Each, and the first of them without what follows "because" in it."""
+    if said and (reason := _REASON.search(said[0])) and "\n" not in said[0]:
+        said = [*said, said[0][: reason.start()].strip()]
+    return [each for each in dict.fromkeys(said) if each]
+
+
+def _clause(text: str) -> str:
+    """What `text` ends in since the last mark, of the 200 characters that are looked at."""
+    return re.split(r"[.,;:!?\n]", text[-200:])[-1]
+
+
+def _denied(before: str) -> bool:
+    return _DENIED.search(_clause(before)) is not None
+
+
+def _lists_choices(text: str) -> bool:
+    """Whether several lines each begin with another choice, or one line shows several with their content."""
+    marks = [match for line in text.splitlines() if (match := MARKED_CHOICE.match(line.strip(" *")))]
+    letters = {next(filter(None, match.groups())).casefold() for match in marks}
+    return len(letters) > 1 or len(set(re.findall(r"(?:^|(?<=\s))\(?([A-H])[.):]\s+(?=\S)", text))) > 1
+
+
+def _said_in_a_sentence(line: str) -> list[str]:
+    """What the last sentence of a line says to be the answer, the part of it alone."""
+    line = line[-LONGEST_SENTENCE:].rstrip(" .!*")
+    ends = list(_SENTENCE_END.finditer(line))
+    sentence = (line[ends[-1].end() :] if ends else line).strip()
+    if "?" in line[-1:]:
+        return []
+    if reason := _REASON.search(sentence):
+        sentence = sentence[: reason.start()]
+    if (judged := _IS_RIGHT.fullmatch(sentence)) and not _DENIED.search(judged[1]):
+        return [judged[1]]
+    found = []
+    for pattern in (_SAID_SO, _COPULA):
+        matches = list(pattern.finditer(sentence))
+        if not matches or _denied(sentence[: matches[-1].start()]):
+            continue
+        if _COPULA.search(_clause(sentence[: matches[-1].start()])):  # it is true that it is false
+            continue
+        found.append(sentence[matches[-1].end() :].strip())
+    return found

@@ -67,6 +67,14 @@ CHANGING = (
     "factorial minus plus modulo below less fewer more lower higher greater smaller under over negative power "
     "choose double twice wrong incorrect false no never none"
 ).split()
+# With one of these in it a sentence gives no one number.
+_OPEN = re.compile(
+    r"(?<![a-zA-Z])(?:or|either|neither|nor|not|no|none|never|cannot|between|less|more|greater|fewer|larger|smaller|"
+    r"higher|lower|bigger|above|below|under|over|at least|at most|up to|one of|any of|some of|such as|from|"
+    r"impossible|unlikely|doubt|wrong|incorrect|false|isn't|except|minimum of|maximum of|approximately|about|around|"
+    r"perhaps|maybe|might|may|could|if|whether|exceeds?|until|before|after|beyond)(?![a-zA-Z])|n't(?![a-zA-Z])",
+    re.IGNORECASE,
+)
 _CHANGED = re.compile(
     rf"\d\s*(?:{answer_text.TEXT_COMMAND}\s*\{{\s*)?(?:[kK]|{'|'.join(CHANGING)}|(?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",
     re.IGNORECASE,
@@ -76,9 +84,6 @@ _POWERS = {"square": "2", "sq": "2", "sq.": "2", "cubic": "3", "cu": "3"}
 _OF_THE_UNIT = frozenset("long tall wide high deep old apart away each total altogether exactly".split())
 _PLURALS = {"people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot"}
 _CHOICE = re.compile(r"[A-Za-z]")
-_MARKED_CHOICE = re.compile(
-    r"(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|\[\s*([A-Z])\s*\]|([A-Z])\s*[).:])", re.I
-)
 
 
 def right(text: str, answer: str) -> bool:
@@ -95,6 +100,8 @@ def right(text: str, answer: str) -> bool:
 
 
 def _gives(said: str, gold: str) -> bool:
+    if letters := _letters(gold):
+        return _letters(said) == letters
     letter = _letter(gold)
     if letter is not None:
         return _names_choice(said, letter)
@@ -118,6 +125,14 @@ def _letter(gold: str) -> str | None:
     return found[0] if len(found) == 1 and _CHOICE.fullmatch(found[0]) and not is_mathematics(gold) else None
 
 
+def _letters(text: str) -> list[str]:
+    """Several choices that are listed, in order of the alphabet; empty where it is anything else."""
+    s = bare(unwrapped(text)).replace("*", "")
+    if not re.fullmatch(r"\(?[A-Z]\)?(?:\s*(?:,|;|\band\b)\s*\(?[A-Z]\)?)+", s) or re.match(r"\([^)]*,", s):
+        return []
+    return sorted(re.findall(r"[A-Z]", s))
+
+
 def _names_choice(said: str, letter: str) -> bool:
     """Whether `said` names this choice, perhaps with its content after it, and no other."""
     text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(said))).replace("*", "").strip(" \"'`")
@@ -126,13 +141,15 @@ def _names_choice(said: str, letter: str) -> bool:
         return False
     if found == [letter]:
         return True
-    match = _MARKED_CHOICE.match(text)
+    match = answer_text.MARKED_CHOICE.match(text)
     if match is None or next(filter(None, match.groups())).casefold() != letter:
         return False
     rest = text[match.end() :].strip()
     if re.match(r"(?:,|/|&|;|or\b|and\b|not\b)", rest, re.IGNORECASE):
         return False
-    return not _MARKED_CHOICE.search(rest) and not re.search(r"\b(?:or|and|nor)\s+\(?[A-Za-z]\)?(?:\W|$)", rest)
+    return not answer_text.MARKED_CHOICE.search(rest) and not re.search(
+        r"\b(?:or|and|nor)\s+\(?[A-Za-z]\)?(?:\W|$)", rest
+    )
 
 
 # ---- Numbers -------------------------------------------------------------------------------------------------------
@@ -298,10 +315,11 @@ def _equal(said: str, gold: str) -> bool:
 
 def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
     """Whether the mathematics in a sentence, or the last of it, is the gold; one with "or" gives no one answer."""
-    line = answer_text.plain(said)
-    if re.search(
-        r"(?<![a-zA-Z])(?:or|either|neither|not)(?![a-zA-Z])|n't\b", unwrapped(line), re.IGNORECASE
-    ) or _CHANGED.search(line):
+    line = unwrapped(answer_text.plain(said))
+    if line.endswith("?") or _OPEN.search(line) or _CHANGED.search(line) or _names_several(line):
+        return False
+    variable = re.search(r"(?<![a-zA-Z])([a-zA-Z])\s*=\s*[^=a-zA-Z]*[.,;]?$", line)
+    if number is not None and number.variable and variable and variable[1] != number.variable:
         return False
     given = parse(
         said.replace("\\$", ""), [_LATEX, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
@@ -310,3 +328,10 @@ def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
         f"\\boxed{{{_without_units(gold, number)}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None
     )
     return bool(wanted and given) and _same(wanted[0], given[0])
+
+
+def _names_several(line: str) -> bool:
+    """Whether several numbers stand apart in `line` and the last is not what a calculation comes to."""
+    parts = re.split(r"[^\W\d_]{2,}|[,;]\s|[.!?]\s", re.sub(r"\\[a-zA-Z]+", " ", line))
+    counted = [part for part in parts if re.search(r"\d", part)]
+    return len(counted) > 1 and re.search(r"\d.*=.*\d", counted[-1]) is None

@@ -98,6 +98,38 @@ RIGHT = {
     "x": ["x", "$x$"],
     "ab": ["ab"],
 }  # fmt: skip
+RIGHT_IN_A_SENTENCE = {
+    "B": ["I choose B", "I choose (B).", "I would pick B", "So B.", "It's B", "Therefore, B", "The correct letter is B",
+          "B is correct.", "B is the answer", "B, because it fits", "The answer is B, not A",
+          "(B) is the correct choice."],
+    "A, B": [r"\boxed{B, A}", "B and A", "(A), (B)"],
+    "Paris": ["The capital is Paris.", "Therefore, the capital is Paris", "<answer>Paris</answer>",
+              "Paris, because it is large", "France is a country, and its capital is Paris."],
+    "no solution": ["There is no solution."],
+    "yes": ["Yes, because 3 > 2.", "<answer>yes</answer>"],
+    "5": ["<answer>5</answer>", "`5`", "```\n5\n```", "```text\n5\n```", "5,", "5;", "= 5", "The answer is 5, not 8.",
+          "The answer is 5 because 2 + 3 = 5.", "Therefore, 5", "There are 5 apples.", "so x = 5"],
+    "3": [r"\boxed{\approx 3}"],
+    "y=5": ["so y = 5"],
+}  # fmt: skip
+WRONG_IN_A_SENTENCE = {
+    "5": ["It cannot be 5.", "It can't be 5", "The answer is never 5", "The answer is at most 5", "at most 5",
+          "greater than 5", "The answer is one of 3, 4, 5", "none of 3, 4, 5", "The answer is none of 3, 4, 5",
+          "such as 1, 2, 3, 4, 5", "I doubt that the answer is 5", "It is impossible that it is 5", "3, 4 and 5",
+          "The numbers are 3, 4, 5", "So 3, 4, 5", "The wrong answer is 5", "It is between 3 and 5", "5 is wrong",
+          "The answer is 6, not 5", "6, because 5 is odd", "Is it 5?", "<answer>6</answer> 5"],
+    "2": ["The answer is between 1 and 2", "7 pets in 2 houses", "The answer is 7 pets in 2 houses"],
+    "y=5": ["so x = 5", "We find that x = 5"],
+    "B": ["A. 5\nB. 6", "(A) 5\n(B) 6", "Choices:\nA. 5\nB. 6", "a) 5\nb) 6", "The options are A. 5 B. 6",
+          "I would not choose B", "I doubt B is correct", "B is not correct", "It's A or B", "So A, B", "B is wrong",
+          "Is it B?", "The wrong answer is B", "The answer is A, not B", "A is correct, not B", "I choose A, B, C"],
+    "A": ["A. 5\nB. 6", "Choices:\nA. 5\nB. 6", "The options are A. 5 B. 6", "It is either A or B"],
+    "A, B": ["A", "A, C", "A, B, C", "A or B"],
+    "Paris": ["The capital is not Paris", "The capital isn't Paris", "The capital is Paris or London",
+              "I doubt that the capital is Paris", "If it is Paris", "<answer>London</answer> Paris"],
+    "true": ["It is false that it is true", "It is not true"],
+    "no solution": ["There is a solution."],
+}  # fmt: skip
 # gold -> texts that do not
 WRONG = {
     r"\$5": ["€5", r"\$6", "5 euros", r"\$50"],
@@ -149,7 +181,7 @@ WRONG = {
     "2c": ["2"],
     "x+3t": ["x+3"],
     "A": ["B", "A or B", "B or A", "The answer is A or B", "(A) or (B)", r"\boxed{A} or \boxed{B}",
-          "The answer is A, not B", "not A", "A+", "A-", "(A)(B)", "A/B", "A and B", "The answer is A. Or B.", "AA", "",
+          "not A", "A+", "A-", "(A)(B)", "A/B", "A and B", "The answer is A. Or B.", "AA", "",
           r"\boxed{B}. Not A.",
           "Neither A nor B", "A B C D", "A, B, C, D", "x", "1", "-A"],
     "B": ["(A) B", "A: B", "The answer is A or B."],
@@ -181,12 +213,12 @@ def cases(table):
     return [(text, gold) for gold, texts in table.items() for text in texts]
 
 
-@pytest.mark.parametrize(("text", "gold"), cases(RIGHT))
+@pytest.mark.parametrize(("text", "gold"), cases(RIGHT) + cases(RIGHT_IN_A_SENTENCE))
 def test_right(text, gold):
     assert right(text, gold)
 
 
-@pytest.mark.parametrize(("text", "gold"), cases(WRONG))
+@pytest.mark.parametrize(("text", "gold"), cases(WRONG) + cases(WRONG_IN_A_SENTENCE))
 def test_wrong(text, gold):
     assert not right(text, gold)
 
