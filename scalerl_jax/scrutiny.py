@@ -18,13 +18,13 @@ from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch
 from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.step import Learner, Pending
-from scalerl_jax.rollouts.book import FinishedGroup
+from scalerl_jax.rollouts.book import FinishedGroup, Process
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.logprob_parity import Finding, Parity, Scored, Sums, comparable, sums_of
 from scalerl_jax.rollouts.probe import Probe
 
 SHOWN = 16  # servers, in a row of metrics
-TRIES = 3  # to probe a server while the trainer holds the version that it samples with
+TRIES = 3  # samples of a server that come when the trainer no longer holds the version that they are by
 UNJUDGED = (
     "config.rollout.temperature, top_p, top_k: sampling is not from the policy itself, so the log-probs of what "
     "servers deliver are not judged; those of the probe, at temperature 1, are"
@@ -48,7 +48,7 @@ class Scrutiny:
         self._parity = Parity(config.probe, mean_limit=probe.limits[0], judges=judges)
         if not judges:
             say(UNJUDGED)
-        self._tries = 0
+        self._due: dict[Process, int] = {}  # tries left of those to be probed
         self._begin_row()
 
     def _begin_row(self) -> None:
@@ -105,10 +105,9 @@ class Scrutiny:
     def trained(self, version: int) -> None:
         """The policy is now `version`: is it time to probe?"""
         if self._every and version % self._every == 0:
-            self._tries = TRIES
-        if self._tries:
-            self._tries -= 1
-            self._fleet.trust.probe()
+            self._due = dict.fromkeys(self._fleet.trust.working(), TRIES)
+        if self._due:
+            self._fleet.trust.probe(self._due)
 
     def attend(self, version: int) -> None:
         """Looks at what has come: of servers that were probed again, and of evaluations that wait for approval."""
@@ -121,9 +120,12 @@ class Scrutiny:
                 scores = together[at : at + len(some)]
                 at += len(some)
                 why = self._probe.compare_again(some, scores, version=version)
-                if why is None:
-                    continue  # the trainer has gone on meanwhile
-                self._tries, self._row["probed"] = 0, self._row["probed"] + 1
+                tries = self._due.pop(one.process, 0)
+                if why is None:  # the trainer has gone on meanwhile
+                    if tries > 1:
+                        self._due[one.process] = tries - 1
+                    continue
+                self._row["probed"] += 1
                 if why:
                     self._dismiss(Finding(one.process, None, why))
         groups = self._fleet.trust.evaluation()

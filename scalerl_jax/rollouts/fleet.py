@@ -483,7 +483,7 @@ class Fleet:
 
     def _book_of(self, connection: Connection) -> Book | None:
         evaluation = connection.evaluation
-        if connection.step is None:
+        if connection.step is None or connection.address in self._hub.making_room:
             return None
         if evaluation is None:
             return self._book

@@ -27,3 +27,4 @@ class Hub:
     # A status; whether the time since the one before was evaluation's; whether what lies before it is not known.
     observe: Callable[[pb.StatusReply, bool, bool], None]
     fail: Callable[[BaseException], None]  # a fault of ours
+    making_room: set[str] = dataclasses.field(default_factory=set)  # addresses that get nothing new: the probe waits

@@ -1,7 +1,7 @@
 """What the trainer's thread says to the fleet of servers that have groups: who is sent away, what is asked again.
 
     dismiss     a process delivered what does not count: it is asked for again elsewhere, under the same names
-    probe       the servers that have groups sample the probe's prompts once more, beside their work, with the version
+    probe       servers that have groups sample the probe's prompts once more, beside their work, with the version
                 they hold; `probed` gives what came of it
     evaluation  what an evaluation has sampled counts when the trainer has approved of it
 
@@ -73,12 +73,21 @@ class Trust:
 
         return self._call(dismiss)
 
-    def probe(self) -> None:
-        """Every server that has groups is to sample once more for the probe."""
+    def working(self) -> list[Process]:
+        """The servers that have groups."""
+
+        def working() -> list[Process]:
+            return [Process(c.address, c.status.server_id) for c in self._members.in_state(states.ACTIVE)]
+
+        return self._call(working)
+
+    def probe(self, processes: Collection[Process]) -> None:
+        """Those of these that have groups are to sample once more for the probe."""
 
         def probe() -> None:
             for connection in self._members.in_state(states.ACTIVE):
-                connection.probe_again()
+                if Process(connection.address, connection.status.server_id) in processes:
+                    connection.probe_again()
 
         self._call(probe)
 

@@ -32,6 +32,10 @@ TAKES_NOT, SAMPLES_NOT = "does not take weights", "does not sample for the probe
 BREATH_SECONDS = 0.1  # between two attempts, at least
 
 
+class Full(Exception):
+    """It has no room for the probe now."""
+
+
 class Server(Protocol):
     """What it needs of the connection that it belongs to."""
 
@@ -46,6 +50,9 @@ class Server(Protocol):
 
     @property
     def free_at(self) -> float: ...
+
+    @property
+    def in_flight(self) -> int: ...
 
     def refuse(self, kind: str, detail: str = "", *, tell: bool = False) -> None: ...
 
@@ -101,8 +108,21 @@ class Upkeep:
             self._probing.add_done_callback(self._ended)
 
     async def _probe_again(self, step: int) -> None:
-        server = self._server
-        got = await self._ask(step, pinned=False)
+        server, room = self._server, server_room(self._server.status)
+        try:
+            got = await self._ask(step, pinned=False, room=room, may_be_full=True)
+        except Full:
+            # By us, most likely: a short queue is kept full. The probe comes in as parts that fit into it; meanwhile
+            # the slots go on with what they have.
+            room = max(1, server.status.queue_capacity)
+            self._hub.making_room.add(server.address)
+            try:
+                while server.in_flight + room > server_room(server.status):
+                    await asyncio.sleep(BREATH_SECONDS)
+                got = await self._ask(step, pinned=False, room=room)
+            finally:
+                self._hub.making_room.discard(server.address)
+                self._hub.changed()
         if got is not None and server.state == ACTIVE:
             server.samples, server.samples_step = got, step
             self._hub.event("probed", {"server": server.address})
@@ -173,21 +193,23 @@ class Upkeep:
         server = self._server
         if server.state != PROBING:
             server.enter(PROBING, "")
-        got = await self._ask(step, pinned=True)
+        got = await self._ask(step, pinned=True, room=server_room(server.status))
         if got is None:
             return False
         server.samples, server.samples_step = got, step
         server.enter(NEWCOMER, "")
         return True
 
-    async def _ask(self, step: int, *, pinned: bool) -> tuple[Sample, ...] | None:
-        """What it samples for the probe, with version `step`, or a later one if not pinned; None: it does not."""
+    async def _ask(self, step: int, *, pinned: bool, room: int, may_be_full: bool = False) -> tuple[Sample, ...] | None:
+        """What it samples for the probe, with version `step`, or a later one if not pinned; None: it does not.
+
+        room: completions asked for at once. Raises Full where it has no room now and may_be_full.
+        """
         server = self._server
         requests: list[tuple[Any, codec.GroupRequest]] = [
             (prompt, self._requests.probe(server.address, prompt, samples=samples, version=step, pinned=pinned))
             for prompt, samples in self._hub.probe_prompts
         ]
-        room = server.status.slots + server.status.queue_capacity
         tokens = max(self._requests.most_tokens(request) for _, request in requests)
         # As for any completion, see calls.py; and some of them wait for a slot.
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
@@ -197,6 +219,8 @@ class Upkeep:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 server.reject(f"server {server.address} cannot serve this run: {said(error)}")
+            elif may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise Full from None
             else:
                 server.refuse(SAMPLES_NOT, said(error), tell=True)
             return None
@@ -208,3 +232,8 @@ class Upkeep:
             return None
         server.record.take(SAMPLES_NOT)
         return tuple(got)
+
+
+def server_room(status: pb.StatusReply) -> int:
+    """Completions that it takes at once, where it has none."""
+    return status.slots + status.queue_capacity

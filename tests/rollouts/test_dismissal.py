@@ -5,10 +5,14 @@ import collections
 import numpy as np
 import pytest
 
+from rollout_server.contract.codec import Completion
 from scalerl_jax.rollouts.book import Process
 from scalerl_jax.rollouts.fleet import FleetError
 from scalerl_jax.rollouts.logprob_parity import Parity, Scored, sums_of
-from scalerl_jax.rollouts.probe import FEWEST_TOKENS
+from scalerl_jax.rollouts.probe import FEWEST_TOKENS, Expected, Probe
+from scalerl_jax.rollouts.trust import Probed
+from scalerl_jax.rollouts.upkeep import SAMPLES_NOT
+from scalerl_jax.scrutiny import Scrutiny
 from tests.rollouts.helpers import Trainer, config, eventually, prompt, weights
 from tests.rollouts.test_fleet import states_seen
 
@@ -176,7 +180,7 @@ def test_servers_that_have_groups_are_probed_beside_them(start):
     servers = start(BRISK, BRISK)
     with Trainer(config(), servers) as trainer:
         wait(trainer)
-        trainer.fleet.trust.probe()
+        trainer.fleet.trust.probe(trainer.fleet.trust.working())
         seen = {}
         while set(seen) != {server.address for server in servers}:
             seen |= {one.process.address: one for one in trainer.fleet.trust.probed()}
@@ -198,6 +202,71 @@ def test_servers_that_have_groups_are_probed_beside_them(start):
             assert trainer.probe.compare_again(pairs, theirs, version=10**6) is None  # the trainer went on
         assert trainer.fleet.trust.probed() == []
         trainer.check()
+
+
+def test_a_server_whose_short_queue_is_kept_full_is_probed(start):
+    """Room is made for the probe: it is not counted as refusing it."""
+    servers = start({"slots": 2, "queue": 1, "token_seconds": 0.002, "mean_tokens": 12.0})
+    with Trainer(config(), servers) as trainer:
+        wait(trainer)
+        seen = []
+        while not seen:
+            trainer.fleet.trust.probe(trainer.fleet.trust.working())
+            trainer.update()
+            seen = trainer.fleet.trust.probed()
+        assert len(seen[0].samples) == trainer.config.probe.completions
+        record = trainer.fleet._members.named(servers[0].address).record
+        assert not record.counts and not record._refusals[SAMPLES_NOT]
+        trainer.update()  # it gets groups again
+        trainer.check()
+
+
+class Probes:
+    """Two servers of a fleet that the trainer's thread sees; `samples`: what has come, by server."""
+
+    def __init__(self, *processes):
+        self.trust, self._processes, self.samples, self.asked = self, processes, {}, []
+
+    def working(self):
+        return list(self._processes)
+
+    def probe(self, processes):
+        self.asked.append(set(processes))
+
+    def probed(self):
+        return [Probed(process, samples) for process, samples in self.samples.items()]
+
+    def evaluation(self):
+        return None
+
+
+def test_each_server_is_probed_until_it_could_be_compared():
+    """That one of them could be does not end the tries of the others."""
+    made = config(probe_every=10)
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", wire_dtype="float32")
+    probe = Probe(made.probe, expected=expected, score=lambda of: [c.logprobs for _, c in of], dtype="float32")
+    a, b = Process("a:1", "1"), Process("b:2", "1")
+    fleet = Probes(a, b)
+    scrutiny = Scrutiny(made, learner=None, fleet=fleet, probe=probe, say=lambda line: None)
+
+    def sampled(version):
+        ids, logprobs = np.arange(20, dtype=np.int32), np.full(20, -1.0, np.float32)
+        return ((prompt(1), Completion(1, "probe", 0, ids, logprobs, ((version, 0, 20),), (), "stop")),)
+
+    for version in range(10, 14):
+        scrutiny.trained(version)
+        # a samples with the trainer's version, b with the one before, as a slow one does; b's come late but once.
+        fleet.samples = {a: sampled(version), b: sampled(version - 1)} if version == 10 else {b: sampled(version - 1)}
+        scrutiny.attend(version)
+    assert fleet.asked == [{a, b}, {b}, {b}]
+    fleet.samples = {}
+    scrutiny.trained(20)
+    scrutiny.attend(20)  # nothing has come: that is no try
+    fleet.samples = {b: sampled(21)}
+    scrutiny.trained(21)
+    scrutiny.attend(21)
+    scrutiny.trained(22)
+    assert fleet.asked[3:] == [{a, b}, {a, b}, {a}]
 
 
 def test_a_lying_server_is_found_by_what_it_delivers(start):
