@@ -5,7 +5,7 @@ details(text)    for gRPC: besides, no longer than DETAIL_BYTES. Details travel 
                  long arrives as RESOURCE_EXHAUSTED, which means something else
 """
 
-LONGEST = 300  # characters of what one peer said in one line of a log
+LONGEST = 300  # characters of what one peer said in one line of a log, where the caller does not say
 DETAIL_BYTES = 1024  # of UTF-8
 
 

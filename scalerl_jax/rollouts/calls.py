@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from rollout_server.contract import codec
+from rollout_server.contract import codec, peer_text
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rpc import Stub
 from scalerl_jax.config import FleetConfig
@@ -34,7 +34,6 @@ from scalerl_jax.rollouts.hub import Hub
 from scalerl_jax.rollouts.offences import Record
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.sampling import check_whole, received
-from scalerl_jax.rollouts.words import told
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +217,7 @@ class Calls:
 
     def _say_it_repeats(self, completion: codec.Completion) -> None:
         if not self._repeats:
-            name = f"completion {told(completion.group_id)!r}/{completion.index}"
+            name = f"completion {peer_text.said(completion.group_id)!r}/{completion.index}"
             _log.warning("server %s: %s came twice; what comes twice is dropped", self._server.address, name)
         self._repeats = True
 
@@ -247,4 +246,4 @@ class Calls:
 
 def said(error: grpc.aio.AioRpcError) -> str:
     """The code and the words that a call ended with."""
-    return told(f"{error.code().name}: {error.details()}")
+    return peer_text.said(f"{error.code().name}: {error.details()}")

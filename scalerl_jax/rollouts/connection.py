@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from rollout_server.contract import codec, security
+from rollout_server.contract import codec, peer_text, security
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rpc import Stub
 from scalerl_jax.config import FleetConfig
@@ -42,7 +42,6 @@ from scalerl_jax.rollouts.states import (
 )
 from scalerl_jax.rollouts.upkeep import Upkeep
 from scalerl_jax.rollouts.validate import validate
-from scalerl_jax.rollouts.words import told
 
 _log = logging.getLogger(__name__)
 
@@ -253,8 +252,8 @@ class Connection:
         if why and self.state == CONNECTING:
             # A process that ends closes the connections half made to it, too.
             sure = certain or self.heard_at < 0 or self.mistrusted >= SURE_AFTER
-            if sure and told(why) != self.reason:
-                self.reason = told(why)  # may hold words of its own, other ones each time
+            if sure and _reason(why) != self.reason:
+                self.reason = _reason(why)  # may hold words of its own, other ones each time
                 if self._telling.happened(MISTRUST, now=time.monotonic()):
                     self.enter(CONNECTING, why)
             return
@@ -293,7 +292,7 @@ class Connection:
     # ---- states
 
     def enter(self, state: str, reason: str) -> None:
-        reason = told(reason)
+        reason = _reason(reason)
         self.state, self.reason, self.state_since = state, reason, time.monotonic()
         said = f" ({reason})" if reason else ""
         # Of a rejection the fleet knows whether it ends the run, which says it by itself.
@@ -334,11 +333,11 @@ class Connection:
         now = time.monotonic()
         consequence = self.record.refuse(kind, now=now)
         if tell and not consequence.tell and (times := self._telling.happened(kind, now=now)):
-            _log.warning("server %s: %s (%s)%s", self.address, kind, told(detail), f", {times} times" * (times > 1))
+            _log.warning("server %s: %s (%s)%s", self.address, kind, _detail(detail), f", {times} times" * (times > 1))
         self._act(kind, detail, consequence, now)
 
     def _act(self, kind: str, detail: str, consequence: Consequence, now: float) -> bool:
-        said, wait = f"{kind}{f' ({told(detail)})' if detail else ''}", max(0.0, consequence.until - now)
+        said, wait = f"{kind}{f' ({_detail(detail)})' if detail else ''}", max(0.0, consequence.until - now)
         if consequence.banished:
             self.reject(f"server {self.address}: {said}, {self.record.counts[kind]} times")
             return True
@@ -379,6 +378,15 @@ class Connection:
         newest = self._publisher.latest
         assert newest is not None  # nothing is asked of a server before it holds a version
         validate(completion, request, newest=newest, vocabulary=self._vocabulary)
+
+
+def _reason(text: str) -> str:
+    """Of a state: our words, and of the server's as many as are fit for a line."""
+    return peer_text.said(text, longest=960)
+
+
+def _detail(text: str) -> str:
+    return peer_text.said(text, longest=600)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollout_server.contract import peer_text
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.codec import Completion
 from scalerl_jax.config import ProbeConfig
-from scalerl_jax.rollouts.words import told
 
 if TYPE_CHECKING:
     from scalerl_jax.rollouts.fleet import Fleet
@@ -75,7 +75,7 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
         if theirs != ours:
             hint = f"; start it with --{flag}={ours}" if flag else ""
             raise ProbeError(
-                f"server {server}: its {what} is {told(theirs, 300) or 'unknown'}, the trainer's is {ours}{hint}"
+                f"server {server}: its {what} is {peer_text.said(theirs) or 'unknown'}, the trainer's is {ours}{hint}"
             )
     if status.maximum_tokens < expected.maximum_tokens:
         raise ProbeError(
@@ -161,4 +161,4 @@ class Probe:
 
 
 def _short(fingerprint: str) -> str:
-    return told(fingerprint[:12]) or "unknown"
+    return peer_text.said(fingerprint[:12]) or "unknown"

@@ -26,10 +26,9 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from rollout_server.contract import addresses
+from rollout_server.contract import addresses, peer_text
 from rollout_server.contract import rollout_pb2 as pb
 from scalerl_jax.rollouts.refusals import AnchorNeeded, PushRefused
-from scalerl_jax.rollouts.words import told
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +138,9 @@ class Place:
 
     def _not_this_way(self, why: str) -> None:
         _log.info(
-            "server %s: a version did not come by other servers (%s), it is sent directly", self.address, told(why)
+            "server %s: a version did not come by other servers (%s), it is sent directly",
+            self.address,
+            peer_text.said(why),
         )
         self.avoid = True
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from rollout_server.contract import codec
+from rollout_server.contract import codec, peer_text
 from rollout_server.contract import rollout_pb2 as pb
 from rollout_server.contract.rpc import Stub
 from scalerl_jax.config import FleetConfig
@@ -24,7 +24,6 @@ from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushRefused
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.sampling import Sample, sample
 from scalerl_jax.rollouts.states import ACTIVE, NEWCOMER, PROBING, UPDATING
-from scalerl_jax.rollouts.words import told
 
 _log = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ class Upkeep:
             )
         except PushRefused as error:
             if base is not None and isinstance(error, AnchorNeeded):
-                _log.info("server %s: version %d goes out whole (%s)", server.address, step, told(str(error)))
+                _log.info("server %s: version %d goes out whole (%s)", server.address, step, peer_text.said(error))
                 self._needs_anchor = True
                 return True  # at once
             server.refuse(TAKES_NOT, f"version {step} is refused: {error}", tell=True)

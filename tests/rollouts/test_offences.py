@@ -16,7 +16,6 @@ from scalerl_jax.rollouts.offences import (
     Telling,
     backoff,
 )
-from scalerl_jax.rollouts.words import told
 
 
 def test_each_offence_costs_more_until_it_is_sent_away():
@@ -155,11 +154,3 @@ def test_each_kind_is_told_by_itself():
     telling = Telling()
     assert [telling.happened(kind, now=0.0) for kind in ("a", "b", "a", "a")] == [1, 1, 0, 0]
     assert telling.happened("a", now=TELL_SECONDS) == 3
-
-
-def test_words_of_a_peer_are_one_short_line():
-    assert told("it is full") == "it is full"
-    assert told("a\nWARNING forged\r\x1b[2J\u2028\x00") == r"a\nWARNING forged\r\x1b[2J\u2028\x00"
-    for text in ("x" * 10**6, "\n" * 10**6, "\x1b" * 1000):
-        line = told(text)
-        assert len(line) <= 1024 and line.isprintable() and f"{len(text)} characters" in line
