@@ -26,6 +26,7 @@ TRAIN = [
     *FIT,
     "flax>=0.12.8",
     "math-verify>=0.9",
+    "latex2sympy2-extended>=1.10",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",
     "safetensors>=0.5",

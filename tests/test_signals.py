@@ -153,9 +153,9 @@ except BaseException as error:
 def test_one_signal_that_is_passed_on_twice_is_one():
     child = begin("held patiently")
     child.send_signal(signal.SIGTERM)
+    assert child.stdout.readline() == "seen\n"
     child.send_signal(signal.SIGTERM)
     child.send_signal(signal.SIGINT)
-    assert child.stdout.readline() == "seen\n"
     child.stdin.write("\n")
     child.stdin.flush()
     assert end(child)[0] == 143

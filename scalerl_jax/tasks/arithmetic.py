@@ -84,10 +84,10 @@ def problems(count: int, *, minimum_terms: int, maximum_terms: int, seed: int, v
         )
     rng = np.random.default_rng([_VALIDATION_SEED, 1] if validation else [seed, 0])
     found: dict[str, Problem] = {}
-    tries = 0
+    since = 0  # draws since the last one that was new
     while len(found) < count:
-        tries += 1
-        if tries > 100 * count + 10_000:
+        since += 1
+        if since > 100 * len(found) + 10_000:
             if validation and found:
                 break
             raise ValueError(
@@ -95,7 +95,8 @@ def problems(count: int, *, minimum_terms: int, maximum_terms: int, seed: int, v
                 f"{'held-out' if validation else 'training'} problems"
             )
         problem = draw(rng, minimum_terms=minimum_terms, maximum_terms=maximum_terms, validation=validation)
-        found.setdefault(problem.text, problem)
+        if problem.text not in found:
+            found[problem.text], since = problem, 0
     return list(found.values())
 
 

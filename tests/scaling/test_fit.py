@@ -175,7 +175,7 @@ def test_identified_only_once_the_bend_is_behind():
     early = fit_sigmoid(*noisy_run(row="bs2048", end=8000))
     assert not early.identified
     assert early.verdict.startswith("A is not identified yet: ")
-    assert "would tell" in early.verdict or "at least twice" in early.verdict
+    assert "would identify it" in early.verdict or "at least twice" in early.verdict
     low, high = early.intervals["asymptote"]
     assert low < 0.645 < high
     late = fit_sigmoid(*noisy_run(row="bs2048", end=60_000))

@@ -7,7 +7,7 @@ import pytest
 from tests.train.comparing import REPLAY, UNPROBED, compare, last_checkpoint
 from tests.train.helpers import config_of, read, serve
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
 
 
 def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, model, rollouts, start):

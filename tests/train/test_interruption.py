@@ -12,7 +12,7 @@ from tests.train import helpers
 from tests.train.comparing import REPLAY, UNPROBED, compare, saved
 from tests.train.helpers import serve
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
 
 UPDATES = 14
 
