@@ -149,6 +149,7 @@ def plot_fits(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
         label = f"A {one.fit.asymptote:.3f}  B {one.fit.exponent:.2f}  C_mid {short_number(one.fit.midpoint)}"
         label = label if one.fit.trend == RISING else one.fit.trend
         _draw_run(axes, one, x, colour, label=label if alone else f"{one.name}   {label}", parts_labelled=alone)
+    axes.set_xscale("log")  # before the limits: a linear axis widens those of very small numbers to below 0
     axes.set_xlim(x[0], x[-1])
     log_compute_axis(axes)
     if alone and curves[0].fit.trend == RISING:
@@ -195,6 +196,7 @@ def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: st
         )  # fmt: skip
         if index + columns >= len(curves):
             axes.xaxis.set_tick_params(labelbottom=True)  # the lowest of its column, also where the last row is short
+    grid[0, 0].set_xscale("log")  # before the limits: a linear axis widens those of very small numbers to below 0
     grid[0, 0].set_xlim(x[0], x[-1])
     scores = np.concatenate([*(one.reward for one in curves), *predicted])
     margin = 0.06 * (scores.max() - scores.min())

@@ -60,3 +60,15 @@ def test_many_runs_in_one_picture(tmp_path):
 )
 def test_short_numbers(value, text):
     assert short_number(value) == text
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_compute_in_any_unit_can_be_drawn(tmp_path, count):
+    compute = np.geomspace(1e-300, 32e-300, 8)
+    reward = 0.1 + 0.5 / (1 + compute[3] / compute)
+    one = plot.Curve("a", compute, reward, fit_sigmoid(compute, reward, initial_reward=0.1), np.zeros(8, bool))
+    plot.write_figure(
+        plot.plot_fits([one] * count, x_label="compute", y_label="pass rate"), str(tmp_path / "curve.png")
+    )
+    assert (tmp_path / "curve.png").stat().st_size > 1000
