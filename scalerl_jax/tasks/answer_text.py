@@ -271,7 +271,7 @@ def final_answers(text: str) -> list[str]:
             return _with_reasons_cut([rest])
         return _with_reasons_cut([rest[: end.start()].strip(), rest])
     lines = [line.strip() for line in text.splitlines() if _DELIMITERS.sub("", line).strip(" *.`")]
-    last = [] if not lines or _lists_choices("\n".join(lines)) else lines[-1:]
+    last = [] if not lines or _ends_a_list(lines) else lines[-1:]
     return _with_reasons_cut([text.strip(), *last, *(_said_in_a_sentence(last[0]) if last else [])])
 
 
@@ -293,9 +293,28 @@ def _denied(before: str) -> bool:
 
 def _lists_choices(text: str) -> bool:
     """Whether several lines each begin with another choice, or one line shows several with their content."""
-    marks = [match for line in text.splitlines() if (match := MARKED_CHOICE.match(line.strip(" *")))]
-    letters = {next(filter(None, match.groups())).casefold() for match in marks}
-    return len(letters) > 1 or len(set(re.findall(r"(?:^|(?<=\s))\(?([A-H])[.):]\s+(?=\S)", text))) > 1
+    lines = text.splitlines()
+    if any(len({letter for line in lines if (letter := _listed(line, marked=marked))}) > 1 for marked in (True, False)):
+        return True
+    return len(set(re.findall(r"(?:^|(?<=\s))\(?([A-H])[.):]\s+(?=\S)", text))) > 1
+
+
+def _listed(line: str, *, marked: bool) -> str | None:
+    """The letter that a line begins with, marked as in "B. 6", or that is all of it."""
+    line = line.strip(" *`")
+    if not marked:
+        return line.casefold() if re.fullmatch(r"[A-Za-z]", line) else None
+    match = MARKED_CHOICE.match(line)
+    return next(filter(None, match.groups())).casefold() if match else None
+
+
+def _ends_a_list(lines: list[str]) -> bool:
+    """Whether the last line is a choice written like others before it, or lists several itself."""
+    for marked in (True, False):
+        letter = _listed(lines[-1], marked=marked)
+        if letter and any(_listed(line, marked=marked) not in (None, letter) for line in lines[:-1]):
+            return True
+    return _lists_choices(lines[-1])
 
 
 def _said_in_a_sentence(line: str) -> list[str]:
