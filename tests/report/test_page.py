@@ -390,7 +390,7 @@ def test_mistakes_have_one_line(run, tmp_path):
         ([str(tmp_path / "nowhere")], None, "no such folder"),
         ([str(tmp_path / "empty")], None, "is no run folder: it has no config.json"),
         ([begun], None, "holds no run yet"),
-        ([run], str(tmp_path / "no" / "page.html"), "No such file or directory"),
+        ([run], str(pathlib.Path(begun, "config.json", "page.html")), "is not a folder"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as caught:
             report(workdirs, out)
