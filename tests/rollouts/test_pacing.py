@@ -63,7 +63,9 @@ def test_phased_samples_a_whole_phase_from_one_frozen_version(fleet, k, groups, 
     assert max(simulation.lags()) <= k - 1
     for batch, trained in enumerate(simulation.trained, start=start):
         steps = {int(s) for g in trained for c in g.completions.values() for s in c.token_steps()}
-        assert steps == {max(start, batch - batch % k)}
+        frozen = max(start, batch - batch % k)
+        # What is taken back from a server that lied is sampled by whatever version is held by then.
+        assert min(steps) >= frozen if fleet["faults"].lie else steps == {frozen}
 
 
 @SETTINGS
