@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scalerl_jax.config import Config
 from scalerl_jax.report_page.page import write_report
-from scalerl_jax.telemetry import RunFolder
 from tests.report import runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup-test brings it")
@@ -332,16 +330,8 @@ def test_error_bars_stay_inside_the_axes(open_page):
 
 
 def test_a_warm_start_has_its_loss_and_no_rollouts(browser, tmp_path):
-    config = Config()
-    config.sft.updates, config.telemetry.tensorboard = 60, False
-    with RunFolder(str(tmp_path / "warm"), config) as folder:
-        folder.resume(0)
-        for step in (20, 40, 60):
-            folder.metrics(
-                step, {"loss": 60 / step, "gradient_norm": 1.0, "row_use": 0.9, "examples": 9, "tokens": 99.0}
-            )
     page = browser.new_page()
-    page.goto(pathlib.Path(write_report([str(tmp_path / "warm")])).as_uri())
+    page.goto(pathlib.Path(write_report([runs.write_warm_start(tmp_path / "warm")])).as_uri())
     page.wait_for_selector("html[data-ready=yes]")
     tiles = dict(zip(page.locator(".tile dt").all_inner_texts(), page.locator(".figure").all_inner_texts()))
     assert tiles["Loss"] == "1.000" and tiles["Updates"] == "60"

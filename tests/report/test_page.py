@@ -17,13 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax import report_page
-from scalerl_jax.config import Config
 from scalerl_jax.entry import UserError
 from scalerl_jax.report import report
 from scalerl_jax.report_page import numbers, page, rollouts, time_line, writer
 from scalerl_jax.report_page.page import as_json, render, write_report
 from scalerl_jax.report_page.run import read_run, read_settings
-from scalerl_jax.telemetry import RunFolder
 from tests.report import runs
 
 ASSETS = pathlib.Path(report_page.__file__).parent / "assets"
@@ -143,15 +141,7 @@ def test_an_alarm_says_what_to_do(data):
 
 
 def test_a_warm_start_shows_its_loss(tmp_path):
-    config = Config()
-    config.sft.updates, config.telemetry.tensorboard = 60, False
-    with RunFolder(str(tmp_path / "warm"), config) as folder:
-        folder.resume(0)
-        for step in (20, 40, 60):
-            folder.metrics(
-                step, {"loss": 60 / step, "gradient_norm": 1.0, "row_use": 0.9, "examples": 9, "tokens": 99.0}
-            )
-    run = read_run(str(tmp_path / "warm"))
+    run = read_run(runs.write_warm_start(tmp_path / "warm"))
     assert (run["kind"], run["updates"], run["planned"]) == ("warm start", 60, 60)
     charts = {chart["key"]: chart for chart in run["health"]["charts"]}
     assert charts.keys() == {"loss", "gradient"}

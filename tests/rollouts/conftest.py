@@ -3,6 +3,7 @@ import json
 import pytest
 
 from tests.rollouts.helpers import ReplayServer
+from tests.rollouts.liar import BRISK, Liar
 
 # What makes a server behave differently the longer it lives.
 ONCE = {"crash_after", "hang_after", "lie_after", "full_every", "faults"}
@@ -41,3 +42,15 @@ def start(pool, tmp_path_factory):
             server.close()
         else:
             pool.setdefault(key, []).append(server)
+
+
+@pytest.fixture
+def honest(start):
+    """A genuine server beside one that lies."""
+    return start(BRISK)[0]
+
+
+@pytest.fixture
+def liar():
+    with Liar() as liar:
+        yield liar

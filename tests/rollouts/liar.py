@@ -27,6 +27,7 @@ from rollout_server.service import RolloutService
 from tests.rollouts.helpers import SHAPES, VOCABULARY
 
 START_SECONDS = 60.0
+BRISK = {"token_seconds": 0.001, "mean_tokens": 12.0}  # of the genuine server beside it
 
 
 class Liar:

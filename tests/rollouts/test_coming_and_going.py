@@ -11,20 +11,9 @@ import pytest
 from scalerl_jax.rollouts import calls as calls_lib
 from scalerl_jax.rollouts import connection as connection_lib
 from tests.rollouts.helpers import Trainer, config, eventually
-from tests.rollouts.liar import Liar, is_probe
+from tests.rollouts.liar import is_probe
 from tests.rollouts.test_fleet import states_seen
-from tests.rollouts.test_liars import BRISK, logged, quick_end
-
-
-@pytest.fixture
-def honest(start):
-    return start(BRISK)[0]
-
-
-@pytest.fixture
-def liar():
-    with Liar() as liar:
-        yield liar
+from tests.rollouts.test_liars import logged, quick_end
 
 
 def test_words_that_are_others_each_time_are_told_now_and_then(liar, honest, caplog):

@@ -14,19 +14,6 @@ from tests.rollouts.helpers import Trainer, config, eventually
 from tests.rollouts.liar import Liar, is_probe
 from tests.rollouts.test_fleet import states_seen
 
-BRISK = {"token_seconds": 0.001, "mean_tokens": 12.0}
-
-
-@pytest.fixture
-def honest(start):
-    return start(BRISK)[0]
-
-
-@pytest.fixture
-def liar():
-    with Liar() as liar:
-        yield liar
-
 
 def logged(caplog, server, *words: str) -> list[str]:
     return [m for m in caplog.messages if server.address in m and all(word in m for word in words)]
@@ -192,29 +179,21 @@ def test_what_a_server_holds_grows_until_it_has_what_it_claims():
 # ---- Answers that are none -----------------------------------------------------------------------------------------
 
 
-async def always_full(request, context, honest):
-    if is_probe(request):
-        return await honest(request, context)
-    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+def refusing(code: grpc.StatusCode, words: str):
+    """Every call but the probe's ends so."""
+
+    async def generate(request, context, honest):
+        if is_probe(request):
+            return await honest(request, context)
+        await context.abort(code, words)
+
+    return generate
 
 
-async def broken(request, context, honest):
-    if is_probe(request):
-        return await honest(request, context)
-    await context.abort(grpc.StatusCode.INTERNAL, "out of order\nWARNING forged\x1b[2J")
-
-
-async def another_version(request, context, honest):
-    if is_probe(request):
-        return await honest(request, context)
-    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another version")
-
-
-async def long_words(request, context, honest):
-    """What gRPC itself makes of it says RESOURCE_EXHAUSTED."""
-    if is_probe(request):
-        return await honest(request, context)
-    await context.abort(grpc.StatusCode.INTERNAL, "x" * 20_000)
+always_full = refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+broken = refusing(grpc.StatusCode.INTERNAL, "out of order\nWARNING forged\x1b[2J")
+another_version = refusing(grpc.StatusCode.FAILED_PRECONDITION, "another version")
+long_words = refusing(grpc.StatusCode.INTERNAL, "x" * 20_000)  # what gRPC makes of it says RESOURCE_EXHAUSTED
 
 
 async def long_message(request, context, honest):

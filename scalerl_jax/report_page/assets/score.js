@@ -289,6 +289,21 @@ function taskCharts(runs) {
 
 // ---- the head of the page
 
+/** A figure with its name above and small lines below; lines that are empty are left out. */
+function makeTile(name, value, ...lines) {
+  return make(
+    'div',
+    { class: 'tile' },
+    make('dt', { text: name }),
+    make(
+      'dd',
+      {},
+      make('span', { class: 'figure', text: value }),
+      ...lines.filter(Boolean).map((text) => make('span', { class: 'small', text })),
+    ),
+  );
+}
+
 function figures(run) {
   const rows = run.score.evaluations;
   const last = rows.step.length - 1;
@@ -296,20 +311,7 @@ function figures(run) {
   const { hours } = run.totals;
   const busy = (side) => hours[side].busy / (hours[side].busy + hours[side].idle || 1);
   const tiles = [];
-  const tile = (name, value, ...lines) =>
-    tiles.push(
-      make(
-        'div',
-        { class: 'tile' },
-        make('dt', { text: name }),
-        make(
-          'dd',
-          {},
-          make('span', { class: 'figure', text: value }),
-          ...lines.filter(Boolean).map((text) => make('span', { class: 'small', text })),
-        ),
-      ),
-    );
+  const tile = (...parts) => tiles.push(makeTile(...parts));
   if (last >= 0) {
     tile(
       'Pass rate',
@@ -376,19 +378,7 @@ function warmStartFigures(run) {
   return make(
     'dl',
     { class: 'tiles' },
-    ...tiles.map(([name, value, ...lines]) =>
-      make(
-        'div',
-        { class: 'tile' },
-        make('dt', { text: name }),
-        make(
-          'dd',
-          {},
-          make('span', { class: 'figure', text: value }),
-          ...lines.map((text) => make('span', { class: 'small', text })),
-        ),
-      ),
-    ),
+    ...tiles.map((parts) => makeTile(...parts)),
   );
 }
 
