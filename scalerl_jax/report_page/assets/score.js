@@ -289,7 +289,7 @@ function taskCharts(runs) {
 
 // ---- the head of the page
 
-/** A figure with its name above and small lines below; lines that are empty are left out. */
+// A figure with its name above and small lines below; lines that are empty are left out.
 function makeTile(name, value, ...lines) {
   return make(
     'div',
