@@ -164,7 +164,8 @@ class Checkpoints:
 
 def _raised_anyway(record: std_logging.LogRecord) -> bool:
     """Whether a line is for the log: what Orbax's threads fail with is raised by wait(), once, without their traces."""
-    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname + record.getMessage())
+    where = record.pathname + record.getMessage()
+    return not (record.exc_info and (f"{os.sep}orbax{os.sep}" in where or ".orbax-checkpoint-tmp" in where))
 
 
 def _drop_late_writes() -> None:

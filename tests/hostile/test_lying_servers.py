@@ -64,6 +64,16 @@ def unnamed(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode]) -
     return [name for name, address in addresses.items() if modes[name].words and not modes[name].named_in(log, address)]
 
 
+def turned_away(log: str, address: str) -> bool:
+    return any("turned away" in line for line in log.splitlines() if address in line and not line.startswith(STANDING))
+
+
+def pending(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode]) -> list[str]:
+    """Who is not named yet, or named and not sent away yet: some offences have to be seen twice."""
+    stays = [name for name, of in addresses.items() if modes[name].expected == SENT_AWAY and not turned_away(log, of)]
+    return unnamed(log, addresses, modes) + stays
+
+
 def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode]) -> list[str]:
     """What is wrong with what the trainer has said."""
     wrong = [
@@ -74,7 +84,7 @@ def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode])
         about = [line for line in lines if address in line]
         if len(about) > MOST_LINES:
             wrong.append(f"{name}: {len(about)} lines, like {about[-1]}")
-        if modes[name].expected == SENT_AWAY and not any("turned away" in line for line in about):
+        if modes[name].expected == SENT_AWAY and not turned_away(log, addresses[name]):
             wrong.append(f"{name}: it was not turned away: {about[-3:]}")
         if modes[name].expected in (DROPPED, LEFT_OUT) and any("turned away" in line for line in about):
             wrong.append(f"{name}: it was turned away: {[line for line in about if 'turned away' in line]}")
@@ -88,7 +98,7 @@ def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode])
 
 
 def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[str, Mode], server: str) -> list[str]:
-    """Lets the liars in, waits until all are named, ends the run; what is wrong with it."""
+    """Lets the liars in, waits until each has come to what is expected of it, ends the run; what is wrong with it."""
     run.until(lambda: len(run.metrics) >= 2, "the first updates")
     addresses = liars.addresses
     before, truth_before, ledger_before, joined = booked(run), liars.truth(), run.ledger(), time.monotonic()
@@ -97,7 +107,7 @@ def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[st
     while time.monotonic() < deadline and len(named) < len(addresses):
         assert run.process is not None and run.process.poll() is None, run.output()[-5_000:]
         log, now = run.output(), time.monotonic()
-        missing = unnamed(log, addresses, modes)
+        missing = pending(log, addresses, modes)
         named |= {name: now for name in addresses if name not in missing and name not in named}
         time.sleep(0.2)
     steps = len(run.metrics)

@@ -1,5 +1,7 @@
 """Checkpoints: exact round trips, any damage noticed, kills survived, other meshes."""
 
+import asyncio
+import gc
 import hashlib
 import json
 import os
@@ -383,3 +385,28 @@ def test_a_save_that_has_no_room_is_one_exception_and_no_checkpoint(tmp_path):
     )
     assert done.stdout == f"{tmp_path}: file too large\n1\n", done.stderr[-3000:]
     assert done.stderr == ""
+
+
+class _Failed(Exception):
+    """As tensorstore tells of a write for which there is no room."""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ('Error writing "m/.zarray" in local file "4.orbax-checkpoint-tmp/arrays": No space left on device', False),
+        ("the connection is broken", True),
+    ],
+)
+def test_what_is_written_beside_a_write_that_failed_is_not_told_again(tmp_path, caplog, what, said):
+    """Each of a checkpoint's arrays has a future; where there is no room many fail, and one of them is raised."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, make_state(0), manifest={}, arrays={})
+    checkpoints.close()
+
+    async def leave_behind() -> None:
+        asyncio.get_running_loop().create_future().set_exception(_Failed(what))
+        gc.collect()
+
+    asyncio.run(leave_behind())
+    assert [record.name for record in caplog.records if "never retrieved" in record.getMessage()] == ["asyncio"] * said

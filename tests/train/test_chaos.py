@@ -49,7 +49,7 @@ def test_a_server_dies_or_hangs_every_few_seconds(tmp_path, warm, start):
     calm.finish()
     wild = start(tmp_path / "wild", *flags_of(warm))
     wild.until(lambda: wild.metrics, "the first update")
-    with Chaos(wild.process.pid, every=4.0, frozen_seconds=7.0) as chaos:
+    with Chaos(wild.process.pid, every=4.0, frozen_seconds=7.0, progress=lambda: len(wild.metrics)) as chaos:
         wild.finish()
 
     assert chaos.count("kill") >= 3 and chaos.count("freeze") >= 3, chaos.events
