@@ -12,7 +12,7 @@ that were not drawn at all. So, of each server process:
     window   its last groups, at least FEWEST of them: sent away where the median of their mean rho is further from 1
              than the limit, or the median of mean |d| is beyond its limit and several times that of the other servers
     certain  a mean counts as far from 1 only where it is CERTAIN standard errors away: a constant shift is after
-             CERTAIN^2 tokens
+             CERTAIN^2 tokens, noise after some hundreds. So longer windows are looked at too, for groups of few tokens
 
 A policy that moves fast towards tokens which were rare lowers the mean until one of those is drawn. So a low mean
 counts only as far as it is below that of the other servers' groups, and below what groups differed by that were
@@ -41,7 +41,7 @@ GROSS = 0.3  # of one group's mean rho; honest ones at a lag of 8 were seen with
 GROSS_DIFFERENCE = 2.0  # nats, mean |d| of one group
 FEWEST_TOKENS = 16  # of a group that may be grossly wrong alone
 CERTAIN = 6.0  # standard errors
-WINDOW, FEWEST = 6, 4  # groups
+WINDOWS, FEWEST = (6, 24, 96), 4  # groups
 TYPICAL = 64  # groups of all servers, accepted last
 TIMES_OTHERS = 4.0  # mean |d|, against the median of the other servers' groups
 REMEMBERED = 1024  # server processes
@@ -153,7 +153,7 @@ class Parity:
         """They count."""
         for process, numbered in _by_group(scored).items():
             kept = self._groups.pop(process, None)
-            self._groups[process] = kept = collections.deque(maxlen=WINDOW) if kept is None else kept
+            self._groups[process] = kept = collections.deque(maxlen=WINDOWS[-1]) if kept is None else kept
             kept.extend(numbered.values())
             self._typical.extend(sums.mean_difference for sums in numbered.values())
         while len(self._groups) > REMEMBERED:
@@ -171,11 +171,14 @@ class Parity:
         return ""
 
     def _window(self, process: Process, groups: Sequence[Sums], others: Sequence[Sums]) -> str:
-        """What is wrong with the last groups together."""
-        last = [*self._groups.get(process, ()), *groups]
-        last = last[-max(WINDOW, len(groups)) :]
-        if len(last) < FEWEST or not groups:
+        """What is wrong with the last groups together, in the first window that shows it."""
+        kept = [*self._groups.get(process, ()), *groups]
+        if len(kept) < FEWEST or not groups:
             return ""
+        lengths = sorted({min(len(kept), max(window, len(groups))) for window in WINDOWS})
+        return next((why for length in lengths if (why := self._wrong(kept[-length:], others))), "")
+
+    def _wrong(self, last: Sequence[Sums], others: Sequence[Sums]) -> str:
         ratio = statistics.median(sums.mean_ratio for sums in last)
         total = sum(last, start=Sums())
         same_side = (ratio > 1) == (total.mean_ratio > 1)

@@ -66,13 +66,16 @@ def make(**fields) -> Parity:
 
 @pytest.mark.parametrize("drift", [0.0, 0.03, 0.1, 0.3])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "two"])
-def test_honest_servers_are_left_alone(drift, alone):
+@pytest.mark.parametrize("tokens", [TOKENS, 3])
+def test_honest_servers_are_left_alone(drift, alone, tokens):
     """400 groups at each drift; 0.03 is what the quickstart has at a lag of 8."""
     rng = np.random.default_rng(0)
     parity = make()
     for start in range(0, 400, 20):
         batch = [
-            s for n in range(start, start + 20) for s in group(rng, LIAR if alone or n % 2 else HONEST, n, drift=drift)
+            s
+            for n in range(start, start + 20)
+            for s in group(rng, LIAR if alone or n % 2 else HONEST, n, drift=drift, tokens=tokens)
         ]
         assert parity.judge(batch) == []
         parity.accept(batch)
@@ -102,6 +105,26 @@ def test_each_lie_is_found(lie, per_batch, alone):
         trained += lies * len({s.number for s in kept if s.process == LIAR})
         parity.accept(kept)
     raise AssertionError("not found")
+
+
+def test_noise_is_found_in_groups_of_few_tokens_and_nothing_else():
+    """Of which six groups together have too few tokens to be certain of anything."""
+    rng = np.random.default_rng(2)
+    parity = make()
+
+    def noise(rng, theirs, ours):
+        return theirs + rng.normal(size=len(theirs)).astype(np.float32), ours
+
+    for number in range(60):
+        batch = group(rng, LIAR, 2 * number, drift=0.03, lie=noise if number >= 10 else honest, tokens=3)
+        batch += group(rng, HONEST, 2 * number + 1, drift=0.03, tokens=3)
+        if found := parity.judge(batch):
+            assert [(finding.process, finding.numbers) for finding in found] == [(LIAR, None)]
+            assert 15 < number < 45, number
+            break
+        parity.accept(batch)
+    else:
+        pytest.fail("the liar is not found")
 
 
 def test_one_bad_group_is_dropped_and_the_second_one_sends_the_server_away():

@@ -45,11 +45,13 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
     (tmp_path / "honest").mkdir()
     (tmp_path / "liar").mkdir()
     with serve(tmp_path / "honest", 1, *engine) as honest, serve(tmp_path / "liar", 1, *engine, fault(lie)) as liar:
-        run = start(tmp_path / "run", *large_flags, f"--servers={honest[0]},{liar[0]}").finish()
-    config, rows = config_of(large_flags), run.metrics
+        # Noise shows after some hundreds of tokens, of which each batch has about fifty.
+        flags = [*large_flags, f"--config.updates={16 if LIES[lie] == 'gross' else 40}"]
+        run = start(tmp_path / "run", *flags, f"--servers={honest[0]},{liar[0]}").finish()
+    config, rows = config_of(flags), run.metrics
     # The run went on, and every group was trained on once.
     assert [n for row in rows for n, _ in row["groups"]] == list(range(config.updates * config.rollout.groups))
-    assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 4, 8, 12, 16]
+    assert [row["step"] for row in run.rows("evals.jsonl")] == list(range(0, config.updates + 1, 4))
     # The one that lied is named, with what was found; the other one is not.
     (said,) = [line for line in run.output().splitlines() if "sent away" in line]
     assert liar[0] in said and ("mean importance ratio is" in said or "differ from the trainer's by" in said)
