@@ -52,6 +52,7 @@ class _Process:
     raised = False
     line = "interrupted"
     before_exit: Callable[[], None] | None = None
+    told: threading.Event | None = None  # the watching thread has said what the first signal does
 
 
 _process = _Process()
@@ -75,6 +76,8 @@ def overdue() -> bool:
 def look() -> None:
     """Raises Interrupted where a signal has come: for places where everything is whole."""
     if requested():
+        if _process.mode == HOLD and _process.told is not None:
+            _process.told.wait(REPEAT_SECONDS)  # its line comes first, however soon all is saved
         _process.raised = True
         raise Interrupted(_process.number, _process.line)
 
@@ -104,11 +107,12 @@ def installed() -> Iterator[None]:
         return
     ours = [n for n in SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
     _process.__dict__.clear()  # back to the class's values
+    _process.told = told = threading.Event()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = {number: signal.signal(number, _on_signal) for number in ours}
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    watcher = threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True)
+    watcher = threading.Thread(target=_watch, args=(reader, told), name="signals", daemon=True)
     watcher.start()
     try:
         yield
@@ -145,11 +149,10 @@ def _note(number: int) -> bool:
     return True
 
 
-def _watch(reader: socket.socket) -> None:
+def _watch(reader: socket.socket, told: threading.Event) -> None:
     """Reads one byte for each signal, as the system's own handler wrote it; returns when the writer is closed."""
-    told = False
     while True:
-        reader.settimeout(_seconds_left() if told else None)
+        reader.settimeout(_seconds_left() if told.is_set() else None)
         try:
             data = reader.recv(64)
         except TimeoutError:
@@ -160,13 +163,13 @@ def _watch(reader: socket.socket) -> None:
             return
         for number in [n for n in data if n in SIGNALS]:
             _note(number)
-            if told and time.monotonic() - _process.at > REPEAT_SECONDS:
+            if told.is_set() and time.monotonic() - _process.at > REPEAT_SECONDS:
                 _leave(AT_ONCE)
-            if not told and _process.mode == EXIT:
+            if not told.is_set() and _process.mode == EXIT:
                 threading.Thread(target=_close_and_leave, name="signals-closing", daemon=True).start()
-            if not told and _process.mode == HOLD:
+            if not told.is_set() and _process.mode == HOLD:
                 _write("interrupted: what is under way is finished and saved; a second signal leaves at once")
-            told = True
+            told.set()
 
 
 def _seconds_left() -> float | None:

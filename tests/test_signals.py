@@ -57,6 +57,11 @@ BODIES = {
     signals.be(signals.HOLD); say('ready')
     while not signals.requested(): time.sleep(0.01)
     say('seen'); sys.stdin.readline(); say('saved'); signals.look()""",
+    "held, told late": """
+    write, signals._write = signals._write, lambda line: (time.sleep(0.2), write(line))
+    signals.be(signals.HOLD); say('ready')
+    while not signals.requested(): time.sleep(0.01)
+    say('seen'); signals.look()""",
     "held patiently": """
     signals.REPEAT_SECONDS = 1e9; signals.be(signals.HOLD); say('ready')
     while not signals.requested(): time.sleep(0.01)
@@ -95,6 +100,14 @@ def test_what_is_registered_is_closed_before_the_end_and_says_nothing():
     child.send_signal(signal.SIGTERM)
     assert child.stdout.readline() == "servers are stopped\n"
     assert end(child) == (143, ["the line"])
+
+
+def test_what_the_first_signal_does_is_said_before_the_last_line():
+    child = begin("held, told late")
+    child.send_signal(signal.SIGINT)
+    code, lines = end(child)
+    assert code == 128 + signal.SIGINT
+    assert len(lines) == 2 and "a second signal leaves at once" in lines[0] and lines[1] == "the line"
 
 
 @pytest.mark.parametrize("number", signals.SIGNALS)
