@@ -68,8 +68,10 @@ class _Call:
         """Frees the call's slots, then lets its client know."""
         self.ended = self.ended or (code, why)
         assert self.pump is not None
-        await _cancel(self.pump)
-        self.outbox.put_nowait(None)  # a pump that is cancelled before it has begun puts none there
+        try:
+            await _cancel(self.pump)
+        finally:  # whoever wanted it ended may be gone by now
+            self.outbox.put_nowait(None)  # a pump that is cancelled before it has begun puts none there
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):

@@ -97,11 +97,23 @@ def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode])
     return wrong
 
 
+def between(run: helpers.Run) -> tuple[Any, dict[str, float], Any]:
+    """What a row says to be booked, between the ledgers of some rows before it and of some after it."""
+
+    def go_on() -> Any:
+        rows = len(run.metrics)
+        run.until(lambda: len(run.metrics) >= rows + 2, "the training goes on")
+        return run.ledger()
+
+    return go_on(), (go_on(), booked(run))[1], go_on()
+
+
 def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[str, Mode], server: str) -> list[str]:
     """Lets the liars in, waits until each has come to what is expected of it, ends the run; what is wrong with it."""
-    run.until(lambda: len(run.metrics) >= 2, "the first updates")
     addresses = liars.addresses
-    before, truth_before, ledger_before, joined = booked(run), liars.truth(), run.ledger(), time.monotonic()
+    first, truth_before = time.monotonic(), liars.truth()
+    early, before, ledger_before = between(run)
+    joined = time.monotonic()
     listed.write_text("".join(f"{address}\n" for address in [server, *addresses.values()]))
     deadline, named = time.monotonic() + NAMING_SECONDS, dict[str, float]()
     while time.monotonic() < deadline and len(named) < len(addresses):
@@ -115,7 +127,9 @@ def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[st
         run.until(lambda: len(run.metrics) >= steps + UPDATES_AFTER, "the training goes on")
     except AssertionError as error:
         return [str(error), *judge_log(run.output(), addresses, modes)]
-    after, truth, ledger, left = booked(run), liars.truth(), run.ledger(), time.monotonic()
+    left = time.monotonic()
+    ledger, after, late = between(run)
+    last, truth = time.monotonic(), liars.truth()
     os.kill(run.process.pid, signal.SIGINT)
     code = run.wait()
 
@@ -126,17 +140,19 @@ def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[st
     genuine = max(
         ledger["servers"], key=lambda name: ledger["servers"][name][3] if name in ledger_before["servers"] else -1
     )
-    lowest = {
-        "seconds": (left - joined) - 1.0,
-        "sampled": ledger["servers"][genuine][3] - ledger_before["servers"][genuine][3],
-    }
+
+    def sampled(start: Any, end: Any) -> float:
+        return end["servers"][genuine][3] - start["servers"][genuine][3]
+
+    lowest = {"seconds": (left - joined) - 1.0, "sampled": sampled(ledger_before, ledger)}
+    highest = {"seconds": last - first, "sampled": sampled(early, late)}
     of_liars = {"seconds": 0.0, "sampled": 0.0}
     for name in truth:
-        until = named.get(name, left) + 2.0 if modes[name].expected == SENT_AWAY else left
-        of_liars["seconds"] += min(left, until) - joined
+        until = named.get(name, last) + 2.0 if modes[name].expected == SENT_AWAY else last
+        of_liars["seconds"] += min(last, until) - joined
         of_liars["sampled"] += truth[name]["sampled"] - truth_before[name]["sampled"]
     for kind in lowest:
-        spent, low, high = after[kind] - before[kind], lowest[kind], lowest[kind] + of_liars[kind]
+        spent, low, high = after[kind] - before[kind], lowest[kind], highest[kind] + of_liars[kind]
         print(f"{kind}: {low:.1f} <= {spent:.1f} <= {high:.1f}")
         if not 0.99 * low - 1 <= spent <= 1.01 * high + 2:
             wrong.append(f"booked {spent:.1f} {kind} of generators, between {low:.1f} and {high:.1f} were spent")

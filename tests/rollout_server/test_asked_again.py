@@ -9,6 +9,7 @@ import grpc
 from rollout_server.contract import codec
 from rollout_server.contract.codec import Completion, GroupRequest
 from rollout_server.engines.replay_engine import ReplayEngine
+from rollout_server.service import RolloutService
 from tests.rollout_server.client import SECONDS, ended, group, long_group, serving
 
 
@@ -63,3 +64,31 @@ async def _outcome(call: grpc.aio.UnaryStreamCall) -> tuple[str, int]:
         async for _ in call:
             got += 1
     return (await call.code()).name, got
+
+
+class Aborted(Exception):
+    """As a context's abort ends its method."""
+
+
+class Context:
+    """What Generate needs of a grpc.aio.ServicerContext."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise Aborted(code)
+
+
+async def test_it_ends_though_whoever_asked_again_leaves_at_once(make_replay: Callable[..., ReplayEngine]) -> None:
+    """The second call comes before the engine has begun with the first, and is cancelled while it ends that one."""
+    engine = make_replay(token_seconds=0.01)
+    service = RolloutService(engine)
+    request = codec.request_to_proto(long_group(incarnation=engine.status().version.incarnation))
+    first, second = (asyncio.create_task(service.Generate(request, Context())) for _ in range(2))
+    await asyncio.sleep(0)  # each of them has its turn
+    second.cancel()
+    await asyncio.wait({first}, timeout=SECONDS)
+    assert first.done() and isinstance(first.exception(), Aborted)
+    assert first.exception().args == (grpc.StatusCode.ABORTED,)
+    assert second.cancelled() and not service._calls
