@@ -16,7 +16,7 @@ Left out: that the curve may turn out to be another one. Where the points leave 
 """
 
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from scalerl_jax.scaling.least_squares import Data
 
@@ -78,7 +78,7 @@ def compute_that_tells(
     scale = np.where(scale > 0, scale, 1.0)
     scaled = total / (scale[:, :, None] * scale[:, None, :]) + 1e-13 * np.eye(total.shape[-1])
     come = np.concatenate([[0.0], np.cumsum(added)]) * len(log_compute) / len(places)
-    rise = dispersion * scipy.stats.f.ppf(level, 1, degrees + come)
+    rise = dispersion * scipy.special.fdtri(1, degrees + come, level)
     with np.errstate(over="ignore"):
         variance = np.einsum("kii->ki", np.linalg.inv(scaled)) / scale**2
         half = np.sqrt(np.maximum(rise[:, None] * variance, 0.0))

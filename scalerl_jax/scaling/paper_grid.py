@@ -21,7 +21,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import leastsq
 
 from scalerl_jax.scaling.precision import double_precision
 
@@ -182,6 +181,7 @@ def _walk(points, log_midpoint, gain, pocket):
 
 def _minpack(compute, reward, root_weight, initial_reward: float, asymptote: float, midpoint: float):
     """Exponent and ssr of one cell as curve_fit(law, compute, reward, sigma=1 / root_weight) has them."""
+    from scipy.optimize import leastsq  # a third of a second to import, and for this grid alone
 
     def residuals(exponent):
         law = initial_reward + (asymptote - initial_reward) / (1 + (midpoint / compute) ** exponent)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
+import scipy.special
 from jax.scipy.special import log_ndtr, ndtr, ndtri
 
 from scalerl_jax.scaling import least_squares
@@ -66,7 +66,7 @@ def draw_curves(points: Points, *, count: int, seed: int) -> Curves:
     variance = float(np.median(points.variance))
     log_range = np.array([data.log_compute.min() - 3.0, data.log_compute.max() + 4.0])
     levels = (np.arange(_DISPERSIONS) + 0.5) / _DISPERSIONS
-    factors = degrees / scipy.stats.chi2.ppf(levels, degrees)
+    factors = degrees / (2 * scipy.special.gammaincinv(degrees / 2, levels))
     heard = points.belief + points.inner_squares
     noise = _Noise(np.float64(heard), np.float64(degrees), np.float64(_LEAST_VARIANCE / variance), factors)
     with double_precision():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from scalerl_jax.scaling import least_squares
 from scalerl_jax.scaling.least_squares import Cells, Constraint, Data, Solution
@@ -42,7 +42,7 @@ def threshold(level: float, dispersion: float, degrees: float) -> float:
     """How far Q may rise; infinite without degrees of freedom."""
     if degrees <= 0:
         return np.inf
-    return dispersion * float(scipy.stats.f.ppf(level, 1, degrees))
+    return dispersion * float(scipy.special.fdtri(1, degrees, level))
 
 
 def _pinned(which, value, start, cells: Cells, data: Data, free: Constraint) -> Solution:

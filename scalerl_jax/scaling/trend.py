@@ -11,7 +11,7 @@ all equal are flat.
 """
 
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from scalerl_jax.scaling.least_squares import Data
 from scalerl_jax.scaling.points import PARAMETERS, Points
@@ -65,7 +65,7 @@ def _explains(points: Points, data: Data, cost: float, dispersion: float, degree
     level = y0 if exact else (np.sum(weight * reward) + known * y0) / (np.sum(weight) + known)
     one = float(np.sum(weight * (reward - level) ** 2) + known * (y0 - level) ** 2)
     gained = max(0.0, one - cost) / PARAMETERS
-    return gained > dispersion * float(scipy.stats.f.ppf(1 - _ALPHA, PARAMETERS, degrees))
+    return gained > dispersion * float(scipy.special.fdtri(PARAMETERS, degrees, 1 - _ALPHA))
 
 
 def _line(points: Points) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def _line(points: Points) -> tuple[float, float]:
     noise = float(np.sum(weight * (y - slope * x) ** 2)) / freedom / squares
     if noise == 0:
         return slope, 0.0 if slope else 1.0
-    return slope, 2 * float(scipy.stats.t.sf(abs(slope) / noise**0.5, freedom))
+    return slope, 2 * float(scipy.special.stdtr(freedom, -abs(slope) / noise**0.5))
 
 
 def _order_rises(points: Points) -> bool:
@@ -88,7 +88,9 @@ def _order_rises(points: Points) -> bool:
     x, y = points.compute, points.reward
     if points.initial_mode != "free" or points.initial_rows:
         x, y = np.concatenate([[0.0], x]), np.concatenate([[points.initial], y])
-    found = scipy.stats.kendalltau(x, y)
+    from scipy.stats import kendalltau  # over a second to import, and for few curves only; the rest is scipy.special
+
+    found = kendalltau(x, y)
     return bool(found.statistic > 0 and found.pvalue <= _HINT)
 
 
