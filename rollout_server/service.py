@@ -68,10 +68,7 @@ class _Call:
         """Frees the call's slots, then lets its client know."""
         self.ended = self.ended or (code, why)
         assert self.pump is not None
-        try:
-            await _cancel(self.pump)
-        finally:  # whoever wanted it ended may be gone by now
-            self.outbox.put_nowait(None)  # a pump that is cancelled before it has begun puts none there
+        await _cancel(self.pump)
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
@@ -142,6 +139,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             self.activity.welcome(group.incarnation, context.peer())
         call = _Call(names)
         call.pump = asyncio.create_task(self._pump(group, call.outbox))
+        # However it is over, also one that is cancelled before it has begun.
+        call.pump.add_done_callback(lambda _: call.outbox.put_nowait(None))
         self._calls.update(dict.fromkeys(names, call))
         try:
             while (completion := await call.outbox.get()) is not None:
@@ -162,12 +161,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             await _cancel(call.pump)
 
     async def _pump(self, group: codec.GroupRequest, outbox: asyncio.Queue[codec.Completion | None]) -> None:
-        try:
-            async with contextlib.aclosing(self._engine.generate(group)) as completions:
-                async for completion in completions:
-                    outbox.put_nowait(completion)
-        finally:
-            outbox.put_nowait(None)
+        async with contextlib.aclosing(self._engine.generate(group)) as completions:
+            async for completion in completions:
+                outbox.put_nowait(completion)
 
     def _forget(self, call: _Call) -> None:
         for name in call.names:

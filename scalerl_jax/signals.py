@@ -52,7 +52,7 @@ class _Process:
     raised = False
     line = "interrupted"
     before_exit: Callable[[], None] | None = None
-    told: threading.Event | None = None  # the watching thread has said what the first signal does
+    told = threading.Event()  # the watching thread has said what the first signal does
 
 
 _process = _Process()
@@ -76,7 +76,7 @@ def overdue() -> bool:
 def look() -> None:
     """Raises Interrupted where a signal has come: for places where everything is whole."""
     if requested():
-        if _process.mode == HOLD and _process.told is not None:
+        if _process.mode == HOLD:
             _process.told.wait(REPEAT_SECONDS)  # its line comes first, however soon all is saved
         _process.raised = True
         raise Interrupted(_process.number, _process.line)
@@ -107,12 +107,12 @@ def installed() -> Iterator[None]:
         return
     ours = [n for n in SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
     _process.__dict__.clear()  # back to the class's values
-    _process.told = told = threading.Event()
+    _process.told = threading.Event()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = {number: signal.signal(number, _on_signal) for number in ours}
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    watcher = threading.Thread(target=_watch, args=(reader, told), name="signals", daemon=True)
+    watcher = threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True)
     watcher.start()
     try:
         yield
@@ -149,8 +149,9 @@ def _note(number: int) -> bool:
     return True
 
 
-def _watch(reader: socket.socket, told: threading.Event) -> None:
+def _watch(reader: socket.socket) -> None:
     """Reads one byte for each signal, as the system's own handler wrote it; returns when the writer is closed."""
+    told = _process.told
     while True:
         reader.settimeout(_seconds_left() if told.is_set() else None)
         try:

@@ -57,8 +57,12 @@ class Sums:
     squared: float = 0.0  # of rho^2
 
     def __add__(self, other: "Sums") -> "Sums":
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Sums(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        return Sums(
+            self.tokens + other.tokens,
+            self.difference + other.difference,
+            self.ratio + other.ratio,
+            self.squared + other.squared,
+        )
 
     @property
     def mean_difference(self) -> float:
@@ -179,6 +183,7 @@ class Parity:
         return next((why for length in lengths if (why := self._wrong(kept[-length:], others))), "")
 
     def _wrong(self, last: Sequence[Sums], others: Sequence[Sums]) -> str:
+        """What is wrong with these groups together."""
         ratio = statistics.median(sums.mean_ratio for sums in last)
         total = sum(last, start=Sums())
         same_side = (ratio > 1) == (total.mean_ratio > 1)

@@ -67,13 +67,9 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@_nothing_collected()
 def read_table(path: str, wanted: Wanted = lambda name: True) -> Table:
     """The columns of a file or folder that are wanted. Raises InputError where it is missing or of no known format."""
-    with _nothing_collected():
-        return _read_table(path, wanted)
-
-
-def _read_table(path: str, wanted: Wanted) -> Table:
     if os.path.isdir(path):
         ours = os.path.join(path, RUN_FOLDER_FILE)
         if os.path.isfile(ours):

@@ -85,11 +85,11 @@ def _line(points: Points) -> tuple[float, float]:
 
 def _order_rises(points: Points) -> bool:
     """Whether more compute comes with more reward, whatever the distances; R0 is the first point where it is known."""
+    from scipy.stats import kendalltau  # over a second to import, and for few curves only; the rest is scipy.special
+
     x, y = points.compute, points.reward
     if points.initial_mode != "free" or points.initial_rows:
         x, y = np.concatenate([[0.0], x]), np.concatenate([[points.initial], y])
-    from scipy.stats import kendalltau  # over a second to import, and for few curves only; the rest is scipy.special
-
     found = kendalltau(x, y)
     return bool(found.statistic > 0 and found.pvalue <= _HINT)
 

@@ -31,6 +31,11 @@ WEIGHTS_NOT_TAKEN = "does not take weights"
 NOTHING_COMES = "samples? nothing|sampled nothing|does not finish"
 
 
+def lines_about(log: str, address: str) -> list[str]:
+    """What a trainer's log says of a server, apart from how the run stands."""
+    return [line for line in log.splitlines() if address in line and not line.startswith(STANDING)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Mode:
     lie: Callable[[], Lie] | None
@@ -40,8 +45,11 @@ class Mode:
 
     def named_in(self, log: str, address: str) -> list[str]:
         """The lines that name the offender and the offence; not those that say how the run stands."""
-        said = (line for line in log.splitlines() if address in line and not line.startswith(STANDING))
-        return [line for line in said if " joined: " not in line and re.search(self.words, line, re.IGNORECASE)]
+        return [
+            line
+            for line in lines_about(log, address)
+            if " joined: " not in line and re.search(self.words, line, re.IGNORECASE)
+        ]
 
 
 STATUS = {

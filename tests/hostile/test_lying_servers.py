@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.liars import Liars
-from tests.hostile.modes import DROPPED, LEFT_OUT, MODES, RUNS, SENT_AWAY, STANDING, Mode
+from tests.hostile.modes import DROPPED, LEFT_OUT, MODES, RUNS, SENT_AWAY, STANDING, Mode, lines_about
 from tests.hostile.status_lies import FORGED
 from tests.train import helpers
 from tests.train.chaos import check_rows
@@ -65,7 +65,7 @@ def unnamed(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode]) -
 
 
 def turned_away(log: str, address: str) -> bool:
-    return any("turned away" in line for line in log.splitlines() if address in line and not line.startswith(STANDING))
+    return any("turned away" in line for line in lines_about(log, address))
 
 
 def pending(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode]) -> list[str]:
@@ -81,12 +81,12 @@ def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode])
     ]
     lines = [line for line in log.splitlines() if not line.startswith(STANDING)]
     for name, address in addresses.items():
-        about = [line for line in lines if address in line]
+        about = lines_about(log, address)
         if len(about) > MOST_LINES:
             wrong.append(f"{name}: {len(about)} lines, like {about[-1]}")
-        if modes[name].expected == SENT_AWAY and not turned_away(log, addresses[name]):
+        if modes[name].expected == SENT_AWAY and not turned_away(log, address):
             wrong.append(f"{name}: it was not turned away: {about[-3:]}")
-        if modes[name].expected in (DROPPED, LEFT_OUT) and any("turned away" in line for line in about):
+        if modes[name].expected in (DROPPED, LEFT_OUT) and turned_away(log, address):
             wrong.append(f"{name}: it was turned away: {[line for line in about if 'turned away' in line]}")
     wrong += [f"a line of {len(line)} characters: {line[:200]}" for line in lines if len(line) > MOST_LINE]
     wrong += [f"a forged line: {line}" for line in lines if line.startswith(FORGED[:10])]
@@ -105,7 +105,9 @@ def between(run: helpers.Run) -> tuple[Any, dict[str, float], Any]:
         run.until(lambda: len(run.metrics) >= rows + 2, "the training goes on")
         return run.ledger()
 
-    return go_on(), (go_on(), booked(run))[1], go_on()
+    early = go_on()
+    go_on()
+    return early, booked(run), go_on()
 
 
 def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[str, Mode], server: str) -> list[str]:

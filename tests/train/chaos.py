@@ -42,8 +42,8 @@ class Chaos:
     """Two threads; a context manager.
 
     `every` seconds lie between two events, a server is frozen for `frozen_seconds`; the roles `spared` are frozen but
-    never killed, so that their memory can be followed. Where `progress` is given, an event also waits until it says
-    something new: on a machine so busy that a server takes longer to start than `every`, none would ever be up.
+    never killed, so that their memory can be followed. An event also waits until `progress` says something new: on a
+    machine so busy that a server takes longer to start than `every`, none would ever be up.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Chaos:
         spared: Collection[str] = (),
         seed: int = 0,
         memory_every: float = 1.0,
-        progress: Callable[[], int] | None = None,
+        progress: Callable[[], float] = time.monotonic,
     ):
         self._spared, self._progress = spared, progress
         self._trainer, self._every, self._frozen_seconds = psutil.Process(trainer), every, frozen_seconds
@@ -103,15 +103,15 @@ class Chaos:
             return []
 
     def _wreak(self) -> None:
-        due, kinds, seen = time.monotonic() + self._every, ["kill", "freeze"], None
+        due, kinds, seen = time.monotonic() + self._every, ["kill", "freeze"], -1.0
         while not self._stop.wait(0.1):
             now = time.monotonic()
             for process in [p for p, until in self._frozen.items() if until <= now]:
                 del self._frozen[process]
                 _send(process, signal.SIGCONT)
-            if now < due or (self._progress is not None and self._progress() == seen):
+            if now < due or (reached := self._progress()) == seen:
                 continue
-            due, seen = now + self._every, self._progress() if self._progress is not None else None
+            due, seen = now + self._every, reached
             servers, kind = self.servers(), kinds[len(self.events) % 2]
             if kind == "kill":
                 servers = {role: process for role, process in servers.items() if role not in self._spared}
