@@ -58,7 +58,7 @@ LOST, REFUSED = "is lost again and again", "does not take weights"
 
 
 @pytest.mark.parametrize(
-    "made, kinds",
+    ("made", "kinds"),
     [
         (lost_at_every_second_status, [LOST]),
         (superseded_at_every_second_status, [LOST]),
