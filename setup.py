@@ -40,7 +40,7 @@ EXTRAS = {
     "cuda": [*TRAIN, f"jax[cuda13]>={JAX}"],
     "tpu": [*TRAIN, f"jax[tpu]>={JAX}"],
     # No jax, no flax. The first release with a float32 head, and the last whose interface has been read
-    # (rollout_server/engines/vllm_adapter.py checks it at start); what the tests run on stands in the lock.
+    # (rollout_server/engines/vllm/adapter.py checks it at start); what the tests run on stands in the lock.
     "vllm": ["tokenizers>=0.21", "vllm>=0.26,<0.34"],
     "test": [
         *TRAIN,
@@ -69,8 +69,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["scalerl_jax*", "rollout_server*", "launch*"]),
     package_data={
-        "rollout_server.contract": ["rollout.proto", "*.pyi"],
-        "scalerl_jax.report_page": ["assets/*", "uplot/*"],
+        "scalerl_jax.contract": ["rollout.proto", "*.pyi"],
+        "scalerl_jax.report": ["assets/*", "uplot/*"],
     },
     install_requires=BASE,
     extras_require=EXTRAS,

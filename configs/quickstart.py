@@ -16,33 +16,33 @@ def get_config() -> Config:
     config = Config(updates=130)
     config.model.path = "runs/quickstart-warm-start/model"
     config.model.compute_dtype = "float32"
-    config.model.wire_dtype = "float32"
+    config.model.sync_dtype = "float32"
     config.model.remat = False
 
     # Chains of 6 to 10 terms; a fifth of the steps in the warm start's traces are slips. About two epochs of prompts.
-    config.task.minimum_terms = 6
-    config.task.maximum_terms = 10
-    config.task.train_prompts = 1536
-    config.sft.updates = 220
+    config.environment.minimum_terms = 6
+    config.environment.maximum_terms = 10
+    config.environment.train_prompts = 1536
+    config.sft.max_steps = 220
     config.sft.learning_rate = 6e-3
-    config.sft.slip_rate = 0.2
+    config.sft.error_rate = 0.2
 
     # The longest chain takes 38 tokens to think: a few of them are interrupted.
-    config.rollout.groups = 24
+    config.rollout.prompts_per_step = 24
     config.rollout.group_size = 8
-    config.rollout.prompt_limit = 24
-    config.rollout.thinking_low = 36
-    config.rollout.thinking_high = 52
+    config.rollout.max_prompt_tokens = 24
+    config.rollout.thinking_budget_min = 36
+    config.rollout.thinking_budget_max = 52
     config.rollout.answer_budget = 8
 
     config.optimizer.learning_rate = 8e-5
-    config.optimizer.warmup = 65
+    config.optimizer.warmup_steps = 65
     config.optimizer.beta2 = 0.99
 
     # One micro-batch holds the largest batch, so an update costs the same when most of its prompts are dropped: the
     # device-hours of the forecast then grow with the updates.
-    config.learner.row_length = 512
-    config.learner.rows = 24
+    config.learner.seq_len = 512
+    config.learner.micro_batch_rows = 24
 
     config.fleet.slots = 64
     config.fleet.queue = 128

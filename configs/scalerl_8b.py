@@ -2,7 +2,7 @@
 
 Command    scalerl-train --config=configs/scalerl_8b.py --workdir=runs/scalerl_8b --servers=host:port,...
            with config.model.path at an 8B policy after supervised fine-tuning (Llama 3 or Qwen3 architecture) and
-           config.task.train_file, config.task.validation_file at JSONL files of {"prompt", "answer"}
+           config.environment.train_file, config.environment.validation_file at JSONL files of {"prompt", "answer"}
 Hardware   the paper: 16 trainers and 64 generators (GB200). float32 masters, moments and gradients of 8B parameters
            take 128 GB before activations, so the trainer needs at least two 141 GB devices
 Time       the paper: 16,000 GPU-hours for about 6,250 updates
@@ -15,11 +15,11 @@ from scalerl_jax.config import Config
 def get_config() -> Config:
     config = Config(updates=6250)
     config.model.path = "models/policy-8b-sft"
-    config.task.name = "jsonl"
-    config.task.train_file = "data/train.jsonl"
-    config.task.validation_file = "data/validation.jsonl"
-    config.task.verifier_processes = 8
-    config.learner.row_length = 16_384
+    config.environment.name = "jsonl"
+    config.environment.train_file = "data/train.jsonl"
+    config.environment.validation_file = "data/validation.jsonl"
+    config.environment.verifier_processes = 8
+    config.learner.seq_len = 16_384
     config.fleet.slots = 256
     config.fleet.queue = 512
     config.fleet.decode_chunk = 32

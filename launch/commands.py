@@ -18,9 +18,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from scalerl_jax import command_flags, entry, signals
+from scalerl_jax.cli import command_flags, entry
+from scalerl_jax.system import signals
 
 OLDEST_GLIBC = (2, 35)
+CURVES = "scalerl_jax.scaling.commands"
 
 
 def with_tuned_malloc(environment: Mapping[str, str], *, glibc: str, cores: int) -> dict[str, str] | None:
@@ -61,6 +63,16 @@ def _run(module: str, define: Callable[[], None], *, config: bool = False, tuned
     command.run()
 
 
+def _importing(*modules: str) -> Callable[[], None]:
+    """Modules that define flags as they are imported."""
+
+    def define() -> None:
+        for module in modules:
+            importlib.import_module(module)
+
+    return define
+
+
 def train() -> None:
     _run("scalerl_jax.train", command_flags.train, config=True, tuned=True)
 
@@ -70,15 +82,15 @@ def sft() -> None:
 
 
 def serve() -> None:
-    _run("rollout_server.serve", command_flags.serve, tuned=True)
+    _run("rollout_server.serve", _importing("rollout_server.serve_flags"), tuned=True)
 
 
 def fit() -> None:
-    _run("scalerl_jax.fit", command_flags.fit)
+    _run(f"{CURVES}.scalerl_fit", _importing(f"{CURVES}.fit_flags", f"{CURVES}.watch_flags"))
 
 
 def compare() -> None:
-    _run("scalerl_jax.compare", command_flags.compare)
+    _run(f"{CURVES}.scalerl_compare", _importing(f"{CURVES}.fit_flags", f"{CURVES}.compare_flags"))
 
 
 def export() -> None:
@@ -86,4 +98,4 @@ def export() -> None:
 
 
 def report() -> None:
-    _run("scalerl_jax.report", command_flags.report)
+    _run("scalerl_jax.report.command", command_flags.report)

@@ -29,8 +29,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from rollout_server.contract import limits
 from scalerl_jax.config import Config
+from scalerl_jax.contract import limits
 
 STEADY_SECONDS = 60.0  # a server that lived this long did not die of how it was started
 LONGEST_PAUSE = 30.0  # seconds before a server that keeps dying is started again
@@ -86,7 +86,7 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory
         f"--queue={fleet.queue}",
         f"--decode_chunk={fleet.decode_chunk}",
         f"--compute_dtype={fleet.compute_dtype}",
-        f"--wire_dtype={config.model.wire_dtype}",
+        f"--sync_dtype={config.model.sync_dtype}",
         f"--head_precision={config.model.head_precision}",
         f"--maximum_tokens={maximum_tokens}",
         *([f"--token_file={fleet.token_file}"] if fleet.token_file else []),

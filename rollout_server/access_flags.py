@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from rollout_server import hops
 from rollout_server import serve_flags as given
-from rollout_server.contract import security
+from scalerl_jax.contract import security
 
 
 def read(host: str) -> security.Access:
@@ -43,11 +43,11 @@ def read(host: str) -> security.Access:
             "(or --insecure, where everybody on the network may replace its weights)"
         )
     beyond = None
-    if given.PASS_ON_TO.value is not None:
+    if given.RELAY_TO.value is not None:
         try:
-            beyond = hops.parse_beyond(given.PASS_ON_TO.value)
+            beyond = hops.parse_beyond(given.RELAY_TO.value)
         except ValueError as error:
-            raise ValueError(f"--pass_on_to={given.PASS_ON_TO.value}: {error}") from None
+            raise ValueError(f"--relay_to={given.RELAY_TO.value}: {error}") from None
     return dataclasses.replace(access, beyond=beyond, warnings=tuple(_warnings(access, host)))
 
 

@@ -13,9 +13,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from rollout_server.contract.peer_text import said
 from rollout_server.engines.engine import EngineStatus
 from rollout_server.quiet_log import QuietLog
+from scalerl_jax.contract.peer_text import said
 
 AWAY_SECONDS = 60.0
 BEAT_SECONDS = 60.0

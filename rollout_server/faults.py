@@ -41,9 +41,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.chunks import Chunk
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk
 
 ON_LOGPROBS = "nan_logprobs shifted_logprobs noisy_logprobs flat_logprobs copied_logprobs random_tokens".split()
 ON_COMPLETIONS = ("delay", "duplicate", "reorder", "truncated_stream", "stale_version", "wrong_group", *ON_LOGPROBS)

@@ -19,8 +19,8 @@ from typing import Any
 
 import grpc
 
-from rollout_server.contract import peer_text
 from rollout_server.quiet_log import QuietLog
+from scalerl_jax.contract import peer_text
 
 # Of a message to a method that has no bound of its own.
 LONGEST = 2**16

@@ -6,12 +6,12 @@
     dialled by a server    without TLS   loopback addresses
                            with TLS      any host, by TLS alone; the certificate must be for that host and signed by
                                          --tls_authority
-                           --pass_on_to  beyond loopback these hosts and networks alone; without TLS too, but then no
+                           --relay_to  beyond loopback these hosts and networks alone; without TLS too, but then no
                                          server that has a token passes anything on
 
 Whoever has the token may name any host in a header. So the token goes to loopback and to hosts whose certificate has
 been checked, and nowhere else; addresses that belong to no single host (multicast, link-local, unspecified) are never
-dialled; and pass_on.py answers so that nobody learns what listens where. No name is looked up here: what is allowed
+dialled; and relay.py answers so that nobody learns what listens where. No name is looked up here: what is allowed
 is what is written, and what a name leads to has to show its certificate.
 """
 
@@ -20,35 +20,35 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from rollout_server.contract import addresses, limits
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.security import PLAIN, Credentials
+from scalerl_jax.contract import addresses, limits
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.security import PLAIN, Credentials
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
-def check(hops: Iterable[pb.Hop]) -> None:
+def check(hops: Iterable[pb.Relay]) -> None:
     """Raises ValueError where a header names more servers than it may, or one that is not host:port."""
     total, rows = 0, [hops]
     for depth in range(limits.MAXIMUM_HOPS_DEEP + 1):
-        below: list[Iterable[pb.Hop]] = []
+        below: list[Iterable[pb.Relay]] = []
         for row in rows:
             size = len(row)  # type: ignore[arg-type]
             total += size
             if size > limits.MAXIMUM_FAN_OUT:
-                raise ValueError(f"pass_on names {size} servers behind one, at most {limits.MAXIMUM_FAN_OUT} may be")
+                raise ValueError(f"relays names {size} servers behind one, at most {limits.MAXIMUM_FAN_OUT} may be")
             if total > limits.MAXIMUM_HOPS:
-                raise ValueError(f"pass_on names more than {limits.MAXIMUM_HOPS} servers")
+                raise ValueError(f"relays names more than {limits.MAXIMUM_HOPS} servers")
             for hop in row:
                 addresses.check(hop)
-                if len(hop.pass_on):
-                    below.append(hop.pass_on)
+                if len(hop.relays):
+                    below.append(hop.relays)
         if not below:
             return
         if depth + 1 == limits.MAXIMUM_HOPS_DEEP:
-            raise ValueError(f"pass_on names servers behind each other, more than {limits.MAXIMUM_HOPS_DEEP} of them")
+            raise ValueError(f"relays names servers behind each other, more than {limits.MAXIMUM_HOPS_DEEP} of them")
         rows = below
 
 
@@ -57,7 +57,7 @@ class Reach:
     """Whom a server dials to pass a version on.
 
     credentials: what they are shown; None: nobody is dialled.
-    beyond: hosts and networks beyond loopback, of --pass_on_to; None: not given.
+    beyond: hosts and networks beyond loopback, of --relay_to; None: not given.
     """
 
     credentials: Credentials | None = PLAIN
@@ -78,7 +78,7 @@ class Reach:
         if ip is not None and (ip.is_multicast or ip.is_unspecified or ip.is_link_local):
             return "its address is not one of a single host"
         if self.beyond is not None and not any(_within(host, ip, one) for one in self.beyond):
-            return "--pass_on_to does not name its host"
+            return "--relay_to does not name its host"
         if self.tls:
             return ""
         if self.beyond is None:

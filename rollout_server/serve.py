@@ -29,11 +29,11 @@ from absl import app, flags, logging
 
 from rollout_server import access_flags, faults
 from rollout_server import serve_flags as given
-from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from rollout_server.contract.limits import STOP_SECONDS
-from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.engine import Engine
 from rollout_server.service import RolloutServer
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.contract.limits import STOP_SECONDS
+from scalerl_jax.contract.security import OPEN, Access
 
 
 class UsageError(Exception):
@@ -46,7 +46,7 @@ class UsageError(Exception):
 def _jax_engine() -> Engine:
     _check_model_folder(weights=True)
     _leave_out_missing_backends()
-    from rollout_server.engines.jax_engine import JaxEngine
+    from rollout_server.engines.jax.engine import JaxEngine
 
     return JaxEngine(
         given.MODEL.value,
@@ -54,7 +54,7 @@ def _jax_engine() -> Engine:
         queue=given.QUEUE.value,
         decode_chunk=given.DECODE_CHUNK.value,
         compute_dtype=given.COMPUTE_DTYPE.value,
-        wire_dtype=given.WIRE_DTYPE.value,
+        sync_dtype=given.SYNC_DTYPE.value,
         head_precision=given.HEAD_PRECISION.value,
         maximum_tokens=given.MAXIMUM_TOKENS.value,
     )
@@ -64,15 +64,15 @@ async def _vllm_engine() -> Engine:
     _check_model_folder(weights=True)
     if given.HEAD_PRECISION.value == "highest" and given.COMPUTE_DTYPE.value != "float32":
         raise UsageError("--head_precision=highest: the vllm engine has it with --compute_dtype=float32 only")
-    from rollout_server.engines.vllm_adapter import Vllm
-    from rollout_server.engines.vllm_engine import VllmEngine
+    from rollout_server.engines.vllm.adapter import Vllm
+    from rollout_server.engines.vllm.engine import VllmEngine
 
     vllm = Vllm(
         given.MODEL.value,
         slots=given.SLOTS.value,
         maximum_tokens=given.MAXIMUM_TOKENS.value,
         compute_dtype=given.COMPUTE_DTYPE.value,
-        wire_dtype=given.WIRE_DTYPE.value,
+        sync_dtype=given.SYNC_DTYPE.value,
         head_precision=given.HEAD_PRECISION.value,
         workers=given.TENSOR_PARALLEL.value,
         device_memory=given.DEVICE_MEMORY.value,
@@ -86,8 +86,8 @@ async def _vllm_engine() -> Engine:
 
 
 def _replay_engine() -> Engine:
-    from rollout_server.engines.replay_engine import Faults, ReplayEngine
-    from rollout_server.engines.scripts import Recorded, Script, Scripted
+    from rollout_server.engines.replay.engine import Faults, ReplayEngine
+    from rollout_server.engines.replay.scripts import Recorded, Script, Scripted
 
     describe: dict[str, Any] = {"tensors": {}}
     if given.MODEL.value:  # to pass for a server of this model: its tensors, its config, its tokenizer
@@ -97,7 +97,7 @@ def _replay_engine() -> Engine:
         config = read_config(given.MODEL.value)
         describe = {
             "tensors": hf_tensors(config),
-            "vocabulary": config.vocabulary,
+            "vocabulary": config.vocab_size,
             "model_config": config.canonical_json(),
             "tokenizer_fingerprint": tokenizer_fingerprint(given.MODEL.value),
         }
@@ -115,7 +115,7 @@ def _replay_engine() -> Engine:
         load_seconds=given.REPLAY_LOAD_SECONDS.value,
         maximum_tokens=given.MAXIMUM_TOKENS.value,
         compute_dtype=given.COMPUTE_DTYPE.value,
-        wire_dtype=given.WIRE_DTYPE.value,
+        sync_dtype=given.SYNC_DTYPE.value,
         head_precision=given.HEAD_PRECISION.value,
         faults=Faults(crash_after=given.REPLAY_CRASH_AFTER.value, hang_after=given.REPLAY_HANG_AFTER.value),
         **describe,

@@ -14,7 +14,7 @@ SLOTS = flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_
 QUEUE = flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)
 DECODE_CHUNK = flags.DEFINE_integer("decode_chunk", 8, "Not vllm: decode steps between two looks at the queue.", 1)
 COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "Of the matrix products.")
-WIRE_DTYPE = flags.DEFINE_enum("wire_dtype", "bfloat16", _DTYPES, "In which the weights come.")
+SYNC_DTYPE = flags.DEFINE_enum("sync_dtype", "bfloat16", _DTYPES, "In which the weights come.")
 HEAD_PRECISION = flags.DEFINE_enum(
     "head_precision", "default", ["default", "highest"], "Operands of the head: in compute_dtype, or in float32."
 )
@@ -41,8 +41,8 @@ TLS_AUTHORITY = flags.DEFINE_string(
     "tls_authority", "", "PEM of who signs the other servers' certificates; empty: no weights are passed on to them."
 )
 TOKEN_FILE = flags.DEFINE_string("token_file", "", "File with the token that every call must carry; empty: none.")
-PASS_ON_TO = flags.DEFINE_string(
-    "pass_on_to",
+RELAY_TO = flags.DEFINE_string(
+    "relay_to",
     None,
     "Hosts and networks beyond this machine that weights may be passed on to: 10.0.0.0/8,gpu7.example,.pods.example "
     "(a name that ends so). Not given: whoever shows a certificate of --tls_authority, and without TLS nobody.",

@@ -26,15 +26,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollout_server.activity import Activity
-from rollout_server.contract import codec, limits, rollout_pb2_grpc, rpc
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import SERVER_OPTIONS
-from rollout_server.contract.security import OPEN, Access
 from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import Engine, EngineInfo, QueueFull, WrongVersion
 from rollout_server.guard import MOST_CALLS, Guard
 from rollout_server.hops import LOOPBACK, Reach
 from rollout_server.weight_push import WeightReceiver
+from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.limits import SERVER_OPTIONS
+from scalerl_jax.contract.security import OPEN, Access
 
 # Score calls that may wait for the engine at once: each holds a whole sequence.
 MAXIMUM_SCORES = 8
@@ -101,7 +101,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             compute_dtype=info.compute_dtype,
             head_dtype=info.head_dtype,
             head_precision=info.head_precision,
-            wire_dtype=info.wire_dtype,
+            sync_dtype=info.sync_dtype,
             devices=info.devices,
             slots=info.slots,
             busy_slots=status.busy_slots,

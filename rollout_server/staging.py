@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.chunks import Chunk, crc32
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk, crc32
 
 # A chunk that is wrong this often is not bad luck: the link or the sender is broken.
 MAXIMUM_ATTEMPTS = 8
@@ -35,7 +35,7 @@ class Staging:
         self._crcs = np.zeros(len(self._good), np.uint32)  # of good chunks
 
     @property
-    def is_patch(self) -> bool:
+    def is_delta(self) -> bool:
         return self.header.HasField("base")
 
     @property

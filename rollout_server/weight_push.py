@@ -2,7 +2,7 @@
 
     header -> WeightStore.check -> wait while another version is applied -> chunks -> commit
            -> WeightStore.finish on a thread of its own, decoding goes on -> engine.load
-    and, where the header says so, every chunk to other servers (pass_on.py), which set the pace
+    and, where the header says so, every chunk to other servers (relay.py), which set the pace
 
 Every stage has its end, so that no client holds up the others: STALL_SECONDS for the header and for every message after
 it; for a whole version RECEIVE_SECONDS and what it takes at SLOWEST_BYTES a second; APPLY_SECONDS until what is there
@@ -23,15 +23,15 @@ import grpc
 
 from rollout_server import hops
 from rollout_server.activity import Activity
-from rollout_server.contract import codec, peer_text
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.chunks import Chunk
 from rollout_server.engines.engine import Engine
 from rollout_server.hops import LOOPBACK, Reach
-from rollout_server.pass_on import PassOn, Reply, lost
 from rollout_server.quiet_log import QuietLog
+from rollout_server.relay import PassOn, Reply, lost
 from rollout_server.staging import Staging
-from rollout_server.weight_store import AnchorNeeded, WeightStore
+from rollout_server.weight_store import FullSyncNeeded, WeightStore
+from scalerl_jax.contract import codec, peer_text
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk
 
 # How long a push that is over goes on reading, and dropping, what its client still sends.
 DRAIN_SECONDS = 10.0
@@ -101,10 +101,10 @@ class WeightReceiver:
     ) -> None:
         try:
             reply = pb.WeightReply(applied=await self._receive(messages, context, write, passing))
-        except AnchorNeeded as error:
+        except FullSyncNeeded as error:
             why = peer_text.details(error)
-            self._quiet.say("anchor", logging.WARNING, "a dense version is needed: %s", why)
-            reply = pb.WeightReply(anchor=why)
+            self._quiet.say("full_sync", logging.WARNING, "a dense version is needed: %s", why)
+            reply = pb.WeightReply(full_sync=why)
         except ValueError as error:
             why = peer_text.details(error)
             self._quiet.say("refused", logging.WARNING, "weights refused: %s", why)
@@ -131,9 +131,9 @@ class WeightReceiver:
         if message is grpc.aio.EOF or isinstance(message, Chunk) or message.WhichOneof("kind") != "header":
             raise ValueError("the first message is not a header")
         header = message.header
-        hops.check(header.pass_on)
-        onward = list(header.pass_on)
-        del header.pass_on[:]  # each of them is sent its own part
+        hops.check(header.relays)
+        onward = list(header.relays)
+        del header.relays[:]  # each of them is sent its own part
         target = codec.version_from_proto(header.target)
 
         def still_welcome() -> None:
@@ -206,7 +206,7 @@ class WeightReceiver:
 
     async def _pass_on(
         self,
-        onward: Sequence[pb.Hop],
+        onward: Sequence[pb.Relay],
         staging: Staging,
         context: grpc.aio.ServicerContext,
         write: Reply,
@@ -217,7 +217,7 @@ class WeightReceiver:
             PassOn(hop, staging, reply=write, timeout=timeout, reach=self._reach, own_id=self._server_id)
             for hop in onward
         ]
-        if not staging.is_patch:  # those have memory of their own
+        if not staging.is_delta:  # those have memory of their own
             self._passing = passing
 
     async def _stop_passing(self) -> None:
@@ -229,7 +229,7 @@ class WeightReceiver:
             await asyncio.wait(tasks)
         self._passing = []
 
-    async def _tell_lost(self, onward: Sequence[pb.Hop], write: Reply, why: str) -> None:
+    async def _tell_lost(self, onward: Sequence[pb.Relay], write: Reply, why: str) -> None:
         for hop in onward:
             for reply in lost(hop, why):
                 await write(reply)
@@ -251,7 +251,7 @@ class WeightReceiver:
             logging.INFO,
             "step %d of trainer %d is applied: %s, %d bytes in %.2f s; checked in %.2f s, decoding stood still %.3f s",
             *(staging.target.step, staging.target.incarnation),
-            *("a patch" if staging.is_patch else "dense", staging.header.payload_bytes, staging.seconds),
+            *("a delta" if staging.is_delta else "dense", staging.header.payload_bytes, staging.seconds),
             *(checking, pause),
         )
         return checking, pause

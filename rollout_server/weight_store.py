@@ -1,10 +1,10 @@
 """The host copy of the weights, and how a version gets into it before the engine sees any of it.
 
     dense   the chunks are the copy's bytes: from the first of them on it holds no version, until all are there
-    patch   the chunks lie apart;  decoded in full -> written into the copy -> digests of the whole copy -> the engine
+    delta   the chunks lie apart;  decoded in full -> written into the copy -> digests of the whole copy -> the engine
             a wrong digest: what was written is undone, and the copy counts as lost
 
-`held` is the version that the copy holds, to the bit as the trainer has it; only a patch that starts from it is taken.
+`held` is the version that the copy holds, to the bit as the trainer has it; only a delta that starts from it is taken.
 Tensors are views into the copy, never copies of it. Nothing here knows gRPC or an event loop; one version at a time.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import MAXIMUM_CHUNK_BYTES
-from rollout_server.contract.weight_patch import MAXIMUM_ELEMENTS, MAXIMUM_PATCH_SHARE, Change, Sparse, decode, digest
 from rollout_server.engines.engine import Changes, EngineInfo
 from rollout_server.staging import Staging
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.limits import MAXIMUM_CHUNK_BYTES
+from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, MAXIMUM_ELEMENTS, Change, Sparse, decode, digest
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -27,12 +27,12 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 MAXIMUM_CHUNKS = 2**20
 
 
-class AnchorNeeded(ValueError):
-    """No patch will do: a dense version is needed."""
+class FullSyncNeeded(ValueError):
+    """No delta will do: a dense version is needed."""
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The dtype in which an engine is handed tensors of a wire dtype.
+    """The dtype in which an engine is handed tensors of a sync dtype.
 
     bfloat16 is ml_dtypes' (which comes with jax); where that is not installed it is the raw bits, uint16.
     """
@@ -51,8 +51,8 @@ class WeightStore:
 
     def __init__(self, info: EngineInfo, weight_buffer: Callable[[int], np.ndarray]):
         self._shapes = {name: tuple(shape) for name, shape in info.tensors.items()}
-        self._wire_dtype = info.wire_dtype
-        self._dtype = numpy_dtype(info.wire_dtype)
+        self._sync_dtype = info.sync_dtype
+        self._dtype = numpy_dtype(info.sync_dtype)
         self._payload_bytes = sum(self._bytes(shape) for shape in self._shapes.values())  # of a dense version
         self._weight_buffer = weight_buffer
         self._buffer: np.ndarray | None = None  # [payload] uint8, from the first version on
@@ -67,14 +67,14 @@ class WeightStore:
         return self._refused + (self._staging.chunks_refused if self._staging else 0)
 
     def _bytes(self, shape: Iterable[int]) -> int:
-        return math.prod(shape) * ITEM_BYTES[self._wire_dtype]
+        return math.prod(shape) * ITEM_BYTES[self._sync_dtype]
 
     # ---------------------------------------------------------------------------------------------- the header
 
     def check(self, header: pb.WeightHeader, held: codec.Version) -> None:
         """Raises ValueError unless a payload that follows this header can become the weights.
 
-        `held` is the version that the engine decodes with. Whether a patch starts from the right one is for check_base.
+        `held` is the version that the engine decodes with. Whether a delta starts from the right one is for check_base.
         """
         target = codec.version_from_proto(header.target)
         if target.incarnation == 0:
@@ -83,7 +83,7 @@ class WeightStore:
             raise ValueError(f"{_name(target)} is older than the version held, {_name(held)}")
         self._check_tensors(header)
         if header.HasField("base"):
-            self._check_patch(header)
+            self._check_delta(header)
         elif header.payload_bytes != self._payload_bytes:
             raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors take {self._payload_bytes}")
         if not 0 < header.chunk_bytes <= MAXIMUM_CHUNK_BYTES:
@@ -103,26 +103,26 @@ class WeightStore:
         if unknown := given.keys() - self._shapes.keys():
             raise ValueError(f"tensors that the model does not have: {_some(sorted(unknown))}")
         for tensor in header.tensors:
-            if tensor.dtype != self._wire_dtype:
-                raise ValueError(f"tensor {tensor.name} is {tensor.dtype!r}, the wire dtype is {self._wire_dtype!r}")
+            if tensor.dtype != self._sync_dtype:
+                raise ValueError(f"tensor {tensor.name} is {tensor.dtype!r}, the sync dtype is {self._sync_dtype!r}")
             if tuple(tensor.shape) != self._shapes[tensor.name]:
                 wanted = list(self._shapes[tensor.name])
                 raise ValueError(f"tensor {tensor.name} has shape {list(tensor.shape)}, the model's is {wanted}")
-            if tensor.HasField("digest") and self._wire_dtype != "bfloat16":
+            if tensor.HasField("digest") and self._sync_dtype != "bfloat16":
                 raise ValueError(f"tensor {tensor.name} has a digest, which only bfloat16 has")
 
-    def _check_patch(self, header: pb.WeightHeader) -> None:
-        if self._wire_dtype != "bfloat16":
-            raise ValueError(f"a patch, but the wire dtype is {self._wire_dtype!r}")
+    def _check_delta(self, header: pb.WeightHeader) -> None:
+        if self._sync_dtype != "bfloat16":
+            raise ValueError(f"a delta, but the sync dtype is {self._sync_dtype!r}")
         base, target = codec.version_from_proto(header.base), codec.version_from_proto(header.target)
         if base.incarnation != target.incarnation:
-            raise ValueError(f"a patch from {_name(base)} to {_name(target)}")
+            raise ValueError(f"a delta from {_name(base)} to {_name(target)}")
         if base >= target:
-            raise ValueError(f"a patch from step {base.step} to step {target.step}")
+            raise ValueError(f"a delta from step {base.step} to step {target.step}")
         for tensor in header.tensors:
             size = math.prod(self._shapes[tensor.name])
             if not tensor.HasField("digest"):
-                raise ValueError(f"tensor {tensor.name} of a patch has no digest")
+                raise ValueError(f"tensor {tensor.name} of a delta has no digest")
             if tensor.dense and (tensor.changed or tensor.gap_bytes):
                 raise ValueError(f"tensor {tensor.name} is dense, and has {tensor.changed} changed elements")
             if size > MAXIMUM_ELEMENTS and not tensor.dense:
@@ -132,25 +132,25 @@ class WeightStore:
         bytes_of_parts = sum(self._part_bytes(tensor) for tensor in header.tensors)
         if header.payload_bytes != bytes_of_parts:
             raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors' parts take {bytes_of_parts}")
-        if header.payload_bytes > MAXIMUM_PATCH_SHARE * self._payload_bytes:
+        if header.payload_bytes > MAXIMUM_DELTA_SHARE * self._payload_bytes:
             raise ValueError(
-                f"a patch of {header.payload_bytes} bytes, the dense version has {self._payload_bytes} "
-                f"(at most {MAXIMUM_PATCH_SHARE:g} of them)"
+                f"a delta of {header.payload_bytes} bytes, the dense version has {self._payload_bytes} "
+                f"(at most {MAXIMUM_DELTA_SHARE:g} of them)"
             )
 
     def _part_bytes(self, tensor: pb.TensorInfo) -> int:
         return self._bytes(self._shapes[tensor.name]) if tensor.dense else tensor.gap_bytes + 2 * tensor.changed
 
     def check_base(self, header: pb.WeightHeader) -> None:
-        """Raises AnchorNeeded where the host copy does not hold what a patch starts from."""
+        """Raises FullSyncNeeded where the host copy does not hold what a delta starts from."""
         if header.HasField("base"):
             base = codec.version_from_proto(header.base)
             if self.held != base:
                 holds = _name(self.held) if self.held else "no version"
-                raise AnchorNeeded(f"the patch starts from {_name(base)}, the host copy holds {holds}")
+                raise FullSyncNeeded(f"the delta starts from {_name(base)}, the host copy holds {holds}")
 
     def holds(self, header: pb.WeightHeader) -> bool:
-        """Whether a patch brings what is there already."""
+        """Whether a delta brings what is there already."""
         return header.HasField("base") and self.held == codec.version_from_proto(header.target)
 
     # ---------------------------------------------------------------------------------------------- the payload
@@ -174,12 +174,12 @@ class WeightStore:
         """Makes the host copy the version staged: (read-only views of all its tensors, what is new in them).
 
         The copy holds no version from here on, until the caller, when the engine has taken it, sets `held`. Takes a
-        while, and may run on any thread. Raises AnchorNeeded where the version turns out wrong; a patch's tensors are
+        while, and may run on any thread. Raises FullSyncNeeded where the version turns out wrong; a delta's tensors are
         then what they were.
         """
         changes: Changes = dict.fromkeys(self._shapes)
         undo: dict[str, np.ndarray | Change] = {}
-        if staging.is_patch:
+        if staging.is_delta:
             changes = self._decode(staging)
             self.held = None
             undo = self._write(staging, changes)
@@ -187,7 +187,7 @@ class WeightStore:
             if tensor.HasField("digest") and digest(self._view(tensor.name)) != tensor.digest:
                 for name, before in undo.items():
                     self._set(name, before)
-                raise AnchorNeeded(f"tensor {tensor.name}: its digest is not that of {_name(staging.target)}")
+                raise FullSyncNeeded(f"tensor {tensor.name}: its digest is not that of {_name(staging.target)}")
         views = {tensor.name: self._view(tensor.name) for tensor in staging.header.tensors}
         for view in views.values():
             view.flags.writeable = False
@@ -207,7 +207,7 @@ class WeightStore:
                 yield tensor.name, Sparse(tensor.changed, part[: tensor.gap_bytes], values)
 
     def _decode(self, staging: Staging) -> Changes:
-        """What differs; unchanged tensors are not named. Raises AnchorNeeded; nothing has been written."""
+        """What differs; unchanged tensors are not named. Raises FullSyncNeeded; nothing has been written."""
         changes: dict[str, Change | None] = {}
         for name, part in self._parts(staging):
             if not isinstance(part, Sparse):
@@ -216,7 +216,7 @@ class WeightStore:
                 try:
                     changes[name] = decode(part, math.prod(self._shapes[name]))
                 except ValueError as error:
-                    raise AnchorNeeded(f"tensor {name}: {error}") from error
+                    raise FullSyncNeeded(f"tensor {name}: {error}") from error
         return changes
 
     def _write(self, staging: Staging, changes: Changes) -> dict[str, np.ndarray | Change]:

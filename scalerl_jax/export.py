@@ -3,7 +3,7 @@
     scalerl-export --workdir=runs/quickstart --out=exported [--dtype=float32|bfloat16] [--model=DIR]
 
 Reads only the parameters, from the newest checkpoint that is whole; a run that goes on is not disturbed. The weights
-are written in the dtype that the generators sample with (config.model.wire_dtype), so the folder is the policy that was
+are written in the dtype that the generators sample with (config.model.sync_dtype), so the folder is the policy that was
 trained and evaluated, unless --dtype says otherwise. The tokenizer is that of the model the run started from; --model
 says where that is, if it has moved.
 """
@@ -12,17 +12,18 @@ import os
 
 from absl import flags
 
-from scalerl_jax import command_flags, entry, platforms
-from scalerl_jax import config as config_lib
+from scalerl_jax import config_io, config_names
+from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.learner.checkpoint import read_newest
 from scalerl_jax.model.hf import read_config
 from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.system import platforms
 
 
 def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
     """Writes the folder `out`, whole or not at all; returns the step of the checkpoint it holds.
 
-    dtype "": the run's wire dtype; model "": the run's config.model.path. Raises entry.UserError, one line, where
+    dtype "": the run's sync dtype; model "": the run's config.model.path. Raises entry.UserError, one line, where
     something is missing, unreadable, or `out` exists.
     """
     if os.path.exists(out):
@@ -33,8 +34,8 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
         raise entry.UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")
     try:
         with open(config_file, "rb") as file:
-            config = config_lib.from_json(file.read().decode(errors="replace"))
-    except config_lib.ConfigError as error:
+            config = config_io.from_json(file.read().decode(errors="replace"))
+    except config_names.ConfigError as error:
         raise entry.UserError(f"--workdir={workdir}: {error}") from error
     try:
         model = model or config.model.path
@@ -52,7 +53,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
         checkpoint = read_newest(os.path.join(workdir, "checkpoints"), "params")
         params = checkpoint.state["params"]
         write_model_folder(
-            out, params=params, decoder=decoder, tokenizer_dir=model, dtype=dtype or config.model.wire_dtype
+            out, params=params, decoder=decoder, tokenizer_dir=model, dtype=dtype or config.model.sync_dtype
         )
     except ValueError as error:
         raise entry.UserError(str(error)) from error

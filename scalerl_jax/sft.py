@@ -26,8 +26,12 @@ import numpy as np
 import optax
 from absl import flags
 
-from scalerl_jax import command_flags, continuing, entry, files, signals
-from scalerl_jax.config import Config, ConfigError
+from scalerl_jax.cli import command_flags, entry
+from scalerl_jax.config import Config
+from scalerl_jax.config_names import ConfigError
+from scalerl_jax.environments import arithmetic
+from scalerl_jax.environments.prompts import read_jsonl
+from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.packing import Segment, pack
@@ -37,12 +41,11 @@ from scalerl_jax.model.decoder import Params
 from scalerl_jax.model.hf import read_config
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.surrogate import Surrogate
-from scalerl_jax.progress import ProgressLine
-from scalerl_jax.tasks import arithmetic
-from scalerl_jax.tasks.prompts import read_jsonl
-from scalerl_jax.tasks.tokenizer import Tokenizer, make_tokenizer
-from scalerl_jax.telemetry import RunFolder
+from scalerl_jax.objective.losses import Surrogate
+from scalerl_jax.run import continuing
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.system import files, signals
 
 _GRADIENT_CLIP = 1.0  # global norm: the first updates of a new decoder are steep
 _BETA2 = 0.95
@@ -111,10 +114,10 @@ class ArithmeticTraces:
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
         # Interruptions are part of what is taught only where the run will interrupt.
-        self._phrase = config.rollout.phrase if config.rollout.thinking_high else ""
+        self._phrase = config.rollout.interruption_text if config.rollout.thinking_budget_max else ""
         term = len(tokenizer.encode("+9=9")) + len(tokenizer.encode("+9"))
         fixed = tokenize("9=", [arithmetic.Piece("<think>9" + self._phrase + "</think>9")], tokenizer)
-        self.longest = len(fixed.tokens) + term * (config.task.maximum_terms - 1)  # tokens
+        self.longest = len(fixed.tokens) + term * (config.environment.maximum_terms - 1)  # tokens
 
     def batch(self, update: int) -> list[Example]:
         config = self._config
@@ -124,20 +127,20 @@ class ArithmeticTraces:
             while True:
                 problem = arithmetic.draw(
                     rng,
-                    minimum_terms=config.task.minimum_terms,
-                    maximum_terms=config.task.maximum_terms,
+                    minimum_terms=config.environment.minimum_terms,
+                    maximum_terms=config.environment.maximum_terms,
                     validation=False,
                 )
-                pieces = arithmetic.trace(problem, rng, slip_rate=config.sft.slip_rate, phrase=self._phrase)
+                pieces = arithmetic.trace(problem, rng, error_rate=config.sft.error_rate, phrase=self._phrase)
                 yield tokenize(problem.text, pieces, self._tokenizer)
 
-        return fill(examples(), rows=config.sft.rows, length=config.sft.row_length)
+        return fill(examples(), rows=config.sft.rows_per_step, length=config.sft.seq_len)
 
 
 class FileTraces:
     """The rows of a JSONL file of {"prompt", "completion"}, epoch after epoch, each in an order of its own.
 
-    Raises ValueError naming a row that does not fit into config.sft.row_length.
+    Raises ValueError naming a row that does not fit into config.sft.seq_len.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
@@ -145,10 +148,10 @@ class FileTraces:
         self._examples = []
         for prompt, completion, where in read_traces(config.sft.traces_file):
             example = tokenize(prompt, [arithmetic.Piece(completion)], tokenizer)
-            if len(example.tokens) - 1 > config.sft.row_length:
+            if len(example.tokens) - 1 > config.sft.seq_len:
                 raise ValueError(
-                    f"{where}: has {len(example.tokens)} tokens, a row holds {config.sft.row_length + 1} "
-                    "(config.sft.row_length)"
+                    f"{where}: has {len(example.tokens)} tokens, a row holds {config.sft.seq_len + 1} "
+                    "(config.sft.seq_len)"
                 )
             self._examples.append(example)
         if not self._examples:
@@ -160,7 +163,9 @@ class FileTraces:
         if update < self._next:
             self._next, self._taken = 0, 0
         while True:  # what an update takes depends on those before it
-            taken = fill(self._stream(self._taken), rows=self._config.sft.rows, length=self._config.sft.row_length)
+            taken = fill(
+                self._stream(self._taken), rows=self._config.sft.rows_per_step, length=self._config.sft.seq_len
+            )
             self._next, self._taken = self._next + 1, self._taken + len(taken)
             if self._next > update:
                 return taken
@@ -184,15 +189,15 @@ def corpus(config: Config) -> Iterator[str]:
     """What a new tokenizer is made from: the traces, and the interruption phrase as often as its words need."""
     if not config.sft.traces_file:
         yield from arithmetic.corpus(
-            minimum_terms=config.task.minimum_terms,
-            maximum_terms=config.task.maximum_terms,
+            minimum_terms=config.environment.minimum_terms,
+            maximum_terms=config.environment.maximum_terms,
             seed=config.seed,
-            phrase=config.rollout.phrase,
+            phrase=config.rollout.interruption_text,
         )
         return
     for prompt, completion, _ in read_traces(config.sft.traces_file):
         yield prompt + completion
-        yield config.rollout.phrase
+        yield config.rollout.interruption_text
 
 
 def settle_tokenizer(config: Config, folder: RunFolder) -> str:
@@ -204,7 +209,7 @@ def settle_tokenizer(config: Config, folder: RunFolder) -> str:
         temporary = f"{out}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
         try:
-            make_tokenizer(corpus=corpus(config), path=temporary, vocabulary=config.sft.vocabulary)
+            make_tokenizer(corpus=corpus(config), path=temporary, vocabulary=config.sft.vocab_size)
             os.replace(temporary, out)
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -229,17 +234,17 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
             raise ValueError(f"config.sft.model_file={sft.model_file}: {error}") from error
     else:
         decoder = DecoderConfig(
-            vocabulary=sft.vocabulary,
-            width=sft.width,
+            vocab_size=sft.vocab_size,
+            hidden_size=sft.hidden_size,
             layers=sft.layers,
             heads=sft.heads,
             kv_heads=sft.kv_heads,
-            head_size=sft.head_size,
-            mlp_width=sft.mlp_width,
+            head_dim=sft.head_dim,
+            intermediate_size=sft.intermediate_size,
             tied_embeddings=True,  # at these sizes a head of its own would be a third of the parameters
         )
-    if decoder.vocabulary < tokenizer.vocabulary:
-        raise ValueError(f"the decoder has {decoder.vocabulary} tokens, the tokenizer {tokenizer.vocabulary}")
+    if decoder.vocab_size < tokenizer.vocabulary:
+        raise ValueError(f"the decoder has {decoder.vocab_size} tokens, the tokenizer {tokenizer.vocabulary}")
     return dataclasses.replace(decoder, stop_token_ids=tokenizer.stop_ids)
 
 
@@ -250,7 +255,11 @@ def make_learner(config: Config, decoder: DecoderConfig, *, longest: int) -> Lea
     )  # fmt: skip
     shards = mesh.shape["replica"] * mesh.shape["fsdp"]
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, sft.learning_rate, sft.warmup, max(sft.updates, sft.warmup + 1), sft.learning_rate * _FINAL_RATE
+        0.0,
+        sft.learning_rate,
+        sft.warmup_steps,
+        max(sft.max_steps, sft.warmup_steps + 1),
+        sft.learning_rate * _FINAL_RATE,
     )
     return Learner(
         decoder=decoder,
@@ -263,12 +272,12 @@ def make_learner(config: Config, decoder: DecoderConfig, *, longest: int) -> Lea
             clip=_GRADIENT_CLIP,
         ),
         mesh=mesh,
-        precision=Precision(config.model.compute_dtype, config.model.wire_dtype, config.model.head_precision),
+        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
         surrogate=Surrogate(kind="cross_entropy"),
-        row_length=sft.row_length,
+        seq_len=sft.seq_len,
         # As many rows at once as an RL update computes, and no more than there are.
-        rows=shards * min(config.learner.rows, -(-sft.rows // shards)),
-        max_segment=min(longest, sft.row_length),
+        rows=shards * min(config.learner.micro_batch_rows, -(-sft.rows_per_step // shards)),
+        max_segment=min(longest, sft.seq_len),
         logprob_chunk=config.learner.logprob_chunk,
         remat=config.model.remat,
     )
@@ -288,11 +297,14 @@ def relevant(config: Config) -> Config:
     """The fields that the warm start depends on; the rest at their defaults, so that it may change between runs."""
     kept = Config(seed=config.seed, sft=config.sft, telemetry=config.telemetry)
     if not config.sft.traces_file:
-        kept.task.minimum_terms, kept.task.maximum_terms = config.task.minimum_terms, config.task.maximum_terms
-    kept.rollout.phrase = config.rollout.phrase
-    kept.rollout.thinking_high = int(config.rollout.thinking_high > 0)
-    kept.rollout.thinking_low = 0
-    for name in ("compute_dtype", "wire_dtype", "head_precision"):
+        kept.environment.minimum_terms, kept.environment.maximum_terms = (
+            config.environment.minimum_terms,
+            config.environment.maximum_terms,
+        )
+    kept.rollout.interruption_text = config.rollout.interruption_text
+    kept.rollout.thinking_budget_max = int(config.rollout.thinking_budget_max > 0)
+    kept.rollout.thinking_budget_min = 0
+    for name in ("compute_dtype", "sync_dtype", "head_precision"):
         setattr(kept.model, name, getattr(config.model, name))
     return kept
 
@@ -352,10 +364,10 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         if found is not None:
             learner.state = found.state
         start = found.step if found else 0
-        if start > config.sft.updates:
+        if start > config.sft.max_steps:
             raise ConfigError(
-                f"config.sft.updates={config.sft.updates}: the checkpoint in --workdir={workdir} has {start} already; "
-                "begin in another workdir"
+                f"config.sft.max_steps={config.sft.max_steps}: the checkpoint in --workdir={workdir} has {start} "
+                "already; begin in another workdir"
             )
 
         def save(step: int) -> None:
@@ -364,15 +376,15 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         if there:  # first, since the config that is written next is no longer this model's
             files.write_whole(folder.path(_OUTDATED), "model/ is of the config before\n")
         folder.resume(start)
-        line = stack.enter_context(ProgressLine("warm start", updates=config.sft.updates, step=start))
+        line = stack.enter_context(ProgressLine("warm start", updates=config.sft.max_steps, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(learner.state["params"]))
-        line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.updates} updates, from update {start}")
+        line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
         if there:
             line.say(f"warm start: {out} is of the config before, and is replaced at the end")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
         signals.be(signals.HOLD)
-        for update in range(start, config.sft.updates):
+        for update in range(start, config.sft.max_steps):
             if signals.requested() and update > start:
                 save(update)
                 checkpoints.wait()
@@ -381,11 +393,11 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             examples = traces.batch(update)
             sums = learner.update(segments(examples))
             step = update + 1
-            if step % config.sft.log_every == 0 or step == config.sft.updates:
+            if step % config.sft.log_every == 0 or step == config.sft.max_steps:
                 values = {"loss": sums["loss"], "gradient_norm": sums["gradient_norm"], "row_use": sums["row_use"]}
                 folder.metrics(step, {**values, "examples": len(examples), "tokens": sums["tokens"]})
             line.update(step=step, note=f"loss {sums['loss']:.3f}")
-            if step % config.sft.checkpoint_every == 0 and step < config.sft.updates:
+            if step % config.sft.checkpoint_every == 0 and step < config.sft.max_steps:
                 save(step)
 
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
@@ -395,7 +407,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 params=learner.state["params"],
                 decoder=decoder,
                 tokenizer_dir=tokenizer_folder,
-                dtype=config.model.wire_dtype,
+                dtype=config.model.sync_dtype,
             )
 
         replace_model(out, write)

@@ -26,33 +26,37 @@ from absl import flags
 
 from launch import accelerators
 from launch.local import LocalServers, StartError, serve_command, stop_seconds
-from rollout_server.contract.decoder_config import DecoderConfig
-from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax import command_flags, continuing, entry, platforms, signals, summary
+from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
+from scalerl_jax.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.environments import judge
+from scalerl_jax.environments import prompts as tasks
+from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.verifiers import VerifierError
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.step import Learner
-from scalerl_jax.ledger import Ledger, ModelShape
-from scalerl_jax.live_forecast import LiveForecast
 from scalerl_jax.model import Precision, load_hf
 from scalerl_jax.model.hf import Tensors, read_config
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.surrogate import Surrogate
-from scalerl_jax.progress import ProgressLine
-from scalerl_jax.report_page.writer import ReportWriter
-from scalerl_jax.rollouts import credentials as credentials_lib
+from scalerl_jax.objective.losses import Surrogate
+from scalerl_jax.report import summary
+from scalerl_jax.report.writer import ReportWriter
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.addresses import Addresses
-from scalerl_jax.rollouts.fleet import Fleet, FleetError
-from scalerl_jax.rollouts.probe import Expected, Probe, ProbeError
+from scalerl_jax.rollouts.errors import FleetError, ProbeError
+from scalerl_jax.rollouts.fleet import Fleet
+from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.tasks import judge
-from scalerl_jax.tasks import prompts as tasks
-from scalerl_jax.tasks.curriculum import Curriculum, NoPromptLeft
-from scalerl_jax.tasks.tokenizer import Tokenizer
-from scalerl_jax.tasks.verifiers import VerifierError
-from scalerl_jax.telemetry import RunFolder
+from scalerl_jax.rollouts.servers import credentials as credentials_lib
+from scalerl_jax.rollouts.servers.discovery import Addresses
+from scalerl_jax.run import continuing
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.ledger import Ledger, ModelShape
+from scalerl_jax.run.live_forecast import LiveForecast
+from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.system import platforms, signals
 from scalerl_jax.trainer import Draws, Pushes, Trainer, observe, score
 
 FLAGS = flags.FLAGS
@@ -66,19 +70,19 @@ def make_learner(config: Config, decoder: DecoderConfig, *, max_segment: int) ->
         decoder=decoder,
         optimizer=optimizer.from_config(config.optimizer),
         mesh=mesh,
-        precision=Precision(config.model.compute_dtype, config.model.wire_dtype, config.model.head_precision),
+        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
         surrogate=Surrogate(
-            kind=objective.surrogate,
-            cap=objective.cap,
+            kind=objective.loss,
+            cap=objective.max_ratio,
             clip_low=objective.clip_low,
             clip_high=objective.clip_high,
-            truncated_is=objective.truncated_is,
+            tis_cap=objective.tis_cap,
             icepop_low=objective.icepop_low,
             icepop_high=objective.icepop_high,
-            total_variation=objective.total_variation,
+            dppo_tv_threshold=objective.dppo_tv_threshold,
         ),
-        row_length=config.learner.row_length,
-        rows=config.learner.rows * mesh.shape["replica"] * mesh.shape["fsdp"],
+        seq_len=config.learner.seq_len,
+        rows=config.learner.micro_batch_rows * mesh.shape["replica"] * mesh.shape["fsdp"],
         max_segment=max_segment,
         logprob_chunk=config.learner.logprob_chunk,
         remat=config.model.remat,
@@ -87,10 +91,15 @@ def make_learner(config: Config, decoder: DecoderConfig, *, max_segment: int) ->
 
 def make_pacing(config: Config, *, start: int) -> pacing_lib.Pacing:
     """The run's pacing, from version `start` on."""
-    common = {"k": config.pacing.k, "groups": config.rollout.groups, "batches": config.updates, "start": start}
+    common = {
+        "k": config.pacing.max_off_policy_steps,
+        "groups": config.rollout.prompts_per_step,
+        "batches": config.max_steps,
+        "start": start,
+    }
     if config.pacing.kind == "phased":
         return pacing_lib.Phased(**common)
-    return pacing_lib.Pipeline(**common, store_batches=config.pacing.store_batches)
+    return pacing_lib.Pipeline(**common, max_buffered_batches=config.pacing.max_buffered_batches)
 
 
 def start_servers(
@@ -135,8 +144,8 @@ def too_few(config: Config, *, training: int, held_out: int) -> list[str]:
     if held_out < config.evaluation.prompts:
         asked = f"config.evaluation.prompts={config.evaluation.prompts}"
         said.append(f"{asked}: there are {held_out} held-out prompts, and all of them are used")
-    if training < config.rollout.groups:
-        asked = f"config.rollout.groups={config.rollout.groups}"
+    if training < config.rollout.prompts_per_step:
+        asked = f"config.rollout.prompts_per_step={config.rollout.prompts_per_step}"
         said.append(f"{asked}: there are {training} training prompts, so a batch has some of them more than once")
     return said
 
@@ -150,10 +159,10 @@ def main(config: Config) -> None:
         saved = newest_step(folder.path("checkpoints"))
         if saved is not None:
             signals.expect(f"interrupted: the same command goes on from step {saved}")
-            if saved > config.updates:
-                raise entry.UserError(f"config.updates={config.updates}: the run has made {saved} updates already")
+            if saved > config.max_steps:
+                raise entry.UserError(f"config.max_steps={config.max_steps}: the run has made {saved} updates already")
         with entry.user_mistakes():
-            finished = saved == config.updates == folder.last_evaluation()
+            finished = saved == config.max_steps == folder.last_evaluation()
         if finished:
             summary.show(FLAGS.workdir)
             return
@@ -170,10 +179,10 @@ def main(config: Config) -> None:
                 raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
         for fewer in too_few(config, training=len(train_prompts), held_out=len(validation_prompts)):
             print(fewer, file=sys.stderr)
-        maximum_tokens = config.rollout.prompt_limit + requests.maximum_tokens
-        if maximum_tokens > config.learner.row_length + 1:
+        maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
+        if maximum_tokens > config.learner.seq_len + 1:
             raise entry.UserError(
-                f"config.learner.row_length={config.learner.row_length}: a prompt and its completion may have "
+                f"config.learner.seq_len={config.learner.seq_len}: a prompt and its completion may have "
                 f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
             )
 
@@ -193,13 +202,13 @@ def main(config: Config) -> None:
                 folder.path("ledger.json"),
                 trainer_devices=jax.device_count(),
                 shape=ModelShape.decoder(
-                    vocabulary=decoder.vocabulary,
-                    width=decoder.width,
+                    vocab_size=decoder.vocab_size,
+                    hidden_size=decoder.hidden_size,
                     layers=decoder.layers,
                     heads=decoder.heads,
                     kv_heads=decoder.kv_heads,
-                    head_size=decoder.head_size,
-                    mlp_width=decoder.mlp_width,
+                    head_dim=decoder.head_dim,
+                    intermediate_size=decoder.intermediate_size,
                 ),
             )
 
@@ -225,9 +234,9 @@ def main(config: Config) -> None:
         # ---- 3. Begin, or go on: parameters, optimizer, history of every prompt, logs --------------------------------
         curriculum = Curriculum(
             prompts=len(train_prompts),
-            retire_at=config.curriculum.retire_at,
-            k=config.pacing.k,
-            groups_per_batch=config.rollout.groups,
+            no_positive_resampling_at=config.curriculum.no_positive_resampling_at,
+            k=config.pacing.max_off_policy_steps,
+            groups_per_batch=config.rollout.prompts_per_step,
             seed=config.seed,
         )
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=config.checkpoint.keep)
@@ -250,12 +259,12 @@ def main(config: Config) -> None:
 
         # ---- 4. Meet the fleet ---------------------------------------------------------------------------------------
         probe = Probe(
-            config.probe,
+            config.parity,
             expected=Expected(
                 tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
                 model_config=decoder.canonical_json(),
                 head_precision=config.model.head_precision,
-                wire_dtype=config.model.wire_dtype,
+                sync_dtype=config.model.sync_dtype,
                 maximum_tokens=maximum_tokens,
             ),
             score=functools.partial(score, learner),
@@ -271,7 +280,7 @@ def main(config: Config) -> None:
             addresses=given,
             look=listed.look if listed is not None and listed.changes else None,
             credentials=credentials,
-            vocabulary=decoder.vocabulary,
+            vocabulary=decoder.vocab_size,
             pacing=make_pacing(config, start=start),
             incarnation=folder.incarnation,
             raised=lambda value: folder.outrank(value - 1),
@@ -285,9 +294,9 @@ def main(config: Config) -> None:
             approve_evaluations=True,
         )
         stack.callback(fleet.close)
-        line = stack.enter_context(ProgressLine("train", updates=config.updates, step=start))
+        line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
         report = stack.enter_context(ReportWriter(folder.workdir))
-        forecast = stack.enter_context(LiveForecast(updates=config.updates, say=line.say))
+        forecast = stack.enter_context(LiveForecast(updates=config.max_steps, say=line.say))
         trainer = Trainer(
             config=config,
             folder=folder,
@@ -308,30 +317,30 @@ def main(config: Config) -> None:
         if sharing is not None:
             line.say(sharing.sentence)
         if found:
-            line.say(f"going on from step {start} of {config.updates}")
+            line.say(f"going on from step {start} of {config.max_steps}")
         for change in folder.changes:
             if change.kind != continuing.FREE:
                 line.say(f"from step {start} on config.{change.name} is {change.now!r}; before: {change.before!r}")
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
         with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, VerifierError, StartError):
-            fleet.start(start * config.rollout.groups)
+            fleet.start(start * config.rollout.prompts_per_step)
             # From here on a signal is only noted, and looked at where the state is that of a whole number of updates.
             signals.be(signals.HOLD)
             stack.enter_context(trainer.saved_when_interrupted())
             trainer.begin(start)
             save_due = False
-            for number in range(start, config.updates):
+            for number in range(start, config.max_steps):
                 signals.look()
                 trainer.train_on(number)
                 step = number + 1
-                if step % config.evaluation.every == 0 or step == config.updates:
+                if step % config.evaluation.every == 0 or step == config.max_steps:
                     trainer.evaluate(step)
-                if step == config.updates:
+                if step == config.max_steps:
                     trainer.finish_evaluations()
                 # Not before the rows of earlier evaluations are written: a run that goes on from it would lack them.
                 # But one that takes longer than the updates between two checkpoints does not hold them up.
-                save_due |= step % config.checkpoint.every == 0 or step == config.updates
+                save_due |= step % config.checkpoint.every == 0 or step == config.max_steps
                 if save_due and (not trainer.owes(step) or step - trainer.saved >= 2 * config.checkpoint.every):
                     trainer.save(step)
                     save_due = False

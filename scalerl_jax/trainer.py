@@ -14,28 +14,28 @@ import jax
 import numpy as np
 from absl import logging
 
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.codec import Completion
-from scalerl_jax import config as config_lib
-from scalerl_jax import memory, signals
-from scalerl_jax.alarms import LearningWatch
+from scalerl_jax import config_check
 from scalerl_jax.config import Config
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.curriculum import Curriculum
+from scalerl_jax.environments.prompts import Prompt
+from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.step import Learner, Pending
-from scalerl_jax.learner.wire_copy import WireCopies
-from scalerl_jax.ledger import Ledger, ServerCounters
-from scalerl_jax.live_forecast import LiveForecast
-from scalerl_jax.progress import ProgressLine
-from scalerl_jax.report_page.writer import ReportWriter
-from scalerl_jax.rollouts.evaluation import EvaluationLost
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
+from scalerl_jax.report.writer import ReportWriter
+from scalerl_jax.rollouts.errors import EvaluationLost
 from scalerl_jax.rollouts.fleet import FinishedGroup, Fleet
-from scalerl_jax.rollouts.probe import Probe
-from scalerl_jax.scrutiny import Scrutiny
-from scalerl_jax.tasks.curriculum import Curriculum
-from scalerl_jax.tasks.prompts import Prompt
-from scalerl_jax.tasks.tokenizer import Tokenizer
-from scalerl_jax.telemetry import RolloutSample, RunFolder
+from scalerl_jax.rollouts.parity.handshake import Probe
+from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
+from scalerl_jax.run.alarms import LearningWatch
+from scalerl_jax.run.folder import RolloutSample, RunFolder
+from scalerl_jax.run.ledger import Ledger, ServerCounters
+from scalerl_jax.run.live_forecast import LiveForecast
+from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.system import memory, signals
 
 
 class Draws:
@@ -78,9 +78,9 @@ class Pushes:
             logging.info("%s: %s", kind, fields)
 
     def take(self) -> dict[str, float]:
-        """Sums since the last call: of the versions applied, by all servers, and of the patches that were made.
+        """Sums since the last call: of the versions applied, by all servers, and of the deltas that were made.
 
-        sparse: pushes that were patches. transfer, staging, pause: see publisher.PushReport. patch_bytes, dense_bytes,
+        sparse: pushes that were deltas. transfer, staging, pause: see publisher.PushReport. delta_bytes, dense_bytes,
         changed, elements: of the versions that were compared with the one before them; encode: comparison, transfer to
         the host and encoding of those.
         """
@@ -91,11 +91,11 @@ class Pushes:
             *("sparse", "payload_bytes", "resent_chunks"),
             *("seconds", "transfer_seconds", "staging_seconds", "pause_seconds"),
         )
-        of_version = ("patch_bytes", "dense_bytes", "changed", "elements", "whole_tensors", "encode_seconds")
+        of_version = ("delta_bytes", "dense_bytes", "changed", "elements", "whole_tensors", "encode_seconds")
         return {
             "applied": len(reports),
             **{name: sum(r[name] for r in reports) for name in of_push},
-            "patches": len(versions),
+            "deltas": len(versions),
             **{name: sum(v[name] for v in versions) for name in of_version},
         }
 
@@ -193,21 +193,21 @@ class Trainer:
         self.step = self.saved = 0  # updates made, and those on disk; from begin() on
         self._evaluations: list[tuple[int, float, dict[str, Any], Future[list[FinishedGroup]]]] = []
         self._waits = Waits()
-        self._learning = LearningWatch(config_lib.leaves(config))
+        self._learning = LearningWatch(config_check.leaves(config))
         # What the thinking of a completion ends with, in tokens; none where there is no thinking.
-        thinks = config.rollout.thinking_high > 0
+        thinks = config.rollout.thinking_budget_max > 0
         self._end_of_thinking = tokenizer.encode(config.rollout.end_of_thinking) if thinks else []
-        self._copies: WireCopies | None = None
-        if config.model.wire_dtype == "bfloat16" and config.fleet.sparse_share > 0:
-            self._copies = WireCopies(learner.decoder, learner.mesh, share=config.fleet.sparse_share)
+        self._copies: WeightSnapshots | None = None
+        if config.model.sync_dtype == "bfloat16" and config.fleet.max_delta_density > 0:
+            self._copies = WeightSnapshots(learner.decoder, learner.mesh, share=config.fleet.max_delta_density)
 
     def begin(self, start: int) -> None:
         """The first version goes out; the servers are met; version `start` is evaluated if that is still due."""
         self.step = self.saved = start
         self._version(start)()
-        if start % self.config.evaluation.every == 0 or start == self.config.updates:
+        if start % self.config.evaluation.every == 0 or start == self.config.max_steps:
             self.evaluate(start)
-        if start == self.config.updates:
+        if start == self.config.max_steps:
             self.finish_evaluations()
         self.ledger.begin()
 
@@ -219,7 +219,7 @@ class Trainer:
 
     def serve_fleet(self) -> None:
         """What the trainer's thread owes the fleet while it waits: servers are looked at, the line is redrawn."""
-        for server, found in self.probe.admit_newcomers(self.fleet):
+        for server, found in self.probe.admit_candidates(self.fleet):
             self.line.say(
                 f"{server} joined: |log-prob difference| {found.mean:.1e} on average, {found.p99:.1e} at p99, "
                 f"over {found.tokens} tokens"
@@ -269,8 +269,8 @@ class Trainer:
         """
         if self._copies is not None:
             version = self._copies.take(self.learner.state["params"], step)
-            return lambda: self.fleet.publish(step, version.tensors, version.patch)
-        weights = self.learner.wire()
+            return lambda: self.fleet.publish(step, version.tensors, version.delta)
+        weights = self.learner.sync_weights()
         return lambda: self.fleet.publish(step, lambda: host_arrays(weights))
 
     def evaluate(self, step: int) -> None:

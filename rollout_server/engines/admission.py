@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from rollout_server.contract import limits
-from rollout_server.contract.codec import GroupRequest, Version
 from rollout_server.engines.engine import EngineInfo, QueueFull, WrongVersion
+from scalerl_jax.contract import limits
+from scalerl_jax.contract.codec import GroupRequest, Version
 
 # The widest a request may be; fixed, because an engine that compiles its shapes has them in there.
 LONGEST_PHRASE = 128
@@ -36,7 +36,7 @@ def check_request(request: GroupRequest, info: EngineInfo) -> None:
         )
     lists = {
         "prompt": (request.prompt, maximum_tokens),
-        "phrase": (interruption.phrase_token_ids, LONGEST_PHRASE),
+        "phrase": (interruption.text_token_ids, LONGEST_PHRASE),
         "end_of_thinking": (interruption.end_of_thinking_token_ids, LONGEST_END),
         "stop tokens": (sampling.stop_token_ids, MOST_STOPS),
     }

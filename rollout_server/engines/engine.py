@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rollout_server.contract.codec import Completion, GroupRequest, Version
-from rollout_server.contract.weight_patch import Change
+from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.weight_delta import Change
 
 
 class QueueFull(Exception):
@@ -46,7 +46,7 @@ class EngineInfo:
     compute_dtype: str
     head_dtype: str
     head_precision: str  # "default" | "highest"
-    wire_dtype: str
+    sync_dtype: str
     devices: int
     slots: int
     queue_capacity: int
@@ -79,7 +79,7 @@ class Engine(Protocol):
         ...
 
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
-        """Makes `tensors` (Hugging Face names, complete, in wire dtype) the weights, between two decode chunks.
+        """Makes `tensors` (Hugging Face names, complete, in sync dtype) the weights, between two decode chunks.
 
         Requests pinned to the version held are finished first. Requests leased by another incarnation are ended with
         WrongVersion. Returns the seconds that decoding stood still. All tensors or none. The arrays are read-only

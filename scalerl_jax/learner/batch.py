@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollout_server.contract.codec import Completion
 from scalerl_jax.config import ObjectiveConfig
+from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.objective import advantages, token_weights
 
@@ -63,7 +63,7 @@ def build(
     loss_tokens = np.array([[int(mask.sum()) for mask in row] for row in sampled])
 
     advantage, survives = advantages(
-        rewards, right, counted, normalisation=objective.normalisation,
+        rewards, right, counted, normalisation=objective.advantage_normalization,
         filter_zero_variance=objective.filter_zero_variance,
     )  # fmt: skip
     weight = token_weights(loss_tokens, counted, survives, objective.aggregation)

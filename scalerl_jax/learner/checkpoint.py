@@ -40,8 +40,8 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from scalerl_jax import files
-from scalerl_jax.entry import UserError
+from scalerl_jax.cli.entry import UserError
+from scalerl_jax.system import files
 
 Tree = Any
 

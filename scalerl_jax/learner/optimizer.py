@@ -38,7 +38,7 @@ def from_config(config: OptimizerConfig) -> optax.GradientTransformation:
         beta2=config.beta2,
         epsilon=config.epsilon,
         weight_decay=config.weight_decay,
-        clip=config.gradient_clip,
+        clip=config.max_grad_norm,
     )
 
 

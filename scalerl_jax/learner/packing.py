@@ -63,7 +63,7 @@ def pack(
         if size < 1:
             raise ValueError(f"segment {i} has {size + 1} tokens: at least 2 are needed")
         if size > length:
-            raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.row_length)")
+            raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.seq_len)")
     room: list[int] = []
     where: dict[int, tuple[int, int]] = {}
     for i in sorted(range(len(segments)), key=lambda i: (i >= first, -positions[i], i)):

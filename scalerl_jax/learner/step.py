@@ -23,14 +23,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rollout_server.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.learner.optimizer import state_shardings
 from scalerl_jax.learner.packing import MicroBatch, Place, Segment, pack, plain
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward, param_shardings
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import ROWS
-from scalerl_jax.objective.surrogate import Surrogate, policy_loss
+from scalerl_jax.objective.losses import Surrogate, policy_loss
 
 State = dict[str, Any]
 
@@ -74,7 +74,7 @@ class Learner:
         mesh: Mesh,
         precision: Precision,
         surrogate: Surrogate,
-        row_length: int,
+        seq_len: int,
         rows: int,
         max_segment: int | None = None,
         logprob_chunk: int = 128,
@@ -82,14 +82,14 @@ class Learner:
     ):
         """`rows` is of one micro-batch on the whole mesh; it must divide over replica x fsdp.
 
-        max_segment: positions of the longest segment that will come; None: row_length.
+        max_segment: positions of the longest segment that will come; None: seq_len.
         Raises ValueError where rows do not divide over the mesh.
         """
         shards = mesh.shape["replica"] * mesh.shape["fsdp"]
         if rows % shards:
             raise ValueError(f"{rows} rows of a micro-batch do not divide over {shards} shards (replica x fsdp)")
         self.decoder, self.mesh, self.precision = decoder, mesh, precision
-        self.row_length, self.rows = row_length, rows
+        self.seq_len, self.rows = seq_len, rows
         self._optimizer = optimizer
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(ROWS, None))
         self._whole = NamedSharding(mesh, PartitionSpec())
@@ -142,7 +142,7 @@ class Learner:
 
         whole, batches = self._whole, self._batch_sharding
         batch_shape = {
-            name: jax.ShapeDtypeStruct((rows, row_length), value.dtype, sharding=batches)
+            name: jax.ShapeDtypeStruct((rows, seq_len), value.dtype, sharding=batches)
             for name, value in pack([plain(np.zeros(2))], length=2, rows=1)[0][0].arrays().items()
         }
         names = jax.eval_shape(lambda p, b: loss_of(p, b)[1][0], abstract, batch_shape)
@@ -152,7 +152,7 @@ class Learner:
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=batches)
         self._zeros = jax.jit(zeros, out_shardings=shardings)
-        self._to_wire = jax.jit(lambda params: to_hf(params, decoder, precision.wire))
+        self._to_sync = jax.jit(lambda params: to_hf(params, decoder, precision.sync))
         self._init_optimizer = jax.jit(optimizer.init, out_shardings=opt_shardings)
 
     def start(self, params: Params) -> None:
@@ -162,11 +162,11 @@ class Learner:
 
     def compile(self) -> None:
         """Compiles everything an update needs, ahead of the first batch. `start` or a restored state comes before."""
-        empty = pack([plain(np.zeros(2, np.int32))], length=self.row_length, rows=self.rows)[0]
+        empty = pack([plain(np.zeros(2, np.int32))], length=self.seq_len, rows=self.rows)[0]
         carry = self.gradient(empty)
         self._apply = self._apply.lower(self.state, carry[0]).compile()
         self.score([np.zeros(2, np.int32)])
-        jax.block_until_ready(self.wire())
+        jax.block_until_ready(self.sync_weights())
 
     def abstract_state(self) -> State:
         """The state as ShapeDtypeStructs with shardings: what a checkpoint is restored into."""
@@ -202,7 +202,7 @@ class Learner:
 
         beside: segments without loss whose log-probs are wanted too. They change no bit of the gradient.
         """
-        batches, places = pack(segments, length=self.row_length, rows=self.rows, beside=beside)
+        batches, places = pack(segments, length=self.seq_len, rows=self.rows, beside=beside)
         grads, sums, scored = self._gradient(batches)
         return Pending(grads, sums, len(batches), sum(len(s.tokens) - 1 for s in segments), scored, places)
 
@@ -222,7 +222,7 @@ class Learner:
         if not np.isfinite(out["gradient_norm"]):
             raise FloatingPointError(f"the gradient norm is {out['gradient_norm']} at step {int(self.state['step'])}")
         out["micro_batches"] = pending.batches
-        out["row_use"] = pending.filled / (pending.batches * self.rows * self.row_length)
+        out["row_use"] = pending.filled / (pending.batches * self.rows * self.seq_len)
         return out
 
     def update(self, segments: Sequence[Segment]) -> dict[str, float]:
@@ -231,10 +231,10 @@ class Learner:
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """log p of each token given those before it, at temperature 1: [t] float32 each, the first 0."""
-        batches, places = pack([plain(s) for s in sequences], length=self.row_length, rows=self.rows)
+        batches, places = pack([plain(s) for s in sequences], length=self.seq_len, rows=self.rows)
         scored = [np.asarray(self._score(self.state["params"], self._put(batch))) for batch in batches]
         return unpack(scored, places)
 
-    def wire(self) -> dict[str, jax.Array]:
+    def sync_weights(self) -> dict[str, jax.Array]:
         """The weights as they are sent: Hugging Face names, wire dtype, buffers of their own (safe to keep)."""
-        return self._to_wire(self.state["params"])
+        return self._to_sync(self.state["params"])

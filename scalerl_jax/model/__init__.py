@@ -1,6 +1,6 @@
 """The policy: parameters, forward pass, log-probabilities, Hugging Face names."""
 
-from rollout_server.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.model.decoder import Decoder, Precision, abstract_params, forward, init_params, param_shardings
 from scalerl_jax.model.head import logits, token_logprobs
 from scalerl_jax.model.hf import load_hf

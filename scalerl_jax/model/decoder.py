@@ -8,7 +8,7 @@
 Legend of shapes: R rows, L length, D width, H query heads, K key/value heads, h head size, F MLP width, V vocabulary,
 N layers. Weights are stored [in, out] and stacked over layers, so one compiled block serves all of them.
 
-Precision. Masters are float32. Each use rounds a weight to the wire's dtype, the policy that the generators run, and
+Precision. Masters are float32. Each use rounds a weight to the sync dtype, the policy that the generators run, and
 then casts to the compute dtype; the rounding is straight-through. `project` returns weight cotangents in float32
 whatever the compute dtype: a bf16 cotangent summed over chunks loses about 1 % of dW.
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from rollout_server.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.model.attention import packed_attention
 from scalerl_jax.model.sharding import ROWS, Rules, constrain, spec
 
@@ -38,7 +38,7 @@ class Precision:
     """Dtypes of one forward pass, by name so that it can be a static argument."""
 
     compute: str = "float32"
-    wire: str = "float32"  # what weights are rounded to before every use
+    sync: str = "float32"  # what weights are rounded to before every use
     head: str = "default"  # default: operands in the compute dtype | highest: float32 operands
 
     @property
@@ -47,23 +47,23 @@ class Precision:
         return jax.lax.Precision.HIGHEST if self.compute == "float32" else jax.lax.Precision.DEFAULT
 
     def cast(self, weight: jax.Array, dtype: str | None = None) -> jax.Array:
-        """The weight as every user of the policy sees it: rounded to the wire's dtype, then in `dtype` (compute's)."""
-        return _round(weight, self.wire).astype(dtype or self.compute)
+        """The weight as every user of the policy sees it: rounded to the sync dtype, then in `dtype` (compute's)."""
+        return _round(weight, self.sync).astype(dtype or self.compute)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _round(weight: jax.Array, wire: str) -> jax.Array:
-    """`weight` rounded to the values of the dtype `wire`, in its own dtype; straight-through.
+def _round(weight: jax.Array, dtype: str) -> jax.Array:
+    """`weight` rounded to the values of `dtype`, in its own dtype; straight-through.
 
     Not astype there and back: the compiler may drop such a pair, and its cotangent would be rounded too.
     """
-    if wire == "float32":
+    if dtype == "float32":
         return weight
-    kind = jnp.finfo(wire)
+    kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(weight, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
 
 
-_round.defvjp(lambda weight, wire: (_round(weight, wire), None), lambda wire, _, g: (g,))
+_round.defvjp(lambda weight, dtype: (_round(weight, dtype), None), lambda dtype, _, g: (g,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,30 +76,30 @@ class Weight:
 def weight_table(config: DecoderConfig) -> dict[str, Any]:
     """Every weight's shape, axes and initialiser, in the layout of the parameter tree."""
     c, n = config, config.layers
-    std = 1 / math.sqrt(c.width)
+    std = 1 / math.sqrt(c.hidden_size)
     # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
     residual = std / math.sqrt(2 * n)
     layers = {
-        "attention_norm": Weight((n, c.width), ("layers", "none"), 0.0),
-        "query": Weight((n, c.width, c.heads * c.head_size), ("layers", "width", "heads"), std),
-        "key": Weight((n, c.width, c.kv_heads * c.head_size), ("layers", "width", "heads"), std),
-        "value": Weight((n, c.width, c.kv_heads * c.head_size), ("layers", "width", "heads"), std),
-        "output": Weight((n, c.heads * c.head_size, c.width), ("layers", "heads", "width"), residual),
-        "mlp_norm": Weight((n, c.width), ("layers", "none"), 0.0),
-        "gate": Weight((n, c.width, c.mlp_width), ("layers", "width", "mlp"), std),
-        "up": Weight((n, c.width, c.mlp_width), ("layers", "width", "mlp"), std),
-        "down": Weight((n, c.mlp_width, c.width), ("layers", "mlp", "width"), residual),
+        "attention_norm": Weight((n, c.hidden_size), ("layers", "none"), 0.0),
+        "query": Weight((n, c.hidden_size, c.heads * c.head_dim), ("layers", "width", "heads"), std),
+        "key": Weight((n, c.hidden_size, c.kv_heads * c.head_dim), ("layers", "width", "heads"), std),
+        "value": Weight((n, c.hidden_size, c.kv_heads * c.head_dim), ("layers", "width", "heads"), std),
+        "output": Weight((n, c.heads * c.head_dim, c.hidden_size), ("layers", "heads", "width"), residual),
+        "mlp_norm": Weight((n, c.hidden_size), ("layers", "none"), 0.0),
+        "gate": Weight((n, c.hidden_size, c.intermediate_size), ("layers", "width", "mlp"), std),
+        "up": Weight((n, c.hidden_size, c.intermediate_size), ("layers", "width", "mlp"), std),
+        "down": Weight((n, c.intermediate_size, c.hidden_size), ("layers", "mlp", "width"), residual),
     }
     if c.qk_norm:
-        layers["query_norm"] = Weight((n, c.head_size), ("layers", "none"), 0.0)
-        layers["key_norm"] = Weight((n, c.head_size), ("layers", "none"), 0.0)
+        layers["query_norm"] = Weight((n, c.head_dim), ("layers", "none"), 0.0)
+        layers["key_norm"] = Weight((n, c.head_dim), ("layers", "none"), 0.0)
     table: dict[str, Any] = {
-        "embed": Weight((c.vocabulary, c.width), ("vocabulary", "width"), std),
+        "embed": Weight((c.vocab_size, c.hidden_size), ("vocabulary", "width"), std),
         "layers": layers,
-        "final_norm": Weight((c.width,), ("none",), 0.0),
+        "final_norm": Weight((c.hidden_size,), ("none",), 0.0),
     }
     if not c.tied_embeddings:
-        table["head"] = Weight((c.vocabulary, c.width), ("vocabulary", "width"), std)
+        table["head"] = Weight((c.vocab_size, c.hidden_size), ("vocabulary", "width"), std)
     return table
 
 
@@ -184,7 +184,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, precision: Precisio
 
 def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) [..., h/2] float32 of the rotation at each position; Llama 3.1's rescaling where the config has it."""
-    frequency = config.rope_theta ** (-jnp.arange(0, config.head_size, 2, dtype=jnp.float32) / config.head_size)
+    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_scaling is not None:
         factor, low, high, original = config.rope_scaling
         wavelength = 2 * math.pi / frequency
@@ -206,9 +206,9 @@ def qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x [..., D] (normed) -> q [..., H, h], k [..., K, h], v [..., K, h]; q and k rotated. `layer`: of one layer."""
     c, lead = config, x.shape[:-1]
-    q = project(x, layer["query"], precision).reshape(*lead, c.heads, c.head_size)
-    k = project(x, layer["key"], precision).reshape(*lead, c.kv_heads, c.head_size)
-    v = project(x, layer["value"], precision).reshape(*lead, c.kv_heads, c.head_size)
+    q = project(x, layer["query"], precision).reshape(*lead, c.heads, c.head_dim)
+    k = project(x, layer["key"], precision).reshape(*lead, c.kv_heads, c.head_dim)
+    v = project(x, layer["value"], precision).reshape(*lead, c.kv_heads, c.head_dim)
     if c.qk_norm:
         q = rms_norm(q, layer["query_norm"], c.norm_epsilon, precision)
         k = rms_norm(k, layer["key_norm"], c.norm_epsilon, precision)

@@ -1,6 +1,6 @@
 """The policy under its Hugging Face names, both directions, and folders of safetensors.
 
-Names and shapes are those of rollout_server/contract/hf_layout.py, on which the generators stand too. Matrices of
+Names and shapes are those of scalerl_jax/contract/tensor_layout.py, on which the generators stand too. Matrices of
 layers are [out, in] in the files and [in, out], stacked over layers, here.
 """
 
@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from rollout_server.contract.decoder_config import DecoderConfig, read_config
-from rollout_server.contract.hf_layout import LAYER_ROWS, OTHER_ROWS, hf_tensors, layer_name, layout
+from scalerl_jax.contract.decoder_config import DecoderConfig, read_config
+from scalerl_jax.contract.tensor_layout import LAYER_ROWS, OTHER_ROWS, hf_tensors, layer_name, layout
 from scalerl_jax.model.decoder import Params, abstract_params, weight_table
 
 

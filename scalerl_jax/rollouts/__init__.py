@@ -13,13 +13,13 @@ offences    what it did wrong, and how much it may be given
 words       what it says, made fit for a log
 dispatch    who is asked for what next
 judging     completions on their way to the judge
-hub         what a connection asks of the fleet and tells it
-sampling    what a newcomer samples for the probe
+events         what a connection asks of the fleet and tells it
+sampling    what a candidate samples for the probe
 plausible   what a status may say before it is believed
 validate    what a completion must be before anybody looks at it
 publisher   versions of the weights on their way to the servers
 payload     one version, cut into chunks
-patches     what the last versions changed
+deltas     what the last versions changed
 trees       who passes a version on to whom
 refusals    what a server may say to a version
 evaluation  one version pinned on some servers

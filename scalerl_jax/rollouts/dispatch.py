@@ -4,13 +4,13 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.book import Book
-from scalerl_jax.rollouts.connection import Connection
+from scalerl_jax.rollouts.group_buffer import GroupBuffer
+from scalerl_jax.rollouts.servers.client import ServerClient
 
 
 def dispatch(
-    active: Sequence[Connection],
-    book_of: Callable[[Connection], Book | None],
+    active: Sequence[ServerClient],
+    book_of: Callable[[ServerClient], GroupBuffer | None],
     *,
     typical_seconds: float,
     now: float,
@@ -38,11 +38,11 @@ def dispatch(
             heapq.heappush(heap, (connection.calls.load, number))
 
 
-def _alone(connection: Connection, books: dict[Connection, Book]) -> bool:
+def _alone(connection: ServerClient, books: dict[ServerClient, GroupBuffer]) -> bool:
     """Whether nobody else of those that may be asked now could have the group that is next for this one."""
     book = books[connection]
 
-    def may_have(c: Connection, number: int) -> bool:
+    def may_have(c: ServerClient, number: int) -> bool:
         assert c.step is not None
         return books[c] is book and pacing_lib.suits(book.pacing, number, c.step, trained=book.trained)
 

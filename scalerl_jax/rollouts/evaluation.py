@@ -13,15 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from scalerl_jax.rollouts import states
-from scalerl_jax.rollouts.book import Book, FinishedGroup, finished
-from scalerl_jax.rollouts.connection import Connection
+from scalerl_jax.rollouts.errors import EvaluationLost
+from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, finished
 from scalerl_jax.rollouts.pacing import Pinned
 from scalerl_jax.rollouts.requests import Requests
-
-
-class EvaluationLost(Exception):
-    """Every server that evaluated is gone, and the others hold newer weights: evaluate a newer version instead."""
+from scalerl_jax.rollouts.servers import states
+from scalerl_jax.rollouts.servers.client import ServerClient
 
 
 class Evaluation:
@@ -42,7 +39,7 @@ class Evaluation:
         self.version, self._servers, self.approved = version, servers, approved
         self.future: concurrent.futures.Future[list[FinishedGroup]] = concurrent.futures.Future()
         self.asked_at = time.monotonic()
-        self.book = Book(
+        self.book = GroupBuffer(
             pacing=Pinned(version=version, groups=len(prompts)),
             open_group=lambda n: requests.evaluation(n, prompts[n], version=version, samples=samples),
             group_size=samples,
@@ -52,8 +49,8 @@ class Evaluation:
         self._orphaned_at: float | None = None
 
     def assign(
-        self, connections: Sequence[Connection], *, latest: int, done: Sequence[Connection] = ()
-    ) -> list[Connection]:
+        self, connections: Sequence[ServerClient], *, latest: int, done: Sequence[ServerClient] = ()
+    ) -> list[ServerClient]:
         """Makes servers evaluate until there are enough; returns those that began.
 
         done: those whose last evaluation has ended just now, so that no newer version is on its way to them yet.
@@ -73,7 +70,7 @@ class Evaluation:
             c.evaluation = self
         return chosen
 
-    def lost(self, connections: Sequence[Connection], *, latest: int, patience: float) -> bool:
+    def lost(self, connections: Sequence[ServerClient], *, latest: int, patience: float) -> bool:
         """Whether no server has been left for it for `patience` seconds, and none can come."""
         if latest == self.version or any(c.evaluation is self for c in connections):
             self._orphaned_at = None
@@ -100,13 +97,13 @@ class Evaluations:
         for evaluation in self._queue:
             evaluation.future.cancel()
 
-    def advance(self, connections: Sequence[Connection], *, latest: int, patience: float) -> list[Evaluation]:
+    def advance(self, connections: Sequence[ServerClient], *, latest: int, patience: float) -> list[Evaluation]:
         """Assigns servers to the current one, ends those that are done or lost, and returns what it ended.
 
         latest: the version that every server is to hold. patience: seconds, see Evaluation.lost.
         """
         ended: list[Evaluation] = []
-        done: list[Connection] = []
+        done: list[ServerClient] = []
         while self._queue:
             evaluation = self._queue[0]
             whole = evaluation.book.ready(0)

@@ -1,9 +1,9 @@
 """The trainer's fleet: groups in flight on all servers, batches by number, versions going out, evaluations.
 
     asyncio loop on a thread of its own                         the trainer's thread, blocking calls
-      Members                servers come and go                  start, batch, advance, publish, close
-      Connection per server  heartbeat, pushes, calls             newcomers, admit, reject
-      Book                   groups, leases, store                evaluate, result
+      ServerPool                servers come and go                  start, batch, advance, publish, close
+      ServerClient per server  heartbeat, pushes, calls             candidates, admit, reject
+      GroupBuffer                   groups, leases, store                evaluate, result
       Publisher              versions                             status, waiting
       Evaluations            one after another
       pump                   who is asked for what next
@@ -12,7 +12,7 @@ All state belongs to the loop's thread; a call from outside runs there and is wa
 `draw` runs on the loop's thread, with consecutive numbers, each once; `judge` on a thread of its own, so that it may
 block for a moment; `on_event` and `observe` on the loop's thread. None of them may call the fleet.
 
-What a dead, hanging or slow server costs is decided in Connection; here its completions are simply asked for again. A
+What a dead, hanging or slow server costs is decided in ServerClient; here its completions are simply asked for again. A
 fault of ours (an exception of judge, of a tensors callable, of draw other than ValueError) is raised by the next call.
 """
 
@@ -26,27 +26,28 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from rollout_server.contract import codec, security
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.weight_patch import Patch
 from scalerl_jax.config import Config
-from scalerl_jax.rollouts import report, states
-from scalerl_jax.rollouts.book import Book, FinishedGroup, Lease, OpenGroup, finished
-from scalerl_jax.rollouts.connection import Connection
-from scalerl_jax.rollouts.credentials import Plaintext
+from scalerl_jax.contract import codec, security
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.weight_delta import WeightDelta
+from scalerl_jax.rollouts import status
 from scalerl_jax.rollouts.dispatch import dispatch
+from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
-from scalerl_jax.rollouts.hub import Hub
+from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, OpenGroup, RolloutRequest, finished
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.judging import Judging
 from scalerl_jax.rollouts.loop_thread import LoopThread
-from scalerl_jax.rollouts.members import Members
-from scalerl_jax.rollouts.offences import Records
 from scalerl_jax.rollouts.pacing import Pacing
-from scalerl_jax.rollouts.probe import ProbeError
-from scalerl_jax.rollouts.publisher import Publisher, Source
 from scalerl_jax.rollouts.requests import Requests, Tokenizer, spread_probes
+from scalerl_jax.rollouts.servers import states
+from scalerl_jax.rollouts.servers.client import ServerClient
+from scalerl_jax.rollouts.servers.credentials import Plaintext
+from scalerl_jax.rollouts.servers.events import ServerEvents
+from scalerl_jax.rollouts.servers.offences import Records
+from scalerl_jax.rollouts.servers.pool import ServerPool
 from scalerl_jax.rollouts.trust import Trust
+from scalerl_jax.rollouts.weights.publisher import Publisher, Source
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,12 +57,8 @@ POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's 
 TICK_SECONDS = 0.5
 
 
-class FleetError(ValueError):
-    """The servers given cannot be used; the message is one line."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Newcomer:
+class Candidate:
     """A server that holds the trainer's version and has sampled with it; it gets no group before it is admitted."""
 
     server: str
@@ -83,13 +80,13 @@ class Fleet:
         draw: the prompt of training group n. ValueError: there is none; raised by the batch that needs it.
         judge: whether a completion is right, as a concurrent future.
         tokenizer: of the run; gives the stop ids and the interruption phrase's.
-        probe_prompts: what newcomers sample for the probe.
+        probe_prompts: what candidates sample for the probe.
         check: raises ProbeError on the status of a server that is not one for this run.
         observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
             whether its counters are to be believed from here on only.
         approve_evaluations: an evaluation ends when the trainer has said so, see `trust`.
         on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
-            ("version", {step, changed, patch_bytes, ...}).
+            ("version", {step, changed, delta_bytes, ...}).
     """
 
     def __init__(
@@ -122,10 +119,9 @@ class Fleet:
         self._credentials, self._vocabulary = credentials, vocabulary
         self._plaintext = Plaintext(credentials)
         self._requests = Requests(config, tokenizer, incarnation=incarnation)
-        self._hub = Hub(
-            target=self._target,
+        self._events = ServerEvents(
             check=check,
-            probe_prompts=spread_probes(probe_prompts, config.probe.completions),
+            probe_prompts=spread_probes(probe_prompts, config.parity.completions),
             arrived=self._arrived,
             returned=self._returned,
             changed=self._changed,
@@ -138,22 +134,22 @@ class Fleet:
         self._thread = LoopThread("fleet")
         self._judging = Judging(judge, post=self._thread.post, fail=self._fail, finished=self._group_finished)
         self._something = threading.Event()  # the caller should look
-        self._members = Members(make=self._connect, look=look, watch=self._thread.watch, changed=self._changed)
+        self._pool = ServerPool(make=self._connect, look=look, watch=self._thread.watch, changed=self._changed)
         self._records = Records()
         self._publisher = Publisher(
             incarnation=incarnation,
             chunk_bytes=config.fleet.chunk_bytes,
-            patch_bytes=config.fleet.patch_bytes,
-            pass_on=config.fleet.pass_on,
+            delta_bytes=config.fleet.delta_cache_bytes,
+            relay=config.fleet.relay,
             fail=self._fail,
             event=lambda fields: self._event("version", fields),
         )
-        self._book: Book  # from start() on
+        self._book: GroupBuffer  # from start() on
         self._newest: tuple[int, Source] | None = None
         self._evaluations, self._approve_evaluations = Evaluations(), approve_evaluations
         self.trust = Trust(
             call=self._thread.call,
-            members=self._members,
+            members=self._pool,
             evaluations=self._evaluations,
             book=lambda: self._book,
             changed=self._changed,
@@ -161,10 +157,10 @@ class Fleet:
         )
         self._pump_due = False
         self._typical_seconds = 0.0  # running mean, from when a completion was asked for to its arrival
-        self._waits: report.Waits | None = None
+        self._waits: status.Waits | None = None
         self._ever_admitted = False
         self._patient_until = 0.0  # from start() on
-        self._held_at: float | None = None  # when a batch that is ready was held back for a newcomer, last
+        self._held_at: float | None = None  # when a batch that is ready was held back for a candidate, last
 
     # ---- the trainer's side: start and end
 
@@ -176,7 +172,7 @@ class Fleet:
         """
         assert first_group % self._pacing.groups == 0
         trained = first_group // self._pacing.groups
-        self._book = Book(
+        self._book = GroupBuffer(
             pacing=self._pacing,
             open_group=lambda n: self._requests.train(n, self._draw(n)),
             group_size=self._config.rollout.group_size,
@@ -196,10 +192,10 @@ class Fleet:
         seconds, began = self._config.fleet.connect_seconds, time.monotonic()
         while True:
             elapsed = time.monotonic() - began
-            if self._thread.call(lambda: self._members.in_state(*states.ANSWERING)):
-                if elapsed > self._config.fleet.status_seconds or self._thread.call(lambda: self._members.all_tried):
+            if self._thread.call(lambda: self._pool.in_state(*states.ANSWERING)):
+                if elapsed > self._config.fleet.status_seconds or self._thread.call(lambda: self._pool.all_tried):
                     return
-            elif error := self._thread.call(self._members.why_nobody, seconds, elapsed > seconds):
+            elif error := self._thread.call(self._pool.why_nobody, seconds, elapsed > seconds):
                 raise FleetError(error)
             self._pause(0.05)
 
@@ -215,7 +211,7 @@ class Fleet:
     def batch(self, number: int, wait: Callable[[], None] = lambda: None) -> list[FinishedGroup]:
         """The groups of batch `number`, in order of number; blocks until all are finished.
 
-        `wait` is called on this thread at least once, and about every POLL_SECONDS while waiting: it is where newcomers
+        `wait` is called on this thread at least once, and about every POLL_SECONDS while waiting: there candidates
         are admitted. Raises the ValueError of `draw` where a group of the batch has no prompt.
         """
         self._thread.call(self._begin_wait, number)
@@ -236,11 +232,11 @@ class Fleet:
 
         self._thread.call(advance)
 
-    def publish(self, version: int, tensors: Source, changes: Callable[[], Patch] | None = None) -> None:
+    def publish(self, version: int, tensors: Source, changes: Callable[[], WeightDelta] | None = None) -> None:
         """Begins to bring `version` to every server; returns at once. A newer version overtakes an older one.
 
         A version that the pacing does not publish is only kept, in case it is to be evaluated.
-        tensors: Hugging Face names, complete, in wire dtype, in host memory that nobody writes to any more; or a
+        tensors: Hugging Face names, complete, in sync dtype, in host memory that nobody writes to any more; or a
         function that returns that, called on a thread of its own when the first server is ready for it.
         changes: brings what this version changed to the host, called at once on a thread of its own; None: this version
         and those after it go out whole.
@@ -255,36 +251,36 @@ class Fleet:
 
         self._thread.call(publish)
 
-    # ---- the trainer's side: newcomers
+    # ---- the trainer's side: candidates
 
-    def newcomers(self) -> list[Newcomer]:
+    def candidates(self) -> list[Candidate]:
         """The servers to be probed now: each has sampled with the version that the trainer has reached."""
 
-        def newcomers() -> list[Newcomer]:
+        def candidates() -> list[Candidate]:
             return [
-                Newcomer(c.address, c.status, c.samples)
-                for c in self._members.in_state(states.NEWCOMER)
+                Candidate(c.address, c.status, c.samples)
+                for c in self._pool.in_state(states.CANDIDATE)
                 if c.samples_step == c.step == self._book.trained
             ]
 
-        return self._thread.call(newcomers)
+        return self._thread.call(candidates)
 
     def admit(self, server: str) -> None:
-        """Lets a newcomer have groups. Nothing happens if it was lost meanwhile."""
+        """Lets a candidate have groups. Nothing happens if it was lost meanwhile."""
 
         def admit() -> None:
-            connection = self._members.named(server)
-            if connection is not None and connection.state == states.NEWCOMER:
+            connection = self._pool.named(server)
+            if connection is not None and connection.state == states.CANDIDATE:
                 self._ever_admitted = True
                 connection.admit()
 
         self._thread.call(admit)
 
     def reject(self, server: str, why: str) -> None:
-        """Turns a newcomer away; a new process on the same address may come again."""
+        """Turns a candidate away; a new process on the same address may come again."""
 
         def reject() -> None:
-            connection = self._members.named(server)
+            connection = self._pool.named(server)
             if connection is not None:
                 connection.reject(why)
 
@@ -333,14 +329,14 @@ class Fleet:
     def waiting(self) -> str:
         """One line: for whom the trainer waits, for how long, and how deep the queues are. Empty: it does not wait."""
         return self._thread.call(
-            lambda: report.waiting(self._waits, self._book, self._members.connections, self._judging.waiting)
+            lambda: status.waiting(self._waits, self._book, self._pool.connections, self._judging.waiting)
         )
 
     def status(self) -> dict[str, Any]:
         """Servers, queues and whom the trainer waits for, as plain values."""
         return self._thread.call(
-            lambda: report.status(
-                *(self._waits, self._book, self._members.connections, self._judging.waiting),
+            lambda: status.status(
+                *(self._waits, self._book, self._pool.connections, self._judging.waiting),
                 evaluation=self._evaluations.current,
             )
         )
@@ -351,17 +347,17 @@ class Fleet:
     # ---- the loop's side
 
     def _begin(self) -> list[Coroutine[Any, Any, None]]:
-        self._members.update(self._addresses)
-        return [self._members.discover(self._config.fleet.discovery_seconds), self._tick()]
+        self._pool.update(self._addresses)
+        return [self._pool.discover(self._config.fleet.discovery_seconds), self._tick()]
 
-    def _connect(self, address: str) -> Connection:
+    def _connect(self, address: str) -> ServerClient:
         self._plaintext.dial(address)
-        return Connection(
+        return ServerClient(
             address,
             config=self._config.fleet,
             requests=self._requests,
             publisher=self._publisher,
-            hub=self._hub,
+            events=self._events,
             incarnation=self._incarnation,
             records=self._records,
             credentials=self._credentials,
@@ -378,9 +374,6 @@ class Fleet:
             self._look_at_the_start()
             self._changed()
 
-    def _target(self, connection: Connection) -> int | None:
-        return connection.evaluation.version if connection.evaluation is not None else self._publisher.latest
-
     def _offer_newest(self) -> None:
         assert self._newest is not None
         version, tensors = self._newest
@@ -388,11 +381,11 @@ class Fleet:
             self._incarnation.settle()
             self._requests.incarnation = self._publisher.incarnation = self._incarnation.value
             self._publisher.offer(version, tensors)
-            for connection in self._members.connections:
+            for connection in self._pool.connections:
                 connection.retarget()
 
     def _offer_what_newcomers_need(self) -> None:
-        """Nobody has groups, and some are to be asked for again in mid-phase. A newcomer is compared by the version
+        """Nobody has groups, and some are to be asked for again in mid-phase. A candidate is compared by the version
         that the trainer has, and by now it has a later one than the phase's: so that one goes out."""
         trained, latest = self._book.trained, self._publisher.latest
         ahead = latest is not None and latest < trained and self._newest is not None and self._newest[0] == trained
@@ -403,11 +396,11 @@ class Fleet:
         if kind != "probed":
             self._on_event(kind, fields)
         if kind in ("server", "probed"):
-            self._something.set()  # there may be a newcomer
+            self._something.set()  # there may be a candidate
 
     def _begin_wait(self, number: int) -> None:
         assert number == self._book.trained < self._pacing.batches, f"batch {number} is not the next one"
-        self._waits, self._held_at = report.Waits(number, time.monotonic()), None
+        self._waits, self._held_at = status.Waits(number, time.monotonic()), None
 
     def _take(self, number: int) -> list[OpenGroup] | None:
         if self._book.ready(number) and self._wait_for_newcomer():
@@ -419,39 +412,39 @@ class Fleet:
         return groups
 
     def _wait_for_newcomer(self) -> bool:
-        """Whether one is about to be ready. A trainer that is the slower side never waits for a batch: a newcomer would
-        always be one version behind it, and never be met."""
+        """Whether one is about to be ready. A trainer that is the slower side never waits for a batch: a candidate
+        would always be one version behind it, and never be met."""
         if self._publisher.latest != self._book.trained:
             return False
-        soon = (states.UPDATING, states.PROBING, states.NEWCOMER)
-        expected = [c for c in self._members.in_state(*soon) if c.patience > 0 and not c.leaving]
+        soon = (states.UPDATING, states.PROBING, states.CANDIDATE)
+        expected = [c for c in self._pool.in_state(*soon) if c.patience > 0 and not c.leaving]
         now = time.monotonic()
         for c in expected:
             c.patience -= now - (self._held_at or now)
         self._held_at = now if expected else None
         return bool(expected)
 
-    def _rejected(self, connection: Connection) -> None:
+    def _rejected(self, reason: str) -> None:
         """A run ends where none is left. Before the first was admitted it is the user's mistake, most likely."""
         self._something.set()
-        if any(c.state != states.REJECTED for c in self._members.connections):
-            _log.warning("turned away: %s", connection.reason)
+        if any(c.state != states.REJECTED for c in self._pool.connections):
+            _log.warning("turned away: %s", reason)
         elif not self._ever_admitted:
-            self._fail(ProbeError(connection.reason))
-        elif self._members.fixed:
-            self._fail(FleetError(f"every rollout server was turned away; the last one: {connection.reason}"))
+            self._fail(ProbeError(reason))
+        elif self._pool.fixed:
+            self._fail(FleetError(f"every rollout server was turned away; the last one: {reason}"))
         else:
-            _log.warning("turned away: %s; no other one is left", connection.reason)
+            _log.warning("turned away: %s; no other one is left", reason)
 
     def _look_at_the_start(self) -> None:
         """Nobody was admitted, somebody was turned away, and the others do not answer: nothing will come of it."""
-        if self._ever_admitted or self._members.in_state(*states.ANSWERING) or time.monotonic() < self._patient_until:
+        if self._ever_admitted or self._pool.in_state(*states.ANSWERING) or time.monotonic() < self._patient_until:
             return
-        for connection in self._members.in_state(states.REJECTED):
-            others = ", ".join(c.address for c in self._members.connections if c.state != states.REJECTED)
+        for connection in self._pool.in_state(states.REJECTED):
+            others = ", ".join(c.address for c in self._pool.connections if c.state != states.REJECTED)
             self._fail(ProbeError(f"{connection.reason}; and nobody answers at {others}"))
 
-    def _arrived(self, book: Book, lease: Lease, completion: codec.Completion, seconds: float) -> None:
+    def _arrived(self, book: GroupBuffer, lease: RolloutRequest, completion: codec.Completion, seconds: float) -> None:
         if not book.arrived(lease, completion):
             return
         self._typical_seconds += 0.05 * (seconds - self._typical_seconds) if self._typical_seconds else seconds
@@ -462,7 +455,7 @@ class Fleet:
         self._something.set()
         self._changed()
 
-    def _returned(self, book: Book, lease: Lease, failed: bool) -> None:
+    def _returned(self, book: GroupBuffer, lease: RolloutRequest, failed: bool) -> None:
         book.returned(lease, failed=failed)
         self._changed()
 
@@ -474,16 +467,16 @@ class Fleet:
     def _pump(self) -> None:
         """Everything that may be done now is done: evaluations are advanced, servers with room are asked for more."""
         self._pump_due = False
-        self._members.sweep()
+        self._pool.sweep()
         self._advance_evaluations()
-        active = self._members.in_state(states.ACTIVE)
+        active = self._pool.in_state(states.ACTIVE)
         if not active:
             self._offer_what_newcomers_need()
         dispatch(active, self._book_of, typical_seconds=self._typical_seconds, now=time.monotonic())
 
-    def _book_of(self, connection: Connection) -> Book | None:
+    def _book_of(self, connection: ServerClient) -> GroupBuffer | None:
         evaluation = connection.evaluation
-        if connection.step is None or connection.address in self._hub.making_room:
+        if connection.step is None or connection.address in self._events.making_room:
             return None
         if evaluation is None:
             return self._book
@@ -495,6 +488,6 @@ class Fleet:
         if latest is None:
             return
         patience = self._config.fleet.silence_seconds
-        for evaluation in self._evaluations.advance(self._members.connections, latest=latest, patience=patience):
+        for evaluation in self._evaluations.advance(self._pool.connections, latest=latest, patience=patience):
             self._publisher.release(evaluation.version)
             self._something.set()

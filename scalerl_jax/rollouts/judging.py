@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from rollout_server.contract import codec
-from scalerl_jax.rollouts.book import Book, OpenGroup
+from scalerl_jax.contract import codec
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup
 
 Verdict: TypeAlias = "concurrent.futures.Future[bool]"
 
@@ -40,11 +40,11 @@ class Judging:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, book: Book, group: OpenGroup, completion: codec.Completion) -> None:
+    def submit(self, book: GroupBuffer, group: OpenGroup, completion: codec.Completion) -> None:
         self.waiting += 1
         self._thread.submit(self._ask, book, group, completion)
 
-    def _ask(self, book: Book, group: OpenGroup, completion: codec.Completion) -> None:
+    def _ask(self, book: GroupBuffer, group: OpenGroup, completion: codec.Completion) -> None:
         try:
             verdict = self._judge(group.prompt, completion)
         except BaseException as error:  # noqa: BLE001  raised by the trainer's next call
@@ -52,7 +52,7 @@ class Judging:
             return
         verdict.add_done_callback(lambda done: self._post(self._judged, book, group, completion, done))
 
-    def _judged(self, book: Book, group: OpenGroup, completion: codec.Completion, verdict: Verdict) -> None:
+    def _judged(self, book: GroupBuffer, group: OpenGroup, completion: codec.Completion, verdict: Verdict) -> None:
         self.waiting -= 1
         error = RuntimeError("a verdict was cancelled") if verdict.cancelled() else verdict.exception()
         if error is not None:

@@ -71,16 +71,16 @@ def suits(pacing: Pacing, number: int, step: int, *, trained: int) -> bool:
 class Pipeline:
     """Generators run at most k versions behind the batch they sample for.
 
-    store_batches bounds the finished groups that wait beyond the batch in training (or waited for): with a trainer that
-    is the slower side the lag stays near 2 + (groups in flight) / groups_per_batch instead of growing to k.
+    max_buffered_batches bounds the finished groups that wait beyond the batch in training (or waited for): with a
+    trainer that is the slower side the lag stays near 2 + (groups in flight) / groups_per_batch and does not grow to k.
     """
 
-    def __init__(self, *, k: int, groups: int, batches: int, store_batches: float = 1.0, start: int = 0):
+    def __init__(self, *, k: int, groups: int, batches: int, max_buffered_batches: float = 1.0, start: int = 0):
         _check(k=k, groups=groups, batches=batches, start=start)
-        if store_batches < 0:
-            raise ValueError(f"pacing.store_batches is {store_batches}: must not be negative")
+        if max_buffered_batches < 0:
+            raise ValueError(f"pacing.max_buffered_batches is {max_buffered_batches}: must not be negative")
         self.k, self.groups, self.batches = k, groups, batches
-        self._start, self._bound = start, store_batches * groups
+        self._start, self._bound = start, max_buffered_batches * groups
 
     def batch(self, number: int) -> int:
         return number // self.groups
@@ -95,7 +95,7 @@ class Pipeline:
         batch = self.batch(number)
         if batch >= self.batches or batch > trained + self.k or step < self.minimum_step(number):
             return False
-        # The batch waited for is never held back: with store_batches 0 the run goes on, one batch at a time.
+        # The batch waited for is never held back: with max_buffered_batches 0 the run goes on, one batch at a time.
         return batch <= trained or stored < self._bound
 
     def last_needed(self, batch: int) -> int:
@@ -167,7 +167,7 @@ class Pinned:
 
 def _check(*, k: int, groups: int, batches: int, start: int) -> None:
     if k < 1:
-        raise ValueError(f"pacing.k is {k}: must be at least 1")
+        raise ValueError(f"pacing.max_off_policy_steps is {k}: must be at least 1")
     if groups < 1:
-        raise ValueError(f"rollout.groups is {groups}: must be at least 1")
+        raise ValueError(f"rollout.prompts_per_step is {groups}: must be at least 1")
     assert 0 <= start <= batches

@@ -12,9 +12,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rollout_server.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.config import Config
-from scalerl_jax.rollouts.book import Lease, OpenGroup
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
+from scalerl_jax.rollouts.group_buffer import OpenGroup, RolloutRequest
 
 PROBE_SAMPLES = 4  # of one prompt
 PROBE_TOKENS = 64  # thinking and answer of a probe: enough for p99, and seconds even on a slow server
@@ -40,8 +40,8 @@ class Requests:
         rollout = config.rollout
         self._seed, self._group_size, self.incarnation = config.seed, rollout.group_size, incarnation
         # On the wire a budget of 0 means that there is no thinking at all.
-        high = rollout.thinking_high
-        self._thinking = (max(1, rollout.thinking_low), high) if high else (0, 0)
+        high = rollout.thinking_budget_max
+        self._thinking = (max(1, rollout.thinking_budget_min), high) if high else (0, 0)
         self.sampling = Sampling(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -51,24 +51,27 @@ class Requests:
         )
         self.interruption = Interruption()
         if high:
-            phrase, end = tuple(tokenizer.encode(rollout.phrase)), tuple(tokenizer.encode(rollout.end_of_thinking))
+            phrase, end = (
+                tuple(tokenizer.encode(rollout.interruption_text)),
+                tuple(tokenizer.encode(rollout.end_of_thinking)),
+            )
             if not end or phrase[-len(end) :] != end:
                 raise ValueError(
-                    f"config.rollout.phrase={rollout.phrase!r}: its tokens do not end with those of "
-                    f"config.rollout.end_of_thinking={rollout.end_of_thinking!r}"
+                    f"config.rollout.interruption_text={rollout.interruption_text!r}: its tokens do not end with those "
+                    f"of config.rollout.end_of_thinking={rollout.end_of_thinking!r}"
                 )
             self.interruption = Interruption(phrase, end)
 
     @property
     def maximum_tokens(self) -> int:
         """The longest completion there can be, forced tokens included."""
-        return self._thinking[1] + len(self.interruption.phrase_token_ids) + self.sampling.answer_budget
+        return self._thinking[1] + len(self.interruption.text_token_ids) + self.sampling.answer_budget
 
     @staticmethod
     def most_tokens(request: GroupRequest) -> int:
         """Of the longest completion that a request asks for, forced tokens included."""
         thinking = max(wanted.thinking_budget for wanted in request.completions)
-        return thinking + len(request.interruption.phrase_token_ids) + request.sampling.answer_budget
+        return thinking + len(request.interruption.text_token_ids) + request.sampling.answer_budget
 
     def train(self, number: int, prompt: Any) -> OpenGroup:
         """Group `number` of the run."""
@@ -80,7 +83,7 @@ class Requests:
         named = self._completions(f"eval/{prompt.index}", samples)
         return OpenGroup(number, f"eval/{version}/{prompt.index}", prompt, named)
 
-    def of_lease(self, lease: Lease) -> GroupRequest:
+    def of_lease(self, lease: RolloutRequest) -> GroupRequest:
         group = lease.group
         return GroupRequest(
             incarnation=self.incarnation,

@@ -11,11 +11,11 @@ Its methods are called by the trainer's thread and run on the fleet's event loop
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
-from rollout_server.contract import codec
-from scalerl_jax.rollouts import states
-from scalerl_jax.rollouts.book import Book, FinishedGroup, Process, finished
+from scalerl_jax.contract import codec
 from scalerl_jax.rollouts.evaluation import Evaluations
-from scalerl_jax.rollouts.members import Members
+from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, Process, finished
+from scalerl_jax.rollouts.servers import states
+from scalerl_jax.rollouts.servers.pool import ServerPool
 
 T = TypeVar("T")
 
@@ -39,13 +39,13 @@ class Trust:
         self,
         *,
         call: Callable[[Callable[[], Any]], Any],
-        members: Members,
+        members: ServerPool,
         evaluations: Evaluations,
-        book: Callable[[], Book],
+        book: Callable[[], GroupBuffer],
         changed: Callable[[], None],
         event: Callable[[str, dict[str, Any]], None],
     ):
-        self._call, self._members, self._evaluations, self._book = call, members, evaluations, book
+        self._call, self._pool, self._evaluations, self._book = call, members, evaluations, book
         self._changed, self._event = changed, event
 
     def dismiss(self, process: Process, why: str, numbers: Collection[int] | None = None) -> int:
@@ -59,7 +59,7 @@ class Trust:
             if numbers is None and self._evaluations.current is not None:
                 books.append(self._evaluations.current.book)
             back = sum(book.take_back(process, numbers) for book in books)
-            connection = self._members.named(process.address)
+            connection = self._pool.named(process.address)
             # Another process may have come to its address since.
             if connection is not None and connection.status.server_id == process.server_id:
                 if numbers is None:
@@ -77,7 +77,7 @@ class Trust:
         """The servers that have groups."""
 
         def working() -> list[Process]:
-            return [Process(c.address, c.status.server_id) for c in self._members.in_state(states.ACTIVE)]
+            return [Process(c.address, c.status.server_id) for c in self._pool.in_state(states.ACTIVE)]
 
         return self._call(working)
 
@@ -85,7 +85,7 @@ class Trust:
         """Those of these that have groups are to sample once more for the probe."""
 
         def probe() -> None:
-            for connection in self._members.in_state(states.ACTIVE):
+            for connection in self._pool.in_state(states.ACTIVE):
                 if Process(connection.address, connection.status.server_id) in processes:
                     connection.probe_again()
 
@@ -96,7 +96,7 @@ class Trust:
 
         def probed() -> list[Probed]:
             out = []
-            for connection in self._members.in_state(states.ACTIVE):
+            for connection in self._pool.in_state(states.ACTIVE):
                 if connection.samples:
                     process = Process(connection.address, connection.status.server_id)
                     out.append(Probed(process, connection.samples))

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from scalerl_jax.scaling.binning import MOST_POINTS, thinned
 from scalerl_jax.scaling.fit import SigmoidFit
-from scalerl_jax.scaling.report import BAND_LEVEL, HalfTimeForecast
+from scalerl_jax.scaling.fit_table import BAND_LEVEL, HalfTimeForecast
 from scalerl_jax.scaling.trend import RISING
 from scalerl_jax.scaling.units import short_number
 

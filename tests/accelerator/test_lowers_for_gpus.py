@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import export
 
-from rollout_server.engines import jax_decode
-from rollout_server.engines.jax_weights import decode_precision, decode_weights
+from rollout_server.engines.jax import decode
+from rollout_server.engines.jax.weights import decode_precision, decode_weights
 from scalerl_jax.learner.packing import pack, plain
-from scalerl_jax.learner.wire_copy import WireCopies
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision
 from tests.accelerator.test_numerics import make_learner
 from tests.model.toys import DECODER
@@ -32,11 +32,11 @@ def foreign(module: str) -> set[str]:
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_update(platform):
-    learner = make_learner(jax.devices("cpu")[0], DECODER, PRECISION, row_length=LENGTH)
+    learner = make_learner(jax.devices("cpu")[0], DECODER, PRECISION, seq_len=LENGTH)
     batch = learner._put(pack([plain(np.zeros(20))], length=LENGTH, rows=2)[0][0])
     params = learner.state["params"]
     carry = (learner._zeros(params), {name: jnp.float32(0) for name in learner._sums})
-    copies = WireCopies(DECODER, learner.mesh, share=1 / 16)
+    copies = WeightSnapshots(DECODER, learner.mesh, share=1 / 16)
     for name, function, arguments in (
         ("accumulate", learner._accumulate, (params, carry, batch)),
         ("apply", learner._apply, (learner.state, carry[0])),
@@ -48,24 +48,24 @@ def test_the_update(platform):
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_engine(platform):
-    learner = make_learner(jax.devices("cpu")[0], DECODER, PRECISION, row_length=LENGTH)
+    learner = make_learner(jax.devices("cpu")[0], DECODER, PRECISION, seq_len=LENGTH)
     precision = decode_precision(PRECISION)
-    tensors = {name: np.asarray(value) for name, value in learner.wire().items()}
+    tensors = {name: np.asarray(value) for name, value in learner.sync_weights().items()}
     weights = decode_weights(tensors, DECODER, PRECISION)
-    state = jax_decode.empty_state(DECODER, precision, slots=SLOTS, length=64)
+    state = decode.empty_state(DECODER, precision, slots=SLOTS, length=64)
     slots = np.zeros(SLOTS, np.int32)
     both = {"config": DECODER, "precision": precision}
-    prefix = jax_decode.prefill(weights, np.zeros(64, np.int32), **both)
-    settings = jax_decode.empty_settings(SLOTS)
+    prefix = decode.prefill(weights, np.zeros(64, np.int32), **both)
+    settings = decode.empty_settings(SLOTS)
     numbers = np.zeros(3, np.int32)
     chunk = {**both, "steps": 4, "maximum": 64}
     # Threefry is a kernel of JAX's own on GPUs.
     known = {"cu_threefry2x32_ffi"}
     for name, function, arguments, named in (
-        ("prefill", jax_decode.prefill, (weights, np.zeros(64, np.int32)), both),
-        ("insert", jax_decode.insert, (state, prefix, slots, numbers, settings), {}),
-        ("move", jax_decode.move, (state, slots, slots, np.int32(0)), {}),
-        ("decode", jax_decode.decode_chunk, (weights, state), {**chunk, "width": SLOTS}),
-        ("decode, half of the slots", jax_decode.decode_chunk, (weights, state), {**chunk, "width": SLOTS // 2}),
+        ("prefill", decode.prefill, (weights, np.zeros(64, np.int32)), both),
+        ("insert", decode.insert, (state, prefix, slots, numbers, settings), {}),
+        ("move", decode.move, (state, slots, slots, np.int32(0)), {}),
+        ("decode", decode.decode_chunk, (weights, state), {**chunk, "width": SLOTS}),
+        ("decode, half of the slots", decode.decode_chunk, (weights, state), {**chunk, "width": SLOTS // 2}),
     ):
         assert foreign(lowered(function, platform, *arguments, **named)) <= known, name

@@ -18,7 +18,7 @@ from scalerl_jax.learner.step import Learner
 from scalerl_jax.model import DecoderConfig, Precision, init_params
 from scalerl_jax.model.attention import packed_attention
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.surrogate import Surrogate
+from scalerl_jax.objective.losses import Surrogate
 from tests.learner.segments import make_segments
 from tests.model.toys import relative
 
@@ -67,7 +67,7 @@ def test_attention_is_the_cpus(device, sizes, path, dtype, tolerance):
         assert off < tolerance, name
 
 
-def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, row_length: int) -> Learner:
+def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, seq_len: int) -> Learner:
     mesh = make_mesh(fsdp=1, devices=[device])
     learner = Learner(
         decoder=decoder,
@@ -75,7 +75,7 @@ def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precisio
         mesh=mesh,
         precision=precision,
         surrogate=Surrogate(),
-        row_length=row_length,
+        seq_len=seq_len,
         rows=2,
         logprob_chunk=64,
     )
@@ -87,13 +87,13 @@ def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precisio
 def decoder_of(sizes) -> DecoderConfig:
     width = sizes.pick(64, 512)
     return DecoderConfig(
-        vocabulary=sizes.pick(300, 8192),
-        width=width,
+        vocab_size=sizes.pick(300, 8192),
+        hidden_size=width,
         layers=sizes.pick(2, 4),
         heads=width // 32,
         kv_heads=width // 64,
-        head_size=32,
-        mlp_width=3 * width,
+        head_dim=32,
+        intermediate_size=3 * width,
         qk_norm=True,
         tied_embeddings=True,
     )
@@ -101,13 +101,11 @@ def decoder_of(sizes) -> DecoderConfig:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_update_is_the_cpus(device, sizes, dtype):
-    """The policy that the wire's dtype makes of the masters: its log-probs, its gradient, the parameters after it."""
-    decoder, row_length = decoder_of(sizes), sizes.pick(128, 1024)
-    segments: list[Segment] = make_segments(
-        [row_length, row_length // 2, row_length // 3, 17, 2], vocabulary=decoder.vocabulary
-    )
-    ours = make_learner(device, decoder, Precision(dtype, dtype), row_length=row_length)
-    exact = make_learner(CPU, decoder, Precision("float32", dtype), row_length=row_length)
+    """The policy that the sync dtype makes of the masters: its log-probs, its gradient, the parameters after it."""
+    decoder, seq_len = decoder_of(sizes), sizes.pick(128, 1024)
+    segments: list[Segment] = make_segments([seq_len, seq_len // 2, seq_len // 3, 17, 2], vocabulary=decoder.vocab_size)
+    ours = make_learner(device, decoder, Precision(dtype, dtype), seq_len=seq_len)
+    exact = make_learner(CPU, decoder, Precision("float32", dtype), seq_len=seq_len)
     before = jax.device_get(exact.state["params"])
 
     tokens = [segment.tokens for segment in segments]
@@ -132,8 +130,8 @@ def test_products_of_float32_are_float32(device, sizes):
 
     decoder = decoder_of(sizes)
     rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(64, decoder.width)).astype(np.float32)
-    weight = rng.normal(size=(decoder.vocabulary, decoder.width)).astype(np.float32)
+    hidden = rng.normal(size=(64, decoder.hidden_size)).astype(np.float32)
+    weight = rng.normal(size=(decoder.vocab_size, decoder.hidden_size)).astype(np.float32)
     exact = hidden.astype(np.float64) @ weight.astype(np.float64).T
     for precision in (Precision(), Precision("bfloat16", "float32", "highest")):
         with jax.default_device(device):

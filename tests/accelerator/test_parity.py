@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling, Version
-from rollout_server.engines.jax_engine import JaxEngine
+from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.config import PHRASE
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling, Version
+from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.model import Precision
 from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.rollouts import probe
-from scalerl_jax.tasks.tokenizer import make_tokenizer
+from scalerl_jax.rollouts.parity import handshake
 from scalerl_jax.trainer import host_arrays
 from tests.accelerator.test_numerics import decoder_of, make_learner
 from tests.learner.segments import make_segments
@@ -37,8 +37,8 @@ def test_log_probs_agree(device, sizes, dtype, tmp_path):
     """With the weights of the folder, and with those of an update that the engine is given while it serves."""
     decoder = decoder_of(sizes)
     maximum = sizes.pick(96, 256)
-    learner = make_learner(device, decoder, Precision(dtype, dtype), row_length=maximum)
-    make_tokenizer(corpus=[PHRASE] * 9, path=str(tmp_path / "tokenizer"), vocabulary=decoder.vocabulary)
+    learner = make_learner(device, decoder, Precision(dtype, dtype), seq_len=maximum)
+    make_tokenizer(corpus=[PHRASE] * 9, path=str(tmp_path / "tokenizer"), vocabulary=decoder.vocab_size)
     write_model_folder(
         str(tmp_path / "model"),
         params=learner.state["params"],
@@ -46,8 +46,8 @@ def test_log_probs_agree(device, sizes, dtype, tmp_path):
         tokenizer_dir=str(tmp_path / "tokenizer"),
     )
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, decoder.vocabulary, n).astype(np.int32) for n in (3, 9, 24, 31)]
-    mean, p99 = probe.LIMITS[dtype]
+    prompts = [rng.integers(0, decoder.vocab_size, n).astype(np.int32) for n in (3, 9, 24, 31)]
+    mean, p99 = handshake.LIMITS[dtype]
 
     async def main() -> None:
         engine = JaxEngine(
@@ -56,23 +56,23 @@ def test_log_probs_agree(device, sizes, dtype, tmp_path):
             queue=SLOTS,
             decode_chunk=8,
             compute_dtype=dtype,
-            wire_dtype=dtype,
+            sync_dtype=dtype,
             maximum_tokens=maximum,
         )
         for step in range(2):
-            tensors = host_arrays(learner.wire())
+            tensors = host_arrays(learner.sync_weights())
             await engine.load(Version(1, step), tensors, dict.fromkeys(tensors))
             samples = await sample(engine, prompts, maximum - 40)
             assert len(samples) == 4 * len(prompts)
             scored = learner.score([np.concatenate([prompt, c.token_ids]) for prompt, c in samples])
             ours = [logprobs[len(prompt) :] for (prompt, _), logprobs in zip(samples, scored, strict=True)]
-            found = probe.mismatch(samples, ours)
+            found = handshake.mismatch(samples, ours)
             print(
                 f"{dtype}, version {step}: {found.mean:.1e} on average, {found.p99:.1e} at p99, {found.tokens} tokens"
             )
             assert found.tokens > 100
             assert found.mean <= mean and found.p99 <= p99
-            learner.update(make_segments([maximum, 40, 9], vocabulary=decoder.vocabulary, seed=step))
+            learner.update(make_segments([maximum, 40, 9], vocabulary=decoder.vocab_size, seed=step))
         await engine.close()
 
     asyncio.run(main())

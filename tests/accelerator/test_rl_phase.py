@@ -2,14 +2,14 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 STEPS = 20
 
 
@@ -35,27 +35,27 @@ def run(command: str, sizes, *flags: str) -> str:
 
 @pytest.mark.timeout(900)
 def test_the_quickstart_learns_here(device, sizes, tmp_path):
-    dtypes = [f"--config.model.{name}=bfloat16" for name in ("compute_dtype", "wire_dtype")]
+    dtypes = [f"--config.model.{name}=bfloat16" for name in ("compute_dtype", "sync_dtype")]
     run(
         "sft",
         sizes,
         f"--workdir={tmp_path / 'warm'}",
-        f"--config.sft.updates={sizes.pick(20, 220)}",
-        f"--config.sft.warmup={sizes.pick(5, 40)}",
+        f"--config.sft.max_steps={sizes.pick(20, 220)}",
+        f"--config.sft.warmup_steps={sizes.pick(5, 40)}",
     )
     said = run(
         "train",
         sizes,
         f"--workdir={tmp_path / 'run'}",
         f"--config.model.path={tmp_path / 'warm' / 'model'}",
-        f"--config.updates={STEPS}",
+        f"--config.max_steps={STEPS}",
         *(dtypes if not sizes.tiny else []),
         f"--config.fleet.compute_dtype={'float32' if sizes.tiny else 'bfloat16'}",
         "--config.fleet.servers=1",
         f"--config.fleet.slots={sizes.pick(16, 64)}",
-        f"--config.rollout.groups={sizes.pick(4, 24)}",
+        f"--config.rollout.prompts_per_step={sizes.pick(4, 24)}",
         f"--config.rollout.group_size={sizes.pick(4, 8)}",
-        f"--config.learner.rows={sizes.pick(4, 24)}",
+        f"--config.learner.micro_batch_rows={sizes.pick(4, 24)}",
         f"--config.evaluation.prompts={sizes.pick(8, 256)}",
         f"--config.evaluation.samples={sizes.pick(2, 8)}",
         "--config.evaluation.every=10",

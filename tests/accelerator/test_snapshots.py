@@ -4,8 +4,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from rollout_server.contract.weight_patch import Sparse, decode, digest
-from scalerl_jax.learner.wire_copy import WireCopies
+from scalerl_jax.contract.weight_delta import Sparse, decode, digest
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model.hf import to_hf
 from tests.accelerator.test_numerics import decoder_of, make_learner
 from tests.learner.segments import make_segments
@@ -25,18 +25,18 @@ def host_bits(learner) -> dict[str, np.ndarray]:
 def test_deltas_are_exact(device, sizes):
     from scalerl_jax.model import Precision
 
-    decoder, row_length = decoder_of(sizes), sizes.pick(128, 1024)
-    learner = make_learner(device, decoder, Precision("bfloat16", "bfloat16"), row_length=row_length)
-    copies = WireCopies(decoder, learner.mesh, share=SHARE)
+    decoder, seq_len = decoder_of(sizes), sizes.pick(128, 1024)
+    learner = make_learner(device, decoder, Precision("bfloat16", "bfloat16"), seq_len=seq_len)
+    copies = WeightSnapshots(decoder, learner.mesh, share=SHARE)
     before: dict[str, np.ndarray] | None = None
     sparse = dense = changed = 0
     for step in range(UPDATES + 1):
         version, now = copies.take(learner.state["params"], step), host_bits(learner)
         for name, tensor in version.tensors().items():
             np.testing.assert_array_equal(tensor.view(np.uint16), now[name], err_msg=name)
-        patch = version.patch()
-        assert patch.digests == {name: digest(bits) for name, bits in now.items()}
-        for name, part in patch.tensors.items():
+        delta = version.delta()
+        assert delta.digests == {name: digest(bits) for name, bits in now.items()}
+        for name, part in delta.tensors.items():
             assert before is not None
             if isinstance(part, Sparse):
                 found = decode(part, now[name].size)
@@ -51,7 +51,7 @@ def test_deltas_are_exact(device, sizes):
         # The second update moves nearly everything, the others little: both ways of sending are taken.
         scale = 1.0 if step == 1 else 1e-4
         old = jax.tree.map(np.asarray, jax.device_get(learner.state["params"]))
-        learner.update(make_segments([row_length, 40, 9], vocabulary=decoder.vocabulary, seed=step))
+        learner.update(make_segments([seq_len, 40, 9], vocabulary=decoder.vocab_size, seed=step))
         moves = jax.tree.map(lambda a, b: np.asarray(b) - a, old, learner.state["params"])
         new = [a + np.float32(scale) * move for a, move in zip(jax.tree.leaves(old), jax.tree.leaves(moves))]
         new = jax.tree.unflatten(jax.tree.structure(old), new)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.learner.packing import Segment
-from scalerl_jax.ledger import ModelShape
+from scalerl_jax.run.ledger import ModelShape
 
 # Dense bf16 products, FLOP/s, by a part of the device's name; the first that fits counts.
 PEAKS = (
@@ -38,12 +38,12 @@ class Work:
 
 
 LLAMA_1B = DecoderConfig(
-    vocabulary=128_256, width=2048, layers=16, heads=32, kv_heads=8, head_size=64, mlp_width=8192, tied_embeddings=True,
-    rope_theta=500_000.0, qk_norm=False,
+    vocab_size=128_256, hidden_size=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate_size=8192,
+    tied_embeddings=True, rope_theta=500_000.0, qk_norm=False,
 )  # fmt: skip
 FULL = Work(LLAMA_1B, (4096, 3072, 2560, 2048, 1536, 1280, 1024, 768), 1024, 5, 64, 128, 512)
 TINY = Work(
-    DecoderConfig(vocabulary=320, width=64, layers=2, heads=4, kv_heads=2, head_size=16, mlp_width=128,
+    DecoderConfig(vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=128,
                   tied_embeddings=True, qk_norm=False),
     (96, 64, 48, 32, 16), 64, 3, 8, 16, 24,
 )  # fmt: skip
@@ -56,10 +56,10 @@ def make_segments(work: Work) -> list[Segment]:
     out = []
     for n in work.lengths:
         mask = (np.arange(n + 1) > n // 5).astype(np.float32)
-        logprobs = -np.log(work.decoder.vocabulary) + 0.1 * rng.normal(size=n + 1)
+        logprobs = -np.log(work.decoder.vocab_size) + 0.1 * rng.normal(size=n + 1)
         out.append(
             Segment(
-                tokens=rng.integers(0, work.decoder.vocabulary, n + 1).astype(np.int32),
+                tokens=rng.integers(0, work.decoder.vocab_size, n + 1).astype(np.int32),
                 weights=mask / np.float32(loss_tokens),
                 advantages=np.full(n + 1, rng.normal(), np.float32),
                 generator_logprobs=logprobs.astype(np.float32),
@@ -75,8 +75,8 @@ def update_flops(work: Work) -> float:
     """
     d = work.decoder
     shape = ModelShape.decoder(
-        vocabulary=d.vocabulary, width=d.width, layers=d.layers, heads=d.heads, kv_heads=d.kv_heads,
-        head_size=d.head_size, mlp_width=d.mlp_width,
+        vocab_size=d.vocab_size, hidden_size=d.hidden_size, layers=d.layers, heads=d.heads, kv_heads=d.kv_heads,
+        head_dim=d.head_dim, intermediate_size=d.intermediate_size,
     )  # fmt: skip
     return shape.update_flops(work.lengths)
 
@@ -111,4 +111,4 @@ def speeds(work: Work, found: dict[str, Any], kind: str) -> dict[str, Any]:
 def prompts(work: Work, seed: int = 0) -> Sequence[np.ndarray]:
     """One for each slot."""
     rng = np.random.default_rng(seed)
-    return rng.integers(0, work.decoder.vocabulary, (work.slots, work.prompt)).astype(np.int32)
+    return rng.integers(0, work.decoder.vocab_size, (work.slots, work.prompt)).astype(np.int32)

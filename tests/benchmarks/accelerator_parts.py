@@ -9,18 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from rollout_server.contract.codec import CompletionRequest, GroupRequest, Sampling
-from rollout_server.engines.jax_engine import JaxEngine
+from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.config import PHRASE
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
+from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.packing import pack
 from scalerl_jax.learner.step import Learner
-from scalerl_jax.learner.wire_copy import WireCopies
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.surrogate import Surrogate
-from scalerl_jax.tasks.tokenizer import make_tokenizer
+from scalerl_jax.objective.losses import Surrogate
 from tests.benchmarks.accelerator_model import (
     BETAS,
     DECAY,
@@ -46,7 +46,7 @@ def make_learner(work: Work, *, remat: bool) -> Learner:
         mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
         precision=Precision("bfloat16", "bfloat16"),
         surrogate=Surrogate(),
-        row_length=work.positions,
+        seq_len=work.positions,
         rows=1,
         max_segment=max(work.lengths),
         logprob_chunk=work.chunk,
@@ -70,7 +70,7 @@ def peak_memory() -> float | None:
 def update(work: Work, *, remat: bool = True) -> dict[str, Any]:
     """Accumulate and apply on one packed row, and the gradient alone, as PyTorch's eager mode is timed too."""
     learner, segments = make_learner(work, remat=remat), make_segments(work)
-    batches = pack(segments, length=learner.row_length, rows=1)[0]
+    batches = pack(segments, length=learner.seq_len, rows=1)[0]
     assert len(batches) == 1
     found = timed(lambda: learner.update(segments), work.repeats)
     gradient = timed(lambda: jax.block_until_ready(learner.gradient(batches)), 2)["seconds"]
@@ -89,9 +89,9 @@ def update_without_remat(work: Work) -> dict[str, Any]:
 def weights(work: Work) -> dict[str, Any]:
     """A version after an update: found on the device, encoded on the host; and all of it as one dense version."""
     learner, segments = make_learner(work, remat=True), make_segments(work)
-    copies = WireCopies(work.decoder, learner.mesh, share=1 / 16)
+    copies = WeightSnapshots(work.decoder, learner.mesh, share=1 / 16)
     first = copies.take(learner.state["params"], 0)
-    first.patch()
+    first.delta()
     began = time.perf_counter()
     dense = sum(tensor.nbytes for tensor in first.tensors().values())
     found: dict[str, Any] = {**device(), "dense_seconds": time.perf_counter() - began, "dense_bytes": dense}
@@ -102,10 +102,10 @@ def weights(work: Work) -> dict[str, Any]:
         version = copies.take(learner.state["params"], step)
         jax.block_until_ready(version._found)
         found["compare_seconds"] = time.perf_counter() - began
-        patch = version.patch()
+        delta = version.delta()
         found["delta_seconds"] = time.perf_counter() - began
-        found |= {"delta_bytes": patch.nbytes, "changed": patch.changed, "whole_tensors": patch.whole}
-    return {**found, "elements": patch.elements, "peak_gib": peak_memory()}
+        found |= {"delta_bytes": delta.nbytes, "changed": delta.changed, "whole_tensors": delta.whole}
+    return {**found, "elements": delta.elements, "peak_gib": peak_memory()}
 
 
 def engine(work: Work) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def engine(work: Work) -> dict[str, Any]:
             queue=work.slots,
             decode_chunk=16,
             compute_dtype="bfloat16",
-            wire_dtype="bfloat16",
+            sync_dtype="bfloat16",
             maximum_tokens=work.prompt + work.sampled,
         )
         found = {**device(), "start_seconds": time.perf_counter() - began}

@@ -34,13 +34,13 @@ _DEVICE = torch.device("cuda" if _CUDA else "cpu")
 def make_model(work: Work, dtype: torch.dtype) -> LlamaForCausalLM:
     d = work.decoder
     config = LlamaConfig(
-        vocab_size=d.vocabulary,
-        hidden_size=d.width,
-        intermediate_size=d.mlp_width,
+        vocab_size=d.vocab_size,
+        hidden_size=d.hidden_size,
+        intermediate_size=d.intermediate_size,
         num_hidden_layers=d.layers,
         num_attention_heads=d.heads,
         num_key_value_heads=d.kv_heads,
-        head_dim=d.head_size,
+        head_dim=d.head_dim,
         rms_norm_eps=d.norm_epsilon,
         max_position_embeddings=d.max_positions,
         tie_word_embeddings=d.tied_embeddings,

@@ -34,10 +34,10 @@ import psutil
 from absl import app, flags
 
 from launch.commands import restart_with_tuned_malloc
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import CHANNEL_OPTIONS
-from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.limits import CHANNEL_OPTIONS
+from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.model import DecoderConfig
 from tests.benchmarks.folders import write_folder
 
@@ -54,10 +54,24 @@ WARM_UP_SECONDS = 30.0  # of each engine
 SEQUENCES = (8, 32, 64)
 SIZES = {
     "tiny": DecoderConfig(
-        vocabulary=384, width=96, layers=3, heads=4, kv_heads=2, head_size=32, mlp_width=256, tied_embeddings=True
+        vocab_size=384,
+        hidden_size=96,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        tied_embeddings=True,
     ),
     "small": DecoderConfig(
-        vocabulary=4096, width=512, layers=8, heads=8, kv_heads=4, head_size=64, mlp_width=1536, tied_embeddings=True
+        vocab_size=4096,
+        hidden_size=512,
+        layers=8,
+        heads=8,
+        kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        tied_embeddings=True,
     ),
 }
 
@@ -89,7 +103,7 @@ async def served(engine: str, python: str, folder: str) -> AsyncIterator[tuple[R
         command = [
             python, "-m", "rollout_server.serve", f"--engine={engine}", f"--model={folder}", "--port=0",
             f"--port_file={port_file}", "--slots=64", "--queue=64", f"--maximum_tokens={FLAGS.longest + 2 * PROMPT}",
-            f"--compute_dtype={FLAGS.dtype}", f"--wire_dtype={FLAGS.dtype}",
+            f"--compute_dtype={FLAGS.dtype}", f"--sync_dtype={FLAGS.dtype}",
         ]  # fmt: skip
         with open(log_file, "wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -151,9 +165,9 @@ async def compare(size: str) -> None:
                 for stub in (jax, vllm):
                     began, rounds = time.perf_counter(), itertools.count(FLAGS.repeats)
                     while time.perf_counter() - began < WARM_UP_SECONDS:
-                        await rate(stub, load(config.vocabulary, sequences, next(rounds)))
+                        await rate(stub, load(config.vocab_size, sequences, next(rounds)))
                 for repeat in range(FLAGS.repeats):
-                    requests = load(config.vocabulary, sequences, repeat)
+                    requests = load(config.vocab_size, sequences, repeat)
                     for name, stub in (("jax", jax), ("vllm", vllm)):
                         await idle([jax_process, vllm_process])
                         rates[name].append(await rate(stub, requests))

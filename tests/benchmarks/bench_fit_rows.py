@@ -44,7 +44,9 @@ def command(path: pathlib.Path) -> tuple[float, float, float]:
     """Seconds, seconds of CPU, and the most memory of the process in MB."""
     arguments = [str(path), "--x=step", "--y=reward", f"--out={path.parent / 'out'}"]
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "scalerl_jax.fit", *arguments], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scalerl_jax.scaling.commands.scalerl_fit", *arguments], stdout=subprocess.DEVNULL
+    )
     _, status, used = os.wait4(process.pid, 0)
     assert status == 0, f"scalerl-fit {path} failed"
     return time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.bench_fleet [--servers=64] [--processes=8] [--seconds=40] [--killed=0]
 
 The servers are replay engines behind the real gRPC, several in a process (each with a port, an event loop shared with
-its neighbours, and a server identity of its own). The trainer is the real Fleet, Book, Publisher and Probe in this
-process; it trains nothing: a batch is taken as soon as it is there, and every update's weights (4 MB) go to every
+its neighbours, and a server identity of its own). The trainer is the real Fleet, GroupBuffer, Publisher and Probe in
+this process; it trains nothing: a batch is taken as soon as it is there, and every update's weights (4 MB) go to every
 server.
 
     calm      as many groups as the servers' slots give
@@ -30,8 +30,8 @@ import numpy as np
 import psutil
 from absl import app, flags, logging
 
-from rollout_server.engines.replay_engine import ReplayEngine
-from rollout_server.engines.scripts import Scripted
+from rollout_server.engines.replay.engine import ReplayEngine
+from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutServer
 from tests.rollouts.helpers import ROOT, VOCABULARY, Trainer, config
 
@@ -140,11 +140,11 @@ def resident() -> float:
 def measure(processes: list[Process]) -> None:
     addresses = [address for process in processes for address in process.address_list]
     made = config(updates=10**6, fleet_connect_seconds=60.0)
-    made.rollout.groups, made.rollout.group_size = FLAGS.groups, FLAGS.group_size
-    made.rollout.thinking_low = made.rollout.thinking_high = int(4 * FLAGS.mean_tokens)
+    made.rollout.prompts_per_step, made.rollout.group_size = FLAGS.groups, FLAGS.group_size
+    made.rollout.thinking_budget_min = made.rollout.thinking_budget_max = int(4 * FLAGS.mean_tokens)
     made.rollout.answer_budget = int(4 * FLAGS.mean_tokens)
     made.fleet.heartbeat_seconds, made.fleet.status_seconds, made.fleet.silence_seconds = 1.0, 5.0, 10.0
-    made.fleet.chunk_bytes, made.pacing.k = 2**20, 8
+    made.fleet.chunk_bytes, made.pacing.max_off_policy_steps = 2**20, 8
     with Load(made, [], addresses=addresses) as trainer:
         began = time.monotonic()
         trainer.admit_until(lambda: len(set(trainer.admitted)) == len(addresses), seconds=120)

@@ -26,8 +26,8 @@ import torch
 from absl import app, flags
 from transformers import AutoModelForCausalLM
 
-from rollout_server.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling
-from rollout_server.engines.jax_engine import JaxEngine
+from rollout_server.engines.jax.engine import JaxEngine
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.model import DecoderConfig
 from tests.benchmarks.folders import write_folder
 
@@ -44,10 +44,24 @@ flags.DEFINE_enum("clock", "wall", ["wall", "cpu"], "cpu: processor seconds, for
 SLOTS, GROUP = 64, 16
 SIZES = {
     "quickstart": DecoderConfig(
-        vocabulary=384, width=96, layers=3, heads=4, kv_heads=2, head_size=32, mlp_width=256, tied_embeddings=True
+        vocab_size=384,
+        hidden_size=96,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        tied_embeddings=True,
     ),
     "10m": DecoderConfig(
-        vocabulary=4096, width=320, layers=6, heads=8, kv_heads=4, head_size=40, mlp_width=1024, tied_embeddings=True
+        vocab_size=4096,
+        hidden_size=320,
+        layers=6,
+        heads=8,
+        kv_heads=4,
+        head_dim=40,
+        intermediate_size=1024,
+        tied_embeddings=True,
     ),
 }
 
@@ -56,7 +70,7 @@ def make_requests(config: DecoderConfig, groups: int, rng: np.random.Generator) 
     """Each completion gets its own length: a thinking budget, one forced token, and one token of answer."""
     requests = []
     for group in range(groups):
-        prompt = rng.integers(0, config.vocabulary, rng.integers(12, 33)).astype(np.int32)
+        prompt = rng.integers(0, config.vocab_size, rng.integers(12, 33)).astype(np.int32)
         budgets = np.clip(rng.lognormal(np.log(60), 0.7, GROUP), 6, FLAGS.longest).astype(int) - 2
         completions = tuple(CompletionRequest(i, int(rng.integers(2**62)), int(b)) for i, b in enumerate(budgets))
         requests.append(
@@ -114,7 +128,7 @@ async def compare(size: str) -> None:
         began = time.perf_counter()
         engine = JaxEngine(
             folder, slots=SLOTS, queue=4 * SLOTS, decode_chunk=FLAGS.decode_chunk, compute_dtype="float32",
-            wire_dtype="float32", maximum_tokens=FLAGS.maximum_tokens,
+            sync_dtype="float32", maximum_tokens=FLAGS.maximum_tokens,
             lookahead=None if FLAGS.lookahead < 0 else FLAGS.lookahead,
         )  # fmt: skip
         print(

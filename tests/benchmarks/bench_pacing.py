@@ -29,8 +29,9 @@ from typing import Any
 from absl import app, flags
 
 from launch.commands import restart_with_tuned_malloc
-from scalerl_jax.telemetry import read_rows
+from scalerl_jax.run.folder import read_rows
 from tests.benchmarks.folders import write_stopping_policy
+from tests.support.paths import ROOT
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("updates", 32, "that are timed, a multiple of 8", lower_bound=8)
@@ -43,7 +44,6 @@ flags.DEFINE_integer("groups", 16, "prompts of a batch")
 flags.DEFINE_integer("slots", 8, "of the generator")
 flags.DEFINE_integer("decode_chunk", 1, "of the generator: with few slots it is then as slow as the trainer")
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 K, GROUP, LONGEST = 8, 8, 320
 
 CONFIG = """
@@ -52,20 +52,20 @@ from scalerl_jax.config import Config
 def get_config():
     config = Config(seed=1, updates={updates})
     config.model.path = {model!r}
-    config.model.compute_dtype = config.model.wire_dtype = "float32"
+    config.model.compute_dtype = config.model.sync_dtype = "float32"
     config.model.remat = False
-    config.task.name = "jsonl"
-    config.task.train_file, config.task.validation_file = {task!r}, {held_out!r}
-    config.curriculum.retire_at = 1.1
-    config.rollout.groups, config.rollout.group_size = {groups}, {group}
-    config.rollout.prompt_limit = 16
-    config.rollout.thinking_low = config.rollout.thinking_high = 0
+    config.environment.name = "jsonl"
+    config.environment.train_file, config.environment.validation_file = {task!r}, {held_out!r}
+    config.curriculum.no_positive_resampling_at = 1.1
+    config.rollout.prompts_per_step, config.rollout.group_size = {groups}, {group}
+    config.rollout.max_prompt_tokens = 16
+    config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
     config.rollout.answer_budget = {longest}
     config.objective.truncated = "fail"
     config.objective.filter_zero_variance = False
     config.optimizer.learning_rate = 1e-9
-    config.learner.row_length, config.learner.rows, config.learner.logprob_chunk = 352, 12, 128
-    config.pacing.kind, config.pacing.k = {kind!r}, {k}
+    config.learner.seq_len, config.learner.micro_batch_rows, config.learner.logprob_chunk = 352, 12, 128
+    config.pacing.kind, config.pacing.max_off_policy_steps = {kind!r}, {k}
     config.evaluation.every, config.evaluation.prompts, config.evaluation.samples = 10_000, 1, 1
     config.checkpoint.every = 10_000
     config.telemetry.tensorboard = False
@@ -80,7 +80,7 @@ def generator(folder: str, model: str, core: int | None) -> Iterator[str]:
     port_file = os.path.join(folder, "port")
     command = [
         *(sys.executable, "-m", "rollout_server.serve", "--engine=jax", f"--model={model}", "--port=0"),
-        *(f"--port_file={port_file}", "--exit_with_parent", "--compute_dtype=float32", "--wire_dtype=float32"),
+        *(f"--port_file={port_file}", "--exit_with_parent", "--compute_dtype=float32", "--sync_dtype=float32"),
         *(f"--maximum_tokens={LONGEST + 16}", f"--slots={FLAGS.slots}", f"--queue={2 * FLAGS.slots}"),
         f"--decode_chunk={FLAGS.decode_chunk}",
     ]

@@ -35,10 +35,12 @@ import tempfile
 
 from absl import app, flags
 
-from scalerl_jax.config import Config, parse_argv
-from scalerl_jax.tasks import prompts as tasks
-from scalerl_jax.tasks.tokenizer import Tokenizer
+from scalerl_jax.config import Config
+from scalerl_jax.config_io import parse_argv
+from scalerl_jax.environments import prompts as tasks
+from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.benchmarks.folders import write_stopping_policy
+from tests.support.paths import ROOT
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("load", "both", ["even", "skewed", "both"], "which completions")
@@ -47,18 +49,17 @@ flags.DEFINE_integer("rounds", 3, "of both sides in turn")
 flags.DEFINE_string("trl_python", ".venv-trl/bin/python", "of an environment with TRL")
 flags.DEFINE_string("model", "", "even: a warm-started policy; empty: it is made")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = f"--config={ROOT / 'configs' / 'quickstart.py'}"
 # The skewed policy answers nothing rightly: what it makes is trained on all the same.
 SKEWED = {
-    "task.name": "jsonl",
-    "rollout.thinking_low": 0,
-    "rollout.thinking_high": 0,
+    "environment.name": "jsonl",
+    "rollout.thinking_budget_min": 0,
+    "rollout.thinking_budget_max": 0,
     "rollout.answer_budget": 320,
     "objective.truncated": "fail",
     "objective.filter_zero_variance": False,
-    "curriculum.retire_at": 1.1,
-    "learner.rows": 8,
+    "curriculum.no_positive_resampling_at": 1.1,
+    "learner.micro_batch_rows": 8,
     "optimizer.learning_rate": 1e-9,
 }
 WARM_UP = 2  # steps of a run that are not counted
@@ -81,7 +82,7 @@ def ours(model: str, folder: pathlib.Path, overrides: dict[str, object]) -> tupl
         "scalerl-train",
         f"--workdir={folder}",
         f"--config.model.path={model}",
-        f"--config.updates={FLAGS.steps + 1}",
+        f"--config.max_steps={FLAGS.steps + 1}",
         f"--config.checkpoint.every={FLAGS.steps + 1}",
         f"--config.evaluation.every={FLAGS.steps + 1}",
         "--config.evaluation.prompts=8",
@@ -122,8 +123,8 @@ def specification(model: str, config: Config) -> dict:
         "model": model,
         "prompts": [{"prompt": one.text, "ids": one.token_ids.tolist(), "answer": one.answer} for one in train[:512]],
         "group_size": config.rollout.group_size,
-        "completions": config.rollout.groups * config.rollout.group_size,
-        "longest": config.rollout.thinking_high + config.rollout.answer_budget,
+        "completions": config.rollout.prompts_per_step * config.rollout.group_size,
+        "longest": config.rollout.thinking_budget_max + config.rollout.answer_budget,
         "learning_rate": config.optimizer.learning_rate,
     }
 

@@ -1,6 +1,6 @@
 """The trainer's update against the same update in PyTorch eager, on the same cores.
 
-    python -m tests.benchmarks.bench_update [--case=short|long|both] [--repeats=9] [--width=96 --layers=3 ...]
+    python -m tests.benchmarks.bench_update [--case=short|long|both] [--repeats=9] [--hidden_size=96 --layers=3 ...]
 
 Both sides get the same sequences, start from the same parameters and do the same work: forward, CISPO with prompt
 weights, backward, AdamW. Before anything is timed, their gradients are compared. A repeat times one update of each, in
@@ -35,18 +35,18 @@ from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import token_weights
-from scalerl_jax.objective.surrogate import Surrogate
+from scalerl_jax.objective.losses import Surrogate
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("case", "both", ["short", "long", "both"], "which sequences")
 flags.DEFINE_integer("repeats", 9, "timed updates of each side")
-flags.DEFINE_integer("width", 96, "of the decoder")
+flags.DEFINE_integer("hidden_size", 96, "of the decoder")
 flags.DEFINE_integer("layers", 3, "of the decoder")
 flags.DEFINE_integer("heads", 4, "query heads of 32; half as many key/value heads")
-flags.DEFINE_integer("mlp_width", 256, "of the decoder")
-flags.DEFINE_integer("vocabulary", 384, "of the decoder")
+flags.DEFINE_integer("intermediate_size", 256, "of the decoder")
+flags.DEFINE_integer("vocab_size", 384, "of the decoder")
 flags.DEFINE_integer("long_length", 2048, "tokens of a long segment")
-flags.DEFINE_integer("row_length", 512, "short: tokens of a packed row")
+flags.DEFINE_integer("seq_len", 512, "short: tokens of a packed row")
 flags.DEFINE_integer("rows", 8, "short: rows of a micro-batch")
 flags.DEFINE_integer("long_rows", 2, "long: rows of a micro-batch")
 flags.DEFINE_integer("logprob_chunk", 128, "tokens of a row whose logits exist at once")
@@ -96,7 +96,7 @@ class TorchPolicy(torch.nn.Module):
     def forward(self, tokens, positions, mask):
         """tokens, positions [rows, length]; mask [rows, 1, length, length] bool, or None: causal. -> logits."""
         c, w = self.config, self.weights
-        frequency = c.rope_theta ** (-torch.arange(0, c.head_size, 2).float() / c.head_size)
+        frequency = c.rope_theta ** (-torch.arange(0, c.head_dim, 2).float() / c.head_dim)
         angle = positions[..., None].float() * frequency
         cos, sin = torch.cat([angle.cos()] * 2, -1)[:, None], torch.cat([angle.sin()] * 2, -1)[:, None]
 
@@ -113,7 +113,7 @@ class TorchPolicy(torch.nn.Module):
             at = f"model.layers.{i}."
             h = norm(x, at + "input_layernorm.weight")
             q, k, v = (
-                F.linear(h, w[f"{at}self_attn.{n}_proj.weight"]).view(rows, length, -1, c.head_size) for n in "qkv"
+                F.linear(h, w[f"{at}self_attn.{n}_proj.weight"]).view(rows, length, -1, c.head_dim) for n in "qkv"
             )
             q = rope(norm(q, at + "self_attn.q_norm.weight").transpose(1, 2))
             k = rope(norm(k, at + "self_attn.k_norm.weight").transpose(1, 2))
@@ -192,10 +192,10 @@ def compare(case: str) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     clock = time.perf_counter if FLAGS.clock == "wall" else time.process_time
     config = DecoderConfig(
-        vocabulary=FLAGS.vocabulary, width=FLAGS.width, layers=FLAGS.layers, heads=FLAGS.heads,
-        kv_heads=FLAGS.heads // 2, head_size=32, mlp_width=FLAGS.mlp_width,
+        vocab_size=FLAGS.vocab_size, hidden_size=FLAGS.hidden_size, layers=FLAGS.layers, heads=FLAGS.heads,
+        kv_heads=FLAGS.heads // 2, head_dim=32, intermediate_size=FLAGS.intermediate_size,
     )  # fmt: skip
-    segments = make_segments(case, config.vocabulary)
+    segments = make_segments(case, config.vocab_size)
     tokens = sum(len(s.tokens) - 1 for s in segments)
     long = case == "long"
     learner = Learner(
@@ -206,7 +206,7 @@ def compare(case: str) -> None:
         mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
         precision=Precision(),
         surrogate=Surrogate(cap=CAP),
-        row_length=FLAGS.long_length if long else FLAGS.row_length,
+        seq_len=FLAGS.long_length if long else FLAGS.seq_len,
         rows=FLAGS.long_rows if long else FLAGS.rows,
         max_segment=max(len(s.tokens) - 1 for s in segments),
         logprob_chunk=FLAGS.logprob_chunk,
@@ -217,7 +217,7 @@ def compare(case: str) -> None:
     tensors = {name: np.asarray(value) for name, value in to_hf(params, config, np.float32).items()}
 
     # The two sides compute the same thing.
-    packed_batches, _ = pack(segments, length=learner.row_length, rows=learner.rows)
+    packed_batches, _ = pack(segments, length=learner.seq_len, rows=learner.micro_batch_rows)
     grads, sums = learner.gradient(packed_batches)
     ours = {name: np.asarray(value) for name, value in to_hf(grads, config, np.float32).items()}
     del params, grads

@@ -11,7 +11,7 @@ stall   a JAX engine that decodes in all its slots, in this process, behind real
         token while a version comes in, less that of a usual chunk, dense and sparse (the trainer and the loading of
         the version share the cores with the decoder); and the time from the optimizer's step to the first token that
         the new policy sampled.
-bytes   reads the metrics of a run of scalerl-train: --run=WORKDIR, bytes of each patch relative to the dense version,
+bytes   reads the metrics of a run of scalerl-train: --run=WORKDIR, bytes of each delta relative to the dense version,
         and the share of weights that changed, over updates --from to --to.
 
 Medians. GB are of bfloat16 weights, 2 bytes each.
@@ -40,21 +40,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from launch.commands import restart_with_tuned_malloc
-from rollout_server.contract import codec
-from rollout_server.contract.decoder_config import DecoderConfig
-from rollout_server.contract.hf_layout import hf_tensors
-from rollout_server.contract.rpc import Stub
-from rollout_server.contract.security import connect
-from rollout_server.engines.jax_engine import JaxEngine
-from rollout_server.engines.replay_engine import ReplayEngine
-from rollout_server.engines.scripts import Scripted
+from rollout_server.engines.jax.engine import JaxEngine
+from rollout_server.engines.replay.engine import ReplayEngine
+from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutServer
 from rollout_server.weight_store import WeightStore
-from scalerl_jax.learner.wire_copy import WireCopies
+from scalerl_jax.contract import codec
+from scalerl_jax.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.contract.security import connect
+from scalerl_jax.contract.tensor_layout import hf_tensors
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import init_params
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.rollouts import payload as payload_lib
-from scalerl_jax.rollouts.publisher import Publisher
+from scalerl_jax.rollouts.weights import payload as payload_lib
+from scalerl_jax.rollouts.weights.publisher import Publisher
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("part", None, ["encode", "stream", "stall", "bytes"], "what is measured", required=True)
@@ -67,9 +67,15 @@ flags.DEFINE_integer("to", 200, "bytes: the last update")
 CHANGED = 0.01  # share of the weights that a version changes
 INCARNATION = 1
 SIZES = {
-    "3m": DecoderConfig(vocabulary=2048, width=224, layers=4, heads=7, kv_heads=7, head_size=32, mlp_width=640),
-    "10m": DecoderConfig(vocabulary=4096, width=320, layers=6, heads=8, kv_heads=4, head_size=40, mlp_width=1024),
-    "30m": DecoderConfig(vocabulary=8192, width=512, layers=8, heads=8, kv_heads=4, head_size=64, mlp_width=1536),
+    "3m": DecoderConfig(
+        vocab_size=2048, hidden_size=224, layers=4, heads=7, kv_heads=7, head_dim=32, intermediate_size=640
+    ),
+    "10m": DecoderConfig(
+        vocab_size=4096, hidden_size=320, layers=6, heads=8, kv_heads=4, head_dim=40, intermediate_size=1024
+    ),
+    "30m": DecoderConfig(
+        vocab_size=8192, hidden_size=512, layers=8, heads=8, kv_heads=4, head_dim=64, intermediate_size=1536
+    ),
 }
 
 
@@ -83,7 +89,7 @@ class Weights:
     def __init__(self, config: DecoderConfig):
         self.config, self.step = config, -1
         self._mesh = make_mesh(fsdp=1, devices=jax.devices()[:1])
-        self._copies = WireCopies(config, self._mesh, share=1 / 16)
+        self._copies = WeightSnapshots(config, self._mesh, share=1 / 16)
         self.params = init_params(config, jax.random.key(0), self._mesh)
         self.bytes = 2 * sum(int(np.prod(shape)) for shape in hf_tensors(config).values())
 
@@ -113,7 +119,7 @@ def encode(config: DecoderConfig) -> None:
     engine = replay(config)
     store = WeightStore(engine.info, engine.weight_buffer)
     first = weights.version()
-    digests = first.patch().digests
+    digests = first.delta().digests
     take(store, payload_lib.dense(codec.Version(INCARNATION, 0), first.tensors(), digests, chunk_bytes=2**20))
     device, host, server, sizes, whole = [], [], [], [], []
     for _ in range(FLAGS.repeats + 1):
@@ -122,10 +128,10 @@ def encode(config: DecoderConfig) -> None:
         version = weights.version()
         jax.block_until_ready(version._found)
         compared = time.perf_counter()
-        patch = version.patch()
+        delta = version.delta()
         device.append(compared - began)
         host.append(time.perf_counter() - compared)
-        payload = payload_lib.sparse(INCARNATION, patch, chunk_bytes=2**20)
+        payload = payload_lib.sparse(INCARNATION, delta, chunk_bytes=2**20)
         server.append(take(store, payload))
         sizes.append(payload.bytes / weights.bytes)
         began = time.perf_counter()
@@ -154,7 +160,7 @@ def take(store: WeightStore, payload: payload_lib.Payload) -> float:
 
 
 def replay(config: DecoderConfig) -> ReplayEngine:
-    return ReplayEngine(Scripted(vocabulary=64), tensors=hf_tensors(config), wire_dtype="bfloat16")
+    return ReplayEngine(Scripted(vocabulary=64), tensors=hf_tensors(config), sync_dtype="bfloat16")
 
 
 # -------------------------------------------------------------------------------------------------------- stream
@@ -256,10 +262,10 @@ def stall(config: DecoderConfig) -> None:
         save_file({n: np.zeros(s, np.float32) for n, s in hf_tensors(config).items()}, f"{folder}/model.safetensors")
         with open(f"{folder}/config.json", "w") as file:
             json.dump(config.to_hf(), file)
-        vocabulary = {f"t{i}": i for i in range(config.vocabulary)}
+        vocabulary = {f"t{i}": i for i in range(config.vocab_size)}
         Tokenizer(WordLevel(vocabulary, unk_token="t0")).save(f"{folder}/tokenizer.json")
         engine = JaxEngine(
-            folder, slots=32, queue=64, decode_chunk=8, compute_dtype="float32", wire_dtype="bfloat16",
+            folder, slots=32, queue=64, decode_chunk=8, compute_dtype="float32", sync_dtype="bfloat16",
             maximum_tokens=512,
         )  # fmt: skip
     asyncio.run(_stall(config, engine))
@@ -268,7 +274,7 @@ def stall(config: DecoderConfig) -> None:
 async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
     weights, server = Weights(config), RolloutServer(engine)
     await server.start()
-    publisher = Publisher(incarnation=INCARNATION, chunk_bytes=2**20, patch_bytes=2**30)
+    publisher = Publisher(incarnation=INCARNATION, chunk_bytes=2**20, delta_bytes=2**30)
     watch = Watch(engine)
     loop = asyncio.get_running_loop()
     async with connect(f"127.0.0.1:{server.port}") as channel:
@@ -279,7 +285,7 @@ async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
             await asyncio.to_thread(weights.update)
             began = time.perf_counter()
             version = await asyncio.to_thread(weights.version)
-            publisher.record(version.step, version.patch)
+            publisher.record(version.step, version.delta)
             publisher.offer(version.step, version.tensors)
             kind = "dense" if number % 2 == 0 else "sparse"
             base = version.step - 1 if kind == "sparse" else None
@@ -373,15 +379,15 @@ class Watch:
 def read_bytes(_: DecoderConfig) -> None:
     with open(os.path.join(FLAGS.run, "metrics.jsonl")) as file:
         rows = [json.loads(line) for line in file]
-    chosen = [row for row in rows if FLAGS["from"].value <= row["step"] <= FLAGS.to and row["pushes"]["patches"]]
-    dense = chosen[0]["pushes"]["dense_bytes"] / chosen[0]["pushes"]["patches"]
+    chosen = [row for row in rows if FLAGS["from"].value <= row["step"] <= FLAGS.to and row["pushes"]["deltas"]]
+    dense = chosen[0]["pushes"]["dense_bytes"] / chosen[0]["pushes"]["deltas"]
     print(f"{len(chosen)} rows, {dense / 1e6:.2f} MB dense")
-    shares = [row["pushes"]["patch_bytes"] / row["pushes"]["dense_bytes"] for row in chosen]
+    shares = [row["pushes"]["delta_bytes"] / row["pushes"]["dense_bytes"] for row in chosen]
     changed = [row["pushes"]["changed"] / row["pushes"]["elements"] for row in chosen]
     applied = sum(row["pushes"]["applied"] for row in chosen)
     print(f"bytes per update relative to dense: median {median(shares):.2%}, largest {max(shares):.2%}")
     print(f"share of weights that changed: median {median(changed):.2%}")
-    print(f"pushes that were patches: {sum(row['pushes']['sparse'] for row in chosen)} of {applied}")
+    print(f"pushes that were deltas: {sum(row['pushes']['sparse'] for row in chosen)} of {applied}")
 
 
 PARTS: dict[str, Callable[[DecoderConfig], None]] = {

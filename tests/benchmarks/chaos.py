@@ -24,8 +24,9 @@ import numpy as np
 from absl import app, flags
 
 from launch.commands import restart_with_tuned_malloc
-from scalerl_jax.config import load_file, override
-from scalerl_jax.telemetry import read_rows
+from scalerl_jax.config_io import load_file, override
+from scalerl_jax.run.folder import read_rows
+from tests.support.paths import ROOT
 from tests.train.chaos import Chaos, Reading, check_rows
 
 FLAGS = flags.FLAGS
@@ -36,7 +37,6 @@ flags.DEFINE_float("every", 5.0, "seconds between two events")
 flags.DEFINE_float("frozen", 7.0, "seconds that a frozen server sleeps")
 flags.DEFINE_integer("servers", 3, "local servers")
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CONFIG = os.path.join(ROOT, "configs", "quickstart.py")
 SETTLED_SECONDS = 60.0  # a process is no longer starting
 
@@ -45,7 +45,7 @@ def fields() -> dict[str, object]:
     return {
         "updates": 100_000,
         "model.path": os.path.abspath(FLAGS.model),
-        "curriculum.retire_at": 1.1,  # prompts for ever
+        "curriculum.no_positive_resampling_at": 1.1,  # prompts for ever
         "evaluation.every": 25,  # the forecast is first fitted within the first quarter
         "evaluation.prompts": 64,
         "evaluation.samples": 4,
@@ -144,7 +144,10 @@ def main(_: list[str]) -> None:
     lags = [int(lag) for row in metrics for lag in row["lags"]]
     print(f"the trainer was {'alive at the end' if alive else 'gone'}, and left with code {code}")
     print(f"{chaos.count('kill')} killed, {chaos.count('freeze')} frozen in {FLAGS.minutes:g} minutes")
-    print(f"{len(metrics)} updates, groups in order and each once; lag at most {max(lags)} of {config.pacing.k}")
+    print(
+        f"{len(metrics)} updates, groups in order and each once; "
+        f"lag at most {max(lags)} of {config.pacing.max_off_policy_steps}"
+    )
     evaluations = read_rows(os.path.join(workdir, "evals.jsonl"))
     print("held-out pass rate", " ".join(f"{row['step']}:{row['pass_rate']:.3f}" for row in evaluations))
     print("role                 processes   second quarter   last quarter   slope, MiB/h")

@@ -9,10 +9,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf import hf_tensors
 from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.tasks.tokenizer import make_tokenizer
 
 
 def write_folder(path: str, config: DecoderConfig) -> int:
@@ -25,7 +25,7 @@ def write_folder(path: str, config: DecoderConfig) -> int:
     save_file(named, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
     with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config.to_hf(), file)
-    words = {str(i): i for i in range(config.vocabulary)}
+    words = {str(i): i for i in range(config.vocab_size)}
     Tokenizer(WordLevel(words, unk_token="0")).save(os.path.join(path, "tokenizer.json"))
     return sum(value.size for value in named.values())
 
@@ -38,24 +38,24 @@ def write_stopping_policy(folder: str, *, width: int, layers: int, stop_every: f
     base = os.path.join(folder, "tokenizer")
     tokenizer = make_tokenizer(corpus=["0123456789 abc"] * 9, path=base, vocabulary=vocabulary)
     decoder = DecoderConfig(
-        vocabulary=vocabulary,
-        width=width,
+        vocab_size=vocabulary,
+        hidden_size=width,
         layers=layers,
         heads=4,
         kv_heads=2,
-        head_size=32,
-        mlp_width=3 * width,
+        head_dim=32,
+        intermediate_size=3 * width,
         qk_norm=True,
         tied_embeddings=False,
         stop_token_ids=tokenizer.stop_ids,
     )
     params = jax.device_get(init_params(decoder, jax.random.key(0)))
     rng = np.random.default_rng(0)
-    common = rng.normal(size=decoder.width)
+    common = rng.normal(size=decoder.hidden_size)
     params["embed"] = (common + 0.1 * rng.normal(size=params["embed"].shape)).astype(np.float32)
     # The last norm leaves a vector of mean square 1 along `common`, more or less: its product with `common` is known.
     logit = np.log(vocabulary / stop_every / len(tokenizer.stop_ids))
-    lean = logit / np.linalg.norm(common) / np.sqrt(decoder.width)
+    lean = logit / np.linalg.norm(common) / np.sqrt(decoder.hidden_size)
     head = 0.001 * rng.normal(size=params["head"].shape)
     for token in tokenizer.stop_ids:
         head[token] = lean * common

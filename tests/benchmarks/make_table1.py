@@ -3,6 +3,7 @@
     python -m tests.benchmarks.make_table1
 
 Each row of the table is drawn as its published curve with the noise of 1,000 prompts x 16 samples, at 40 evaluations
+from tests.support.paths import ROOT
 from the burn-in of 1,500 GPU-hours to the end of the run, and one at compute 0.
 """
 
@@ -12,8 +13,8 @@ import os
 import numpy as np
 
 from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.support.paths import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PATH = os.path.join(ROOT, "configs", "table1.csv")
 # GPU-hours at which the runs end; all others at 16,000.
 ENDS = {"32k": 50_000, "Scout": 45_000, "bs2048": 100_000}

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
 from tests.hostile.lies import Around, Context, Generate, Lie
 
 Change = Callable[[pb.Completion, np.random.Generator], None]

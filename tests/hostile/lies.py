@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from rollout_server.contract import chunks
-from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.contract import chunks
+from scalerl_jax.contract import rollout_pb2 as pb
 
 Context = Any  # grpc.aio.ServicerContext, or what stands for it
 Generate = Callable[[pb.GenerateRequest, Context], Awaitable[None]]

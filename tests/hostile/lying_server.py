@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.contract.codec import Completion, GroupRequest, Version
-from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from rollout_server.contract.hf_layout import hf_tensors
 from rollout_server.engines.engine import Changes, Engine, EngineStatus
-from rollout_server.engines.replay_engine import ReplayEngine
-from rollout_server.engines.scripts import Recorded
+from rollout_server.engines.replay.engine import ReplayEngine
+from rollout_server.engines.replay.scripts import Recorded
 from rollout_server.service import RolloutServer
+from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.contract.tensor_layout import hf_tensors
 from scalerl_jax.model.hf import read_config
 from tests.hostile.lies import LieInterceptor
 from tests.hostile.modes import MODES
@@ -103,9 +103,9 @@ def write_json(path: str, value: object) -> None:
 def make_engine(model: str, rollouts: str) -> Engine:
     """A policy's, or one that plays a recording."""
     options: dict[str, Any] = {"slots": SLOTS, "queue": QUEUE, "decode_chunk": 4, "maximum_tokens": 64}
-    options |= {"compute_dtype": "float32", "wire_dtype": "float32"}
+    options |= {"compute_dtype": "float32", "sync_dtype": "float32"}
     if not rollouts:
-        from rollout_server.engines.jax_engine import JaxEngine
+        from rollout_server.engines.jax.engine import JaxEngine
 
         return JaxEngine(model, **options)
     config = read_config(model)

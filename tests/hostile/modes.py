@@ -128,7 +128,7 @@ STREAMS = {
 
 WEIGHTS = {
     "refuses versions": Mode(weight_lies.refuses, HELD_BACK, WEIGHTS_NOT_TAKEN),
-    "anchor for ever": Mode(weight_lies.anchor, HELD_BACK, WEIGHTS_NOT_TAKEN),
+    "full_sync for ever": Mode(weight_lies.full_sync, HELD_BACK, WEIGHTS_NOT_TAKEN),
     "resend for ever": Mode(weight_lies.resend_for_ever, HELD_BACK, WEIGHTS_NOT_TAKEN),
     "resend out of range": Mode(weight_lies.resend_out_of_range, HELD_BACK, WEIGHTS_NOT_TAKEN),
     "an empty answer": Mode(weight_lies.says_nothing_at_all, HELD_BACK, WEIGHTS_NOT_TAKEN),

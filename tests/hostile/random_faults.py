@@ -38,7 +38,7 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rollout_server.serve", "--engine=replay", f"--port={self._port}",
                  f"--port_file={self._port_file}", "--exit_with_parent", "--compute_dtype=float32",
-                 "--wire_dtype=float32", "--maximum_tokens=64", "--slots=8", "--queue=16", "--decode_chunk=4",
+                 "--sync_dtype=float32", "--maximum_tokens=64", "--slots=8", "--queue=16", "--decode_chunk=4",
                  *self._flags],
                 cwd=helpers.ROOT,
                 env=helpers.environment(),

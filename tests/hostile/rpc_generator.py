@@ -13,9 +13,9 @@ import numpy as np
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.rpc import SERVICE
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.rpc import SERVICE
 from tests.hostile.mutations import damage, spoil
 from tests.hostile.weight_streams import WeightStreams
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import CHANNEL_OPTIONS
-from rollout_server.contract.rpc import SERVICE
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.limits import CHANNEL_OPTIONS
+from scalerl_jax.contract.rpc import SERVICE
 from tests.hostile.rpc_generator import CANCEL, FIRST, REFLECTION, UNREAD, Call
 
 SECONDS = 120.0  # deadline of a call; none of them takes long on a machine that is not loaded
@@ -17,7 +17,7 @@ UNREAD_SECONDS = 0.02
 # gRPC's client says so by itself where a call was over before the last message was out; no server says it.
 CUT_SHORT = "Internal error from Core"
 # A push is over with one of these: its client then ends the call.
-LAST = ("applied", "refused", "anchor")
+LAST = ("applied", "refused", "full_sync")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.contract import rollout_pb2 as pb
 from tests.hostile.lies import Context, Generate, Lie
 
 FOREVER = 3_600.0  # seconds; every call of a trainer has a deadline below it

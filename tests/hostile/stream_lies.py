@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from rollout_server.contract import rollout_pb2 as pb
+from scalerl_jax.contract import rollout_pb2 as pb
 from tests.hostile.lies import Around, Context, Generate, Lie
 from tests.hostile.status_lies import FOREVER, FORGED
 

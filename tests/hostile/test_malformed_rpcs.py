@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.hf_layout import hf_tensors
-from rollout_server.contract.rpc import SERVICE
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.rpc import SERVICE
+from scalerl_jax.contract.tensor_layout import hf_tensors
 from scalerl_jax.model.hf import read_config
 from tests.hostile.rpc_generator import CANCEL, FIRST, READ, UNREAD, Call, Generator, group
 from tests.hostile.rpc_sender import CUT_SHORT, LAST, Outcome, Sender, send_all
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 VERSION = codec.Version(1000, 5)
 CALLS = 6_000  # to each engine
 BLOCKS = 6  # between two of them the server is looked at
-FLAGS = ("--slots=8", "--queue=16", "--decode_chunk=8", "--maximum_tokens=256", "--wire_dtype=bfloat16")
+FLAGS = ("--slots=8", "--queue=16", "--decode_chunk=8", "--maximum_tokens=256", "--sync_dtype=bfloat16")
 ENGINES = {"replay": ("--engine=replay",), "jax": ("--engine=jax", "--compute_dtype=float32")}
 
 # What a call may end with. UNKNOWN and INTERNAL are bugs; DEADLINE_EXCEEDED is a server that does not answer.
@@ -175,7 +175,7 @@ async def judge(server: Process, generator: Generator) -> None:
             after = await canary.sing()
             differs = difference(before, after)
             assert not differs, f"seed {generator.seed}, calls up to {(block + 1) * size}: the canary's {differs}"
-            await push(sender, generator)  # patches are looked at only where the host copy holds a version
+            await push(sender, generator)  # deltas are looked at only where the host copy holds a version
             resident.append(process.memory_info().rss)
     print(f"\n{dict(codes)}\nresident before {began >> 20}, after each block {[rss >> 20 for rss in resident]} MiB")
     # What a message of 60 MiB leaves in the allocator goes again; what is lost stays.

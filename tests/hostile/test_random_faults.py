@@ -66,8 +66,8 @@ LIES = (
 )
 FLAGS = {
     "updates": UPDATES,
-    "probe.mean_limit": 100,
-    "probe.p99_limit": 100,
+    "parity.mean_limit": 100,
+    "parity.p99_limit": 100,
     "fleet.status_seconds": 2,
     "fleet.silence_seconds": 5,
     "fleet.stall_seconds": 5,
@@ -157,7 +157,7 @@ def test_ends_where_an_undisturbed_run_does(
         np.testing.assert_array_equal(value, theirs.arrays[name], err_msg=f"{name}; {story}")
 
     # 2. Every group once, in its place, with the prompt that it has in the other run.
-    rows, size = run.metrics, config_of(command).rollout.groups
+    rows, size = run.metrics, config_of(command).rollout.prompts_per_step
     assert [row["step"] for row in rows] == list(range(1, UPDATES + 1)), story
     trained = [pair for row in rows for pair in row["groups"]]
     assert [number for number, _ in trained] == list(range(UPDATES * size)), story

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import grpc
 
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.chunks import Chunk
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk
 from tests.hostile.lies import Around, Context, Lie, Push
 from tests.hostile.status_lies import FOREVER, FORGED
 
@@ -43,8 +43,8 @@ def refuses() -> Lie:
     return Answers(lambda header: pb.WeightReply(refused=f"no\n{FORGED}"))
 
 
-def anchor() -> Lie:
-    return Answers(lambda header: pb.WeightReply(anchor="whole, please"))
+def full_sync() -> Lie:
+    return Answers(lambda header: pb.WeightReply(full_sync="whole, please"))
 
 
 def resend_for_ever() -> Lie:
@@ -115,8 +115,8 @@ class PassesFalsely(Lie):
                 if not isinstance(message, Chunk) and message is not grpc.aio.EOF and message.HasField("header"):
                     applied = pb.WeightReply.Applied(version=message.header.target, server_id="somebody")
                     for address in ("127.0.0.1:9", "127.0.0.1:10", "nobody"):
-                        passed = pb.WeightReply.Passed(address=address, applied=applied)
-                        await self.context.write(pb.WeightReply(passed=passed))
+                        relayed = pb.WeightReply.Relayed(address=address, applied=applied)
+                        await self.context.write(pb.WeightReply(relayed=relayed))
                 return message
 
         await genuine(Reading(context))
@@ -133,11 +133,11 @@ class PassesNothingOn(Lie):
             async def read(self) -> object:
                 message = await self.context.read()
                 if not isinstance(message, Chunk) and message is not grpc.aio.EOF and message.HasField("header"):
-                    for hop in message.header.pass_on:
+                    for hop in message.header.relays:
                         applied = pb.WeightReply.Applied(version=message.header.target, server_id=hop.server_id)
-                        passed = pb.WeightReply.Passed(address=hop.address, applied=applied)
-                        await self.context.write(pb.WeightReply(passed=passed))
-                    del message.header.pass_on[:]
+                        relayed = pb.WeightReply.Relayed(address=hop.address, applied=applied)
+                        await self.context.write(pb.WeightReply(relayed=relayed))
+                    del message.header.relays[:]
                 return message
 
         await genuine(Reading(context))

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from rollout_server.contract import chunks, codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.weight_patch import Change, Patch, digest, encode
-from scalerl_jax.rollouts import payload as payload_lib
+from scalerl_jax.contract import chunks, codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.weight_delta import Change, WeightDelta, digest, encode
+from scalerl_jax.rollouts.weights import payload as payload_lib
 from tests.hostile.mutations import damage, spoil
 
 CHUNK_BYTES = 4_000
@@ -52,7 +52,7 @@ class WeightStreams:
         return Stream(tuple(messages), f"{kind} {more}".strip())
 
     def _wrong_patch(self) -> payload_lib.Payload:
-        """A patch of the version held in which one value is not the one that the digest knows."""
+        """A delta of the version held in which one value is not the one that the digest knows."""
         parts, digests = {}, {}
         for name, tensor in self._tensors.items():
             after = tensor.copy().reshape(-1)
@@ -61,8 +61,8 @@ class WeightStreams:
             digests[name] = digest(after.reshape(tensor.shape))
             parts[name] = encode(Change(positions, after[positions] + 1))
         step = self.version.step
-        patch = Patch(step, step + 1, parts, digests, self._shapes)
-        return payload_lib.sparse(self.version.incarnation, patch, chunk_bytes=64)
+        delta = WeightDelta(step, step + 1, parts, digests, self._shapes)
+        return payload_lib.sparse(self.version.incarnation, delta, chunk_bytes=64)
 
     def _some(self, rng: random.Random, messages: list[bytes]) -> list[bytes]:
         """All but one of them, at least."""
@@ -132,7 +132,7 @@ class WeightStreams:
         return [_header(header), *self._patch_chunks, COMMIT], f"{header.base} to {header.target}"
 
     def _make_gaps(self, rng: random.Random) -> tuple[list[bytes], str]:
-        """Gaps of a patch that are no numbers, or lead outside of the tensor."""
+        """Gaps of a delta that are no numbers, or lead outside of the tensor."""
         size = self._patch.payload_bytes
         fill = rng.choice((b"\xff", b"\x80", b"\x7f", b"\0"))
         sent = [_chunk(i, fill * min(64, size - i * 64)) for i in range(len(self._patch_chunks))]
@@ -144,9 +144,9 @@ class WeightStreams:
         addresses = ("127.0.0.1:1", "unix:/nowhere", "dns:///nowhere.invalid:1", "a\nb:1", "", ":", "h" * 5_000)
         count, depth = rng.choice(((1, 1), (1, 80), (5, 3), (300, 1), (20_000, 1)))
         for _ in range(count):
-            at = header.pass_on.add(address=rng.choice(addresses[: 2 if count > 300 else None]))
+            at = header.relays.add(address=rng.choice(addresses[: 2 if count > 300 else None]))
             for _ in range(depth - 1):
-                at = at.pass_on.add(address="127.0.0.1:1", server_id="somebody")
+                at = at.relays.add(address="127.0.0.1:1", server_id="somebody")
         return [_header(header), *self._some(rng, self._dense_chunks)], f"{count}, {depth} deep"
 
     def _make_many_tensors(self, rng: random.Random) -> tuple[list[bytes], str]:

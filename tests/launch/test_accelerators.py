@@ -8,7 +8,9 @@ import pytest
 
 from launch import accelerators, local
 from launch.local import LocalServers
-from scalerl_jax.config import Config, ConfigError, check
+from scalerl_jax.config import Config
+from scalerl_jax.config_check import check
+from scalerl_jax.config_names import ConfigError
 from tests.launch.test_local import STAND_IN, ask
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"

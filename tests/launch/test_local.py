@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launch import local
 from launch.local import LocalServers, StartError
-from rollout_server.contract import limits
 from scalerl_jax.config import Config
+from scalerl_jax.contract import limits
 
 STAND_IN = [sys.executable, str(pathlib.Path(__file__).with_name("stand_in_server.py"))]
 
@@ -210,7 +210,7 @@ def test_impossible_numbers_are_refused(tmp_path: pathlib.Path, count: int, thre
 
 def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_path: pathlib.Path) -> None:
     config = Config()
-    config.fleet.engine, config.model.wire_dtype = "replay", "float32"
+    config.fleet.engine, config.model.sync_dtype = "replay", "float32"
     command = local.serve_command(config, model="", maximum_tokens=256)
     with LocalServers(command, count=2, workdir=str(tmp_path), first_pause=0.05) as servers:
         assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]

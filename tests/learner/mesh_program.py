@@ -23,12 +23,12 @@ from scalerl_jax.learner.step import Learner
 from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.surrogate import Surrogate, policy_loss
+from scalerl_jax.objective.losses import Surrogate, policy_loss
 from tests.learner.segments import make_segments
 from tests.model.toys import params_of
 
 # Heads, MLP and vocabulary divide over 2, the width over 8; two query heads share a key/value head.
-DECODER = DecoderConfig(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=48)
+DECODER = DecoderConfig(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48)
 LENGTH, ROWS = 48, 8
 LENGTHS = (49, 40, 33, 21, 21, 21, 17, 17, 17, 17, 9, 9, 9, 9, 9, 9, 5, 5, 5, 5, 3, 2)  # 22 segments, 7 rows full
 MESHES = {
@@ -65,9 +65,9 @@ def make_learner(name: str, *, compute: str = "float32") -> Learner:
             optax.constant_schedule(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-2, weight_decay=0.01, clip=0.05
         ),
         mesh=mesh_of(name),
-        precision=Precision(compute=compute, wire=compute),
+        precision=Precision(compute=compute, sync=compute),
         surrogate=Surrogate(cap=1.2),
-        row_length=LENGTH,
+        seq_len=LENGTH,
         rows=ROWS,
         logprob_chunk=16,
     )
@@ -128,7 +128,7 @@ def float32_on(name: str, segments: list[Segment], results: Results) -> Learner:
 def gspo_on(learner: Learner, batch: MicroBatch) -> Any:
     """(loss, d loss / d logp) with rows laid out as an update has them."""
     rows = learner._put(batch)
-    logp = rows["generator_logprobs"] + 0.1 * rows["tokens"] / DECODER.vocabulary
+    logp = rows["generator_logprobs"] + 0.1 * rows["tokens"] / DECODER.vocab_size
 
     @jax.jit
     @jax.value_and_grad
@@ -143,8 +143,8 @@ def gspo_on(learner: Learner, batch: MicroBatch) -> Any:
 def main(out: str) -> None:
     assert jax.device_count() == 8
     results = Results()
-    segments = make_segments(LENGTHS, vocabulary=DECODER.vocabulary)
-    following = make_segments(LENGTHS, vocabulary=DECODER.vocabulary, seed=1)
+    segments = make_segments(LENGTHS, vocabulary=DECODER.vocab_size)
+    following = make_segments(LENGTHS, vocabulary=DECODER.vocab_size, seed=1)
 
     learners = {name: float32_on(name, segments, results) for name in MESHES}
 

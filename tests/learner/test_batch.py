@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollout_server.contract.codec import Completion
 from scalerl_jax.config import ObjectiveConfig
+from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner.batch import build, per_token
 
 

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.learner import checkpoint as checkpoint_lib
 from scalerl_jax.learner.checkpoint import Checkpoints, read_newest
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tests.support.paths import ROOT
 
 
 def make_state(seed, width=24, dtype=jnp.float32):
@@ -360,7 +359,7 @@ def test_a_checkpoint_with_the_old_digest_is_read_compared_and_said_to_be_old(tm
 
 NO_ROOM = """
 import resource, signal, sys, jax, jax.numpy as jnp, numpy as np
-from scalerl_jax.files import WriteError
+from scalerl_jax.system.files import WriteError
 from scalerl_jax.learner.checkpoint import Checkpoints
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 noise = lambda step: {name: jnp.asarray(np.random.default_rng(step).normal(size=60_000), jnp.float32) for name in "abc"}

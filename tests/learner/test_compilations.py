@@ -16,7 +16,7 @@ from scalerl_jax.learner.step import Learner
 from scalerl_jax.model import init_params
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.surrogate import Surrogate
+from scalerl_jax.objective.losses import Surrogate
 from tests.learner.segments import make_segments
 from tests.model.toys import DECODER, relative
 
@@ -24,7 +24,7 @@ LENGTH, ROWS = 32, 2
 
 
 def segments(lengths, seed: int = 0):
-    return make_segments(lengths, vocabulary=DECODER.vocabulary, seed=seed)
+    return make_segments(lengths, vocabulary=DECODER.vocab_size, seed=seed)
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ def warm() -> Warm:
         mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
         precision=Precision(),
         surrogate=Surrogate(),
-        row_length=LENGTH,
+        seq_len=LENGTH,
         rows=ROWS,
         logprob_chunk=16,
     )
@@ -108,7 +108,7 @@ def test_nothing_compiles_after_the_warm_up(learner):
             beside = [plain(s.tokens) for s in segments([9] * (2 * seed), seed)]
             looked_at = learner.differentiate(segments(lengths, seed), beside).logprobs()
             assert len(scored) == len(lengths) == len(looked_at) - len(beside)
-            jax.block_until_ready(learner.wire())
+            jax.block_until_ready(learner.sync_weights())
             assert int(learner.state["step"]) == first + seed + 1
             assert work.take() == [], lengths
         jax.jit(lambda x: x + first)(np.float32(1))
@@ -123,7 +123,7 @@ def test_nothing_compiles_where_a_run_goes_on(learner):
         for seed in range(2):
             learner.update(segments([33, 33, 33, 12], seed))
             learner.score([np.arange(5)])
-            learner.wire()
+            learner.sync_weights()
         assert work.take() == []
 
 
@@ -155,13 +155,13 @@ def test_the_sum_of_gradients_is_overwritten(learner):
 
 def test_weights_on_the_wire_are_their_own(learner):
     """They are read on another thread while the next update overwrites the parameters they were made from."""
-    weights = learner.wire()
+    weights = learner.sync_weights()
     before = {name: np.array(value) for name, value in weights.items()}
     learner.update(segments([20, 33, 5]))
     for name, value in weights.items():
         assert not value.is_deleted(), name
         np.testing.assert_array_equal(np.asarray(value), before[name])
-    for name, value in learner.wire().items():
+    for name, value in learner.sync_weights().items():
         assert not np.array_equal(np.asarray(value), before[name]), name
 
 
@@ -238,5 +238,5 @@ def test_rows_that_do_not_divide_over_the_mesh_are_named():
     with pytest.raises(ValueError, match=r"6 rows of a micro-batch do not divide over 4 shards \(replica x fsdp\)"):
         Learner(
             decoder=DECODER, optimizer=optimizer.from_config(OptimizerConfig()), mesh=mesh, precision=Precision(),
-            surrogate=Surrogate(), row_length=LENGTH, rows=6,
+            surrogate=Surrogate(), seq_len=LENGTH, rows=6,
         )  # fmt: skip

@@ -14,8 +14,7 @@ import pytest
 from scalerl_jax.model.hf import hf_tensors
 from tests.learner import mesh_program
 from tests.learner.mesh_program import DECODER, LENGTHS, MESHES, MICRO_BATCHES, ORDERS
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tests.support.paths import ROOT
 
 FLOAT32_TOLERANCE = 1e-5  # norm of the difference over norm, of the whole gradient and of each leaf
 # The same in bf16. However rows are cut, packed and summed, a row is computed the same way, and all sums over rows are
@@ -74,7 +73,7 @@ def test_the_gradient_is_the_same(results, mesh, micro_batches, order):
 
 def test_the_packing_orders_are_different():
     """Else nothing was shown: other neighbours in the rows, and other micro-batches."""
-    segments = mesh_program.make_segments(LENGTHS, vocabulary=DECODER.vocabulary)
+    segments = mesh_program.make_segments(LENGTHS, vocabulary=DECODER.vocab_size)
     for micro_batches in MICRO_BATCHES:
         first, second = (mesh_program.arranged(segments, micro_batches, order) for order in range(ORDERS))
         assert len(first) == len(second) == micro_batches
@@ -171,8 +170,8 @@ def test_what_leaves_the_mesh_is_whole(results):
 # ---- Where it lies -------------------------------------------------------------------------------------------------
 
 # leaf -> its shape on one device of each mesh; the whole shapes are in SHAPES
-N, D, V, M = DECODER.layers, DECODER.width, DECODER.vocabulary, DECODER.mlp_width
-Q, K = DECODER.heads * DECODER.head_size, DECODER.kv_heads * DECODER.head_size
+N, D, V, M = DECODER.layers, DECODER.hidden_size, DECODER.vocab_size, DECODER.intermediate_size
+Q, K = DECODER.heads * DECODER.head_dim, DECODER.kv_heads * DECODER.head_dim
 SHARDS = {
     "one": {"embed": [V, D], "query": [N, D, Q], "key": [N, D, K], "down": [N, M, D], "mlp_norm": [N, D]},
     "fsdp8": {

@@ -10,7 +10,7 @@ from scalerl_jax.learner import optimizer
 from scalerl_jax.model import DecoderConfig
 from scalerl_jax.model.decoder import abstract_params
 
-DECODER = DecoderConfig(vocabulary=11, width=8, layers=2, heads=2, kv_heads=1, head_size=4, mlp_width=12)
+DECODER = DecoderConfig(vocab_size=11, hidden_size=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate_size=12)
 NORMS = ("attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm")
 # Rates far from 0, so that every part of the formula shows within 20 steps.
 CONFIG = OptimizerConfig(learning_rate=1e-2, warmup=8, weight_decay=0.1)
@@ -64,7 +64,7 @@ def loop(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
     for step, tree in enumerate(gradients(), 1):
         grads = {name: value.astype(np.float64) for name, value in leaves(tree).items()}
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
-        shrink = min(1.0, config.gradient_clip / norm) if config.gradient_clip else 1.0
+        shrink = min(1.0, config.max_grad_norm / norm) if config.max_grad_norm else 1.0
         for name in params:
             g = grads[name] * shrink
             m[name] = config.beta1 * m[name] + (1 - config.beta1) * g
@@ -93,8 +93,8 @@ def torch_steps(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
     for tree in gradients():
         for name, value in leaves(tree).items():
             params[name].grad = torch.tensor(value)
-        if config.gradient_clip:
-            torch.nn.utils.clip_grad_norm_(params.values(), config.gradient_clip)
+        if config.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(params.values(), config.max_grad_norm)
         adamw.step()
         warmup.step()
         out.append({name: p.detach().numpy().copy() for name, p in params.items()})
@@ -104,7 +104,7 @@ def torch_steps(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
 CONFIGS = {
     "warm-up": CONFIG,
     "constant": OptimizerConfig(learning_rate=1e-2, warmup=0),
-    "clipped": OptimizerConfig(learning_rate=1e-2, warmup=3, beta1=0.8, beta2=0.99, epsilon=1e-6, gradient_clip=2.0),
+    "clipped": OptimizerConfig(learning_rate=1e-2, warmup=3, beta1=0.8, beta2=0.99, epsilon=1e-6, max_grad_norm=2.0),
 }
 
 
@@ -126,7 +126,7 @@ def test_equal_adamw_after_every_step(reference, config):
 def test_the_papers_numbers_are_the_defaults():
     config = OptimizerConfig()
     assert (config.learning_rate, config.warmup, config.epsilon, config.weight_decay) == (5e-7, 100, 1e-15, 0.01)
-    assert config.gradient_clip == 0
+    assert config.max_grad_norm == 0
 
 
 def test_all_but_the_norms_scales_decay():

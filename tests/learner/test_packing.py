@@ -150,7 +150,7 @@ def test_the_longest_that_fits_and_the_shortest():
     [
         (1, "segment 2 has 1 tokens: at least 2 are needed"),
         (0, "segment 2 has 0 tokens: at least 2 are needed"),
-        (10, r"segment 2 has 10 tokens: a row holds 9 \(config\.learner\.row_length\)"),
+        (10, r"segment 2 has 10 tokens: a row holds 9 \(config\.learner\.seq_len\)"),
     ],
 )
 def test_a_segment_that_does_not_fit_is_named(tokens, message):

@@ -11,16 +11,18 @@ import sys
 import jax
 import numpy as np
 
-from rollout_server.contract.hf_layout import hf_tensors
-from rollout_server.contract.weight_patch import Patch, Sparse, decode
-from scalerl_jax.learner.wire_copy import WireCopies
+from scalerl_jax.contract.tensor_layout import hf_tensors
+from scalerl_jax.contract.weight_delta import Sparse, WeightDelta, decode
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import DecoderConfig
 from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.sharding import make_mesh
 from tests.learner.mesh_program import XLA_FLAGS
 
 # The width divides over 8, the vocabulary over neither: embedding and head stay whole along it. `output` is square.
-DECODER = DecoderConfig(vocabulary=41, width=32, layers=3, heads=4, kv_heads=2, head_size=8, mlp_width=48, qk_norm=True)
+DECODER = DecoderConfig(
+    vocab_size=41, hidden_size=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, qk_norm=True
+)
 MESHES = {
     "one": {"fsdp": 1},
     "fsdp8": {"fsdp": 8},
@@ -64,22 +66,22 @@ def main(out: str) -> None:
     arrays: dict[str, np.ndarray] = {}
     for mesh_name, axes in MESHES.items():
         mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
-        copies, shardings = WireCopies(DECODER, mesh, share=SHARE), param_shardings(DECODER, mesh)
+        copies, shardings = WeightSnapshots(DECODER, mesh, share=SHARE), param_shardings(DECODER, mesh)
         taken = [copies.take(jax.device_put(tree, shardings), step) for step, tree in enumerate(versions(), start=7)]
         for version in taken:
             key = f"{mesh_name}/{version.step}"
             for name, tensor in version.tensors().items():
                 arrays[f"{key}/whole/{name}"] = tensor.view(np.uint16)
-            keep(arrays, key, version.patch())
+            keep(arrays, key, version.delta())
     np.savez(f"{out}.npz", **arrays)
 
 
-def keep(arrays: dict[str, np.ndarray], key: str, patch: Patch) -> None:
+def keep(arrays: dict[str, np.ndarray], key: str, delta: WeightDelta) -> None:
     shapes = hf_tensors(DECODER)
-    arrays[f"{key}/base"] = np.array(-1 if patch.base is None else patch.base)
-    for name, digest in patch.digests.items():
+    arrays[f"{key}/base"] = np.array(-1 if delta.base is None else delta.base)
+    for name, digest in delta.digests.items():
         arrays[f"{key}/digest/{name}"] = np.array(digest)
-    for name, part in patch.tensors.items():
+    for name, part in delta.tensors.items():
         if isinstance(part, Sparse):
             change = decode(part, int(np.prod(shapes[name])))
             arrays[f"{key}/positions/{name}"], arrays[f"{key}/values/{name}"] = change.positions, change.values

@@ -23,14 +23,14 @@ def plain(q, k, v, segment_ids):
     return jnp.einsum("rhqk,rkhd->rqhd", weights, v, precision=HIGHEST)
 
 
-def segments(lengths, row_length):
+def segments(lengths, seq_len):
     """One row: segments of these lengths from the left, the rest padding (0)."""
-    ids = np.zeros(row_length, np.int32)
+    ids = np.zeros(seq_len, np.int32)
     start = 0
     for number, length in enumerate(lengths, 1):
         ids[start : start + length] = number
         start += length
-    assert start <= row_length
+    assert start <= seq_len
     return ids
 
 
@@ -53,7 +53,7 @@ def value_and_gradients(function, args, at):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "row_length", "max_segment", "path"),
+    ("lengths", "seq_len", "max_segment", "path"),
     [
         pytest.param([[37], [30]], 37, None, "triangular", id="one long segment, odd length"),
         pytest.param([[16, 16], [32]], 32, None, "triangular", id="whole blocks"),
@@ -63,11 +63,11 @@ def value_and_gradients(function, args, at):
         pytest.param([[60]], 64, 60, "triangular", id="many blocks, bound too wide for windows"),
     ],
 )
-def test_equals_the_plain_formula(monkeypatch, lengths, row_length, max_segment, path):
+def test_equals_the_plain_formula(monkeypatch, lengths, seq_len, max_segment, path):
     monkeypatch.setattr(attention, "_BLOCK", 8)
     monkeypatch.setattr(attention, "_SHORT_BLOCK", 4)
     monkeypatch.setattr(attention, "_SHORT_SEGMENT", 10)
-    monkeypatch.setattr(attention, "_MAXIMUM_BLOCKS", 10 if path == "triangular" and row_length < 60 else 5)
+    monkeypatch.setattr(attention, "_MAXIMUM_BLOCKS", 10 if path == "triangular" and seq_len < 60 else 5)
     taken = []
     for name in ("_windowed", "_triangular"):
         original = getattr(attention, name)
@@ -76,7 +76,7 @@ def test_equals_the_plain_formula(monkeypatch, lengths, row_length, max_segment,
             name,
             lambda *a, _name=name, _original=original, **k: (taken.append(_name), _original(*a, **k))[1],
         )
-    ids = np.stack([segments(row, row_length) for row in lengths])
+    ids = np.stack([segments(row, seq_len) for row in lengths])
     args = inputs(ids)
 
     def ours(q, k, v):

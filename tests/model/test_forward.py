@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rollout_server.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.model import forward
 from tests.model.toys import DECODER, packed, params_of, relative
 
@@ -30,7 +30,7 @@ def test_no_token_sees_a_later_one():
     params = params_of()
     tokens, positions, segment_ids = packed([[30]], 30)
     changed = tokens.copy()
-    changed[0, 20:] = (changed[0, 20:] + 1) % DECODER.vocabulary
+    changed[0, 20:] = (changed[0, 20:] + 1) % DECODER.vocab_size
     first, second = (np.asarray(run(params, DECODER, t, positions, segment_ids)) for t in (tokens, changed))
     np.testing.assert_array_equal(first[0, :20], second[0, :20])
     assert (first[0, 20:] != second[0, 20:]).any(axis=-1).all()
@@ -39,7 +39,7 @@ def test_no_token_sees_a_later_one():
 def test_remat_and_max_segment_change_nothing():
     params = params_of()
     inputs = packed([[20, 31, 11], [31, 31]], 64)
-    at = np.random.default_rng(0).normal(size=(2, 64, DECODER.width)).astype(np.float32)
+    at = np.random.default_rng(0).normal(size=(2, 64, DECODER.hidden_size)).astype(np.float32)
 
     def gradient(**options):
         def loss(params):
@@ -55,8 +55,16 @@ def test_remat_and_max_segment_change_nothing():
 
 
 def test_a_config_says_what_it_cannot_be():
-    for change, words in (({"heads": 3}, "3 query heads"), ({"head_size": 7}, "head size 7")):
-        sizes = {"vocabulary": 8, "width": 8, "layers": 1, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp_width": 8}
+    for change, words in (({"heads": 3}, "3 query heads"), ({"head_dim": 7}, "head size 7")):
+        sizes = {
+            "vocabulary": 8,
+            "width": 8,
+            "layers": 1,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 8,
+        }
         with pytest.raises(ValueError) as error:
             DecoderConfig(**(sizes | change))
         assert words in str(error.value)

@@ -13,8 +13,8 @@ ROWS, LENGTH = 2, 37
 
 def inputs(scale=3.0):
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(scale * rng.normal(size=(ROWS, LENGTH, DECODER.width)), jnp.float32)
-    return hidden, rng.integers(0, DECODER.vocabulary, (ROWS, LENGTH)).astype(np.int32)
+    hidden = jnp.asarray(scale * rng.normal(size=(ROWS, LENGTH, DECODER.hidden_size)), jnp.float32)
+    return hidden, rng.integers(0, DECODER.vocab_size, (ROWS, LENGTH)).astype(np.int32)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 37, 512])
@@ -30,7 +30,7 @@ def test_values_entropy_and_gradient_whatever_the_chunk(chunk):
     weight = np.asarray(params["head"], np.float64)
     exact = log_softmax64(np.asarray(hidden, np.float64) @ weight.T)
     p = np.exp(exact)
-    one_hot = np.eye(DECODER.vocabulary)[targets]
+    one_hot = np.eye(DECODER.vocab_size)[targets]
     np.testing.assert_allclose(logp, (exact * one_hot).sum(-1), atol=1e-5)
     np.testing.assert_allclose(entropy, -(p * exact).sum(-1), atol=1e-5)
     dlogits = at[..., None] * (one_hot - p)
@@ -62,7 +62,9 @@ def test_a_tied_head_is_the_embedding():
 def test_tokens_by_vocabulary_never_exists():
     """Forward and backward, at a vocabulary much wider than the rest: nothing near [tokens, vocabulary]."""
     length, chunk, vocabulary = 512, 32, 4099
-    config = DecoderConfig(vocabulary=vocabulary, width=16, layers=1, heads=1, kv_heads=1, head_size=8, mlp_width=8)
+    config = DecoderConfig(
+        vocab_size=vocabulary, hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate_size=8
+    )
     params = {"head": jax.ShapeDtypeStruct((vocabulary, 16), jnp.float32)}
     hidden = jax.ShapeDtypeStruct((2, length, 16), jnp.bfloat16)
     targets = jax.ShapeDtypeStruct((2, length), jnp.int32)

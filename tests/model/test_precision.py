@@ -32,7 +32,7 @@ def logprobs_and_gradient(params, precision, weights=None):
 def test_every_weight_is_rounded_to_the_wire_and_the_rounding_is_straight_through():
     """Float32 compute over a bf16 wire: the values and the gradient of the rounded weights, bit for bit."""
     params = params_of()
-    ours = logprobs_and_gradient(params, Precision(compute="float32", wire="bfloat16"))
+    ours = logprobs_and_gradient(params, Precision(compute="float32", sync="bfloat16"))
     exact = logprobs_and_gradient(rounded(params), Precision())
     unrounded = logprobs_and_gradient(params, Precision())
     np.testing.assert_allclose(ours[0], exact[0], atol=2e-6)
@@ -46,7 +46,7 @@ def test_every_weight_is_rounded_to_the_wire_and_the_rounding_is_straight_throug
 
 def test_bfloat16_gradients_are_float32_and_near():
     params = params_of()
-    precision = Precision(compute="bfloat16", wire="bfloat16")
+    precision = Precision(compute="bfloat16", sync="bfloat16")
     logp, gradient = logprobs_and_gradient(params, precision)
     wanted_logp, wanted = logprobs_and_gradient(rounded(params), Precision())
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
@@ -57,7 +57,7 @@ def test_bfloat16_gradients_are_float32_and_near():
 
 def test_no_weight_cotangent_passes_through_bfloat16():
     """Every leaf has values that bf16 cannot hold: none was rounded on its way."""
-    _, gradient = logprobs_and_gradient(params_of(), Precision(compute="bfloat16", wire="bfloat16"))
+    _, gradient = logprobs_and_gradient(params_of(), Precision(compute="bfloat16", sync="bfloat16"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         leaf = np.asarray(leaf)
         used = leaf[leaf != 0]
@@ -70,7 +70,7 @@ def test_a_weight_cotangent_is_summed_in_float32():
     """2048 tokens of one sign: a bf16 sum would stall long before the end."""
     x = jnp.ones((2048, 8), jnp.bfloat16)
     weight = jnp.ones((8, 4), jnp.float32)
-    precision = Precision(compute="bfloat16", wire="bfloat16")
+    precision = Precision(compute="bfloat16", sync="bfloat16")
     out, back = jax.vjp(lambda w: project(x, w, precision), weight)
     np.testing.assert_array_equal(back(jnp.full(out.shape, 1 + 2**-7, out.dtype))[0], 2048 * (1 + 2**-7))
     scale = jnp.ones(8)
@@ -83,9 +83,9 @@ def test_a_bfloat16_head_keeps_float32_logits(head):
     """Against float64 with the same hidden states and weights: far nearer than logits rounded to bf16 could be."""
     params = rounded(params_of())
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(4 * rng.normal(size=(2, 24, DECODER.width)), jnp.bfloat16)
-    targets = rng.integers(0, DECODER.vocabulary, (2, 24)).astype(np.int32)
-    precision = Precision(compute="bfloat16", wire="bfloat16", head=head)
+    hidden = jnp.asarray(4 * rng.normal(size=(2, 24, DECODER.hidden_size)), jnp.bfloat16)
+    targets = rng.integers(0, DECODER.vocab_size, (2, 24)).astype(np.int32)
+    precision = Precision(compute="bfloat16", sync="bfloat16", head=head)
     logp = token_logprobs(params, DECODER, hidden, targets, precision=precision)
     logits = np.asarray(hidden, np.float64) @ np.asarray(params["head"], np.float64).T
     exact = np.take_along_axis(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), targets[..., None], -1)[..., 0]

@@ -6,7 +6,7 @@ import numpy as np
 
 from scalerl_jax.model import DecoderConfig, init_params
 
-DECODER = DecoderConfig(vocabulary=61, width=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=48)
+DECODER = DecoderConfig(vocab_size=61, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48)
 
 
 def params_of(config: DecoderConfig = DECODER, *, spread: float = 0.2, seed: int = 0):
@@ -19,10 +19,10 @@ def params_of(config: DecoderConfig = DECODER, *, spread: float = 0.2, seed: int
     )
 
 
-def packed(lengths: list[list[int]], row_length: int, vocabulary: int = DECODER.vocabulary, seed: int = 0):
-    """(tokens, positions, segment_ids) [rows, row_length]: each row's segments from the left, the rest padding."""
+def packed(lengths: list[list[int]], seq_len: int, vocabulary: int = DECODER.vocab_size, seed: int = 0):
+    """(tokens, positions, segment_ids) [rows, seq_len]: each row's segments from the left, the rest padding."""
     rng = np.random.default_rng(seed)
-    tokens, positions, segment_ids = (np.zeros((len(lengths), row_length), np.int32) for _ in range(3))
+    tokens, positions, segment_ids = (np.zeros((len(lengths), seq_len), np.int32) for _ in range(3))
     for row, row_lengths in enumerate(lengths):
         start = 0
         for number, length in enumerate(row_lengths, 1):

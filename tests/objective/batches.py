@@ -13,7 +13,7 @@ NAMES = ("logp_train", "logp_gen", "advantages", "weights", "segment_ids")
 def thresholds(options) -> list[float]:
     """Values of the ratio at which something jumps."""
     out = [1 - options.clip_low, 1 + options.clip_high, options.cap, options.icepop_low, options.icepop_high]
-    return [value for value in [*out, options.truncated_is] if value > 0]
+    return [value for value in [*out, options.tis_cap] if value > 0]
 
 
 def away_from(logp_gen: np.ndarray, logp_train: np.ndarray, options) -> np.ndarray:

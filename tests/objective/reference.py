@@ -75,7 +75,7 @@ def terms(train: list[float], gen: list[float], advantage: list[float], options)
 def _term(train: float, gen: float, a: float, sequence: float, options) -> Term:
     rho = math.exp(train - gen)
     # Truncated importance sampling: E_gen[min(pi / pi_gen, C) A grad log pi], so C bounds the one ratio there is.
-    most = options.truncated_is or math.inf
+    most = options.tis_cap or math.inf
     low, high = 1 - options.clip_low, 1 + options.clip_high
     own = 0.0
     if options.kind == "cispo":
@@ -90,7 +90,7 @@ def _term(train: float, gen: float, a: float, sequence: float, options) -> Term:
     else:
         value, own, clipped = train, 1.0, False
     masked = options.icepop_high > 0 and not options.icepop_low <= rho <= options.icepop_high
-    if options.total_variation > 0 and abs(math.exp(train) - math.exp(gen)) > options.total_variation:
+    if options.dppo_tv_threshold > 0 and abs(math.exp(train) - math.exp(gen)) > options.dppo_tv_threshold:
         masked = masked or (a > 0 and rho > 1) or (a < 0 and rho < 1)
     return Term(0.0, 0.0, clipped, True) if masked else Term(value, own, clipped, False)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.objective import advantages, policy_loss, token_weights
-from scalerl_jax.objective.surrogate import Surrogate
+from scalerl_jax.objective.losses import Surrogate
 from tests.objective import reference
 from tests.objective.batches import Arrays, batch
 

@@ -5,7 +5,8 @@ import functools
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 PACKAGES = ("launch", "rollout_server", "scalerl_jax")
 
 

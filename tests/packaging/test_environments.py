@@ -50,12 +50,13 @@ def test_the_fitter_installs_alone_and_fits(built: pathlib.Path, tmp_path: pathl
     found = [fit["asymptote"], fit["exponent"], fit["midpoint"], fit["initial_reward"]]
     assert found == pytest.approx([0.7, 1.5, 50.0, 0.1], rel=1e-4)
     assert (tmp_path / "fitted" / "fit.png").stat().st_size > 0
-    program = "import sys, scalerl_jax.fit; print(*[m for m in ('flax', 'grpc', 'transformers') if m in sys.modules])"
+    program = "import sys, scalerl_jax.scaling.commands.scalerl_fit; "
+    program += "print(*[m for m in ('flax', 'grpc', 'transformers') if m in sys.modules])"
     assert run([str(python), "-c", program], where=tmp_path).split() == []
 
 
 def test_the_wheel_brings_the_parts_of_the_report(built: pathlib.Path) -> None:
-    parts = [path for path in (ROOT / "scalerl_jax" / "report_page").rglob("*") if path.suffix not in ("", ".pyc")]
+    parts = [path for path in (ROOT / "scalerl_jax" / "report").rglob("*") if path.suffix not in ("", ".pyc")]
     with zipfile.ZipFile(built) as packed:
         assert {str(path.relative_to(ROOT)) for path in parts} <= set(packed.namelist())
     assert len(parts) > 15
@@ -90,7 +91,7 @@ def test_the_base_install_serves_under_both_protobufs(served: tuple[str, pathlib
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
     program = f"""
 import grpc
-from rollout_server.contract import rollout_pb2, rollout_pb2_grpc
+from scalerl_jax.contract import rollout_pb2, rollout_pb2_grpc
 from google.protobuf.runtime_version import MAJOR
 with grpc.insecure_channel({address!r}) as channel:
     reply = rollout_pb2_grpc.RolloutStub(channel).Status(rollout_pb2.StatusRequest(), timeout=30)

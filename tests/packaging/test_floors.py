@@ -1,31 +1,25 @@
-"""The house has floors: a file imports only from floors below its own, or from its own room.
-
-A room is a package on one floor, or the files of one floor that stand in a package beside others (the entries).
-"""
+"""A file imports only from floors below its own, or from its own package, and never in a circle."""
 
 import pytest
 
-from tests.packaging.sources import PACKAGES, imports_of, modules, others, reached_from
+from tests.packaging.sources import PACKAGES, ROOT, imports_of, modules, others, reached_from
 
-ENTRIES = (
-    "alarms command_flags compare evaluate export fit launch live_forecast plan report report_page scrutiny sft study "
-    "summary train trainer watch"
-)
 FLOORS = {
-    # floor: rooms, by the dotted name of a package or of a single file
-    0: "rollout_server.contract scalerl_jax.config scalerl_jax.entry scalerl_jax.telemetry scalerl_jax.ledger "
-    "scalerl_jax.eventfile scalerl_jax.files scalerl_jax.memory scalerl_jax.platforms scalerl_jax.progress "
-    "scalerl_jax.command_help scalerl_jax.compare_flags scalerl_jax.continuing scalerl_jax.fit_flags "
-    "scalerl_jax.ledger_repair scalerl_jax.signals",
-    1: "scalerl_jax.objective scalerl_jax.scaling",
-    2: "scalerl_jax.model",
-    3: "scalerl_jax.learner scalerl_jax.tasks",
-    4: "launch rollout_server scalerl_jax.rollouts",
-    5: "launch.commands " + " ".join(f"scalerl_jax.{name}" for name in ENTRIES.split()),
+    # floor: packages and files, by dotted name
+    0: "scalerl_jax.contract scalerl_jax.system scalerl_jax.config_bounds scalerl_jax.config_names",
+    1: "scalerl_jax.config scalerl_jax.objective",
+    2: "scalerl_jax.config_check",
+    3: "scalerl_jax.config_io",
+    4: "scalerl_jax.cli",
+    5: "scalerl_jax.scaling scalerl_jax.model",
+    6: "scalerl_jax.learner scalerl_jax.environments launch.accelerators launch.local",
+    7: "scalerl_jax.run scalerl_jax.rollouts rollout_server",
+    8: "scalerl_jax.report",
+    9: "scalerl_jax.export scalerl_jax.sft scalerl_jax.trainer",
+    10: "scalerl_jax.train",
+    11: "launch.commands",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
-# Files of one floor that make up one thing between them.
-SHARED_ROOMS = {**dict.fromkeys(FLOORS[5].split(), "entries"), **dict.fromkeys(FLOORS[0].split()[1:], "base")}
 
 
 def room_of(module: str) -> str:
@@ -37,32 +31,83 @@ def room_of(module: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("module", sorted(set(modules()) - {"scalerl_jax"}))
+def ours(module: str) -> set[str]:
+    """What a file of ours imports of ours; the empty files that only make a folder a package are nothing."""
+    found = {name for name in imports_of(module) if name.split(".")[0] in PACKAGES}
+    return found - {"scalerl_jax", "rollout_server", "launch"}
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - {"scalerl_jax", "launch"}))
 def test_imports_go_down(module: str) -> None:
     room = room_of(module)
-    for target in imports_of(module) - {"scalerl_jax"}:
-        if target.split(".")[0] not in PACKAGES:
-            continue
+    for target in ours(module):
         other = room_of(target)
-        same_room = SHARED_ROOMS.get(room, room) == SHARED_ROOMS.get(other, other)
-        assert same_room or FLOOR_OF[other] < FLOOR_OF[room], (
+        assert other == room or FLOOR_OF[other] < FLOOR_OF[room], (
             f"{module} (floor {FLOOR_OF[room]}) imports {target} (floor {FLOOR_OF[other]})"
         )
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Every circle found by walking the arrows from each name once."""
+    found, done = list[list[str]](), set[str]()
+
+    def walk(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append([*path[path.index(name) :], name])
+        elif name not in done:
+            for target in sorted(arrows.get(name, ())):
+                walk(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(arrows):
+        walk(name, [])
+    return found
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    assert [" -> ".join(circle) for circle in circles({module: ours(module) for module in modules()})] == []
+
+
+def place_of(module: str) -> str:
+    """The folder, where no folder is inside it; else the file itself: a wing stands between files of its house."""
+    path = modules()[module]
+    has_wings = any(inside.is_dir() and (inside / "__init__.py").exists() for inside in path.parent.iterdir())
+    return module if has_wings else ".".join(path.parent.relative_to(ROOT).parts)
+
+
+def test_no_folder_imports_itself_through_others() -> None:
+    arrows: dict[str, set[str]] = {}
+    for module in modules():
+        arrows.setdefault(place_of(module), set()).update(place_of(target) for target in ours(module))
+    assert [" -> ".join(circle) for circle in circles({a: b - {a} for a, b in arrows.items()})] == []
 
 
 def test_the_package_itself_imports_nothing() -> None:
     assert imports_of("scalerl_jax") == imports_of("rollout_server") == frozenset()
 
 
-@pytest.mark.parametrize("package", ["scalerl_jax.objective", "scalerl_jax.scaling"])
-def test_the_mathematics_stands_alone(package: str) -> None:
+def test_the_trainer_does_not_import_the_server() -> None:
+    for module in modules():
+        if module.startswith("scalerl_jax"):
+            assert not [name for name in ours(module) if name.startswith("rollout_server")], module
+
+
+@pytest.mark.parametrize("package", ["scalerl_jax.objective", "scalerl_jax.contract", "scalerl_jax.system"])
+def test_what_stands_alone(package: str) -> None:
     files = [module for module in modules() if module.startswith(package)]
-    ours = {name for name in reached_from(*files) if name.split(".")[0] in PACKAGES}
-    assert {name for name in ours if not name.startswith(package)} == {"scalerl_jax"}
+    reached = {name for name in reached_from(*files) if name.split(".")[0] in PACKAGES}
+    assert {name for name in reached if not name.startswith(package)} == {"scalerl_jax"}
+
+
+def test_the_curves_need_no_trainer() -> None:
+    files = [module for module in modules() if module.startswith("scalerl_jax.scaling")]
+    reached = {name for name in reached_from(*files) if name.split(".")[0] in PACKAGES}
+    allowed = ("scalerl_jax.scaling", "scalerl_jax.cli", "scalerl_jax.system", "scalerl_jax.config")
+    assert {name for name in reached if not name.startswith(allowed)} == {"scalerl_jax"}
 
 
 def test_the_contract_needs_only_numpy_and_protobuf() -> None:
-    files = [module for module in modules() if module.startswith("rollout_server.contract")]
+    files = [module for module in modules() if module.startswith("scalerl_jax.contract")]
     assert others(reached_from(*files)) <= {"numpy", "google.protobuf", "grpc", "zlib_ng"}
     without_stubs = [module for module in files if not module.endswith(("_pb2_grpc", ".rpc", ".security"))]
     assert others(reached_from(*without_stubs)) <= {"numpy", "google.protobuf", "zlib_ng"}

@@ -43,11 +43,13 @@ def test_every_import_of_the_trainer_is_declared() -> None:
 
 
 def test_every_import_of_the_fitter_is_declared() -> None:
-    assert needed("scalerl_jax.fit", "scalerl_jax.compare") <= declared("fit")
+    assert needed(
+        "scalerl_jax.scaling.commands.scalerl_fit", "scalerl_jax.scaling.commands.scalerl_compare"
+    ) <= declared("fit")
 
 
 def test_the_base_install_serves() -> None:
-    assert needed("rollout_server.service", "rollout_server.engines.replay_engine") <= declared()
+    assert needed("rollout_server.service", "rollout_server.engines.replay.engine") <= declared()
     assert declared().isdisjoint({"jax", "flax", "scipy", "torch"})
 
 
@@ -69,14 +71,14 @@ def test_every_declared_package_of_the_trainer_is_imported() -> None:
     ("module", "forbidden"),
     [
         *[(module, "torch transformers vllm ray tensorflow") for module in TRAINER],
-        ("scalerl_jax.fit", "flax optax orbax tokenizers transformers torch grpc"),
-        ("scalerl_jax.compare", "flax optax orbax tokenizers transformers torch grpc"),
-        ("scalerl_jax.report", "flax optax orbax tokenizers transformers torch grpc playwright"),
+        ("scalerl_jax.scaling.commands.scalerl_fit", "flax optax orbax tokenizers transformers torch grpc"),
+        ("scalerl_jax.scaling.commands.scalerl_compare", "flax optax orbax tokenizers transformers torch grpc"),
+        ("scalerl_jax.report.command", "flax optax orbax tokenizers transformers torch grpc playwright"),
         ("rollout_server.serve", "jax flax scipy torch vllm scalerl_jax"),
         ("rollout_server.service", "jax flax scipy torch vllm scalerl_jax"),
-        ("rollout_server.engines.replay_engine", "jax flax torch vllm scalerl_jax"),
-        ("rollout_server.contract.codec", "jax flax torch vllm scalerl_jax absl"),
-        ("rollout_server.engines.jax_engine", "torch vllm transformers orbax"),
+        ("rollout_server.engines.replay.engine", "jax flax torch vllm scalerl_jax"),
+        ("scalerl_jax.contract.codec", "jax flax torch vllm scalerl_jax absl"),
+        ("rollout_server.engines.jax.engine", "torch vllm transformers orbax"),
         ("launch.local", "jax flax torch grpc"),
     ],
 )

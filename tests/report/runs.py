@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalerl_jax.config import Config
-from scalerl_jax.telemetry import RolloutSample, RunFolder
+from scalerl_jax.run.folder import RolloutSample, RunFolder
 
 PROMPTS, SAMPLES = 100, 8
 TASKS = {"6 terms": 60, "10 terms": 40}
@@ -126,7 +126,7 @@ def write_run(
 def write_warm_start(folder: pathlib.Path) -> str:
     """A supervised warm start of 60 updates, three rows of metrics; returns its folder."""
     config = Config()
-    config.sft.updates, config.telemetry.tensorboard = 60, False
+    config.sft.max_steps, config.telemetry.tensorboard = 60, False
     with RunFolder(str(folder), config) as run:
         run.resume(0)
         for step in (20, 40, 60):

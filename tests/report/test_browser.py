@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scalerl_jax.report_page.page import write_report
+from scalerl_jax.report.page import write_report
 from tests.report import runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup-test brings it")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from scalerl_jax.entry import UserError
-from scalerl_jax.report import report
+from scalerl_jax.cli.entry import UserError
+from scalerl_jax.report.command import report
 from tests.report import runs
 
 

@@ -16,15 +16,15 @@ from absl import logging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl_jax import report_page
-from scalerl_jax.entry import UserError
-from scalerl_jax.report import report
-from scalerl_jax.report_page import numbers, page, rollouts, time_line, writer
-from scalerl_jax.report_page.page import as_json, render, write_report
-from scalerl_jax.report_page.run import read_run, read_settings
+from scalerl_jax.cli.entry import UserError
+from scalerl_jax.report import numbers, page, samples, time_line, writer
+from scalerl_jax.report.command import report
+from scalerl_jax.report.page import as_json, render, write_report
+from scalerl_jax.report.run_data import read_run, read_settings
 from tests.report import runs
+from tests.support.paths import ROOT
 
-ASSETS = pathlib.Path(report_page.__file__).parent / "assets"
+ASSETS = ROOT / "scalerl_jax" / "report" / "assets"
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_spans_are_the_completion(pieces, data):
         "reward": 1.0, "finish_reason": "stop", "token_ids": list(range(count)), "logprobs": [-0.25] * count,
         "pieces": pieces, "versions": [[4, 0, cut], [6, cut, count]], "forced": [[0, cut]],
     }  # fmt: skip
-    drawn = rollouts.sample(row, marker)
+    drawn = samples.sample(row, marker)
     assert completion_of(drawn) == text
     thinking, _, answer = text.rpartition(marker)
     if marker in text:
@@ -226,20 +226,20 @@ def test_spans_are_the_completion(pieces, data):
 def test_pieces_that_are_not_the_completion_are_refused():
     row = {**runs.sample(5, 1).__dict__, "step": 5, "pieces": ["something else"]}
     with pytest.raises(ValueError, match="rollouts of step 5: group 1, completion 1: pieces"):
-        rollouts.sample(row, "</think>")
+        samples.sample(row, "</think>")
 
 
 def test_a_long_completion_keeps_its_ends(monkeypatch):
-    monkeypatch.setattr(rollouts, "MOST_SPANS", 30)
+    monkeypatch.setattr(samples, "MOST_SPANS", 30)
     text = "".join(chr(97 + i % 26) for i in range(90)) + "</think>yes"
-    drawn = rollouts.sample({**runs.sample(5, 1, text).__dict__, "step": 5}, "</think>")
+    drawn = samples.sample({**runs.sample(5, 1, text).__dict__, "step": 5}, "</think>")
     assert drawn["left_out"] == [20, 71, 0] and drawn["tokens"] == 101
     assert completion_of(drawn) == text[:20] + text[-10:]
     assert "".join(drawn["text"][drawn["answer_from"] :]) == "yes"
 
 
 def test_a_sample_without_token_texts_is_still_text():
-    drawn = rollouts.sample({**runs.sample(5, 1).__dict__, "step": 5, "pieces": []}, "</think>")
+    drawn = samples.sample({**runs.sample(5, 1).__dict__, "step": 5, "pieces": []}, "</think>")
     assert drawn["text"] == ["<think>1+1=2</think>", "2"] and drawn["logprob"] == [None, None] and not drawn["pieces"]
 
 
@@ -314,35 +314,35 @@ def test_many_points_become_their_mean_least_and_most():
 
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_an_even_choice_has_the_last(count, wanted):
-    chosen = rollouts.evenly(list(range(count)), wanted)
+    chosen = samples.evenly(list(range(count)), wanted)
     assert len(chosen) == min(count, wanted) and chosen[-1] == count - 1 and chosen == sorted(set(chosen))
     if wanted > 1:
         assert chosen[0] == 0
 
 
 def test_samples_are_bounded_and_it_is_said(run, monkeypatch):
-    everything = rollouts.rollouts(run, read_settings(run))
+    everything = samples.rollouts(run, read_settings(run))
     assert (
         everything["whole"] and everything["written"] == everything["shown"] == 6 and len(everything["samples"]) == 48
     )
     size = len(json.dumps(everything["samples"]))
-    halved = [rollouts.rollouts(run, read_settings(run), page_bytes=size // 2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(rollouts, "READ_BYTES", size // 2)
-        halved.append(rollouts.rollouts(run, read_settings(run)))
+    halved = [samples.rollouts(run, read_settings(run), page_bytes=size // 2)]
+    with monkeypatch.context() as delta:
+        delta.setattr(samples, "READ_BYTES", size // 2)
+        halved.append(samples.rollouts(run, read_settings(run)))
     for fewer in halved:
         assert fewer["written"] == 6 and 1 <= fewer["shown"] < 6
         assert len(json.dumps(fewer["samples"])) <= size // 2
         assert fewer["samples"][-1]["step"] == 30
-    one = rollouts.rollouts(run, read_settings(run), page_bytes=size // 9)
+    one = samples.rollouts(run, read_settings(run), page_bytes=size // 9)
     assert (
         not one["whole"]
         and one["shown"] == 1
         and 1 <= len(one["samples"]) < 8
         and len(json.dumps(one["samples"])) <= size // 9
     )
-    monkeypatch.setattr(rollouts, "MOST_SAMPLES", 3)
-    few = rollouts.rollouts(run, read_settings(run))
+    monkeypatch.setattr(samples, "MOST_SAMPLES", 3)
+    few = samples.rollouts(run, read_settings(run))
     assert len(few["samples"]) == 3 * 6 and not few["whole"]
 
 
@@ -394,7 +394,7 @@ def test_the_command(tmp_path):
         ([str(tmp_path), f"--out={out}"], 2, f"error: {tmp_path}: is no run folder: it has no config.json\n"),
         ([run, f"--out={out}"], 0, f"report: {out}/report.html\n"),
     ):
-        command = [sys.executable, "-m", "scalerl_jax.report", *arguments]
+        command = [sys.executable, "-m", "scalerl_jax.report.command", *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
         assert (result.returncode, result.stderr if code else result.stdout) == (code, said)
         assert (out / "report.html").exists() == (code == 0)

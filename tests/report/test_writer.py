@@ -3,8 +3,8 @@
 import logging
 import threading
 
-from scalerl_jax.report_page import writer
-from scalerl_jax.report_page.writer import ReportWriter
+from scalerl_jax.report import writer
+from scalerl_jax.report.writer import ReportWriter
 
 
 def test_a_fault_is_said_once_and_the_next_page_is_made(tmp_path, monkeypatch, caplog):

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.rpc import Stub
-from rollout_server.contract.security import OPEN, PLAIN, Access, Credentials, connect
 from rollout_server.engines.engine import Engine
 from rollout_server.service import RolloutServer
 from rollout_server.weight_store import numpy_dtype
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.contract.security import OPEN, PLAIN, Access, Credentials, connect
 
 SECONDS = 60.0  # deadline of every call
 
@@ -120,7 +120,7 @@ def long_group(name: str = "train/0", *, tokens: int = 200, **options: Any) -> c
 
 
 def random_weights(engine: Engine, seed: int) -> dict[str, np.ndarray]:
-    rng, dtype = np.random.default_rng(seed), numpy_dtype(engine.info.wire_dtype)
+    rng, dtype = np.random.default_rng(seed), numpy_dtype(engine.info.sync_dtype)
     return {name: rng.normal(0, 0.3, shape).astype(dtype) for name, shape in engine.info.tensors.items()}
 
 

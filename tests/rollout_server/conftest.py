@@ -18,18 +18,18 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from rollout_server.contract.decoder_config import DecoderConfig
-from rollout_server.contract.fingerprint import tokenizer_fingerprint
-from rollout_server.contract.hf_layout import hf_tensors
 from rollout_server.engines.engine import Engine
-from rollout_server.engines.replay_engine import ReplayEngine
-from rollout_server.engines.scripts import Script, Scripted
+from rollout_server.engines.replay.engine import ReplayEngine
+from rollout_server.engines.replay.scripts import Script, Scripted
+from scalerl_jax.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.contract.tensor_layout import hf_tensors
 
 # Seconds that an async test may take; one that hangs says where.
 ASYNC_TEST_SECONDS = 120
 
 CONFIG = DecoderConfig(
-    vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_size=32, mlp_width=48, max_positions=512
+    vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate_size=48, max_positions=512
 )
 
 # One set of options for all, so that every engine is judged by the same numbers.
@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "decode_chunk": 4,
     "maximum_tokens": 256,
     "compute_dtype": "float32",
-    "wire_dtype": "float32",
+    "sync_dtype": "float32",
 }
 
 
@@ -66,9 +66,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A tiny policy with its tokenizer, as Hugging Face saves them."""
     folder = tmp_path_factory.mktemp("model")
-    vocabulary = {f"t{number}": number for number in range(CONFIG.vocabulary)}
+    vocabulary = {f"t{number}": number for number in range(CONFIG.vocab_size)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
-    rng, std = np.random.default_rng(0), 1 / math.sqrt(CONFIG.width)
+    rng, std = np.random.default_rng(0), 1 / math.sqrt(CONFIG.hidden_size)
     tensors = {
         name: (np.ones(shape) if len(shape) == 1 else rng.normal(0, std, shape)).astype(np.float32)
         for name, shape in hf_tensors(CONFIG).items()
@@ -82,9 +82,9 @@ def replay_engine(
     model_folder: pathlib.Path, *, script: Script | None = None, token_seconds: float = 0.001, **options: Any
 ) -> ReplayEngine:
     return ReplayEngine(
-        script or Scripted(vocabulary=CONFIG.vocabulary),
+        script or Scripted(vocabulary=CONFIG.vocab_size),
         tensors=hf_tensors(CONFIG),
-        vocabulary=CONFIG.vocabulary,
+        vocabulary=CONFIG.vocab_size,
         model_config=CONFIG.canonical_json(),
         tokenizer_fingerprint=tokenizer_fingerprint(model_folder),
         token_seconds=token_seconds,
@@ -93,7 +93,7 @@ def replay_engine(
 
 
 def jax_engine(model_folder: pathlib.Path, **options: Any) -> Engine:
-    from rollout_server.engines.jax_engine import JaxEngine
+    from rollout_server.engines.jax.engine import JaxEngine
 
     return JaxEngine(str(model_folder), **{**DEFAULTS, **options})
 
@@ -122,7 +122,7 @@ class VllmMaker:
 def shared_vllm(model_folder: pathlib.Path) -> Iterator[Any]:
     from tests.rollout_server.shared_vllm import Shared
 
-    names = ("slots", "maximum_tokens", "compute_dtype", "wire_dtype")
+    names = ("slots", "maximum_tokens", "compute_dtype", "sync_dtype")
     shared = Shared(model_folder, **{name: DEFAULTS[name] for name in names})
     yield shared
     shared.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.contract.hf_layout import layout
+from scalerl_jax.contract.tensor_layout import layout
 
 
 async def _replay(engine: Any) -> Mapping[str, np.ndarray]:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rollout_server.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.model import DecoderConfig
 from scalerl_jax.model.hf import hf_tensors
 
@@ -21,7 +21,7 @@ from scalerl_jax.model.hf import hf_tensors
 def tiny(*, kind: str = "qwen3", tied: bool = True, vocabulary: int = 48) -> DecoderConfig:
     """Two layers, three query heads on each of two key/value heads."""
     return DecoderConfig(
-        vocabulary=vocabulary, width=24, layers=2, heads=6, kv_heads=2, head_size=8, mlp_width=40,
+        vocab_size=vocabulary, hidden_size=24, layers=2, heads=6, kv_heads=2, head_dim=8, intermediate_size=40,
         qk_norm=kind == "qwen3", tied_embeddings=tied, rope_theta=10_000.0 if kind == "qwen3" else 500_000.0,
         rope_scaling=None if kind == "qwen3" else (8.0, 1.0, 4.0, 16.0),
     )  # fmt: skip
@@ -42,7 +42,7 @@ def write_folder(path, config: DecoderConfig, named: dict[str, np.ndarray]) -> s
     path.mkdir(parents=True, exist_ok=True)
     save_file(named, str(path / "model.safetensors"))
     (path / "config.json").write_text(json.dumps(config.to_hf()))
-    Tokenizer(WordLevel({str(i): i for i in range(config.vocabulary)}, unk_token="0")).save(
+    Tokenizer(WordLevel({str(i): i for i in range(config.vocab_size)}, unk_token="0")).save(
         str(path / "tokenizer.json")
     )
     return str(path)
@@ -64,9 +64,9 @@ class Reference:
         for i in range(c.layers):
             at = f"model.layers.{i}."
             y = self._norm(x, w[at + "input_layernorm.weight"])
-            q = (w[at + "self_attn.q_proj.weight"] @ y).reshape(c.heads, c.head_size)
-            k = (w[at + "self_attn.k_proj.weight"] @ y).reshape(c.kv_heads, c.head_size)
-            v = (w[at + "self_attn.v_proj.weight"] @ y).reshape(c.kv_heads, c.head_size)
+            q = (w[at + "self_attn.q_proj.weight"] @ y).reshape(c.heads, c.head_dim)
+            k = (w[at + "self_attn.k_proj.weight"] @ y).reshape(c.kv_heads, c.head_dim)
+            v = (w[at + "self_attn.v_proj.weight"] @ y).reshape(c.kv_heads, c.head_dim)
             if c.qk_norm:
                 q = self._norm(q, w[at + "self_attn.q_norm.weight"])
                 k = self._norm(k, w[at + "self_attn.k_norm.weight"])
@@ -76,7 +76,7 @@ class Reference:
             mixed = []
             for head in range(c.heads):
                 shared = head // (c.heads // c.kv_heads)
-                score = keys[:, shared] @ q[head] / math.sqrt(c.head_size)
+                score = keys[:, shared] @ q[head] / math.sqrt(c.head_dim)
                 weight = np.exp(score - score.max())
                 mixed.append(weight / weight.sum() @ values[:, shared])
             x = x + w[at + "self_attn.o_proj.weight"] @ np.concatenate(mixed)
@@ -92,10 +92,10 @@ class Reference:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.norm_epsilon) * scale
 
     def _rotate(self, x: np.ndarray, position: int) -> np.ndarray:
-        c, half = self.config, self.config.head_size // 2
+        c, half = self.config, self.config.head_dim // 2
         out = np.empty_like(x)
         for i in range(half):
-            frequency = c.rope_theta ** (-2 * i / c.head_size)
+            frequency = c.rope_theta ** (-2 * i / c.head_dim)
             if c.rope_scaling is not None:
                 factor, low, high, original = c.rope_scaling
                 turns = original * frequency / (2 * math.pi)  # that the pair makes in the original context
@@ -128,7 +128,7 @@ def replay(request: GroupRequest, budget: int, token_ids, maximum_tokens: int) -
 
     Fails where a completion goes on after its end, ends before it, or forces another token than the phrase's.
     """
-    phrase, end = request.interruption.phrase_token_ids, request.interruption.end_of_thinking_token_ids
+    phrase, end = request.interruption.text_token_ids, request.interruption.end_of_thinking_token_ids
     thinking = budget > 0 and len(phrase) > 0
     thought, answered, to_force, sampled, forced = 0, 0, [], [], []
     reason = None

@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.codec import Version
-from rollout_server.contract.weight_patch import Change, Patch, digest, encode
-from rollout_server.engines.replay_engine import ReplayEngine
-from scalerl_jax.rollouts.publisher import Publisher, PushReport
+from rollout_server.engines.replay.engine import ReplayEngine
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Version
+from scalerl_jax.contract.weight_delta import Change, WeightDelta, digest, encode
+from scalerl_jax.rollouts.weights.publisher import Publisher, PushReport
 from tests.rollout_server.client import INCARNATION, Served, serving
 
 MakeReplay = Callable[..., ReplayEngine]
@@ -29,14 +29,14 @@ class Run:
         self.shapes = dict(engine.info.tensors)
         self.held = {name: rng.integers(0, 2**15, shape).astype(np.uint16) for name, shape in self.shapes.items()}
         self.rng, self.step = rng, -1
-        self.publisher = Publisher(incarnation=INCARNATION, chunk_bytes=500, patch_bytes=2**24)
+        self.publisher = Publisher(incarnation=INCARNATION, chunk_bytes=500, delta_bytes=2**24)
 
     @property
     def dense_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.held.values())
 
     def publish(self) -> int:
-        """Makes the next version; the bytes of its patch."""
+        """Makes the next version; the bytes of its delta."""
         self.step += 1
         parts = {}
         for name, tensor in self.held.items():
@@ -45,11 +45,11 @@ class Run:
             parts[name] = encode(Change(positions, tensor.reshape(-1)[positions]))
         base = self.step - 1 if self.step else None
         digests = {name: digest(tensor) for name, tensor in self.held.items()}
-        patch = Patch(base, self.step, parts if self.step else {}, digests, self.shapes)
+        delta = WeightDelta(base, self.step, parts if self.step else {}, digests, self.shapes)
         whole = {name: tensor.copy().view(ml_dtypes.bfloat16) for name, tensor in self.held.items()}
-        self.publisher.record(self.step, lambda: patch)
+        self.publisher.record(self.step, lambda: delta)
         self.publisher.offer(self.step, whole)
-        return patch.nbytes
+        return delta.nbytes
 
     async def push(self, served: Served, base: int | None, address: str = "", server_id: str = "") -> PushReport:
         address = address or f"127.0.0.1:{served.server.port}"
@@ -71,7 +71,7 @@ class Run:
 async def fleet(make_replay: MakeReplay, count: int = SERVERS, *trust: Any) -> AsyncIterator[tuple[list[Served], Run]]:
     async with contextlib.AsyncExitStack() as stack:
         servers = [
-            await stack.enter_async_context(serving(make_replay(wire_dtype="bfloat16"), *trust)) for _ in range(count)
+            await stack.enter_async_context(serving(make_replay(sync_dtype="bfloat16"), *trust)) for _ in range(count)
         ]
         run = Run(servers[0].engine)
         stack.callback(run.publisher.close)
@@ -85,11 +85,11 @@ async def all_of(run: Run, servers: list[Served], base: int | None) -> list[Push
     return reports
 
 
-async def header_to(served: Served, run: Run, *hops: pb.Hop) -> list[pb.WeightReply]:
+async def header_to(served: Served, run: Run, *hops: pb.Relay) -> list[pb.WeightReply]:
     """What a server answers to the newest version, sent whole, that it is to pass on to these; until all is known."""
     payload = await run.publisher._payload(None, run.step, lambda: pytest.fail("it is there already"))
     header = pb.WeightHeader.FromString(payload.header.SerializeToString())
-    header.pass_on.extend(hops)
+    header.relays.extend(hops)
     call = served.stub.PushWeights(timeout=60)
     await call.write(pb.WeightMessage(header=header))
     replies: list[pb.WeightReply] = []
@@ -101,16 +101,16 @@ async def header_to(served: Served, run: Run, *hops: pb.Hop) -> list[pb.WeightRe
     while waiting and (reply := await call.read()) is not grpc.aio.EOF:
         replies.append(reply)
         waiting -= reply.WhichOneof("kind") == "applied"
-        waiting -= reply.WhichOneof("kind") == "passed" and not reply.passed.HasField("staged")
-        if reply.WhichOneof("kind") in ("refused", "anchor"):
+        waiting -= reply.WhichOneof("kind") == "relayed" and not reply.relayed.HasField("staged")
+        if reply.WhichOneof("kind") in ("refused", "full_sync"):
             break
     call.cancel()
     return replies
 
 
-def fate(replies: list[pb.WeightReply], address: str) -> pb.WeightReply.Passed:
-    (passed,) = [r.passed for r in replies if r.passed.address == address and not r.passed.HasField("staged")]
-    return passed
+def fate(replies: list[pb.WeightReply], address: str) -> pb.WeightReply.Relayed:
+    (relayed,) = [r.relayed for r in replies if r.relayed.address == address and not r.relayed.HasField("staged")]
+    return relayed
 
 
 async def published(run: Run, servers: list[Served]) -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.rollout_server.record_run MODEL OUT
 
-Whole versions are taken by another way than patches are (model.hf.to_hf, on the device), so that one is the reference
+Whole versions are taken by another way than deltas are (model.hf.to_hf, on the device), so that one is the reference
 of the other. A process of its own: engines are tested in environments without jax too. Read it with `Recorded`.
 """
 
@@ -10,9 +10,9 @@ import sys
 
 import numpy as np
 
-from rollout_server.contract.decoder_config import read_config
-from rollout_server.contract.hf_layout import hf_tensors
-from rollout_server.contract.weight_patch import Patch, Sparse
+from scalerl_jax.contract.decoder_config import read_config
+from scalerl_jax.contract.tensor_layout import hf_tensors
+from scalerl_jax.contract.weight_delta import Sparse, WeightDelta
 
 UPDATES = 200
 EMPTY = 25  # every so many batches no prompt survives: the version differs in nothing
@@ -36,7 +36,7 @@ class Recorded:
             for (name, shape), start, end in zip(self._shapes.items(), self._edges, self._edges[1:])
         }
 
-    def patch(self, step: int) -> Patch:
+    def delta(self, step: int) -> WeightDelta:
         kinds, sizes, digests = (self._arrays[f"{step}/{name}"] for name in ("changed", "gap_bytes", "digests"))
         gaps, values = self._arrays[f"{step}/gaps"], self._arrays[f"{step}/values"]
         parts: dict[str, Sparse | np.ndarray] = {}
@@ -48,20 +48,20 @@ class Recorded:
             parts[name] = part.reshape(shape) if changed < 0 else Sparse(changed, gaps[:size], part)
             gaps = gaps[size:]
         base = None if step == 0 else step - 1
-        return Patch(base, step, parts, dict(zip(self._shapes, digests.tolist())), dict(self._shapes))
+        return WeightDelta(base, step, parts, dict(zip(self._shapes, digests.tolist())), dict(self._shapes))
 
 
-def record(arrays: dict[str, np.ndarray], patch: Patch, whole: dict[str, np.ndarray]) -> None:
-    parts = [patch.tensors.get(name, np.zeros(0, np.uint16)) for name in whole]
+def record(arrays: dict[str, np.ndarray], delta: WeightDelta, whole: dict[str, np.ndarray]) -> None:
+    parts = [delta.tensors.get(name, np.zeros(0, np.uint16)) for name in whole]
     made = {
         "whole": np.concatenate([np.asarray(tensor).view(np.uint16).reshape(-1) for tensor in whole.values()]),
         "changed": np.array([part.changed if isinstance(part, Sparse) else -1 for part in parts]),
         "gap_bytes": np.array([part.gaps.nbytes if isinstance(part, Sparse) else 0 for part in parts]),
         "gaps": np.concatenate([part.gaps if isinstance(part, Sparse) else np.zeros(0, np.uint8) for part in parts]),
         "values": np.concatenate([part.values if isinstance(part, Sparse) else part.reshape(-1) for part in parts]),
-        "digests": np.array([patch.digests[name] for name in whole], np.uint32),
+        "digests": np.array([delta.digests[name] for name in whole], np.uint32),
     }
-    arrays.update({f"{patch.step}/{name}": array for name, array in made.items()})
+    arrays.update({f"{delta.step}/{name}": array for name, array in made.items()})
 
 
 def main(model: str, out: str) -> None:
@@ -70,10 +70,10 @@ def main(model: str, out: str) -> None:
     from scalerl_jax.config import OptimizerConfig
     from scalerl_jax.learner import optimizer
     from scalerl_jax.learner.step import Learner
-    from scalerl_jax.learner.wire_copy import WireCopies
+    from scalerl_jax.learner.weight_snapshots import WeightSnapshots
     from scalerl_jax.model import Precision, load_hf
     from scalerl_jax.model.sharding import make_mesh
-    from scalerl_jax.objective.surrogate import Surrogate
+    from scalerl_jax.objective.losses import Surrogate
     from tests.learner.segments import make_segments
 
     mesh = make_mesh(fsdp=1, devices=jax.devices()[:1])
@@ -82,21 +82,21 @@ def main(model: str, out: str) -> None:
         decoder=config,
         optimizer=optimizer.from_config(OptimizerConfig(learning_rate=3e-6, warmup=20)),
         mesh=mesh,
-        precision=Precision(compute="float32", wire="bfloat16"),
+        precision=Precision(compute="float32", sync="bfloat16"),
         surrogate=Surrogate(),
-        row_length=32,
+        seq_len=32,
         rows=8,
         logprob_chunk=32,
     )
     learner.start(params)
-    copies = WireCopies(config, mesh, share=1 / 16)
+    copies = WeightSnapshots(config, mesh, share=1 / 16)
     arrays: dict[str, np.ndarray] = {}
     for step in range(UPDATES + 1):
         if step and step % EMPTY:
-            learner.update(make_segments(LENGTHS, vocabulary=config.vocabulary, seed=step))
+            learner.update(make_segments(LENGTHS, vocabulary=config.vocab_size, seed=step))
         version = copies.take(learner.state["params"], step)
-        whole = jax.device_get(learner.wire())
-        record(arrays, version.patch(), {name: whole[name] for name in hf_tensors(config)})
+        whole = jax.device_get(learner.sync_weights())
+        record(arrays, version.delta(), {name: whole[name] for name in hf_tensors(config)})
     np.savez(out, **arrays)
 
 

@@ -7,7 +7,7 @@ import time
 
 import grpc
 
-from rollout_server.contract import rollout_pb2_grpc
+from scalerl_jax.contract import rollout_pb2_grpc
 
 
 class Process:

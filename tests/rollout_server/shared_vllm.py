@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from rollout_server.contract.hf_layout import hf_tensors
-from rollout_server.engines.shared_memory import SharedMemory
-from rollout_server.engines.vllm_adapter import Vllm
-from rollout_server.engines.vllm_engine import VllmEngine
+from rollout_server.engines.vllm.adapter import Vllm
+from rollout_server.engines.vllm.engine import VllmEngine
+from rollout_server.engines.vllm.shared_memory import SharedMemory
+from scalerl_jax.contract.tensor_layout import hf_tensors
 
 
 class Shared:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_server.contract.codec import CompletionRequest, GroupRequest, Version
 from rollout_server.engines.engine import Changes
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Version
 
 CHUNK = 4  # tokens: `decode_chunk` of the tests' engines
 POLL_SECONDS = 0.002
@@ -89,18 +89,18 @@ class Decoding:
 Waits = Callable[[Version], bool]  # whether a version waits in the engine for what goes on there
 
 
-def _jax(engine: Any, decoding: Decoding, patch: pytest.MonkeyPatch) -> Waits:
+def _jax(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
     dispatch = engine._pool.dispatch
 
     def held(weights: Any, step: int) -> None:
         decoding.begin()
         dispatch(weights, step)
 
-    patch.setattr(engine._pool, "dispatch", held)
+    delta.setattr(engine._pool, "dispatch", held)
     return lambda version: engine._staged is not None
 
 
-def _replay(engine: Any, decoding: Decoding, patch: pytest.MonkeyPatch) -> Waits:
+def _replay(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
     flip = engine._flip  # which comes before every chunk
 
     async def held() -> None:
@@ -108,11 +108,11 @@ def _replay(engine: Any, decoding: Decoding, patch: pytest.MonkeyPatch) -> Waits
             await decoding.begin_on_loop()
         await flip()  # last: from here to the chunk, or to its sleep, the loop awaits nothing
 
-    patch.setattr(engine, "_flip", held)
+    delta.setattr(engine, "_flip", held)
     return lambda version: engine._staged is not None
 
 
-def _vllm(engine: Any, decoding: Decoding, patch: pytest.MonkeyPatch) -> Waits:
+def _vllm(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
     generate = engine._vllm.generate
 
     async def held(
@@ -126,7 +126,7 @@ def _vllm(engine: Any, decoding: Decoding, patch: pytest.MonkeyPatch) -> Waits:
                     yield [token], [logprob], prefilled
                     count, prefilled = count + 1, 0
 
-    patch.setattr(engine._vllm, "generate", held)
+    delta.setattr(engine._vllm, "generate", held)
     return lambda version: not engine._may_swap(version)
 
 
@@ -148,9 +148,9 @@ async def standstill(engine: Any, *, chunks: int = 0) -> AsyncIterator[Decoding]
         decoding._loaded = version
         return pause
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "load", noted)
-        decoding._waits = ENGINES[engine.info.name](engine, decoding, patch)
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr(engine, "load", noted)
+        decoding._waits = ENGINES[engine.info.name](engine, decoding, delta)
         try:
             yield decoding
         finally:

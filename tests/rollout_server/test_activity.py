@@ -8,10 +8,10 @@ import pytest
 from rollout_server import activity as activity_lib
 from rollout_server import quiet_log
 from rollout_server.activity import Activity
-from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import EngineStatus
-from rollout_server.engines.replay_engine import ReplayEngine
+from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.quiet_log import QuietLog
+from scalerl_jax.contract.codec import Version
 from tests.rollout_server.client import INCARNATION, group, random_weights, serving
 
 

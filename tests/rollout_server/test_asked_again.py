@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable
 
 import grpc
 
-from rollout_server.contract import codec
-from rollout_server.contract.codec import Completion, GroupRequest
-from rollout_server.engines.replay_engine import ReplayEngine
+from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.service import RolloutService
+from scalerl_jax.contract import codec
+from scalerl_jax.contract.codec import Completion, GroupRequest
 from tests.rollout_server.client import SECONDS, ended, group, long_group, serving
 
 

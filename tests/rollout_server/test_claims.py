@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rollout_server import faults
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.codec import Completion
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Completion
 
 
 def completion(tokens: int = 40, seed: int = 5) -> Completion:

@@ -8,16 +8,16 @@ import grpc
 import numpy as np
 import pytest
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import Engine
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Version
 from tests.rollout_server.client import INCARNATION, PROMPT, STOP, ended, group, long_group, random_weights, serving
 from tests.rollout_server.standstill import CHUNK, standstill
 
 MakeEngine = Callable[..., Engine]
 
-PHRASE = codec.Interruption(phrase_token_ids=(40, 41, 42, 43), end_of_thinking_token_ids=(42, 43))
+PHRASE = codec.Interruption(text_token_ids=(40, 41, 42, 43), end_of_thinking_token_ids=(42, 43))
 
 
 def free(status: pb.StatusReply) -> bool:
@@ -30,7 +30,7 @@ async def test_status_tells_what_the_server_is(make_engine: MakeEngine) -> None:
         assert status.server_id == served.server.service.server_id != ""
         told = (status.engine, status.model_config, status.tokenizer_fingerprint, status.compute_dtype)
         assert told == (info.name, info.model_config, info.tokenizer_fingerprint, info.compute_dtype)
-        assert (status.head_dtype, status.wire_dtype, status.devices) == ("float32", info.wire_dtype, info.devices)
+        assert (status.head_dtype, status.sync_dtype, status.devices) == ("float32", info.sync_dtype, info.devices)
         assert status.head_precision == info.head_precision == "default"
         assert (status.slots, status.queue_capacity, status.maximum_tokens) == (4, 8, 256)
         assert codec.version_from_proto(status.version) == Version(0, 0)

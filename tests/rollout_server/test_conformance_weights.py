@@ -7,10 +7,10 @@ import grpc
 import numpy as np
 import pytest
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import Engine
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Version
 from tests.rollout_server.client import (
     INCARNATION,
     PROMPT,

@@ -14,12 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollout_server import guard, service
-from rollout_server.contract import codec, limits
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.chunks import Chunk, cut
 from rollout_server.engines.engine import Engine
-from rollout_server.engines.replay_engine import ReplayEngine
+from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.staging import Staging
+from scalerl_jax.contract import codec, limits
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk, cut
 from tests.rollout_server.client import PROMPT, Push, Served, group, long_group, random_weights, serving
 from tests.rollout_server.standstill import standstill, until
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout_server import hops as hops_lib
-from rollout_server.contract.security import PLAIN, Credentials
+from scalerl_jax.contract.security import PLAIN, Credentials
 
 BEYOND = hops_lib.parse_beyond("10.0.0.0/8, fd00::/8, gen.example, .pods.example, 192.0.2.7")
 TLS = Credentials(b"an authority", token="a token")

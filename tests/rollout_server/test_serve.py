@@ -18,11 +18,11 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rollout_server.contract import codec, rollout_pb2_grpc
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.engines.replay_engine import CRASH_EXIT_CODE
+from rollout_server.engines.replay.engine import CRASH_EXIT_CODE
 from rollout_server.serve import serve
 from rollout_server.service import RolloutServer
+from scalerl_jax.contract import codec, rollout_pb2_grpc
+from scalerl_jax.contract import rollout_pb2 as pb
 from tests.rollout_server.client import group
 from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
 from tests.rollout_server.serving_process import Process
@@ -114,13 +114,13 @@ def test_a_crash_that_was_ordered(tmp_path: pathlib.Path) -> None:
 
 def test_a_replay_server_passes_for_one_of_the_model(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
     process = Process(
-        tmp_path, "--engine=replay", f"--model={model_folder}", "--wire_dtype=float32", "--head_precision=highest"
+        tmp_path, "--engine=replay", f"--model={model_folder}", "--sync_dtype=float32", "--head_precision=highest"
     )
     try:
         status = process.stub.Status(pb.StatusRequest(), timeout=SECONDS)
         assert status.model_config == CONFIG.canonical_json()
         assert len(status.tokenizer_fingerprint) == 64
-        assert (status.wire_dtype, status.head_precision) == ("float32", "highest")
+        assert (status.sync_dtype, status.head_precision) == ("float32", "highest")
     finally:
         process.close()
 
@@ -186,7 +186,7 @@ async def test_a_decode_thread_that_dies_is_noticed(
 
 def test_importing_the_server_needs_no_engine() -> None:
     program = (
-        "import sys, rollout_server.serve, rollout_server.engines.replay_engine;"
+        "import sys, rollout_server.serve, rollout_server.engines.replay.engine;"
         "print(*[m for m in ('jax', 'torch', 'flax', 'ml_dtypes', 'vllm', 'scalerl_jax') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -218,7 +218,7 @@ def complaint(*flags: str) -> str:
         (["--engine=replay", "--port=0", "--slots=0"], "--slots=0"),
         (["--engine=replay", "--port=0", "--slot=4"], "slot"),
         (["--engine=replay", "--port=0", "again"], "again"),
-        (["--engine=replay", "--port=0", "--wire_dtype=float16"], "--wire_dtype=float16"),
+        (["--engine=replay", "--port=0", "--sync_dtype=float16"], "--sync_dtype=float16"),
         (["--engine=replay", "--port=0", "--replay_file=nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--engine=replay", "--port=0", "--faults=delay:3"], "--faults=delay:3: delay:3: is not delay:after:seconds"),
         (["--engine=replay", "--port=0", "--faults=lies:3"], "lies:3: is not one of delay, duplicate"),

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.chunks import Chunk
-from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import EngineInfo
 from rollout_server.weight_store import WeightStore
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk
+from scalerl_jax.contract.codec import Version
 
 SHAPES = {"embed": (5, 3), "scale": (7,), "scalar": (), "empty": (0, 4), "down": (3, 2, 2)}
 
@@ -22,7 +22,7 @@ def new_buffer(size: int) -> np.ndarray:
     return np.empty(size, np.uint8)
 
 
-def info(wire_dtype: str) -> EngineInfo:
+def info(sync_dtype: str) -> EngineInfo:
     return EngineInfo(
         name="replay",
         model_config="{}",
@@ -31,7 +31,7 @@ def info(wire_dtype: str) -> EngineInfo:
         head_dtype="float32",
         head_precision="default",
         vocabulary=64,
-        wire_dtype=wire_dtype,
+        sync_dtype=sync_dtype,
         devices=1,
         slots=1,
         queue_capacity=1,
@@ -40,11 +40,11 @@ def info(wire_dtype: str) -> EngineInfo:
     )
 
 
-def bits(wire_dtype: str, seed: int) -> dict[str, np.ndarray]:
+def bits(sync_dtype: str, seed: int) -> dict[str, np.ndarray]:
     """Arbitrary bits: not-a-number with a payload, -0.0 and denormals among them."""
     rng = np.random.default_rng(seed)
-    size = {"float32": 4, "bfloat16": 2}[wire_dtype]
-    dtype = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}[wire_dtype]
+    size = {"float32": 4, "bfloat16": 2}[sync_dtype]
+    dtype = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}[sync_dtype]
     return {
         name: np.frombuffer(rng.bytes(int(np.prod(shape)) * size), dtype).reshape(shape)
         for name, shape in SHAPES.items()
@@ -61,18 +61,18 @@ def header_of(tensors: dict[str, np.ndarray], *, chunk_bytes: int, step: int = 1
 
 
 @given(
-    wire_dtype=st.sampled_from(["float32", "bfloat16"]),
+    sync_dtype=st.sampled_from(["float32", "bfloat16"]),
     chunk_bytes=st.integers(1, 200),
     seed=st.integers(0, 2**32 - 1),
     damage=st.floats(0, 0.5),
     loss=st.floats(0, 0.5),
 )
 def test_the_bits_that_arrive_are_those_sent(
-    wire_dtype: str, chunk_bytes: int, seed: int, damage: float, loss: float
+    sync_dtype: str, chunk_bytes: int, seed: int, damage: float, loss: float
 ) -> None:
-    store, luck = WeightStore(info(wire_dtype), new_buffer), random.Random(seed)
+    store, luck = WeightStore(info(sync_dtype), new_buffer), random.Random(seed)
     for step in (1, 2):  # the second into a buffer that holds the first
-        sent = dict(luck.sample(sorted(bits(wire_dtype, seed + step).items()), len(SHAPES)))  # in any order
+        sent = dict(luck.sample(sorted(bits(sync_dtype, seed + step).items()), len(SHAPES)))  # in any order
         header = header_of(sent, chunk_bytes=chunk_bytes, step=step)
         store.check(header, Version(5, step - 1))
         staging = store.stage(header)

@@ -15,19 +15,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rollout_server.contract import codec
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.chunks import Chunk
 from rollout_server.engines.engine import Engine
-from scalerl_jax.rollouts.payload import Payload
-from scalerl_jax.rollouts.publisher import AnchorNeeded, Publisher, PushReport
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.chunks import Chunk
+from scalerl_jax.rollouts.weights.payload import Payload
+from scalerl_jax.rollouts.weights.publisher import FullSyncNeeded, Publisher, PushReport
 from tests.rollout_server.client import INCARNATION, Served, long_group, serving
 from tests.rollout_server.held import held_bits
 from tests.rollout_server.record_run import EMPTY, UPDATES, Recorded
+from tests.support.paths import ROOT
 
 MakeEngine = Callable[..., Engine]
-ROOT = pathlib.Path(__file__).parents[2]
-CHUNK_BYTES = 300  # several in a patch, hundreds in a dense version
+CHUNK_BYTES = 300  # several in a delta, hundreds in a dense version
 
 
 def recorded_run(model_folder: pathlib.Path, out: pathlib.Path) -> Recorded:
@@ -45,18 +45,18 @@ def recorded(model_folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactor
 class Trainer:
     """The publishing half of one, with the recorded versions."""
 
-    def __init__(self, recorded: Recorded, *, incarnation: int = INCARNATION, patch_bytes: int = 2**20):
+    def __init__(self, recorded: Recorded, *, incarnation: int = INCARNATION, delta_bytes: int = 2**20):
         self.recorded, self.incarnation, self.step = recorded, incarnation, -1
         self.versions: list[dict] = []
         self.publisher = Publisher(
-            incarnation=incarnation, chunk_bytes=CHUNK_BYTES, patch_bytes=patch_bytes, event=self.versions.append
+            incarnation=incarnation, chunk_bytes=CHUNK_BYTES, delta_bytes=delta_bytes, event=self.versions.append
         )
 
     def publish(self, step: int, *, first: bool = False) -> None:
-        patch = self.recorded.patch(step)
+        delta = self.recorded.delta(step)
         if first:  # of a trainer that starts anew here: there is nothing to compare it with
-            patch = type(patch)(None, step, {}, patch.digests, patch.shapes)
-        self.publisher.record(step, lambda: patch)
+            delta = type(delta)(None, step, {}, delta.digests, delta.shapes)
+        self.publisher.record(step, lambda: delta)
         self.publisher.offer(step, lambda: self.whole(step))
         self.step = step
 
@@ -70,14 +70,14 @@ class Follower:
     def __init__(self, served: Served):
         self.served, self.base = served, None
         self.reports: list[PushReport] = []
-        self.anchors = 0  # how often it asked for a dense version
+        self.full_syncs = 0  # how often it asked for a dense version
 
     async def follow(self, trainer: Trainer) -> PushReport:
         """Brings it to the newest version, as Connection does, and compares."""
         try:
             report = await trainer.publisher.push(self.served.stub, trainer.step, base=self.base, timeout=30)
-        except AnchorNeeded:
-            self.anchors += 1
+        except FullSyncNeeded:
+            self.full_syncs += 1
             report = await trainer.publisher.push(self.served.stub, trainer.step, timeout=30)
         self.reports.append(report)
         self.base = trainer.step
@@ -108,7 +108,7 @@ async def decode(served: Served, incarnation: int) -> None:
 
 async def test_every_version_of_a_run_arrives_bit_for_bit(make_engine: MakeEngine, recorded: Recorded) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        first = Follower(await stack.enter_async_context(serving(make_engine(wire_dtype="bfloat16"))))
+        first = Follower(await stack.enter_async_context(serving(make_engine(sync_dtype="bfloat16"))))
         trainer, decoding, resent = Trainer(recorded), None, 0
         for step in range(UPDATES + 1):
             trainer.publish(step, first=step == 0)
@@ -129,9 +129,9 @@ async def test_every_version_of_a_run_arrives_bit_for_bit(make_engine: MakeEngin
                 assert report.sparse and report.payload_bytes == 0
         assert decoding is not None and not decoding.done(), decoding
         decoding.cancel()
-        # All but the first and the one after the flipped bit were patches, and small.
+        # All but the first and the one after the flipped bit were deltas, and small.
         assert [report.step for report in first.reports if not report.sparse] == [0, 120]
-        assert first.anchors == 1
+        assert first.full_syncs == 1
         sparse = [report for report in first.reports if report.sparse]
         assert len(sparse) >= 0.9 * UPDATES
         assert sum(r.payload_bytes for r in sparse) < 0.1 * len(sparse) * first.host_copy.nbytes
@@ -158,9 +158,9 @@ async def killed(trainer: Trainer, follower: Follower, *, messages: int, base: i
 
 async def test_joins_restarts_and_losses(make_engine: MakeEngine, recorded: Recorded) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        server = Follower(await stack.enter_async_context(serving(make_engine(wire_dtype="bfloat16"))))
+        server = Follower(await stack.enter_async_context(serving(make_engine(sync_dtype="bfloat16"))))
         trainer = Trainer(recorded)
-        # 1. A newcomer in the middle of a run: dense, then patches.
+        # 1. A newcomer in the middle of a run: dense, then deltas.
         for step in range(30, 34):
             trainer.publish(step, first=step == 30)
             if step >= 31:
@@ -170,8 +170,8 @@ async def test_joins_restarts_and_losses(make_engine: MakeEngine, recorded: Reco
         trainer.publish(34)
         await killed(trainer, server, messages=5, base=None)
         await server.follow(trainer)
-        assert (server.anchors, server.reports[-1].sparse) == (1, False)
-        # 3. The trainer is started anew, from an older version: no patch leads from one incarnation to the other.
+        assert (server.full_syncs, server.reports[-1].sparse) == (1, False)
+        # 3. The trainer is started anew, from an older version: no delta leads from one incarnation to the other.
         old, trainer = trainer, Trainer(recorded, incarnation=INCARNATION + 1)
         trainer.publish(20, first=True)
         server.base = None
@@ -181,18 +181,18 @@ async def test_joins_restarts_and_losses(make_engine: MakeEngine, recorded: Reco
         trainer.publish(21)
         assert (await server.follow(trainer)).sparse
         # 4. A server that was started anew holds nothing, whatever the trainer thinks.
-        again = Follower(await stack.enter_async_context(serving(make_engine(wire_dtype="bfloat16"))))
+        again = Follower(await stack.enter_async_context(serving(make_engine(sync_dtype="bfloat16"))))
         again.base = 20
         await again.follow(trainer)
-        assert again.anchors == 1
+        assert again.full_syncs == 1
         trainer.publish(22)
         assert (await again.follow(trainer)).sparse and (await server.follow(trainer)).sparse
 
 
 async def test_beyond_the_byte_bound_a_dense_version_goes_out(make_engine: MakeEngine, recorded: Recorded) -> None:
-    async with serving(make_engine(wire_dtype="bfloat16")) as served:
-        kept = sum(recorded.patch(step).nbytes for step in range(56, 61))
-        server, trainer = Follower(served), Trainer(recorded, patch_bytes=kept)
+    async with serving(make_engine(sync_dtype="bfloat16")) as served:
+        kept = sum(recorded.delta(step).nbytes for step in range(56, 61))
+        server, trainer = Follower(served), Trainer(recorded, delta_bytes=kept)
         for step in range(50, 61):
             trainer.publish(step, first=step == 50)
             if step == 50:
@@ -200,10 +200,10 @@ async def test_beyond_the_byte_bound_a_dense_version_goes_out(make_engine: MakeE
             await asyncio.sleep(0.01)
         server.base = 55
         payload = await trainer.publisher._payload(55, 60, lambda: trainer.whole(60))
-        assert payload.is_patch and payload.bytes <= kept
+        assert payload.is_delta and payload.bytes <= kept
         server.base = 50
         assert not (await server.follow(trainer)).sparse
-        assert server.anchors == 0  # known before anything was sent
+        assert server.full_syncs == 0  # known before anything was sent
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, times: int, *, with_checksum: bool) -> None:
@@ -228,7 +228,7 @@ async def test_flipped_bits_on_the_way(
     make_engine: MakeEngine, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_checksum: bool
 ) -> None:
     """A checksum finds what happens between the two processes, the digest what happens in them."""
-    async with serving(make_engine(wire_dtype="bfloat16")) as served:
+    async with serving(make_engine(sync_dtype="bfloat16")) as served:
         server, trainer = Follower(served), Trainer(recorded)
         trainer.publish(40, first=True)
         await server.follow(trainer)
@@ -236,7 +236,7 @@ async def test_flipped_bits_on_the_way(
         with monkeypatch.context() as patched:
             damage(patched, 1, with_checksum=with_checksum)
             report = await server.follow(trainer)
-        assert (server.anchors, report.sparse) == ((1, False) if with_checksum else (0, True))
+        assert (server.full_syncs, report.sparse) == ((1, False) if with_checksum else (0, True))
         assert report.resent_chunks == (0 if with_checksum else 1)
         assert (await served.status()).chunks_refused == report.resent_chunks
         trainer.publish(42)
@@ -249,8 +249,8 @@ def _header(payload: Payload) -> pb.WeightHeader:
 
 HEADERS: dict[str, Callable[[pb.WeightHeader], None]] = {
     "has no digest": lambda header: header.tensors[1].ClearField("digest"),
-    "a patch from step 9 of": lambda header: setattr(header.base, "incarnation", 7),
-    "a patch from step 41 to step 10": lambda header: setattr(header.base, "step", 41),
+    "a delta from step 9 of": lambda header: setattr(header.base, "incarnation", 7),
+    "a delta from step 41 to step 10": lambda header: setattr(header.base, "step", 41),
     "elements changed": lambda header: setattr(header.tensors[1], "changed", 10**6),
     "the tensors' parts take": lambda header: setattr(header.tensors[0], "gap_bytes", 10**6),
     "dense, and has": lambda header: setattr(header.tensors[0], "dense", True),
@@ -259,7 +259,7 @@ HEADERS: dict[str, Callable[[pb.WeightHeader], None]] = {
 
 @pytest.mark.parametrize("told", sorted(HEADERS))
 async def test_a_patch_whose_header_is_wrong(make_engine: MakeEngine, recorded: Recorded, told: str) -> None:
-    async with serving(make_engine(wire_dtype="bfloat16")) as served:
+    async with serving(make_engine(sync_dtype="bfloat16")) as served:
         server, trainer = Follower(served), Trainer(recorded)
         trainer.publish(9, first=True)
         await server.follow(trainer)
@@ -276,18 +276,18 @@ async def test_a_patch_whose_header_is_wrong(make_engine: MakeEngine, recorded: 
 
 
 async def test_a_patch_to_what_is_held_is_answered_at_once(make_engine: MakeEngine, recorded: Recorded) -> None:
-    async with serving(make_engine(wire_dtype="bfloat16")) as served:
+    async with serving(make_engine(sync_dtype="bfloat16")) as served:
         server, trainer = Follower(served), Trainer(recorded)
         for step in (9, 10):
             trainer.publish(step, first=step == 9)
             await server.follow(trainer)
         server.base = 9  # the trainer never heard of it
         await server.follow(trainer)
-        assert server.anchors == 0 and (await served.status()).versions_applied == 2
+        assert server.full_syncs == 0 and (await served.status()).versions_applied == 2
 
 
 async def test_no_patch_on_a_float32_wire(make_replay: Callable[..., Engine], recorded: Recorded) -> None:
-    async with serving(make_replay(wire_dtype="float32")) as served:
+    async with serving(make_replay(sync_dtype="float32")) as served:
         trainer = Trainer(recorded)
         for step in (9, 10):
             trainer.publish(step, first=step == 9)
@@ -298,5 +298,5 @@ async def test_no_patch_on_a_float32_wire(make_replay: Callable[..., Engine], re
             tensor.ClearField("digest")
         call = served.stub.PushWeights(timeout=30)
         await call.write(pb.WeightMessage(header=header))
-        assert "the wire dtype is 'float32'" in (await call.read()).refused
+        assert "the sync dtype is 'float32'" in (await call.read()).refused
         call.cancel()

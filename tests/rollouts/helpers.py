@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.contract.codec import Completion, Version
-from rollout_server.engines.scripts import Scripted
+from rollout_server.engines.replay.scripts import Scripted
 from scalerl_jax.config import Config
+from scalerl_jax.contract.codec import Completion, Version
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.book import FinishedGroup
 from scalerl_jax.rollouts.fleet import Fleet
-from scalerl_jax.rollouts.probe import Expected, Probe
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from tests.rollouts.replay_server import hold_file, read_dump
+from tests.support.paths import ROOT
 
 SHAPES = {"model.embed_tokens.weight": (64, 24), "model.norm.weight": (24,), "lm_head.weight": (64, 24)}
 VOCABULARY = 64
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 ENDLESS = 10**9  # updates: no test ends because the run does
 
 
@@ -157,9 +157,9 @@ def config(**changes: Any) -> Config:
     machine.
     """
     made = Config(seed=3, updates=ENDLESS)
-    made.rollout.groups, made.rollout.group_size = 4, 4
-    made.rollout.thinking_low, made.rollout.thinking_high, made.rollout.answer_budget = 4, 24, 16
-    made.rollout.phrase, made.rollout.end_of_thinking = "time is up>", ">"
+    made.rollout.prompts_per_step, made.rollout.group_size = 4, 4
+    made.rollout.thinking_budget_min, made.rollout.thinking_budget_max, made.rollout.answer_budget = 4, 24, 16
+    made.rollout.interruption_text, made.rollout.end_of_thinking = "time is up>", ">"
     made.fleet.connect_seconds, made.fleet.heartbeat_seconds = 60.0, 0.1
     made.fleet.status_seconds, made.fleet.silence_seconds = 5.0, 15.0
     made.fleet.push_seconds = 60.0
@@ -186,10 +186,15 @@ class Trainer:
     def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, score=None, **kwargs: Any):
         """kwargs: of Fleet."""
         self.config, self.version, self.servers = made, start, servers
-        common = {"k": made.pacing.k, "groups": made.rollout.groups, "batches": made.updates, "start": start}
+        common = {
+            "k": made.pacing.max_off_policy_steps,
+            "groups": made.rollout.prompts_per_step,
+            "batches": made.updates,
+            "start": start,
+        }
         self.pacing: pacing_lib.Pacing = pacing_lib.Phased(**common)
         if made.pacing.kind == "pipeline":
-            self.pacing = pacing_lib.Pipeline(**common, store_batches=made.pacing.store_batches)
+            self.pacing = pacing_lib.Pipeline(**common, max_buffered_batches=made.pacing.max_buffered_batches)
         self.drawn: list[int] = []
         self.events: list[tuple[str, dict]] = []
         self.observed: list = []  # (status, evaluating)
@@ -198,7 +203,7 @@ class Trainer:
         self.admitted: list[str] = []
         self.judges = concurrent.futures.ThreadPoolExecutor(2)
         script = Scripted(vocabulary=VOCABULARY)
-        expected = Expected(tokenizer_fingerprint="replay", model_config="{}", wire_dtype="float32")
+        expected = Expected(tokenizer_fingerprint="replay", model_config="{}", sync_dtype="float32")
 
         def own_score(samples):
             whole = [script.score(np.concatenate([ids, c.token_ids])) for ids, c in samples]
@@ -222,7 +227,7 @@ class Trainer:
         )
 
     def __enter__(self) -> "Trainer":
-        self.fleet.start(self.version * self.config.rollout.groups)
+        self.fleet.start(self.version * self.config.rollout.prompts_per_step)
         self.fleet.publish(self.version, weights(self.version))
         return self
 
@@ -239,7 +244,7 @@ class Trainer:
         return prompt(number)
 
     def wait(self) -> None:
-        self.admitted += [server for server, _ in self.probe.admit_newcomers(self.fleet)]
+        self.admitted += [server for server, _ in self.probe.admit_candidates(self.fleet)]
 
     def update(self, wait: Callable[[], None] | None = None) -> list[FinishedGroup]:
         """One batch: taken, "trained", and the next version published where the pacing wants it."""
@@ -277,7 +282,7 @@ class Trainer:
 
     def check(self) -> None:
         """What must hold of everything trained so far, whatever happened."""
-        size, k = self.config.rollout.groups, self.pacing.k
+        size, k = self.config.rollout.prompts_per_step, self.pacing.max_off_policy_steps
         first = self.version - len(self.batches)
         numbers = [group.number for groups in self.batches for group in groups]
         assert numbers == list(range(first * size, self.version * size))

@@ -17,13 +17,13 @@ from typing import Any
 
 import grpc
 
-from rollout_server.contract import chunks
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import SERVER_OPTIONS
-from rollout_server.contract.rpc import SERVICE
-from rollout_server.engines.replay_engine import ReplayEngine
-from rollout_server.engines.scripts import Scripted
+from rollout_server.engines.replay.engine import ReplayEngine
+from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutService
+from scalerl_jax.contract import chunks
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.limits import SERVER_OPTIONS
+from scalerl_jax.contract.rpc import SERVICE
 from tests.rollouts.helpers import SHAPES, VOCABULARY
 
 START_SECONDS = 60.0

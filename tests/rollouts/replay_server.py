@@ -16,11 +16,11 @@ import sys
 import numpy as np
 
 from rollout_server import faults
-from rollout_server.contract import security
-from rollout_server.contract.codec import Version
 from rollout_server.engines.engine import QueueFull
-from rollout_server.engines.replay_engine import Faults, ReplayEngine
-from rollout_server.engines.scripts import Scripted
+from rollout_server.engines.replay.engine import Faults, ReplayEngine
+from rollout_server.engines.replay.scripts import Scripted
+from scalerl_jax.contract import security
+from scalerl_jax.contract.codec import Version
 
 
 class DumpingEngine(ReplayEngine):

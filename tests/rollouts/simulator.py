@@ -1,4 +1,4 @@
-"""A discrete-event simulation of trainer and fleet around the real Pacing and Book: no process, no wall clock.
+"""A discrete-event simulation of trainer and fleet around the real Pacing and GroupBuffer: no process, no wall clock.
 
     server   slots, a FIFO queue, a speed; plays completions of some chunks, each sampled by the version held then;
              dies, hangs (its calls time out), comes back with weights of nobody, receives versions after a delay;
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.contract.codec import Completion, CompletionRequest
-from scalerl_jax.rollouts.book import Book, Lease, OpenGroup
+from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
 CHUNK = 4  # tokens
@@ -38,7 +38,7 @@ NO_FAULTS = Faults()
 
 @dataclasses.dataclass(eq=False)
 class Lane:
-    lease: Lease
+    lease: RolloutRequest
     index: int
     chunks: int
     steps: list[int] = dataclasses.field(default_factory=list)  # version of each chunk
@@ -83,7 +83,7 @@ class Simulation:
         self.pacing, self.group_size, self.mean_chunks, self.faults = pacing, group_size, mean_chunks, faults
         self.update_seconds, self.push_seconds, self.maximum_events = update_seconds, push_seconds, maximum_events
         self.servers = [Server(f"s{i}", slots=n, chunk_seconds=s) for i, (n, s) in enumerate(zip(slots, chunk_seconds))]
-        self.book = Book(
+        self.book = GroupBuffer(
             pacing=pacing, open_group=self.open_group, group_size=group_size, first=start * pacing.groups, trained=start
         )
         self.drawn: list[int] = []
@@ -120,7 +120,7 @@ class Simulation:
     def open_group(self, number: int) -> OpenGroup:
         # What the curriculum relies on: consecutive numbers, and batches up to b - k - 1 recorded.
         assert number == (self.drawn[-1] + 1 if self.drawn else self.book.next_number)
-        assert self.book.trained >= self.pacing.batch(number) - self.pacing.k
+        assert self.book.trained >= self.pacing.batch(number) - self.pacing.max_off_policy_steps
         self.drawn.append(number)
         requests = tuple(CompletionRequest(i, seed=number * 100 + i) for i in range(self.group_size))
         return OpenGroup(number, f"train/{number}", None, requests)
@@ -183,7 +183,7 @@ class Simulation:
 
     def pump(self) -> None:
         live = [s for s in self.servers if s.alive and s.step is not None and (s.met or not self.meetings)]
-        # As the fleet does for newcomers.
+        # As the fleet does for candidates.
         if not live and self.training is None and self.latest < self.book.trained and self.book.free_of_pins():
             self.publish()
         ready = list(live)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from scalerl_jax.rollouts import calls as calls_lib
-from scalerl_jax.rollouts import connection as connection_lib
+from scalerl_jax.rollouts.servers import calls as calls_lib
+from scalerl_jax.rollouts.servers import client as connection_lib
 from tests.rollouts.helpers import Trainer, config, eventually
 from tests.rollouts.liar import is_probe
 from tests.rollouts.test_fleet import states_seen

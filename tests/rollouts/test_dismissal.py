@@ -5,14 +5,14 @@ import collections
 import numpy as np
 import pytest
 
-from rollout_server.contract.codec import Completion
-from scalerl_jax.rollouts.book import Process
-from scalerl_jax.rollouts.fleet import FleetError
-from scalerl_jax.rollouts.logprob_parity import Parity, Scored, sums_of
-from scalerl_jax.rollouts.probe import FEWEST_TOKENS, Expected, Probe
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.rollouts.errors import FleetError
+from scalerl_jax.rollouts.group_buffer import Process
+from scalerl_jax.rollouts.parity.handshake import FEWEST_TOKENS, Expected, Probe
+from scalerl_jax.rollouts.parity.logprob_parity import Parity, Scored, sums_of
+from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
+from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
 from scalerl_jax.rollouts.trust import Probed
-from scalerl_jax.rollouts.upkeep import SAMPLES_NOT
-from scalerl_jax.scrutiny import Scrutiny
 from tests.rollouts.helpers import Trainer, config, eventually, prompt, weights
 from tests.rollouts.test_fleet import states_seen
 
@@ -142,8 +142,8 @@ def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
         trainer.update()
         groups = trainer.fleet.batch(trainer.version, trainer.wait)
         late.launch()
-        eventually(lambda: trainer.states()[late.address] == "newcomer")
-        assert trainer.fleet.newcomers() == []  # it holds the phase's version
+        eventually(lambda: trainer.states()[late.address] == "candidate")
+        assert trainer.fleet.candidates() == []  # it holds the phase's version
         assert trainer.fleet.trust.dismiss(groups[0].servers[0], WHY) > 0
         again = trainer.fleet.batch(trainer.version, trainer.wait)
         assert names(again) == names(groups)
@@ -186,7 +186,7 @@ def test_servers_that_have_groups_are_probed_beside_them(start):
             seen |= {one.process.address: one for one in trainer.fleet.trust.probed()}
             trainer.update()
         for one in seen.values():
-            assert len(one.samples) == trainer.config.probe.completions
+            assert len(one.samples) == trainer.config.parity.completions
             pairs = [(asked.token_ids, completion) for asked, completion in one.samples]
             # Those of one version; as many as there are of each, a swap may come at any time.
             whole = [pair for pair in pairs if len(pair[1].versions) == 1]
@@ -214,7 +214,7 @@ def test_a_server_whose_short_queue_is_kept_full_is_probed(start):
             trainer.fleet.trust.probe(trainer.fleet.trust.working())
             trainer.update()
             seen = trainer.fleet.trust.probed()
-        assert len(seen[0].samples) == trainer.config.probe.completions
+        assert len(seen[0].samples) == trainer.config.parity.completions
         record = trainer.fleet._members.named(servers[0].address).record
         assert not record.counts and not record._refusals[SAMPLES_NOT]
         trainer.update()  # it gets groups again
@@ -243,7 +243,7 @@ class Probes:
 def test_each_server_is_probed_until_it_could_be_compared():
     """That one of them could be does not end the tries of the others."""
     made = config(probe_every=10)
-    expected = Expected(tokenizer_fingerprint="a", model_config="{}", wire_dtype="float32")
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
     probe = Probe(made.probe, expected=expected, score=lambda of: [c.logprobs for _, c in of], dtype="float32")
     a, b = Process("a:1", "1"), Process("b:2", "1")
     fleet = Probes(a, b)
@@ -274,7 +274,7 @@ def test_a_lying_server_is_found_by_what_it_delivers(start):
     servers = start({**BRISK, "faults": "shifted_logprobs:60:-0.5"}, BRISK)
     with Trainer(config(), servers) as trainer:
         trainer.admit_all()
-        parity, trained = Parity(trainer.config.probe, mean_limit=1e-3), 0
+        parity, trained = Parity(trainer.config.parity, mean_limit=1e-3), 0
         while trainer.states()[servers[0].address] == "active":
             groups = trainer.fleet.batch(trainer.version, trainer.wait)
             places = [(g, i) for g in groups for i in range(len(g.completions))]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from scalerl_jax.rollouts.dispatch import dispatch
-from tests.rollouts.test_book import make
+from tests.rollouts.test_group_buffer import make
 
 NOW = 1000.0
 

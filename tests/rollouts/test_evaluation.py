@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalerl_jax.rollouts.evaluation import EvaluationLost
+from scalerl_jax.rollouts.errors import EvaluationLost
 from tests.rollouts.helpers import Trainer, config, eventually, prompt, verdict
 
 HELD_OUT = [prompt(5000 + i) for i in range(12)]

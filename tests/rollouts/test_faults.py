@@ -4,8 +4,8 @@ trained on, once each, and a server that lied is named and sent away."""
 import numpy as np
 import pytest
 
-from rollout_server.engines.scripts import Scripted
-from scalerl_jax.rollouts.book import Lease
+from rollout_server.engines.replay.scripts import Scripted
+from scalerl_jax.rollouts.group_buffer import RolloutRequest
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.helpers import VOCABULARY, ByteTokenizer, Trainer, config, eventually
 from tests.rollouts.test_fleet import assert_holds, states_seen
@@ -29,7 +29,7 @@ def check_against_the_script(trainer: Trainer) -> None:
     for groups in trainer.batches:
         for group in groups:
             opened = requests.train(group.number, group.prompt)
-            lease = Lease(opened, "", 0, None, {wanted.index for wanted in opened.requests})
+            lease = RolloutRequest(opened, "", 0, None, {wanted.index for wanted in opened.requests})
             asked = requests.of_lease(lease)
             for wanted, completion in zip(asked.completions, group.completions, strict=True):
                 rollout = script.rollout(asked, wanted)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from scalerl_jax.rollouts import connection
+from scalerl_jax.rollouts.servers import client
 from tests.rollouts.helpers import Trainer, config, eventually, prompt, weights
 
 SLOW = {
@@ -106,7 +106,7 @@ def test_a_frozen_server_is_given_up_and_let_back_in(start):
 
 def test_a_server_that_answers_but_no_longer_decodes(start, monkeypatch):
     told = "it answers, but has sampled nothing for"
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.5)
     # Two groups and the probe's completions, then silence in the middle of the third.
     servers = start({"hang_after": 18}, {})
     with Trainer(config(fleet_stall_seconds=0.6), servers) as trainer:
@@ -198,7 +198,7 @@ def test_all_servers_lost_it_says_so_and_waits(start, caplog):
 def test_the_store_stays_short_while_the_trainer_is_busy(start):
     with Trainer(config(), start({})) as trainer:
         trainer.update()
-        size = trainer.config.rollout.groups
+        size = trainer.config.rollout.prompts_per_step
 
         def idle() -> bool:
             status = trainer.fleet.status()
@@ -217,7 +217,7 @@ def test_generators_stop_at_the_pacing_limit(start, kind):
     k = 3
     with Trainer(config(pacing_kind=kind, pacing_k=k, pacing_store_batches=100.0), start({}, {})) as trainer:
         trainer.admit_all()
-        size = trainer.config.rollout.groups
+        size = trainer.config.rollout.prompts_per_step
         # Batches 0 to k from version 0; a phase is k batches.
         limit = (k + 1 if kind == "pipeline" else k) * size
 

@@ -6,10 +6,10 @@ import asyncio
 import grpc
 import pytest
 
-from rollout_server.contract import limits
-from rollout_server.contract import rollout_pb2 as pb
-from scalerl_jax.rollouts import offences
-from scalerl_jax.rollouts.fleet import FleetError
+from scalerl_jax.contract import limits
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.rollouts.errors import FleetError
+from scalerl_jax.rollouts.servers import offences
 from tests.rollouts.helpers import Trainer, config, eventually
 from tests.rollouts.liar import Liar, is_probe
 from tests.rollouts.test_fleet import states_seen
@@ -155,7 +155,7 @@ def test_a_claim_is_not_believed_before_something_is_delivered(liar, honest):
 
         def held_back():
             held, busy = trainer.fleet.status()["held_back"], trainer.server(honest)["in_flight"]
-            return f"k is {trainer.pacing.k}" in held and not busy
+            return f"k is {trainer.pacing.max_off_policy_steps}" in held and not busy
 
         eventually(held_back)  # the other one has done all that may be done
         assert trainer.server(liar)["in_flight"] == trainer.config.rollout.group_size

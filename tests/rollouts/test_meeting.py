@@ -1,16 +1,16 @@
-"""What happens when trainer and servers meet: newcomers, the probe, and the ways in which it can be refused."""
+"""What happens when trainer and servers meet: candidates, the probe, and the ways in which it can be refused."""
 
 import time
 
 import numpy as np
 import pytest
 
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.codec import Completion
-from scalerl_jax.config import ProbeConfig
-from scalerl_jax.rollouts import connection as connection_lib
-from scalerl_jax.rollouts.fleet import FleetError
-from scalerl_jax.rollouts.probe import LIMITS, Expected, Probe, ProbeError, compare, mismatch
+from scalerl_jax.config import ParityConfig
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.rollouts.errors import FleetError, ProbeError
+from scalerl_jax.rollouts.parity.handshake import LIMITS, Expected, Probe, compare, mismatch
+from scalerl_jax.rollouts.servers import client as connection_lib
 from tests.rollouts.helpers import Trainer, config, eventually, weights
 from tests.rollouts.liar import Liar
 
@@ -44,13 +44,13 @@ def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(sta
         for name, tensor in weights(trainer.version).items():
             np.testing.assert_array_equal(tensors[name].view(np.uint32), tensor.view(np.uint32))
         # Held back until the trainer has looked at what it sampled.
-        (newcomer,) = eventually(trainer.fleet.newcomers)
-        assert newcomer.server == late.address
-        assert len(newcomer.samples) == trainer.config.probe.completions
-        assert all(set(c.token_steps()) == {trainer.version} for _, c in newcomer.samples)
-        assert any(c.forced for _, c in newcomer.samples)
+        (candidate,) = eventually(trainer.fleet.candidates)
+        assert candidate.server == late.address
+        assert len(candidate.samples) == trainer.config.parity.completions
+        assert all(set(c.token_steps()) == {trainer.version} for _, c in candidate.samples)
+        assert any(c.forced for _, c in candidate.samples)
         status = trainer.fleet.status()["servers"][late.address]
-        assert (status["state"], status["in_flight"]) == ("newcomer", 0)
+        assert (status["state"], status["in_flight"]) == ("candidate", 0)
         trainer.update()
         assert late.address in trainer.admitted
         trainer.update()
@@ -58,7 +58,7 @@ def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(sta
 
 
 def test_the_trainer_that_never_waits_still_meets_newcomers(start):
-    """Batches lie ready all the time; the newcomer always holds the version before, were it not waited for."""
+    """Batches lie ready all the time; the candidate always holds the version before, were it not waited for."""
     servers = start({}, {"token_seconds": 0.005})
     late = servers[1].reserve()
     with Trainer(config(pacing_store_batches=3.0), servers) as trainer:
@@ -188,10 +188,10 @@ def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
         trainer.update()
         on_loop, fleet = trainer.fleet._thread.call, trainer.fleet
         on_loop(fleet._members.update, [s.address for s in servers])
-        eventually(lambda: trainer.states()[servers[1].address] == "newcomer")
+        eventually(lambda: trainer.states()[servers[1].address] == "candidate")
         assert all(on_loop(fleet._wait_for_newcomer) for _ in range(1000))
-        newcomer = on_loop(fleet._members.named, servers[1].address)
-        newcomer.patience = 1.0
+        candidate = on_loop(fleet._members.named, servers[1].address)
+        candidate.patience = 1.0
         on_loop(fleet._wait_for_newcomer)
         time.sleep(1.1)
         on_loop(fleet._wait_for_newcomer)  # the time since the look before is counted
@@ -207,8 +207,8 @@ def made(versions, *, error: float = 0.0, at: int = 0):
 
 def test_what_was_sampled_across_a_swap_is_not_held_to_the_limits_of_the_meeting():
     """The later version's tokens are sampled with the earlier one's keys and values there."""
-    expected = Expected(tokenizer_fingerprint="a", model_config="{}", wire_dtype="float32")
-    probe = Probe(ProbeConfig(), expected=expected, score=lambda samples: [], dtype="float32")
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
+    probe = Probe(ParityConfig(), expected=expected, score=lambda samples: [], dtype="float32")
 
     def found(*pairs):
         return probe.compare_again([sample for sample, _ in pairs], [ours for _, ours in pairs], version=5)
@@ -226,8 +226,8 @@ def test_what_was_sampled_across_a_swap_is_not_held_to_the_limits_of_the_meeting
 
 def test_mismatch_is_over_sampled_tokens_only(start):
     with Trainer(config(), start({})) as trainer:
-        newcomer = eventually(trainer.fleet.newcomers)[0]
-    samples = [(p.token_ids, c) for p, c in newcomer.samples]
+        candidate = eventually(trainer.fleet.candidates)[0]
+    samples = [(p.token_ids, c) for p, c in candidate.samples]
     sampled = sum(int(c.sampled().sum()) for _, c in samples)
     ours = [np.where(c.sampled(), c.logprobs - 0.25, 7.0) for _, c in samples]
     found = mismatch(samples, ours)
@@ -241,9 +241,9 @@ def test_mismatch_is_over_sampled_tokens_only(start):
 
 def test_another_head_precision_stops_the_run_and_names_the_flag():
     expected = Expected(
-        tokenizer_fingerprint="a", model_config="{}", wire_dtype="bfloat16", head_precision="highest", maximum_tokens=9
+        tokenizer_fingerprint="a", model_config="{}", sync_dtype="bfloat16", head_precision="highest", maximum_tokens=9
     )
-    known = {"tokenizer_fingerprint": "a", "model_config": "{}", "wire_dtype": "bfloat16", "head_dtype": "float32"}
+    known = {"tokenizer_fingerprint": "a", "model_config": "{}", "sync_dtype": "bfloat16", "head_dtype": "float32"}
     status = pb.StatusReply(**known, maximum_tokens=9)
     compare("s:1", status, expected)  # a server that does not tell: what it samples is compared
     status.head_precision = "highest"
@@ -251,6 +251,6 @@ def test_another_head_precision_stops_the_run_and_names_the_flag():
     status.head_precision = "default"
     with pytest.raises(ProbeError, match=r"its head precision is default.*start it with --head_precision=highest"):
         compare("s:1", status, expected)
-    status.head_precision, status.wire_dtype = "highest", "float32"
-    with pytest.raises(ProbeError, match=r"its wire dtype is float32.*start it with --wire_dtype=bfloat16"):
+    status.head_precision, status.sync_dtype = "highest", "float32"
+    with pytest.raises(ProbeError, match=r"its wire dtype is float32.*start it with --sync_dtype=bfloat16"):
         compare("s:1", status, expected)

@@ -46,7 +46,7 @@ def check_order(simulation: Simulation, start: int) -> None:
 @SETTINGS
 @given(fleet=fleets(), k=st.integers(1, 9), groups=st.integers(1, 5), store=st.floats(0, 3), start=st.integers(0, 3))
 def test_pipeline_bounds_the_lag_and_loses_nothing_whatever_happens(fleet, k, groups, store, start):
-    pacing = Pipeline(k=k, groups=groups, batches=start + 12, store_batches=store, start=start)
+    pacing = Pipeline(k=k, groups=groups, batches=start + 12, max_buffered_batches=store, start=start)
     simulation = Simulation(pacing=pacing, start=start, **fleet)
     simulation.run()
     check_order(simulation, start)
@@ -100,7 +100,7 @@ class Watched(Simulation):
         sampled = [n for n, g in (book.open | book.finished).items() if len(g.completions) == self.group_size]
         beyond = [n for n in sampled if n // pacing.groups > book.trained]
         over_k = batch > book.trained + pacing.k or batch > server.step + pacing.k
-        store_full = len(beyond) >= pacing.groups  # store_batches = 1
+        store_full = len(beyond) >= pacing.groups  # max_buffered_batches = 1
         assert batch >= pacing.batches or over_k or store_full
 
 
@@ -117,10 +117,10 @@ def test_slots_are_busy_unless_k_or_the_store_bound_forbid_it(fleet, k, groups):
 GROUPS, SLOTS = 8, 8  # four groups of 2 in flight on one server: half a batch
 
 
-def steady(*, update_seconds: float, store_batches: float, seed: int = 0) -> Simulation:
+def steady(*, update_seconds: float, max_buffered_batches: float, seed: int = 0) -> Simulation:
     """Two servers that need about 4 s for a batch of 8 groups, without faults; k = 8."""
     simulation = Simulation(
-        pacing=Pipeline(k=8, groups=GROUPS, batches=40, store_batches=store_batches),
+        pacing=Pipeline(k=8, groups=GROUPS, batches=40, max_buffered_batches=max_buffered_batches),
         seed=seed,
         slots=[SLOTS, SLOTS],
         chunk_seconds=[0.8, 0.8],
@@ -140,26 +140,26 @@ def late_mean(simulation: Simulation) -> float:
 
 @pytest.mark.parametrize("update_seconds", [0.1, 4.0, 40.0])
 def test_k_is_a_bound_and_not_a_target(update_seconds):
-    simulation = steady(update_seconds=update_seconds, store_batches=1.0)
+    simulation = steady(update_seconds=update_seconds, max_buffered_batches=1.0)
     # 2 for the batch in training and the one stored, and what is in flight: (2 * 8 + 2 * 4) / 16 batches.
     assert max(simulation.lags()) <= 4
     assert late_mean(simulation) < 2.7
 
 
 def test_without_the_store_bound_a_slow_trainer_trains_on_tokens_as_old_as_k():
-    assert late_mean(steady(update_seconds=40.0, store_batches=100.0)) > 6
-    assert late_mean(steady(update_seconds=40.0, store_batches=0.0)) < 1.7
+    assert late_mean(steady(update_seconds=40.0, max_buffered_batches=100.0)) > 6
+    assert late_mean(steady(update_seconds=40.0, max_buffered_batches=0.0)) < 1.7
 
 
-@pytest.mark.parametrize(("store_batches", "idle_share"), [(1.0, 0.25), (4.0, 0.12)])
-def test_a_fast_trainer_costs_the_servers_little(store_batches, idle_share):
+@pytest.mark.parametrize(("max_buffered_batches", "idle_share"), [(1.0, 0.25), (4.0, 0.12)])
+def test_a_fast_trainer_costs_the_servers_little(max_buffered_batches, idle_share):
     """While one long completion is waited for, the store fills: what is then idle is the price of a short store."""
-    simulation = steady(update_seconds=0.1, store_batches=store_batches)
+    simulation = steady(update_seconds=0.1, max_buffered_batches=max_buffered_batches)
     assert sum(s.idle_slot_seconds for s in simulation.servers) < idle_share * 2 * SLOTS * simulation.now
 
 
 def test_bad_values_are_named():
     with pytest.raises(ValueError, match=r"pacing\.k is 0"):
         Pipeline(k=0, groups=1, batches=1)
-    with pytest.raises(ValueError, match=r"pacing\.store_batches is -1"):
-        Pipeline(k=1, groups=1, batches=1, store_batches=-1.0)
+    with pytest.raises(ValueError, match=r"pacing\.max_buffered_batches is -1"):
+        Pipeline(k=1, groups=1, batches=1, max_buffered_batches=-1.0)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rollout_server.contract.codec import request_from_proto, request_to_proto
-from scalerl_jax.rollouts.book import Lease
+from scalerl_jax.contract.codec import request_from_proto, request_to_proto
+from scalerl_jax.rollouts.group_buffer import RolloutRequest
 from scalerl_jax.rollouts.requests import Requests, stable_hash
 from tests.rollouts.helpers import ByteTokenizer, config, prompt
 
@@ -41,9 +41,9 @@ def test_without_thinking():
     requests = make(rollout_thinking_low=0, rollout_thinking_high=0)
     group = requests.train(0, prompt(0))
     assert {r.thinking_budget for r in group.requests} == {0}
-    lease = Lease(group, "server", 3, None, {0, 2})
+    lease = RolloutRequest(group, "server", 3, None, {0, 2})
     sent = request_from_proto(request_to_proto(requests.of_lease(lease)))
-    assert sent.interruption.phrase_token_ids == ()
+    assert sent.interruption.text_token_ids == ()
     assert [c.index for c in sent.completions] == [0, 2]
     assert (sent.incarnation, sent.minimum_step, sent.pinned_step) == (7, 3, None)
     assert requests.maximum_tokens == 16

@@ -21,8 +21,8 @@ def rows(seed=0, count=ROWS, noise=NOISE):
 def both(monkeypatch, *given, **options):
     """The fit with bins, and of the rows themselves."""
     binned = fit_sigmoid(*given, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(binning, "MOST_POINTS", 10**9)
+    with monkeypatch.context() as delta:
+        delta.setattr(binning, "MOST_POINTS", 10**9)
         return binned, fit_sigmoid(*given, **options)
 
 

@@ -143,10 +143,10 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 def check(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]], config: Config) -> None:
     """metrics.jsonl and evals.jsonl of a run that went to its end in one go."""
-    assert len(rows) == config.updates
+    assert len(rows) == config.max_steps
     check_rows(rows, config)
     every = config.evaluation.every
-    assert [row["step"] for row in evaluations] == sorted({*range(0, config.updates + 1, every), config.updates})
+    assert [row["step"] for row in evaluations] == sorted({*range(0, config.max_steps + 1, every), config.max_steps})
     for row in evaluations:
         assert row["version"] == row["step"]
         assert len(row["passes"]) == config.evaluation.prompts
@@ -154,11 +154,11 @@ def check(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]], config:
 
 def check_rows(rows: list[dict[str, Any]], config: Config) -> None:
     """metrics.jsonl of a run that went on in one go, and may have been stopped."""
-    groups = config.rollout.groups
+    groups = config.rollout.prompts_per_step
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     # Every group in the batch of its number, each once: none lost, none trained on twice.
     for row in rows:
         numbers = [number for number, _ in row["groups"]]
         assert numbers == list(range((row["step"] - 1) * groups, row["step"] * groups))
         lags = [int(lag) for lag in row["lags"]]
-        assert not lags or 0 <= min(lags) <= max(lags) <= config.pacing.k
+        assert not lags or 0 <= min(lags) <= max(lags) <= config.pacing.max_off_policy_steps

@@ -21,7 +21,7 @@ from tests.train.helpers import config_of
 # Decoding takes longer than an update, so that groups are in flight whenever the trainer dies.
 REPLAY = ("--engine=replay", "--replay_token_seconds=0.004")
 # A replay server's log-probs are nobody's: the probe must let them pass.
-UNPROBED = ("--config.probe.mean_limit=100", "--config.probe.p99_limit=100")
+UNPROBED = ("--config.parity.mean_limit=100", "--config.parity.p99_limit=100")
 
 
 def groups(run: helpers.Run) -> list[list[int]]:
@@ -44,13 +44,13 @@ def last_checkpoint(run: helpers.Run, flags: Sequence[str]) -> Checkpoint:
 
 def check_rows(run: helpers.Run, config: Config) -> None:
     """What holds of the files of any run that ended, however often it was stopped."""
-    rows, size = run.metrics, config.rollout.groups
-    assert [row["step"] for row in rows] == list(range(1, config.updates + 1))
-    assert [number for number, _ in groups(run)] == list(range(config.updates * size))
+    rows, size = run.metrics, config.rollout.prompts_per_step
+    assert [row["step"] for row in rows] == list(range(1, config.max_steps + 1))
+    assert [number for number, _ in groups(run)] == list(range(config.max_steps * size))
     every = config.evaluation.every
     evaluated = [row["step"] for row in run.rows("evals.jsonl")]
-    assert evaluated == sorted({*range(0, config.updates + 1, every), config.updates})
-    assert all(0 <= int(lag) <= config.pacing.k for row in rows for lag in row["lags"])
+    assert evaluated == sorted({*range(0, config.max_steps + 1, every), config.max_steps})
+    assert all(0 <= int(lag) <= config.pacing.max_off_policy_steps for row in rows for lag in row["lags"])
     for before, after in itertools.pairwise(rows):
         assert before["incarnation"] <= after["incarnation"]
         assert all(before["compute"][name] <= after["compute"][name] for name in before["compute"])
@@ -58,7 +58,7 @@ def check_rows(run: helpers.Run, config: Config) -> None:
 
 def check_cut(run: helpers.Run, config: Config) -> None:
     """No completion that was cut counts as right, though some of a long run would be."""
-    sampled = [row for step in range(1, config.updates + 1) for row in run.rows(f"rollouts/step-{step:08d}.jsonl")]
+    sampled = [row for step in range(1, config.max_steps + 1) for row in run.rows(f"rollouts/step-{step:08d}.jsonl")]
     cut = [row for row in sampled if row["finish_reason"] == "length"]
     assert any(row["completion"].endswith(f"</think>{row['answer']}") for row in cut)  # were it not cut, it were right
     assert not any(row["verdict"] for row in cut) and any(row["verdict"] for row in sampled)
@@ -69,7 +69,7 @@ def compare(whole: helpers.Run, stopped: helpers.Run, flags: Sequence[str], *, t
     config = config_of(flags)
     # 1. The same policy, the same optimizer and the same curriculum.
     one, other = last_checkpoint(whole, flags), last_checkpoint(stopped, flags)
-    assert one.step == other.step == config.updates
+    assert one.step == other.step == config.max_steps
     leaves = jax.tree_util.tree_leaves_with_path(one.state)
     assert len(leaves) == len(jax.tree.leaves(other.state)) > 20
     for (path, mine), theirs in zip(leaves, jax.tree.leaves(other.state)):

@@ -1,6 +1,6 @@
 import pytest
 
-from scalerl_jax.tasks.tokenizer import Tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.train import helpers
 
 

@@ -18,13 +18,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalerl_jax.config import Config, load_file, override
+from scalerl_jax.config import Config
+from scalerl_jax.config_io import load_file, override
+from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.tasks.tokenizer import Tokenizer, make_tokenizer
-from scalerl_jax.telemetry import read_rows
+from scalerl_jax.run.folder import read_rows
+from tests.support.paths import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CONFIG = os.path.join(ROOT, "tests", "train", "tiny.py")
 # A loaded machine starts a process in a minute.
 SECONDS = 600.0
@@ -61,20 +62,20 @@ def write_model(folder: str, *, words: Sequence[str] = ("time is up",)) -> str:
     base = os.path.join(os.path.dirname(folder), os.path.basename(folder) + "-tokenizer")
     tokenizer = make_tokenizer(corpus=[*words] * 9, path=base, vocabulary=280)
     decoder = DecoderConfig(
-        vocabulary=280,
-        width=32,
+        vocab_size=280,
+        hidden_size=32,
         layers=2,
         heads=2,
         kv_heads=1,
-        head_size=16,
-        mlp_width=64,
+        head_dim=16,
+        intermediate_size=64,
         qk_norm=True,
         tied_embeddings=False,
         stop_token_ids=tokenizer.stop_ids,
     )
     params = jax.device_get(init_params(decoder, jax.random.key(0)))
     rng = np.random.default_rng(0)
-    common = rng.normal(size=decoder.width)
+    common = rng.normal(size=decoder.hidden_size)
     params["embed"] = (common + 0.5 * rng.normal(size=params["embed"].shape)).astype(np.float32)
     head = 0.02 * rng.normal(size=params["head"].shape)
     for token in (*tokenizer.encode("12="), tokenizer.eos_id):
@@ -97,14 +98,14 @@ def write_task(folder: str) -> list[str]:
         path = os.path.join(folder, f"{name}.jsonl")
         with open(path, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        flags.append(f"--config.task.{name}_file={path}")
+        flags.append(f"--config.environment.{name}_file={path}")
     return flags
 
 
 def write_rollouts(path: str, tokenizer: Tokenizer, config: Config) -> str:
     """Eight completions of each prompt for replay servers. Every fifth prompt is always right, every seventh never."""
     rng = np.random.default_rng(1)
-    phrase = tokenizer.encode(config.rollout.phrase)
+    phrase = tokenizer.encode(config.rollout.interruption_text)
     train, held_out = prompts()
     with open(path, "w") as file:
         for n, row in enumerate([*train, *held_out]):
@@ -143,7 +144,7 @@ def serve(folder: pathlib.Path, count: int, *flags: str) -> Iterator[list[str]]:
             port_file, log = (os.path.join(folder, f"server-{number}.{kind}") for kind in ("port", "log"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "rollout_server.serve", "--port=0", f"--port_file={port_file}",
-                 "--exit_with_parent", "--compute_dtype=float32", "--wire_dtype=float32", "--maximum_tokens=64",
+                 "--exit_with_parent", "--compute_dtype=float32", "--sync_dtype=float32", "--maximum_tokens=64",
                  "--slots=8", "--queue=16", "--decode_chunk=4", *flags],
                 cwd=ROOT,
                 env=environment(),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scalerl_jax.config import load_file, override
+from scalerl_jax.config_io import load_file, override
 from tests.train import helpers
 from tests.train.chaos import Chaos, check
 
@@ -16,7 +16,7 @@ CONFIG = os.path.join(helpers.ROOT, "configs", "quickstart.py")
 UPDATES = 40
 FLAGS = {
     "updates": UPDATES,
-    "optimizer.warmup": 20,
+    "optimizer.warmup_steps": 20,
     "optimizer.learning_rate": 1.5e-4,
     "evaluation.every": 10,
     "evaluation.prompts": 128,

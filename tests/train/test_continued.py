@@ -15,7 +15,7 @@ def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, mod
     # Adam divides by the gradient's size: with its epsilon at 1e-15 the rounding of a zero would count as a gradient.
     flags = [*flags, *UNPROBED, "--config.optimizer.epsilon=1e-4", "--config.optimizer.learning_rate=1e-3"]
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
-    half, whole_length = ["--config.updates=4"], ["--config.updates=8"]
+    half, whole_length = ["--config.max_steps=4"], ["--config.max_steps=8"]
     os.mkdir(tmp_path / "servers")
     with serve(tmp_path / "servers", 1, *replay) as addresses:
         flags.append(f"--servers={addresses[0]}")
@@ -25,12 +25,12 @@ def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, mod
             "--config.learner.replica=2",
             "--config.learner.fsdp=2",
             "--config.learner.tensor=2",
-            "--config.learner.rows=1",
-            "--config.learner.row_length=96",
+            "--config.learner.micro_batch_rows=1",
+            "--config.learner.seq_len=96",
             "--config.learner.logprob_chunk=16",
             "--config.model.remat=True",
-            "--config.task.verifier_processes=2",
-            "--config.rollout.prompt_limit=9",
+            "--config.environment.verifier_processes=2",
+            "--config.rollout.max_prompt_tokens=9",
             "--config.checkpoint.every=1",
         ]
         devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
@@ -39,20 +39,20 @@ def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, mod
         compare(whole, moved, [*flags, *whole_length], tolerance=1e-5)
 
         # Fewer than it has made cannot be; and what is learned is not changed by accident.
-        fewer = start(tmp_path / "moved", *flags, "--config.updates=5", log=tmp_path / "fewer.log")
+        fewer = start(tmp_path / "moved", *flags, "--config.max_steps=5", log=tmp_path / "fewer.log")
         assert fewer.wait() == 2
-        assert fewer.output() == "error: config.updates=5: the run has made 8 updates already\n"
-        more = ["--config.updates=9", "--config.objective.cap=4"]
+        assert fewer.output() == "error: config.max_steps=5: the run has made 8 updates already\n"
+        more = ["--config.max_steps=9", "--config.objective.max_ratio=4"]
         refused = start(tmp_path / "moved", *flags, *more, log=tmp_path / "refused.log")
         assert refused.wait() == 2
         assert refused.output() == (
-            f"error: --workdir={tmp_path}/moved: holds a run of another config: config.objective.cap is 5.0 there and "
-            "4.0 now; --allow=objective.cap goes on with what is given now\n"
+            f"error: --workdir={tmp_path}/moved: holds a run of another config: config.objective.max_ratio is 5.0 "
+            "there and 4.0 now; --allow=objective.max_ratio goes on with what is given now\n"
         )
         allowed = start(
-            tmp_path / "moved", *flags, *more, "--allow=objective.cap", log=tmp_path / "allowed.log"
+            tmp_path / "moved", *flags, *more, "--allow=objective.max_ratio", log=tmp_path / "allowed.log"
         ).finish()
-        assert "from step 8 on config.objective.cap is 4.0; before: 5.0" in allowed.output()
-    assert '"objective.cap": {"before": 5.0, "now": 4.0' in read(allowed.path("config_history.jsonl"))
+        assert "from step 8 on config.objective.max_ratio is 4.0; before: 5.0" in allowed.output()
+    assert '"objective.max_ratio": {"before": 5.0, "now": 4.0' in read(allowed.path("config_history.jsonl"))
     assert [row["step"] for row in allowed.metrics] == list(range(1, 10))
     assert last_checkpoint(allowed, flags).step == config_of(more).updates == 9

@@ -71,7 +71,7 @@ def fill(folder: pathlib.Path, spare: int) -> None:
 def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(
     tmp_path, flags, model, rollouts, start, small_disk, spare
 ):
-    flags = [*flags, *UNPROBED, f"--config.updates={UPDATES}", "--config.checkpoint.every=2"]
+    flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
     flags += ["--config.telemetry.tensorboard=true"]
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
     os.mkdir(tmp_path / "servers")
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(
 
 
 def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, model, rollouts, start, small_disk):
-    flags = [*flags, *UNPROBED, "--config.updates=500", "--config.checkpoint.every=2"]
+    flags = [*flags, *UNPROBED, "--config.max_steps=500", "--config.checkpoint.every=2"]
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
     disk = small_disk("size=40m")
     with serve(tmp_path, 1, *replay) as addresses:
@@ -122,9 +122,15 @@ def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, model, rollouts
 
 
 def test_a_warm_start_on_a_full_disk(tmp_path, small_disk):
-    command = [sys.executable, "-m", "scalerl_jax.sft", f"--config={helpers.CONFIG}", "--config.task.name=arithmetic"]
-    command += ["--config.sft.updates=3", "--config.sft.checkpoint_every=1", "--config.sft.rows=2"]
-    command += ["--config.rollout.phrase= </think>", "--config.sft.layers=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "scalerl_jax.sft",
+        f"--config={helpers.CONFIG}",
+        "--config.environment.name=arithmetic",
+    ]
+    command += ["--config.sft.max_steps=3", "--config.sft.checkpoint_every=1", "--config.sft.rows_per_step=2"]
+    command += ["--config.rollout.interruption_text= </think>", "--config.sft.layers=1"]
     disk = small_disk("size=600k")
     command.append(f"--workdir={disk}/warm")
     done = subprocess.run(command, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)

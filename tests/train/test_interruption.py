@@ -46,7 +46,7 @@ def reached(run: helpers.Run, step: int) -> bool:
 
 @pytest.mark.parametrize("beside", [0, 1], ids=["evaluations stop training", "evaluations beside training"])
 def test_runs_told_to_stop_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start, beside):
-    flags = [*flags, *UNPROBED, f"--config.updates={UPDATES}", f"--config.evaluation.servers={beside}"]
+    flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", f"--config.evaluation.servers={beside}"]
     flags += ["--config.checkpoint.every=1000"]  # what is saved is saved for a signal
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
     rng = random.Random(beside)

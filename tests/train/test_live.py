@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.rollout_pb2_grpc import RolloutStub
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
+from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.hf import read_config
-from scalerl_jax.tasks.tokenizer import Tokenizer
-from scalerl_jax.telemetry import read_rows
+from scalerl_jax.run.folder import read_rows
 from scalerl_jax.train import make_learner
 from tests.train import helpers
 from tests.train.helpers import config_of, serve
@@ -37,7 +37,7 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
     last = 160
     flags = [
         *flags,
-        f"--config.updates={last}",
+        f"--config.max_steps={last}",
         f"--config.evaluation.every={last}",
         "--config.telemetry.samples=16",  # all of a batch
     ]
@@ -74,11 +74,13 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
     # 1. One timeline: every group once, no token older than k updates or than its trainer.
     rows = run.metrics
     assert [row["step"] for row in rows] == list(range(1, last + 1))
-    assert [number for row in rows for number, _ in row["groups"]] == list(range(last * config.rollout.groups))
+    assert [number for row in rows for number, _ in row["groups"]] == list(
+        range(last * config.rollout.prompts_per_step)
+    )
     assert [row["step"] for row in run.rows("evals.jsonl")] == [0, last]
     for row in rows:
         lags = [int(lag) for lag in row["lags"]]
-        assert min(lags) >= 0 and max(lags) <= config.pacing.k
+        assert min(lags) >= 0 and max(lags) <= config.pacing.max_off_policy_steps
         assert row["incarnation"] == (first if row["step"] <= saved else second)
         if row["step"] > saved:
             assert max(lags) <= row["step"] - 1 - saved

@@ -29,11 +29,11 @@ def large_flags(flags) -> list[str]:
     """Groups of enough tokens to judge one by; no probe that would find it by itself."""
     return [
         *flags,
-        "--config.updates=16",
+        "--config.max_steps=16",
         "--config.rollout.group_size=16",
         "--config.optimizer.learning_rate=3e-4",
-        "--config.probe.every=0",
-        "--config.probe.share=0.1",
+        "--config.parity.every=0",
+        "--config.parity.share=0.1",
     ]
 
 
@@ -46,12 +46,14 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
     (tmp_path / "liar").mkdir()
     with serve(tmp_path / "honest", 1, *engine) as honest, serve(tmp_path / "liar", 1, *engine, fault(lie)) as liar:
         # Noise shows after some hundreds of tokens, of which each batch has about fifty.
-        flags = [*large_flags, f"--config.updates={16 if LIES[lie] == 'gross' else 40}"]
+        flags = [*large_flags, f"--config.max_steps={16 if LIES[lie] == 'gross' else 40}"]
         run = start(tmp_path / "run", *flags, f"--servers={honest[0]},{liar[0]}").finish()
     config, rows = config_of(flags), run.metrics
     # The run went on, and every group was trained on once.
-    assert [n for row in rows for n, _ in row["groups"]] == list(range(config.updates * config.rollout.groups))
-    assert [row["step"] for row in run.rows("evals.jsonl")] == list(range(0, config.updates + 1, 4))
+    assert [n for row in rows for n, _ in row["groups"]] == list(
+        range(config.max_steps * config.rollout.prompts_per_step)
+    )
+    assert [row["step"] for row in run.rows("evals.jsonl")] == list(range(0, config.max_steps + 1, 4))
     # The one that lied is named, with what was found; the other one is not.
     (said,) = [line for line in run.output().splitlines() if "sent away" in line]
     assert liar[0] in said and ("mean importance ratio is" in said or "differ from the trainer's by" in said)
@@ -68,7 +70,7 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
 
 def test_honest_servers_are_left_alone(tmp_path, flags, model, start):
     """With a learning rate at which this policy moves as far in an update as another one in a hundred."""
-    flags = [*flags, "--config.updates=12", "--config.probe.every=2", "--config.probe.share=0.5"]
+    flags = [*flags, "--config.max_steps=12", "--config.parity.every=2", "--config.parity.share=0.5"]
     with serve(tmp_path, 2, "--engine=jax", f"--model={model}") as addresses:
         run = start(tmp_path / "run", *flags, f"--servers={','.join(addresses)}").finish()
     rows = run.metrics

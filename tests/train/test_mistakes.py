@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from scalerl_jax.entry import UserError
-from scalerl_jax.telemetry import RunFolder
+from scalerl_jax.cli.entry import UserError
+from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.train import too_few
 from tests.train import helpers
 from tests.train.helpers import serve
@@ -43,11 +43,11 @@ def check_usable(workdir: pathlib.Path) -> None:
             "--config.objective.capp=4",
             "--config.objective.capp: config.objective has no field 'capp' (it has: surrogate, cap,",
         ),
-        ("--config.updates=many", "--config.updates=many: is not a number of type int"),
+        ("--config.max_steps=many", "--config.max_steps=many: is not a number of type int"),
         ("--config.model.path={}/nowhere", "{}/nowhere"),
         ("--config.model.path={}/weightless", "{}/weightless: "),
         ("--config.rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
-        ("--config.learner.row_length=16", "config.learner.row_length=16: "),
+        ("--config.learner.seq_len=16", "config.learner.seq_len=16: "),
         ("--config.fleet.token_file={}/nowhere", "config.fleet.token_file={}/nowhere: no such file"),
     ],
 )
@@ -63,11 +63,11 @@ def test_a_config_that_cannot_be(tmp_path, flags, model, start, flag, message):
 
 def test_fewer_prompts_than_asked_for_are_enough_and_that_is_said():
     config = helpers.config_of([])
-    config.rollout.groups, config.evaluation.prompts = 15, 7
+    config.rollout.prompts_per_step, config.evaluation.prompts = 15, 7
     assert too_few(config, training=15, held_out=7) == []
     assert too_few(config, training=14, held_out=6) == [
         "config.evaluation.prompts=7: there are 6 held-out prompts, and all of them are used",
-        "config.rollout.groups=15: there are 14 training prompts, so a batch has some of them more than once",
+        "config.rollout.prompts_per_step=15: there are 14 training prompts, so a batch has some of them more than once",
     ]
     with pytest.raises(UserError, match="nothing to evaluate on"):
         too_few(config, training=14, held_out=0)
@@ -104,14 +104,14 @@ def test_a_token_that_is_not_the_servers(tmp_path, flags, model, start):
 
 def test_a_workdir_of_another_config(tmp_path, flags, start):
     config = helpers.config_of(flags)
-    config.objective.cap = 4.0
+    config.objective.max_ratio = 4.0
     with RunFolder(str(tmp_path / "run"), config) as folder:
         folder.resume(0)
         folder.metrics(1, {"loss": 0.0})
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     assert refused(start(tmp_path / "run", *flags)) == (
-        f"--workdir={tmp_path / 'run'}: holds a run of another config: config.objective.cap is 4.0 there and 5.0 now; "
-        "--allow=objective.cap goes on with what is given now"
+        f"--workdir={tmp_path / 'run'}: holds a run of another config: config.objective.max_ratio is 4.0 there and "
+        "5.0 now; --allow=objective.max_ratio goes on with what is given now"
     )
     changed = {path.name for path, data in before.items() if path.read_bytes() != data}
     assert changed <= {"lock"}
@@ -119,10 +119,10 @@ def test_a_workdir_of_another_config(tmp_path, flags, start):
 
 def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, start):
     """One flipped bit in the newest: the run goes on from the one before, and says so."""
-    flags = [*flags, "--config.checkpoint.every=2", "--config.probe.mean_limit=100", "--config.probe.p99_limit=100"]
+    flags = [*flags, "--config.checkpoint.every=2", "--config.parity.mean_limit=100", "--config.parity.p99_limit=100"]
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
         flags.append(f"--servers={addresses[0]}")
-        run = start(tmp_path / "run", *flags, "--config.updates=4").finish()
+        run = start(tmp_path / "run", *flags, "--config.max_steps=4").finish()
         data = max(
             (path for path in pathlib.Path(run.path("checkpoints", "4", "state")).rglob("*") if path.is_file()),
             key=lambda path: path.stat().st_size,
@@ -131,7 +131,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, s
         damaged[len(damaged) // 2] ^= 1
         data.write_bytes(damaged)
 
-        again = start(run.workdir, *flags, "--config.updates=6").finish()
+        again = start(run.workdir, *flags, "--config.max_steps=6").finish()
     said = again.output()
     assert "checkpoint 4 cannot be read" in said and "going on from checkpoint 2, the one before" in said
     assert "going on from step 2 of 6" in said
@@ -142,7 +142,12 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, s
 
 def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
     """The task is solved before the run is over, or what counts as solved is a mistake."""
-    flags = [*flags, "--config.curriculum.retire_at=0", "--config.probe.mean_limit=100", "--config.probe.p99_limit=100"]
+    flags = [
+        *flags,
+        "--config.curriculum.no_positive_resampling_at=0",
+        "--config.parity.mean_limit=100",
+        "--config.parity.p99_limit=100",
+    ]
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
         run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
         assert run.wait() == 2, run.output()
@@ -160,12 +165,12 @@ def test_no_verifier_can_be_started(tmp_path, flags, model, rollouts, start):
         "import subprocess\n"
         "real = subprocess.Popen.__init__\n"
         "def init(self, command, *arguments, **options):\n"
-        "    if 'scalerl_jax.tasks.verify_worker' in command:\n"
+        "    if 'scalerl_jax.environments.verify_worker' in command:\n"
         "        raise PermissionError(13, 'Permission denied')\n"
         "    real(self, command, *arguments, **options)\n"
         "subprocess.Popen.__init__ = init\n"
     )
-    flags = [*flags, "--config.probe.mean_limit=100", "--config.probe.p99_limit=100"]
+    flags = [*flags, "--config.parity.mean_limit=100", "--config.parity.p99_limit=100"]
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("PYTHONPATH", os.pathsep.join([str(hindered), os.environ.get("PYTHONPATH", "")]))

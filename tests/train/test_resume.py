@@ -31,7 +31,11 @@ def totals(ledger) -> dict[str, float]:
 
 
 def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start):
-    flags = [*flags, *UNPROBED, "--config.updates=24"]  # half of them after the last kill: the run must not end before
+    flags = [
+        *flags,
+        *UNPROBED,
+        "--config.max_steps=24",
+    ]  # half of them after the last kill: the run must not end before
     config = config_of(flags)
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
     os.mkdir(tmp_path / "servers")
@@ -73,7 +77,7 @@ def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, 
     assert len({row["incarnation"] for row in whole.metrics}) == 1 < len({r["incarnation"] for r in stopped.metrics})
 
     # It was a run worth the name: updates with a gradient, prompts retired, weights swapped under way.
-    assert whole.metrics[-1]["optimizer_step"] >= config.updates - 2
+    assert whole.metrics[-1]["optimizer_step"] >= config.max_steps - 2
     assert whole.metrics[-1]["prompts_retired"] > 0
     assert max(int(lag) for row in whole.metrics for lag in row["lags"]) > 0
 
@@ -86,7 +90,7 @@ def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, 
 
 def test_ctrl_c(tmp_path, flags, model, rollouts, start):
     """One line, what was saved is whole, and no process stays."""
-    flags = [*flags, *UNPROBED, "--config.updates=500", "--config.checkpoint.every=2"]
+    flags = [*flags, *UNPROBED, "--config.max_steps=500", "--config.checkpoint.every=2"]
     with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
         run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
         run.until(lambda: len(run.metrics) >= 3, "3 updates")
@@ -103,7 +107,13 @@ def test_ctrl_c(tmp_path, flags, model, rollouts, start):
 
 def test_phased_run(tmp_path, flags, model, rollouts, start):
     """k = 2: two batches from one frozen version, then two updates. The servers are found in a file, behind TLS."""
-    flags = [*flags, *UNPROBED, "--config.pacing.kind=phased", "--config.pacing.k=2", "--config.updates=5"]
+    flags = [
+        *flags,
+        *UNPROBED,
+        "--config.pacing.kind=phased",
+        "--config.pacing.max_off_policy_steps=2",
+        "--config.max_steps=5",
+    ]
     authority, token, found = Authority(tmp_path, "authority"), "a-token-that-nobody-guesses", tmp_path / "found"
     (tmp_path / "token").write_text(token)
     (server, server_key), (client, client_key) = authority.sign("server"), authority.sign("client")

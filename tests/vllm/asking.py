@@ -6,15 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.contract.codec import (
-    Completion,
-    CompletionRequest,
-    GroupRequest,
-    Interruption,
-    Sampling,
-    Version,
-)
-from rollout_server.engines.vllm_engine import VllmEngine
+from rollout_server.engines.vllm.engine import VllmEngine
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling, Version
 
 PROMPT = np.array([7, 8, 9], np.int32)
 LONG = 300  # tokens: a test that stalls for a second finds it unfinished

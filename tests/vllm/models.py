@@ -13,8 +13,8 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-from rollout_server.contract.decoder_config import DecoderConfig
-from rollout_server.contract.hf_layout import hf_tensors
+from scalerl_jax.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.tensor_layout import hf_tensors
 
 MAXIMUM_TOKENS = 480
 SLOTS = 4
@@ -23,7 +23,7 @@ SLOTS = 4
 def config(kind: str = "qwen3", *, tied: bool = True, **sizes: Any) -> DecoderConfig:
     """Two layers, two query heads on each of two key/value heads; a vocabulary that vLLM pads."""
     small: dict[str, Any] = {
-        "vocabulary": 90, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 32, "mlp_width": 48,
+        "vocabulary": 90, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 48,
         "max_positions": 512,
     }  # fmt: skip
     rope: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 64.0)} if kind == "llama" else {}
@@ -44,7 +44,7 @@ def write_folder(folder: pathlib.Path, model: DecoderConfig, tensors: dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(model.to_hf()))
-    words = {f"t{i}": i for i in range(model.vocabulary)}
+    words = {f"t{i}": i for i in range(model.vocab_size)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
     return folder
 
@@ -58,7 +58,7 @@ def started(folder: pathlib.Path, model: DecoderConfig, **options: Any) -> Itera
         "slots": SLOTS,
         "maximum_tokens": MAXIMUM_TOKENS,
         "compute_dtype": "float32",
-        "wire_dtype": "float32",
+        "sync_dtype": "float32",
     }
     shared = Shared(folder, **{**defaults, **options})
     yield shared

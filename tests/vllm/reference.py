@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import transformers
 
-from rollout_server.contract.codec import Completion
+from scalerl_jax.contract.codec import Completion
 from tests.vllm.models import random_tensors
 
 

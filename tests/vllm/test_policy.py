@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_server.contract.codec import CompletionRequest, Interruption, Version
+from scalerl_jax.contract.codec import CompletionRequest, Interruption, Version
 from tests.rollout_server.client import serving
 from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, random_tensors, started
@@ -73,7 +73,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(shared: Any) -> None:
 
 
 def test_tokens_after_a_forced_phrase_have_the_log_probabilities_of_their_place(shared: Any) -> None:
-    phrase = Interruption(phrase_token_ids=(60, 61, 62, 63), end_of_thinking_token_ids=(62, 63))
+    phrase = Interruption(text_token_ids=(60, 61, 62, 63), end_of_thinking_token_ids=(62, 63))
 
     async def test() -> None:
         async with serving(shared.engine(slots=SLOTS, queue=8)) as served:

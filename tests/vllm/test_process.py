@@ -13,9 +13,9 @@ import grpc
 import psutil
 import pytest
 
-from rollout_server.contract import codec, rollout_pb2_grpc
-from rollout_server.contract import rollout_pb2 as pb
-from rollout_server.contract.limits import CHANNEL_OPTIONS, STOP_SECONDS
+from scalerl_jax.contract import codec, rollout_pb2_grpc
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.limits import CHANNEL_OPTIONS, STOP_SECONDS
 from tests.rollout_server.client import INCARNATION, Push, group
 from tests.rollout_server.serving_process import Process
 from tests.vllm.models import config, random_tensors, write_folder
@@ -35,7 +35,7 @@ def flags(folder: pathlib.Path, **options: object) -> list[str]:
         "slots": 4,
         "maximum_tokens": 256,
         "compute_dtype": "float32",
-        "wire_dtype": "float32",
+        "sync_dtype": "float32",
         **options,
     }
     return [f"--{name}={value}" for name, value in chosen.items()]
@@ -104,7 +104,7 @@ def test_a_server_whose_worker_died_exits(served: Process) -> None:
 # The weights reach the server, and no worker can be told of them.
 BROKEN = """
 from rollout_server import serve
-from rollout_server.engines.vllm_adapter import Vllm
+from rollout_server.engines.vllm.adapter import Vllm
 
 async def load(self, buffer, tensors, changes):
     await self.engine.collective_rpc("scalerl_load", args=("/no such memory", None, []))
@@ -148,7 +148,7 @@ def test_flags_that_cannot_be(folder: pathlib.Path, change: dict[str, object], t
 
 
 def test_a_head_size_that_the_backend_lacks(tmp_path: pathlib.Path) -> None:
-    model = config(head_size=8)
+    model = config(head_dim=8)
     folder = write_folder(tmp_path / "odd", model, random_tensors(model, 0))
     assert "head size 8" in complaint([*flags(folder), "--port=0"])
 

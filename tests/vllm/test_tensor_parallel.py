@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_server.contract.codec import Version
-from rollout_server.contract.hf_layout import pieces
-from rollout_server.contract.weight_patch import Change
+from scalerl_jax.contract.codec import Version
+from scalerl_jax.contract.tensor_layout import pieces
+from scalerl_jax.contract.weight_delta import Change
 from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, random_tensors, started
 from tests.vllm.reference import Reference, alone, swapped

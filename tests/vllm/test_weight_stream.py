@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def shared(folder: pathlib.Path) -> Iterator[Any]:
-    yield from started(folder, config("qwen3"), wire_dtype="bfloat16")
+    yield from started(folder, config("qwen3"), sync_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def recorded(shared: Any, folder: pathlib.Path) -> Recorded:
 
 def test_every_version_of_a_run_arrives_bit_for_bit(shared: Any, recorded: Recorded) -> None:
     def make_engine(**options: Any) -> Any:
-        assert options == {"wire_dtype": shared.vllm.wire_dtype}
+        assert options == {"sync_dtype": shared.vllm.sync_dtype}
         return shared.engine(slots=SLOTS, queue=8)
 
     shared.run(stream.test_every_version_of_a_run_arrives_bit_for_bit(make_engine, recorded))

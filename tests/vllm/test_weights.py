@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rollout_server.contract.codec import Version
-from rollout_server.contract.weight_patch import Change
-from rollout_server.engines.vllm_engine import LOAD_ATTEMPTS, VllmEngine
+from rollout_server.engines.vllm.engine import LOAD_ATTEMPTS, VllmEngine
 from rollout_server.service import RolloutServer
+from scalerl_jax.contract.codec import Version
+from scalerl_jax.contract.weight_delta import Change
 from tests.vllm.asking import LONG, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, random_tensors, started
 
@@ -21,7 +21,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     model = config("qwen3", tied=False)
-    yield from started(tmp_path_factory.mktemp("model"), model, compute_dtype="bfloat16", wire_dtype="bfloat16")
+    yield from started(tmp_path_factory.mktemp("model"), model, compute_dtype="bfloat16", sync_dtype="bfloat16")
 
 
 def bfloat16(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

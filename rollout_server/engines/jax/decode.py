@@ -1,0 +1,368 @@
+"""What the embedded generator runs on the device: four pure functions over a fixed number of slots.
+
+    prefill   prompt tokens [bucket]           -> their keys and values, once per group and version of the weights
+    insert    a prefix and settings into slots -> slots that are live at their prompt's last token
+    move      slots to places of others        -> the live ones stand together at the front
+    decode    N steps of the first slots       -> N tokens per slot; slots that end stop being live in mid-chunk
+
+A slot holds the token to be fed next and the position at which it is fed. One step feeds it (its keys and values enter
+the cache), samples from the float32 logits, and moves on; prefill stops before the prompt's last token, so every token
+is sampled in one place. The weights are an argument: a new version is another argument, and the keys and values that
+older weights made stay.
+
+Thinking and answer (phases of a slot):
+
+    THINK    sampled; ends when end_of_thinking has just been sampled (-> ANSWER) or its budget is spent (-> PHRASE)
+    PHRASE   the phrase's tokens are fed one a step, whatever the model would sample: forced, logprob 0 (-> ANSWER)
+    ANSWER   sampled; ends with the answer budget: LENGTH
+
+A stop token sampled in any phase ends the slot with STOP, a full cache with LENGTH.
+
+Layers are unrolled in Python with one cache array each: in a scanned layer the cache would be copied. A step reads the
+whole cache, so the host keeps the cache as short as the longest slot allows, in a few compiled sizes, and fits it
+between chunks: cutting a part out of a longer one would cost a copy per chunk.
+
+Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads, G query heads that share one, H = K G,
+h head size, D width, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of
+stop tokens.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
+from rollout_server.engines.jax.sampling import sample, uniforms
+from rollout_server.engines.jax.weights import DecodeWeights
+from scalerl_jax.model import DecoderConfig, Precision, logits
+from scalerl_jax.model.attention import packed_attention
+from scalerl_jax.model.decoder import apply_rope, rms_norm, rope_tables
+
+THINK, PHRASE, ANSWER = 0, 1, 2
+RUNNING, STOP, LENGTH = 0, 1, 2
+
+NO_TOKEN = -1  # in padded lists of tokens; no token of a vocabulary
+
+Caches = list[jax.Array]  # per layer
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a request asks of a slot."""
+
+    seed: Any  # [B, 2] uint32
+    temperature: Any  # [B] float32
+    top_k: Any  # [B] int32; 0: off
+    top_p: Any  # [B] float32; 1: off
+    thinking_budget: Any  # [B] int32; 0: all answer
+    answer_budget: Any  # [B] int32
+    phrase: Any  # [B, F] int32, padded on the right
+    phrase_length: Any  # [B] int32
+    end: Any  # [B, E] int32, padded on the left; all padding: thinking ends by its budget only
+    stops: Any  # [B, T] int32
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All slots."""
+
+    keys: Caches  # [B, K, h, S] each, rotated; so laid out that a step's product need not transpose them
+    values: Caches  # [B, K, S, h] each
+    token: jax.Array  # [B] int32: fed next
+    position: jax.Array  # [B] int32: where
+    live: jax.Array  # [B] bool
+    phase: jax.Array  # [B] int32
+    left: jax.Array  # [B] int32: sampled tokens left of the phase's budget
+    cursor: jax.Array  # [B] int32: into the phrase
+    recent: jax.Array  # [B, E] int32: the last sampled tokens
+    settings: Settings
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One chunk. A slot's tokens are those where it is live: a prefix of the chunk."""
+
+    tokens: jax.Array  # [N, W] int32
+    logprobs: jax.Array  # [N, W] float32, 0 where forced
+    forced: jax.Array  # [N, W] bool
+    live: jax.Array  # [N, W] bool
+    finish: jax.Array  # [W] int32: RUNNING, STOP or LENGTH
+
+
+def empty_settings(slots: int) -> Settings:
+    """On the host, to be filled row by row."""
+    return Settings(
+        seed=np.zeros((slots, 2), np.uint32),
+        temperature=np.ones(slots, np.float32),
+        top_k=np.zeros(slots, np.int32),
+        top_p=np.ones(slots, np.float32),
+        thinking_budget=np.zeros(slots, np.int32),
+        answer_budget=np.ones(slots, np.int32),
+        phrase=np.full((slots, LONGEST_PHRASE), NO_TOKEN, np.int32),
+        phrase_length=np.zeros(slots, np.int32),
+        end=np.full((slots, LONGEST_END), NO_TOKEN, np.int32),
+        stops=np.full((slots, MOST_STOPS), NO_TOKEN, np.int32),
+    )
+
+
+def empty_state(config: DecoderConfig, precision: Precision, *, slots: int, length: int) -> State:
+
+    def caches(*shape: int) -> Caches:
+        return [jnp.zeros((slots, config.kv_heads, *shape), precision.compute) for _ in range(config.layers)]
+
+    def zeros() -> jax.Array:
+        return jnp.zeros(slots, jnp.int32)
+
+    return State(
+        keys=caches(config.head_dim, length),
+        values=caches(length, config.head_dim),
+        token=zeros(),
+        position=zeros(),
+        live=jnp.zeros(slots, bool),
+        phase=zeros(),
+        left=zeros(),
+        cursor=zeros(),
+        recent=jnp.full((slots, LONGEST_END), NO_TOKEN, jnp.int32),
+        # Copies: the state is donated, and on a CPU an array may share the host's memory.
+        settings=jax.tree.map(lambda x: jnp.array(x, copy=True), empty_settings(slots)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the layers
+
+
+def _qkv(layer: Any, config: DecoderConfig, x: jax.Array, cos: jax.Array, sin: jax.Array, precision: Precision) -> Any:
+    """x [..., D] -> q [..., H, h], k and v [..., K, h], after norm, product, head norm and rotation."""
+    c, lead = config, x.shape[:-1]
+    x = rms_norm(x, layer["attention_norm"], c.norm_epsilon, precision)
+    joined = jnp.dot(x, layer["qkv"], precision=precision.dot)
+    joined = joined.reshape(*lead, c.heads + 2 * c.kv_heads, c.head_dim)
+    q, k, v = jnp.split(joined, [c.heads, c.heads + c.kv_heads], axis=-2)
+    if c.qk_norm:
+        q = rms_norm(q, layer["query_norm"], c.norm_epsilon, precision)
+        k = rms_norm(k, layer["key_norm"], c.norm_epsilon, precision)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+
+def _rest(layer: Any, config: DecoderConfig, x: jax.Array, mixed: jax.Array, precision: Precision) -> jax.Array:
+    """x [..., D] and attention's output [..., H, h] -> the layer's output [..., D]."""
+    x = x + jnp.dot(mixed.reshape(*x.shape[:-1], -1), layer["output"], precision=precision.dot)
+    y = rms_norm(x, layer["mlp_norm"], config.norm_epsilon, precision)
+    gate, up = jnp.split(jnp.dot(y, layer["gate_up"], precision=precision.dot), 2, axis=-1)
+    return x + jnp.dot(jax.nn.silu(gate) * up, layer["down"], precision=precision.dot)
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, precision: Precision) -> jax.Array:
+    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions 0..position [B] count -> [B, H, h]."""
+    slots, heads, size = q.shape
+    kv_heads, length = v.shape[1:3]
+    grouped = (q * (1 / math.sqrt(size))).reshape(slots, kv_heads, heads // kv_heads, size)
+    scores = jnp.einsum(
+        "bkgh,bkhs->bkgs", grouped, k, precision=precision.dot, preferred_element_type=jnp.float32
+    )  # fmt: skip
+    seen = jnp.arange(length) <= position[:, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -1e30), axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgs,bksh->bkgh", weights, v, precision=precision.dot).reshape(slots, heads, size)
+
+
+# ----------------------------------------------------------------------------------------- prefill and insert
+
+
+@functools.partial(jax.jit, static_argnames=("config", "precision"))
+def prefill(
+    weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: Precision
+) -> tuple[Caches, Caches]:
+    """Keys [K, h, P] and values [K, P, h] per layer of one prompt, tokens [P] int32. Padding at its end is harmless."""
+    cos, sin = rope_tables(config, jnp.arange(len(tokens))[None])
+    segment_ids = jnp.ones((1, len(tokens)), jnp.int32)
+    x = weights["embed"][tokens][None].astype(precision.compute)
+    keys, values = [], []
+    for layer in weights["layers"]:
+        q, k, v = _qkv(layer, config, x, cos, sin, precision)
+        keys.append(jnp.moveaxis(k[0], 0, 2))
+        values.append(jnp.swapaxes(v[0], 0, 1))
+        x = _rest(layer, config, x, packed_attention(q, k, v, segment_ids, precision=precision.dot), precision)
+    return keys, values
+
+
+def fit(keys: Caches, values: Caches, length: int) -> None:
+    """Pads or cuts the caches of slots, or those of a prefix, to `length` positions.
+
+    It works on the lists: each old array is let go before the next is made.
+    """
+    for i in range(len(keys)):
+        keys[i] = _fit(keys[i], length=length, axis=keys[i].ndim - 1)
+        values[i] = _fit(values[i], length=length, axis=values[i].ndim - 2)
+
+
+@functools.partial(jax.jit, static_argnames=("length", "axis"))
+def _fit(cache: jax.Array, *, length: int, axis: int) -> jax.Array:
+    missing = length - cache.shape[axis]
+    if missing <= 0:
+        return jax.lax.slice_in_dim(cache, 0, length, axis=axis)
+    return jnp.pad(cache, [(0, missing if i == axis else 0) for i in range(cache.ndim)])
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def insert(
+    state: State, prefix: tuple[Caches, Caches], slots: jax.Array, numbers: jax.Array, settings: Settings
+) -> State:
+    """Makes completions of one prompt live.
+
+    Args:
+      prefix: what `prefill` gave, fitted to the cache's length; it replaces each slot's keys and values.
+      slots: [B] int32, of which the first `count` are taken.
+      numbers: [3] int32: count, the prompt's last token, its position.
+      settings: row i is for slot i.
+    """
+    count, token, position = numbers
+    entering = jnp.zeros(len(slots), bool).at[slots].set(jnp.arange(len(slots)) < count, mode="drop")
+
+    def put(old: jax.Array, new: Any) -> jax.Array:
+        return jnp.where(entering.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    def enter(i: jax.Array, caches: Any) -> Any:
+        return jax.tree.map(
+            lambda cache, new: jax.lax.dynamic_update_slice(cache, new[None], (slots[i], 0, 0, 0)), caches, prefix
+        )
+
+    # A loop over those that enter, and not a scatter: that would walk over all slots.
+    keys, values = jax.lax.fori_loop(0, count, enter, (state.keys, state.values))
+
+    thinks = (settings.thinking_budget > 0) & (settings.phrase_length > 0)
+    return State(
+        keys=keys,
+        values=values,
+        token=put(state.token, token),
+        position=put(state.position, position),
+        live=put(state.live, True),
+        phase=put(state.phase, jnp.where(thinks, THINK, ANSWER)),
+        left=put(state.left, jnp.where(thinks, settings.thinking_budget, settings.answer_budget)),
+        cursor=put(state.cursor, 0),
+        recent=put(state.recent, NO_TOKEN),
+        settings=jax.tree.map(put, state.settings, settings),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def move(state: State, origins: jax.Array, targets: jax.Array, count: jax.Array) -> State:
+    """Slot origins[i] goes on as slot targets[i], for the first `count` of [B] int32 each; what was there is lost."""
+
+    def one(i: jax.Array, state: State) -> State:
+        def copy(rows: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_index_in_dim(rows, origins[i], keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(rows, row, targets[i], 0)
+
+        state = jax.tree.map(copy, state)
+        return dataclasses.replace(state, live=state.live.at[origins[i]].set(False))
+
+    return jax.lax.fori_loop(0, count, one, state)
+
+
+# ----------------------------------------------------------------------------------------------------- decode
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "precision", "steps", "maximum", "width"), donate_argnames=("state",)
+)
+def decode_chunk(
+    weights: DecodeWeights,
+    state: State,
+    *,
+    config: DecoderConfig,
+    precision: Precision,
+    steps: int,
+    maximum: int,
+    width: int,
+) -> tuple[State, Output]:
+    """`steps` steps of the first `width` slots, none of which grows over `maximum` tokens, prompt included.
+
+    The caller sees to it that the cache is long enough for every slot that counts. Fewer slots than there are cost a
+    copy of their part of the caches there and back, once a chunk.
+    """
+    whole = state
+    if width < len(whole.token):
+        state = jax.tree.map(lambda rows: rows[:width], whole)
+    # A live slot advances by one a step, so all angles and random numbers are known before the first.
+    positions = state.position + jnp.arange(steps)[:, None]
+    per_step = (*rope_tables(config, positions), uniforms(state.settings.seed, positions))
+
+    def step(state: State, xs: Any) -> tuple[State, Any]:
+        cos, sin, u = xs
+        logit, keys, values = _feed(weights, state, cos, sin, config=config, precision=precision)
+        with jax.named_scope("sample"):
+            s = state.settings
+            # What an ended slot asked for must not keep the others searching.
+            top_k, top_p = jnp.where(state.live, s.top_k, 0), jnp.where(state.live, s.top_p, 1.0)
+            token, logprob = sample(logit, s.temperature, top_k, top_p, u)
+        return _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
+
+    state, (tokens, logprobs, forced, live, finish) = jax.lax.scan(step, state, per_step)
+    if width < len(whole.token):
+        state = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, 0, 0), whole, state)
+    return state, Output(tokens=tokens, logprobs=logprobs, forced=forced, live=live, finish=jnp.max(finish, axis=0))
+
+
+def _feed(
+    weights: DecodeWeights, state: State, cos: jax.Array, sin: jax.Array, *, config: DecoderConfig, precision: Precision
+) -> tuple[jax.Array, Caches, Caches]:
+    """Feeds each slot's token: (logits [B, V] float32, keys, values)."""
+    slots = jnp.arange(len(state.token))
+    x = weights["embed"][state.token].astype(precision.compute)
+    keys, values = [], []
+    for layer, key, value in zip(weights["layers"], state.keys, state.values, strict=True):
+        with jax.named_scope("attention"):
+            q, k, v = _qkv(layer, config, x, cos, sin, precision)
+            # A slot that does not count may stand anywhere, also past the cache's end: then nothing is written.
+            key = key.at[slots, :, :, state.position].set(k, mode="drop", unique_indices=True)
+            value = value.at[slots, :, state.position].set(v, mode="drop", unique_indices=True)
+            mixed = _attend(q, key, value, state.position, precision)
+        with jax.named_scope("mlp"):
+            x = _rest(layer, config, x, mixed, precision)
+        keys.append(key)
+        values.append(value)
+    x = rms_norm(x, weights["final_norm"], config.norm_epsilon, precision)
+    return logits(weights, config, x, precision=precision), keys, values
+
+
+def _advance(state: State, sampled: jax.Array, logprob: jax.Array, *, maximum: int) -> tuple[State, Any]:
+    """One step of the phases: (state, (token, logprob, forced, live, finish) [B] of this step)."""
+    s = state.settings
+    forced = state.phase == PHRASE
+    fed = jnp.take_along_axis(s.phrase, state.cursor[:, None], axis=1)[:, 0]
+    token = jnp.where(forced, fed, sampled)
+    recent = jnp.where(forced[:, None], state.recent, jnp.roll(state.recent, -1, axis=1).at[:, -1].set(sampled))
+    matches = jnp.all((recent == s.end) | (s.end == NO_TOKEN), axis=1) & (s.end[:, -1] != NO_TOKEN)
+
+    left = state.left - ~forced
+    ended = (state.phase == THINK) & matches
+    spent = (state.phase == THINK) & ~matches & (left == 0)
+    cursor = jnp.where(forced, state.cursor + 1, 0)
+    answers = ended | (forced & (cursor == s.phrase_length))
+    phase = jnp.where(answers, ANSWER, jnp.where(spent, PHRASE, state.phase))
+
+    stops = ~forced & jnp.any(token[:, None] == s.stops, axis=1)
+    # The token of this step will be at position + 1; the one after it needs a place as well.
+    full = state.position + 2 >= maximum
+    cuts = full | ((state.phase == ANSWER) & (left == 0))
+    finish = jnp.where(stops, STOP, jnp.where(cuts, LENGTH, RUNNING)) * state.live
+    live = state.live & (finish == RUNNING)
+    after = dataclasses.replace(
+        state,
+        token=jnp.where(live, token, state.token),
+        position=state.position + live,
+        live=live,
+        phase=phase,
+        left=jnp.where(answers, s.answer_budget, left),
+        cursor=cursor,
+        recent=recent,
+    )
+    return after, (token, jnp.where(forced, 0.0, logprob), forced, state.live, finish)

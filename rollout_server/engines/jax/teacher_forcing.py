@@ -1,0 +1,44 @@
+"""Teacher-forced log-probabilities of given tokens: the trainer's own forward pass on the generator's weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollout_server.engines.jax.slots import buckets
+from rollout_server.engines.jax.weights import DecodeWeights, model_params
+from scalerl_jax.model import DecoderConfig, Precision, forward, token_logprobs
+
+SMALLEST = 256
+
+
+@functools.partial(jax.jit, static_argnames=("config", "precision"))
+def _score(weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: Precision) -> jax.Array:
+    """tokens [length] int32 -> [length] float32: entry t is token t + 1's; the last means nothing."""
+    params, row = model_params(weights, config), tokens[None]
+    positions = jnp.arange(len(tokens))[None]
+    hidden = forward(params, config, row, positions, jnp.ones_like(row), precision=precision, remat=False)
+    return token_logprobs(params, config, hidden, jnp.roll(row, -1, axis=1), precision=precision)[0]
+
+
+class Scorer:
+    def __init__(self, config: DecoderConfig, precision: Precision, *, longest: int):
+        self._config, self._precision = config, precision
+        self._buckets = buckets(SMALLEST, longest)
+
+    def warm_up(self, weights: DecodeWeights) -> None:
+        for size in self._buckets:
+            self.score(weights, np.zeros(size, np.int32))
+
+    def score(self, weights: DecodeWeights, token_ids: np.ndarray) -> np.ndarray:
+        """[tokens] float32; the first, which nothing predicts, is 0. Raises ValueError on tokens that cannot be."""
+        length = len(token_ids)
+        if not 0 < length <= self._buckets[-1]:
+            raise ValueError(f"{length} tokens to score, not within 1 and {self._buckets[-1]}")
+        if token_ids.min() < 0 or token_ids.max() >= self._config.vocab_size:
+            raise ValueError(f"token ids to score outside [0, {self._config.vocab_size})")
+        padded = np.zeros(next(size for size in self._buckets if size >= length), np.int32)
+        padded[:length] = token_ids
+        logprobs = np.asarray(_score(weights, padded, config=self._config, precision=self._precision))
+        return np.concatenate([np.zeros(1, np.float32), logprobs[: length - 1]])

@@ -1,0 +1,94 @@
+"""Thinking, phrase and answer of one completion, token by token.
+
+    THINK    sampled; ends when end_of_thinking has just been sampled (-> ANSWER) or its budget is spent (-> PHRASE)
+    PHRASE   the phrase's tokens are fed, whatever the model would sample: forced (-> ANSWER)
+    ANSWER   sampled; ends with the answer budget: "length"
+
+A token of stop_token_ids that was sampled ends the completion in any phase, "stop"; so does a full cache, "length".
+A pure function of the tokens so far: two processes that see the same tokens are in the same phase. The engine that
+decodes inside jit has the same machine for all its slots at once (jax_decode.py).
+"""
+
+from collections.abc import Sequence
+
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
+
+
+class Phases:
+    """Where one completion stands.
+
+    Args:
+      phrase, end: token ids of the forced phrase and of what ends thinking; see codec.Interruption.
+      thinking_budget: sampled tokens of thinking; 0, or no phrase: all answer.
+      answer_budget: sampled tokens of the answer.
+      stops: sampled tokens that end the completion.
+      room: tokens that the completion may have, forced ones included.
+    """
+
+    def __init__(
+        self,
+        *,
+        phrase: Sequence[int],
+        end: Sequence[int],
+        thinking_budget: int,
+        answer_budget: int,
+        stops: Sequence[int] = (),
+        room: int,
+    ):
+        self._phrase, self._end, self._stops = list(phrase), list(end), frozenset(stops)
+        self._thinking = thinking_budget > 0 and len(phrase) > 0
+        self._left = thinking_budget if self._thinking else answer_budget  # sampled tokens left of the phase's budget
+        self._answer_budget = answer_budget
+        self._room = room
+        self._recent: list[int] = []  # the last sampled tokens, as many as could end thinking
+        self._to_force = 0  # tokens of the phrase that are still to be fed
+        self.finish = ""  # "stop" | "length" once it is over
+
+    @staticmethod
+    def of(request: GroupRequest, wanted: CompletionRequest, *, maximum_tokens: int) -> "Phases":
+        return Phases(
+            phrase=request.interruption.text_token_ids,
+            end=request.interruption.end_of_thinking_token_ids,
+            thinking_budget=wanted.thinking_budget,
+            answer_budget=request.sampling.answer_budget,
+            stops=request.sampling.stop_token_ids,
+            room=maximum_tokens - len(request.prompt),
+        )
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next; None: it is sampled."""
+        return self._phrase[-self._to_force] if self._to_force else None
+
+    @property
+    def longest(self) -> int:
+        """Tokens it can still have, if it is not over before."""
+        spent = len(self._phrase) + self._answer_budget if self._thinking else self._to_force
+        return min(self._room, self._left + spent)
+
+    def take(self, token: int) -> bool:
+        """Goes on by one token; True where it was forced. It must not be over."""
+        assert not self.finish
+        forced = self._to_force > 0
+        self._room -= 1
+        if forced:
+            self._to_force -= 1
+        else:
+            self._left -= 1
+            if self._thinking:
+                self._think(token)
+            elif self._left == 0:
+                self.finish = "length"
+            if token in self._stops:
+                self.finish = "stop"
+        if self._room == 0:
+            self.finish = self.finish or "length"
+        return forced
+
+    def _think(self, token: int) -> None:
+        if self._end:
+            self._recent = [*self._recent, token][-len(self._end) :]
+        ended = bool(self._end) and self._recent == self._end
+        if ended or self._left == 0:
+            self._to_force = 0 if ended else len(self._phrase)
+            self._thinking, self._left = False, self._answer_budget

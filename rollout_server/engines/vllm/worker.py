@@ -1,0 +1,101 @@
+"""What the server asks of vLLM's workers: to write a version of the weights in place.
+
+WeightAccess is mixed into vLLM's worker (worker_extension_cls); its methods are called through collective_rpc.
+The server stages a version in memory that it shares with the workers (shared_memory.py). Each worker takes its own part
+of each tensor, where contract/hf_layout.py says it lies in vLLM's fused parameters, and writes it there: a whole part,
+or the positions that changed. Nothing is made anew, so compiled graphs and tied embeddings go on with what they hold.
+
+A call that raises may have written in part. It is repeated, whole, before anything is sampled again.
+"""
+
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from rollout_server.engines.vllm import exit_with_parent, shared_memory
+from scalerl_jax.contract.decoder_config import read_config
+from scalerl_jax.contract.tensor_layout import Piece, pieces
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# name, offset of the tensor in the shared weights in bytes, [first, last) of its changed positions; None: all of it
+Entry = tuple[str, int, tuple[int, int] | None]
+
+
+class WeightAccess:
+    """Methods beside vLLM's own, hence the prefix."""
+
+    model_runner: Any
+    model_config: Any
+
+    def scalerl_prepare(self, sync_dtype: str, server: int) -> None:
+        """Finds each tensor's place, and rounds the weights that were loaded to the sync dtype.
+
+        From here on the worker ends with the process `server`. Raises ValueError where vLLM lays the model out in
+        another way than the table says.
+        """
+        exit_with_parent.follow(server)
+        config = read_config(self.model_config.model)
+        rank, workers = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._scalerl_sync_dtype = _DTYPES[sync_dtype]
+        self._scalerl_pieces: dict[str, Piece] = pieces(config, rank, workers)
+        self._scalerl_parameters = {name: p.data for name, p in self.model_runner.model.named_parameters()}
+        self._scalerl_memory: tuple[tuple[str, int], mmap.mmap] | None = None
+        filled: dict[str, int] = {}
+        for name, piece in self._scalerl_pieces.items():
+            parameter = self._scalerl_parameters.get(piece.parameter)
+            if parameter is None:
+                raise ValueError(f"tensor {name}: this vLLM has no parameter {piece.parameter}")
+            fits = parameter.is_contiguous() and math.prod(parameter.shape[1:]) == piece.columns
+            if not fits or piece.target[0].stop > len(parameter):
+                raise ValueError(f"tensor {name}: {piece.parameter} has shape {list(parameter.shape)} in this vLLM")
+            filled[piece.parameter] = piece.target[0].stop
+        for name, parameter in self._scalerl_parameters.items():
+            # What is left over may only be the padding of the vocabulary.
+            if name not in filled or (filled[name] != len(parameter) and "embed" not in name and "head" not in name):
+                raise ValueError(f"parameter {name} of this vLLM: rows from {filled.get(name, 0)} on are no tensor's")
+            parameter.copy_(parameter.to(self._scalerl_sync_dtype))
+
+    def scalerl_load(self, weights_path: str, positions_path: str | None, entries: list[Entry]) -> None:
+        """Writes the tensors of `entries`.
+
+        Args:
+          weights_path: shared memory with every tensor, in sync dtype.
+          positions_path: shared memory with the positions of all changes, int64; None: there are none.
+        """
+        weights = self._scalerl_weights(weights_path)
+        positions = np.zeros(0, np.int64)
+        if positions_path is not None:
+            positions = np.frombuffer(shared_memory.attach(positions_path), np.int64)
+        for name, offset, changed in entries:
+            piece = self._scalerl_pieces[name]
+            parameter = self._scalerl_parameters[piece.parameter]
+            whole = torch.frombuffer(
+                weights, dtype=self._scalerl_sync_dtype, count=math.prod(piece.shape), offset=offset
+            )
+            if changed is None:
+                parameter[piece.target].copy_(whole.view(piece.shape)[piece.source])
+            else:
+                mine = positions[slice(*changed)]
+                held, targets = piece.scatter(mine)
+                values = whole[torch.from_numpy(mine[held])].to(parameter.device, parameter.dtype)
+                parameter.view(-1)[torch.from_numpy(targets).to(parameter.device)] = values
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def scalerl_held(self, name: str) -> bytes:
+        """This worker's part of a tensor as it stands in the model, in sync dtype, row-major."""
+        piece = self._scalerl_pieces[name]
+        part = self._scalerl_parameters[piece.parameter][piece.target].to("cpu", self._scalerl_sync_dtype).contiguous()
+        return part.view(torch.uint8).numpy().tobytes()
+
+    def _scalerl_weights(self, path: str) -> mmap.mmap:
+        """Mapped once: a mapping of many GB takes its time."""
+        identity = shared_memory.identity(path)
+        if self._scalerl_memory is None or self._scalerl_memory[0] != identity:
+            self._scalerl_memory = (identity, shared_memory.attach(path))
+        return self._scalerl_memory[1]

@@ -1,0 +1,129 @@
+"""What --help prints: what the command is, its flags, and every field of the config with what the file says beside it.
+
+Nothing is imported to find out: docstrings and comments are read from the source.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import io
+import sys
+import textwrap
+import tokenize
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from absl import flags
+
+from scalerl_jax import config as config_lib
+
+WIDTH = 120
+_ASKED = ("--help", "-help", "-h", "-?", "--helpshort", "-helpshort")
+_PACKAGES = ("scalerl_jax.", "rollout_server.")  # absl's own flags stay under --helpfull
+
+
+def is_asked_for(argv: Sequence[str]) -> bool:
+    return any(item in _ASKED for item in argv)
+
+
+def text(module: str, *, config: bool) -> str:
+    """The help of the command that `module` is. config: it takes --config. Its flags are defined by now."""
+    parts = [docstring(module), "flags:", *map(_flag, _own_flags())]
+    if config:
+        parts += [_wrapped("  --config: ", "Python file whose get_config() returns the run's Config. (required)")]
+        parts += ["", "fields of the config, each of them a flag too, as in --config.seed=1:", *_config_fields()]
+    return "\n".join(parts) + "\n"
+
+
+def docstring(module: str) -> str:
+    said = ast.get_docstring(ast.parse(_source(module)))
+    assert said
+    return said + "\n"
+
+
+def comments(module: str) -> dict[tuple[str, str], str]:
+    """(class, field) -> the comment at the field, of every annotated field of every class in the file.
+
+    It stands behind the field, or on lines of its own right above it.
+    """
+    source = _source(module)
+    alone = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
+    by_line = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    found = {}
+    for made in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
+        for node in made.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                first = node.lineno
+                while first - 1 in alone:
+                    first -= 1
+                lines = range(first, (node.end_lineno or node.lineno) + 1)
+                found[made.name, node.target.id] = " ".join(by_line[line] for line in lines if line in by_line)
+    return found
+
+
+def _source(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    with open(spec.origin, encoding="utf-8") as file:
+        return file.read()
+
+
+def _own_flags() -> Iterator[flags.Flag]:
+    for module, defined in flags.FLAGS.flags_by_module_dict().items():
+        if module.startswith(_PACKAGES):
+            yield from defined
+
+
+def _flag(flag: flags.Flag) -> str:
+    if flag.default is None and not all(validator.checker(None) for validator in flag.validators):
+        default = "(required)"
+    elif flag.default is None or flag.default == "":
+        default = ""
+    else:
+        default = f"(default: {str(flag.default_as_str).strip(chr(39))})"
+    return _wrapped(f"  --{'[no]' if flag.boolean else ''}{flag.name}: ", f"{flag.help} {default}".rstrip())
+
+
+def _config_fields() -> Iterator[str]:
+    said = comments(config_lib.__name__)
+
+    def group(name: str, node: Any) -> Iterator[str]:
+        fields = [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+        plain = [(field, value) for field, value in fields if not dataclasses.is_dataclass(value)]
+        hints = get_type_hints(type(node))
+        shown = [f"--{name}.{field}={_short(value)}" for field, value in plain]
+        width = min(52, max(map(len, shown)))
+        yield ""
+        for (field, _), start in zip(plain, shown, strict=True):
+            choices = " | ".join(get_args(hints[field])) if get_origin(hints[field]) is Literal else ""
+            text = "; ".join(filter(None, (choices, said[type(node).__name__, field])))
+            yield _wrapped(f"  {start:<{width}}  ", text, indent=width + 4)
+        for field, value in fields:
+            if dataclasses.is_dataclass(value):
+                yield from group(f"{name}.{field}", value)
+
+    yield from group("config", config_lib.Config())
+
+
+def _short(value: Any) -> str:
+    written = str(value).lower() if isinstance(value, bool) else str(value)
+    return written if len(written) <= 24 else f'"{written[:20]}..."'
+
+
+def _wrapped(start: str, said: str, *, indent: int = 6) -> str:
+    return textwrap.fill(
+        said, WIDTH, initial_indent=start, subsequent_indent=" " * indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def print_if_asked(module: str, *, config: bool) -> None:
+    """Ends the process with code 0 where the command line asks for help."""
+    if is_asked_for(sys.argv[1:]):
+        sys.stdout.write(text(module, config=config))
+        sys.stdout.flush()
+        raise SystemExit(0)

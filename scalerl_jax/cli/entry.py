@@ -1,0 +1,119 @@
+"""What every command does around its main: read flags, turn a user's mistake into one line, leave with a code."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from absl import app, flags, logging
+
+from scalerl_jax.cli import command_help
+from scalerl_jax.config import Config
+from scalerl_jax.config_io import parse_argv
+from scalerl_jax.config_names import ConfigError
+from scalerl_jax.system import files, signals
+
+
+class UserError(ValueError):
+    """A mistake of the user's that is no config field: a folder, a file, an address. The message is one line."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a command without a config file. A UserError or ConfigError is printed as one line; exit code 2."""
+    command_help.print_if_asked(_module_of(main), config=False)
+    app.run(lambda _: _guarded(main), flags_parser=_parse)
+
+
+def run_with_arguments(main: Callable[[list[str]], None]) -> None:
+    """The same, for a command whose arguments that are no flags are its input."""
+    command_help.print_if_asked(_module_of(main), config=False)
+    app.run(lambda argv: _guarded(lambda: main(argv[1:])), flags_parser=_parse)
+
+
+def run_with_config(main: Callable[[Config], None]) -> None:
+    """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
+    command_help.print_if_asked(_module_of(main), config=True)
+    try:
+        config, rest = parse_argv(sys.argv[1:])
+    except ConfigError as error:
+        fail(str(error))
+    app.run(lambda _: _guarded(lambda: main(config)), argv=[sys.argv[0], *rest], flags_parser=_parse)
+
+
+def answer_at_once(module: str, *, config: bool) -> None:
+    """What needs nothing of the command's own imports: its help, and what is wrong with its flags and its config.
+
+    module: the command's, which defines the same flags when it runs. Ends the process, or returns.
+    """
+    command_help.print_if_asked(module, config=config)
+    rest = sys.argv[1:]
+    if "--helpfull" in rest or "--helpxml" in rest:
+        return
+    if config:
+        try:
+            _, rest = parse_argv(rest)
+        except ConfigError as error:
+            fail(str(error))
+    _parse([sys.argv[0], *rest])
+
+
+def check_out(name: str, path: str) -> None:
+    """Raises UserError where nothing can be written at `path`, so that it is known before the work is done.
+
+    name: of the flag that gave the path, whose folders may still have to be made.
+    """
+    folder = os.path.abspath(path)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if folder != os.path.abspath(path) and not os.path.isdir(folder):
+        raise UserError(f"{name}={path}: {folder} is not a folder")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{name}={path}: {folder} cannot be written to")
+
+
+def fail(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    raise SystemExit(2)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        fail(" ".join(str(error).split()))
+
+
+def _module_of(main: Callable[..., None]) -> str:
+    """The name it is imported by, also where it is the script that was started."""
+    module = sys.modules[main.__module__]
+    return module.__spec__.name if module.__spec__ is not None else module.__name__
+
+
+def _guarded(main: Callable[[], None]) -> None:
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO; --verbosity=0 brings it back
+    with signals.installed():
+        try:
+            main()
+        except (UserError, ConfigError) as error:
+            signals.wait_if_leaving()
+            fail(str(error))
+        except OSError as error:
+            if error.filename is None or error.errno is None:  # a fault of ours, not of a file's
+                raise
+            fail(f"{error.filename}: {files.reason(error)}")
+        except signals.Interrupted as stop:  # everything that was open is closed by now
+            signals.wait_if_leaving()
+            sys.stderr.write(f"{stop.line}\n")
+            raise SystemExit(128 + stop.number) from None
+
+
+@contextlib.contextmanager
+def user_mistakes(*kinds: type[Exception]) -> Iterator[None]:
+    """Around code that reads what the user gave: errors of these kinds (none: ValueError) become a UserError."""
+    caught = kinds or (ValueError,)
+    try:
+        yield
+    except caught as error:
+        raise UserError(str(error)) from error

@@ -1,0 +1,105 @@
+"""Whether a config can be: every leaf against its annotation, and what has to fit together."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from scalerl_jax import config_names
+from scalerl_jax.config import Config
+from scalerl_jax.config_names import ConfigError
+
+
+def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value under its dotted name."""
+    out = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            out.update(leaves(value, f"{prefix}{field.name}."))
+        else:
+            out[prefix + field.name] = value
+    return out
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError where a field does not exist, a value has the wrong type, or values do not fit together."""
+    check_types(config, Config(), "config")
+    for name, value in leaves(config).items():
+        _check_leaf(name, value)
+    if config.objective.icepop_low > config.objective.icepop_high:
+        raise ConfigError(
+            f"config.objective.icepop_low={config.objective.icepop_low}: must not be above "
+            f"config.objective.icepop_high, {config.objective.icepop_high}"
+        )
+    if config.rollout.thinking_budget_min > config.rollout.thinking_budget_max:
+        raise ConfigError(
+            f"config.rollout.thinking_budget_min={config.rollout.thinking_budget_min}: must not be above "
+            f"config.rollout.thinking_budget_max, {config.rollout.thinking_budget_max}"
+        )
+    if config.objective.loss == "gspo" and config.objective.aggregation != "sample":
+        raise ConfigError("config.objective.loss=gspo: goes with config.objective.aggregation=sample only")
+    if config.objective.loss == "cispo" and config.objective.tis_cap > 0:
+        raise ConfigError(
+            f"config.objective.tis_cap={config.objective.tis_cap:g}: config.objective.loss=cispo has a "
+            f"cap on the ratio already, config.objective.max_ratio={config.objective.max_ratio:g}: lower that"
+        )
+    # The other way round is allowed: the policy is the rounded one, computed in float32.
+    if config.model.compute_dtype == "bfloat16" and config.model.sync_dtype == "float32":
+        raise ConfigError(
+            "config.model.sync_dtype=float32: the trainer computes in bfloat16, so it would train another policy"
+        )
+
+
+def leaf_fault(name: str, value: Any) -> str:
+    """What is wrong with a leaf ("model.path") as config.json holds it: its type, its choice or its bounds; "" if
+    nothing is, or there is no such leaf."""
+    default = leaves(Config()).get(name)
+    try:
+        if default is not None:
+            check_types(value, default, f"config.{name}")
+            _check_leaf(name, value)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _check_leaf(name: str, value: Any) -> None:
+    """Against the field's annotation."""
+    annotation = annotations()[name]
+    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+    if choices and value not in choices:
+        raise ConfigError(f"config.{name}={value!r}: is not one of {', '.join(choices)}")
+    for bound in getattr(annotation, "__metadata__", ()):
+        if not bound.holds(value):
+            raise ConfigError(f"config.{name}={value}: must {bound}")
+
+
+@functools.cache
+def annotations() -> dict[str, Any]:
+    """The annotation of every leaf under its dotted name."""
+
+    def below(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, annotation in get_type_hints(kind, include_extras=True).items():
+            if dataclasses.is_dataclass(annotation):
+                yield from below(annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+            else:
+                yield prefix + name, annotation
+
+    return dict(below(Config, ""))
+
+
+def check_types(node: Any, default: Any, where: str) -> None:
+    """Every value of `node` against that of `default`; a config file may assign to names that are no fields."""
+    kind = type(default)
+    if type(node) is not kind and not (kind is float and type(node) is int):
+        raise ConfigError(f"{where}={node!r}: is not of type {kind.__name__}")
+    if kind is float and not math.isfinite(node):
+        raise ConfigError(f"{where}={node}: is not a finite number")
+    if dataclasses.is_dataclass(node):
+        names = [field.name for field in dataclasses.fields(kind)]
+        for name, value in vars(node).items():
+            if name not in names:
+                raise ConfigError(config_names.no_field(where, name, names))
+            check_types(value, getattr(default, name), f"{where}.{name}")

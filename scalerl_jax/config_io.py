@@ -1,0 +1,134 @@
+"""The config as a file, as flags, and as the config.json of a run."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from scalerl_jax.config import Config
+from scalerl_jax.config_check import check, check_types
+from scalerl_jax.config_names import REPLACED, ConfigError, no_field, under_new_names
+
+
+def load_file(path: str) -> Config:
+    """The config that a file's get_config() returns. Raises ConfigError naming the file and the field."""
+    if not os.path.isfile(path):
+        raise ConfigError(f"--config={path}: no such file")
+    spec = importlib.util.spec_from_file_location("scalerl_config_file", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config={path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's own code, which may raise anything
+        raise ConfigError(f"--config={path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"--config={path}: get_config() returns {type(config).__name__}, not a Config")
+    try:
+        check(config)
+    except ConfigError as error:
+        raise ConfigError(f"--config={path}: {error}") from None
+    return config
+
+
+def override(config: Config, path: str, text: str) -> None:
+    """Sets the leaf `path` ("objective.max_ratio") from a flag's text. Raises ConfigError naming the flag."""
+    node: Any = config
+    parts = path.split(".")
+    for depth, part in enumerate(parts):
+        names = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+        if part not in names:
+            raise ConfigError(f"--config.{path}: {no_field('.'.join(['config', *parts[:depth]]), part, names)}")
+        if depth < len(parts) - 1:
+            node = getattr(node, part)
+    # Of the default: where a file gives a float field an integer, the value that stands there has another type.
+    kind = type(getattr(type(node)(), parts[-1]))
+    if dataclasses.is_dataclass(kind):
+        raise ConfigError(f"--config.{path}: is a group of fields, not a value")
+    setattr(node, parts[-1], _convert(f"--config.{path}", kind, text))
+
+
+def _convert(name: str, kind: type, text: str) -> Any:
+    if kind is bool:
+        lowered = text.lower()
+        if lowered not in ("true", "false", "1", "0"):
+            raise ConfigError(f"{name}={text}: is not true or false")
+        return lowered in ("true", "1")
+    if kind is str:
+        return text
+    try:
+        if kind is int:
+            return int(text.replace("_", ""))
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text}: is not a number of type {kind.__name__}") from None
+
+
+def parse_argv(argv: Sequence[str]) -> tuple[Config, list[str]]:
+    """Reads --config=FILE and every --config.a.b=value out of argv; returns the config and the other arguments.
+
+    Raises ConfigError on a missing or unreadable file, an unknown field, or a value of the wrong type.
+    """
+    path, overrides, rest = None, [], []
+    items = iter(argv)
+    for item in items:
+        bare = item[1:] if item.startswith("--") else item
+        if not bare.startswith("-config"):
+            rest.append(item)
+            continue
+        key, equals, text = bare[1:].partition("=")
+        if key != "config" and not key.startswith("config."):
+            rest.append(item)
+            continue
+        if not equals:
+            following = next(items, None)
+            if following is None:
+                raise ConfigError(f"--{key}: no value given")
+            text = following
+        if key == "config":
+            path = text
+        else:
+            overrides.append((key.removeprefix("config."), text))
+    if path is None:
+        raise ConfigError("--config: no config file given, for example --config=configs/quickstart.py")
+    config = load_file(path)
+    for key, text in overrides:
+        override(config, key, text)
+    check(config)
+    return config, rest
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The inverse of to_json. Raises ConfigError on text that is no JSON, unknown fields and values of another type."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config.json: is not JSON ({error})") from error
+    config = _from_dict(Config, under_new_names(values), "config")
+    check_types(config, Config(), "config")
+    return config
+
+
+def _from_dict(kind: type, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}={values!r}: is not of type {kind.__name__}")
+    default = kind()
+    names = [field.name for field in dataclasses.fields(kind)]
+    made = {}
+    for name, value in values.items():
+        if f"{where}.{name}" in REPLACED:
+            continue  # a run that was begun before goes on
+        if name not in names:
+            raise ConfigError(no_field(where, name, names))
+        inner = type(getattr(default, name))
+        made[name] = _from_dict(inner, value, f"{where}.{name}") if dataclasses.is_dataclass(inner) else value
+    return kind(**made)

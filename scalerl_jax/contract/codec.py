@@ -1,0 +1,270 @@
+"""Plain Python values for what travels on the wire, and the conversion both ways.
+
+Everything outside this package speaks in the frozen dataclasses below; only this file touches the generated protobuf
+classes' bulk fields. Arrays are little-endian on the wire whatever the machine.
+
+Left out on purpose: nothing here knows an engine or a trainer; numpy and protobuf are all it needs.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from scalerl_jax.contract import limits
+from scalerl_jax.contract import rollout_pb2 as pb
+
+FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORTED: "aborted",
+}
+_FINISH_CODES = {name: code for code, name in FINISH_REASONS.items()}
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Version:
+    """The policy after `step` batches of the trainer process `incarnation` (0: no trainer)."""
+
+    incarnation: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are drawn; budgets are in sampled tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    answer_budget: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Interruption:
+    """The forced phrase, and the tokens that end thinking; both empty where a completion is all answer."""
+
+    text_token_ids: tuple[int, ...] = ()
+    end_of_thinking_token_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRequest:
+    index: int
+    seed: int
+    thinking_budget: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRequest:
+    """Some completions of one prompt."""
+
+    incarnation: int
+    group_id: str
+    prompt: np.ndarray  # [tokens] int32
+    completions: tuple[CompletionRequest, ...]
+    sampling: Sampling
+    interruption: Interruption = Interruption()
+    minimum_step: int = 0
+    pinned_step: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished completion. `versions` cover [0, tokens) in order; `forced` tokens were fed, not sampled."""
+
+    incarnation: int
+    group_id: str
+    index: int
+    token_ids: np.ndarray  # [tokens] int32
+    logprobs: np.ndarray  # [tokens] float32, 0 at forced tokens
+    versions: tuple[tuple[int, int, int], ...]  # (step, start, end)
+    forced: tuple[tuple[int, int], ...]  # (start, end)
+    finish_reason: str  # "stop" | "length" | "aborted"
+    queued_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+
+    def token_steps(self) -> np.ndarray:
+        """The policy step that sampled (or fed) each token: [tokens] int64."""
+        steps = np.zeros(len(self.token_ids), np.int64)
+        for step, start, end in self.versions:
+            steps[start:end] = step
+        return steps
+
+    def sampled(self) -> np.ndarray:
+        """True at the tokens that were sampled, the loss tokens: [tokens] bool."""
+        mask = np.ones(len(self.token_ids), bool)
+        for start, end in self.forced:
+            mask[start:end] = False
+        return mask
+
+
+def encode_ids(ids: Sequence[int] | np.ndarray) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def decode_ids(data: bytes) -> np.ndarray:
+    """[tokens] int32. Raises ValueError where the bytes are not whole int32s."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int32)
+
+
+def encode_floats(values: Sequence[float] | np.ndarray) -> bytes:
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def decode_floats(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype="<f4").astype(np.float32)
+
+
+def version_to_proto(version: Version) -> pb.Version:
+    return pb.Version(incarnation=version.incarnation, step=version.step)
+
+
+def version_from_proto(message: pb.Version) -> Version:
+    return Version(message.incarnation, message.step)
+
+
+def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
+    sampling, interruption = request.sampling, request.interruption
+    message = pb.GenerateRequest(
+        incarnation=request.incarnation,
+        group_id=request.group_id,
+        prompt_token_ids=encode_ids(request.prompt),
+        completions=[
+            pb.CompletionRequest(index=c.index, seed=c.seed, thinking_budget=c.thinking_budget)
+            for c in request.completions
+        ],
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            answer_budget=sampling.answer_budget,
+            stop_token_ids=encode_ids(sampling.stop_token_ids),
+        ),
+        interruption=pb.Interruption(
+            text_token_ids=encode_ids(interruption.text_token_ids),
+            end_of_thinking_token_ids=encode_ids(interruption.end_of_thinking_token_ids),
+        ),
+        minimum_step=request.minimum_step,
+    )
+    if request.pinned_step is not None:
+        message.pinned_step = request.pinned_step
+    return message
+
+
+def request_from_proto(message: pb.GenerateRequest, *, most_completions: int | None = None) -> GroupRequest:
+    """Raises ValueError on a request that no server could serve, or for more completions than this one can."""
+    if len(message.group_id) > limits.MAXIMUM_NAME_CHARACTERS:
+        raise ValueError(
+            f"a group_id of {len(message.group_id)} characters, at most {limits.MAXIMUM_NAME_CHARACTERS} may be"
+        )
+    if not message.prompt_token_ids:
+        raise ValueError(f"group {message.group_id!r}: the prompt is empty")
+    if not message.completions:
+        raise ValueError(f"group {message.group_id!r}: no completion is asked for")
+    asked = len(message.completions)
+    if most_completions is not None and asked > most_completions:
+        raise ValueError(f"group {message.group_id!r}: {asked} completions, slots and queue hold {most_completions}")
+    (twice, times), *_ = collections.Counter(c.index for c in message.completions).most_common(1)
+    if times > 1:
+        raise ValueError(f"group {message.group_id!r}: completion {twice} is asked for twice in one request")
+    sampling = message.sampling
+    lowest, highest = limits.TEMPERATURES
+    # As float32, which the field is.
+    if not np.float32(lowest) <= sampling.temperature <= highest:
+        raise ValueError(
+            f"group {message.group_id!r}: temperature {sampling.temperature:g} is not within {lowest:g} and {highest:g}"
+        )
+    if not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1:
+        raise ValueError(
+            f"group {message.group_id!r}: top_p {sampling.top_p:g} is not within {limits.SMALLEST_TOP_P:g} and 1"
+        )
+    if sampling.answer_budget < 1:
+        raise ValueError(f"group {message.group_id!r}: the answer budget is {sampling.answer_budget}")
+    interruption = Interruption(
+        tuple(decode_ids(message.interruption.text_token_ids).tolist()),
+        tuple(decode_ids(message.interruption.end_of_thinking_token_ids).tolist()),
+    )
+    end = interruption.end_of_thinking_token_ids
+    phrase = interruption.text_token_ids
+    if phrase[len(phrase) - len(end) :] != end:
+        raise ValueError(f"group {message.group_id!r}: the interruption phrase does not end with end_of_thinking")
+    if not phrase and any(c.thinking_budget for c in message.completions):
+        raise ValueError(f"group {message.group_id!r}: a thinking budget without an interruption phrase")
+    return GroupRequest(
+        incarnation=message.incarnation,
+        group_id=message.group_id,
+        prompt=decode_ids(message.prompt_token_ids),
+        completions=tuple(CompletionRequest(c.index, c.seed, c.thinking_budget) for c in message.completions),
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            answer_budget=sampling.answer_budget,
+            stop_token_ids=tuple(decode_ids(sampling.stop_token_ids).tolist()),
+        ),
+        interruption=interruption,
+        minimum_step=message.minimum_step,
+        pinned_step=message.pinned_step if message.HasField("pinned_step") else None,
+    )
+
+
+def completion_to_proto(completion: Completion) -> pb.Completion:
+    return pb.Completion(
+        incarnation=completion.incarnation,
+        group_id=completion.group_id,
+        index=completion.index,
+        token_ids=encode_ids(completion.token_ids),
+        logprobs=encode_floats(completion.logprobs),
+        versions=[pb.VersionSpan(step=s, start=a, end=b) for s, a, b in completion.versions],
+        forced=[pb.Span(start=a, end=b) for a, b in completion.forced],
+        finish_reason=_FINISH_CODES[completion.finish_reason],
+        queued_seconds=completion.queued_seconds,
+        sampling_seconds=completion.sampling_seconds,
+    )
+
+
+def completion_from_proto(message: pb.Completion) -> Completion:
+    """Raises ValueError on a completion that breaks the contract: it must not reach the loss."""
+    name = f"completion {message.group_id!r}/{message.index}"
+    token_ids, logprobs = decode_ids(message.token_ids), decode_floats(message.logprobs)
+    if not len(token_ids):
+        raise ValueError(f"{name}: no tokens")
+    if len(token_ids) != len(logprobs):
+        raise ValueError(f"{name}: {len(token_ids)} tokens but {len(logprobs)} log-probabilities")
+    if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+        raise ValueError(f"{name}: log-probabilities that are not finite or above 0")
+    if message.finish_reason not in FINISH_REASONS:
+        raise ValueError(f"{name}: finish reason {message.finish_reason} is unknown")
+    versions = tuple((v.step, v.start, v.end) for v in message.versions)
+    _check_cover(name, versions, len(token_ids))
+    forced = tuple((s.start, s.end) for s in message.forced)
+    edges = [edge for span in forced for edge in span]
+    if any(start >= end for start, end in forced) or edges != sorted(edges) or (edges and edges[-1] > len(token_ids)):
+        raise ValueError(f"{name}: forced spans that are empty, out of order or outside the completion")
+    return Completion(
+        incarnation=message.incarnation,
+        group_id=message.group_id,
+        index=message.index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        forced=forced,
+        finish_reason=FINISH_REASONS[message.finish_reason],
+        queued_seconds=message.queued_seconds,
+        sampling_seconds=message.sampling_seconds,
+    )
+
+
+def _check_cover(name: str, versions: Iterable[tuple[int, int, int]], tokens: int) -> None:
+    at, latest = 0, None
+    for step, start, end in versions:
+        if start != at or end <= start:
+            raise ValueError(f"{name}: version spans do not cover the tokens in order")
+        if latest is not None and step < latest:
+            raise ValueError(f"{name}: version {step} follows version {latest}")
+        at, latest = end, step
+    if at != tokens:
+        raise ValueError(f"{name}: version spans end at {at} of {tokens} tokens")

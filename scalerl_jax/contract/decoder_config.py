@@ -1,0 +1,134 @@
+"""The decoder's shape, read from and written to a Hugging Face config.json (llama and qwen3).
+
+Part of the contract because both sides must run the same function: they compare its canonical JSON when they meet.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a pre-norm decoder with grouped-query attention, rotary positions and a SwiGLU MLP."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10_000.0
+    # Llama 3.1's rescaled frequencies: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings).
+    rope_scaling: tuple[float, float, float, float] | None = None
+    norm_epsilon: float = 1e-6
+    qk_norm: bool = True  # RMSNorm on each head's query and key (Qwen3)
+    tied_embeddings: bool = False
+    max_positions: int = 32_768
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
+        if self.head_dim % 2:
+            raise ValueError(f"head size {self.head_dim} is odd: rotary positions need pairs")
+
+    def canonical_json(self) -> str:
+        """What both sides of the contract compare: everything that changes the function the weights compute."""
+        shape = dataclasses.asdict(self)
+        del shape["stop_token_ids"], shape["max_positions"]
+        return json.dumps(shape, sort_keys=True)
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> "DecoderConfig":
+        """From the contents of config.json. Raises ValueError naming the key that is missing or not supported."""
+        kind = config.get("model_type")
+        if kind not in _ARCHITECTURES:
+            raise ValueError(f"model_type {kind!r} is not one of {', '.join(_ARCHITECTURES)}")
+        for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+            if config.get(key):
+                raise ValueError(f"{key}={config[key]!r} is not supported")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported")
+        needed = "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size".split()
+        missing = [key for key in needed if key not in config]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        # transformers 5 keeps everything about RoPE in rope_parameters; 4 had two keys for it.
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "llama3"):
+            raise ValueError(f"rope type {rope_type!r} is not supported")
+        scaling = None
+        if rope_type == "llama3":
+            keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            scaling = (float(rope[keys[0]]), float(rope[keys[1]]), float(rope[keys[2]]), float(rope[keys[3]]))
+        heads = int(config["num_attention_heads"])
+        stop = config.get("eos_token_id")
+        stops = () if stop is None else tuple(stop) if isinstance(stop, list) else (int(stop),)
+        return DecoderConfig(
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=int(config["hidden_size"]),
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            intermediate_size=int(config["intermediate_size"]),
+            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
+            rope_scaling=scaling,
+            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            qk_norm=kind == "qwen3",
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_positions=int(config.get("max_position_embeddings", 32_768)),
+            stop_token_ids=stops,
+        )
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """The contents of a config.json that transformers and vLLM read."""
+        kind = "qwen3" if self.qk_norm else "llama"
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_scaling is not None:
+            factor, low, high, original = self.rope_scaling
+            rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+            rope["original_max_position_embeddings"] = int(original)
+        stops = list(self.stop_token_ids)
+        return {
+            "architectures": [_ARCHITECTURES[kind]],
+            "model_type": kind,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rope_parameters": rope,
+            "rms_norm_eps": self.norm_epsilon,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": self.tied_embeddings,
+            "max_position_embeddings": self.max_positions,
+            "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+            "torch_dtype": dtype,
+            "dtype": dtype,
+            "use_cache": True,
+        }
+
+
+def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
+    """The decoder config of a model folder. Raises ValueError naming the file."""
+    file = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        raise ValueError(f"{path}: no config.json there, so it is not a Hugging Face model folder")
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return DecoderConfig.from_hf(json.load(opened))
+    except (json.JSONDecodeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error

@@ -1,0 +1,60 @@
+"""Sizes and intervals that both ends of a connection must agree on."""
+
+# A chunk of weights: 1 to 2 MiB is the fastest over gRPC; the bound keeps one message from holding up the event loop.
+MAXIMUM_CHUNK_BYTES = 16 * 2**20
+
+# A chunk and its envelope, or a very long completion (12 bytes a token at most).
+MAXIMUM_MESSAGE_BYTES = 64 * 2**20
+
+# What a server takes in one message: a chunk and its envelope, of all that is sent to it the longest.
+MAXIMUM_REQUEST_BYTES = MAXIMUM_CHUNK_BYTES + 2**16
+
+# Whom one version may be passed on to, see WeightHeader.relays: by one server at once; one behind the other; in all.
+MAXIMUM_FAN_OUT = 8
+MAXIMUM_HOPS_DEEP = 16
+MAXIMUM_HOPS = 4096
+MAXIMUM_ADDRESS_BYTES = 262  # a host name of 253 and a port
+MAXIMUM_ID_BYTES = 128  # of a server_id
+
+# The name of a group comes back with every completion of it.
+MAXIMUM_NAME_CHARACTERS = 512
+
+# Temperatures at which every engine's float32 log-probabilities are finite, and of the distribution asked for: below,
+# vLLM samples at another one. And the share of the mass under which its threshold is lost among the denormals.
+TEMPERATURES = (0.01, 100.0)
+SMALLEST_TOP_P = 1e-6
+
+# A peer that vanished without closing its connection is noticed after time + timeout.
+KEEPALIVE_SECONDS = 20
+KEEPALIVE_TIMEOUT_SECONDS = 10
+
+_BOTH_ENDS = (
+    ("grpc.max_receive_message_length", MAXIMUM_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAXIMUM_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+# How long a server that was told to stop may take, by its engine; then it is gone whatever hangs, and later whoever
+# started it may kill it. vLLM gives its own processes 5 s and their workers as long, one after the other.
+STOP_SECONDS = {"jax": 5.0, "replay": 5.0, "vllm": 30.0}
+
+# Options for grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS).
+CHANNEL_OPTIONS = (
+    *_BOTH_ENDS,
+    # A server that was away is dialled again soon: gRPC's own back-off grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 250),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+# Options for grpc.aio.server(options=SERVER_OPTIONS).
+SERVER_OPTIONS = (
+    *((name, value) for name, value in _BOTH_ENDS if name != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", MAXIMUM_REQUEST_BYTES),
+    # Two servers on one port would share its connections at random; the second must fail instead.
+    ("grpc.so_reuseport", 0),
+    # Half of a client's keepalive interval: pings that come faster are taken for abuse and end the connection.
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 2),
+)

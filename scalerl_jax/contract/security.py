@@ -1,0 +1,269 @@
+"""TLS and the token, at both ends of a connection.
+
+    trainer, or a server that passes weights on      server
+      connect(address, Credentials)                    Access.credentials   certificate, key, whose clients it believes
+        TLS: the server's certificate is checked       TokenInterceptor     every call of every service, health and
+        against `authority`, `certificate` is shown                         reflection too
+        authorization: Bearer TOKEN, with every call
+
+A call without the right token is ended with UNAUTHENTICATED before any of its messages is read. Tokens are compared in
+constant time, and stand in no log, no config and no repr. A token without TLS can be read by whoever sees the packets:
+it keeps other users of one machine out, nobody on a network.
+
+Left out on purpose: no users, no rights. Who may talk to a server may do all that the contract offers.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from scalerl_jax.contract import certificates, limits
+
+HEADER = "authorization"
+SHORTEST_TOKEN = 16  # characters
+LOG_SECONDS = 60.0  # refusals are logged at most this often: a flood of them must not fill a disk
+
+# How gRPC ends the details of a call whose connection the other end has closed at once.
+CLOSED = re.compile(r"(Socket closed|Connection reset by peer|Broken pipe)( \(\d+\))?$")
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Credentials:
+    """What a client shows, and whom it believes. Nothing of it: a plain connection."""
+
+    authority: bytes = b""  # PEM of who signs the servers' certificates; empty: no TLS
+    certificate: bytes = dataclasses.field(default=b"", repr=False)  # PEM, for servers that ask for one
+    key: bytes = dataclasses.field(default=b"", repr=False)
+    token: str = dataclasses.field(default="", repr=False)
+    name: str = ""  # that the servers' certificates carry; empty: the host dialled
+
+
+PLAIN = Credentials()
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may talk to a server."""
+
+    credentials: grpc.ServerCredentials | None = None  # None: no TLS
+    client_certificates: bool = False  # a client must show one
+    token: str = dataclasses.field(default="", repr=False)
+    # What servers that weights are passed on to are shown; None: they are not passed on.
+    passing: Credentials | None = dataclasses.field(default=Credentials(), repr=False)
+    beyond: tuple[Any, ...] | None = None  # hosts and networks beyond loopback that they are passed on to, see hops.py
+    warnings: tuple[str, ...] = ()  # what whoever starts the server should know, a line each
+
+    def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        return [TokenInterceptor(self.token)] if self.token else []
+
+    def words(self, host: str) -> str:
+        """Who can talk to a server that listens on `host`."""
+        who = "this machine only" if is_loopback(host) else "whoever reaches it"
+        tls = "no TLS" if self.credentials is None else "TLS"
+        return f"{who}: {tls}{', client certificates' * self.client_certificates}, {'a' if self.token else 'no'} token"
+
+
+OPEN = Access()
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def read_token(path: str, *, where: str) -> str:
+    """The token in a file; white space around it does not count. Raises ValueError that begins with `where`."""
+    text = _read(path, where).decode("utf-8", errors="replace").strip()
+    if len(text) < SHORTEST_TOKEN:
+        raise ValueError(f"{where}={path}: holds {len(text)} characters, a token has at least {SHORTEST_TOKEN}")
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError(f"{where}={path}: a token is one word of printable ASCII")
+    return text
+
+
+def exposed(path: str, *, where: str) -> str:
+    """What is wrong with the mode of a file that holds a secret, in one line; empty where nothing is."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if not mode & 0o007:
+        return ""
+    what = "write to" if mode & 0o002 else "read"
+    return f"{where}={path}: every user of this machine can {what} it (mode {mode:04o}; chmod 600 mends that)"
+
+
+def read_authority(path: str, *, where: str) -> bytes:
+    """Certificates in PEM. Raises ValueError that begins with `where`: not that, or not valid now."""
+    data = _read(path, where)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"{where}={path}: not certificates in PEM ({_reason(error)})") from None
+    certificates.check(data, where=f"{where}={path}", one_is_enough=True)
+    return data
+
+
+def read_pair(certificate: str, key: str, *, where: tuple[str, str]) -> tuple[bytes, bytes]:
+    """A certificate (with those between it and its authority) and its private key, both PEM.
+
+    Raises ValueError naming the flag and the file: one without the other, not PEM, not a pair, not valid now.
+    """
+    for given, other in (((certificate, where[0]), (key, where[1])), ((key, where[1]), (certificate, where[0]))):
+        if given[0] and not other[0]:
+            raise ValueError(f"{given[1]}={given[0]}: goes with {other[1]}")
+    data = _read(certificate, where[0]), _read(key, where[1])
+    try:
+        # A password is asked for on the terminal unless there is one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"-")
+    except (ssl.SSLError, ValueError) as error:
+        why = _reason(error)
+        raise ValueError(
+            f"{where[0]}={certificate}, {where[1]}={key}: not a certificate and its unencrypted key in PEM ({why})"
+        ) from None
+    certificates.check(data[0], where=f"{where[0]}={certificate}")
+    return data
+
+
+def _read(path: str, where: str) -> bytes:
+    if not os.path.isfile(path):
+        raise ValueError(f"{where}={path}: no such file")
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"{where}={path}: {error.strerror}") from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)
+
+
+# --------------------------------------------------------------------------------------------------------- client
+
+
+class _TokenChannel:
+    """A channel whose every call carries the token.
+
+    No interceptor: those of grpc.aio put a proxy between caller and stream, which reads ahead and hides errors.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: str):
+        self._channel, self._metadata = channel, ((HEADER, f"Bearer {token}"),)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._channel, name)
+        if name not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            return value
+        return lambda *args, **kwargs: functools.partial(value(*args, **kwargs), metadata=self._metadata)
+
+
+def connect(address: str, credentials: Credentials = PLAIN) -> Any:
+    """A channel to host:port, for a stub of grpc.aio; nothing is dialled before the first call."""
+    options: list[tuple[str, Any]] = list(limits.CHANNEL_OPTIONS)
+    if credentials.authority:
+        if credentials.name:
+            options.append(("grpc.ssl_target_name_override", credentials.name))
+        tls = grpc.ssl_channel_credentials(
+            credentials.authority, credentials.key or None, credentials.certificate or None
+        )
+        channel = grpc.aio.secure_channel(address, tls, options=options)
+    else:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    return _TokenChannel(channel, credentials.token) if credentials.token else channel
+
+
+def refusal(error: grpc.RpcError, credentials: Credentials) -> str:
+    """Why the two ends do not trust each other, in words; empty where something else ended the call."""
+    code, details = error.code(), " ".join((error.details() or "").split())
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return "it does not take the token" if credentials.token else "it asks for a token"
+    if code is not grpc.StatusCode.UNAVAILABLE:
+        return ""
+    if "CERTIFICATE_VERIFY_FAILED" in details and "certificate has expired" in details:
+        return "its TLS certificate has expired (or this machine's clock is ahead)"
+    if "CERTIFICATE_VERIFY_FAILED" in details and "certificate is not yet valid" in details:
+        return "its TLS certificate is not valid yet (or this machine's clock is behind)"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"its TLS certificate is not signed by the authority given ({details.rpartition(': ')[2]})"
+    if "Hostname Verification" in details:
+        return "its TLS certificate is for another name than " + (credentials.name or "the one dialled")
+    if "WRONG_VERSION_NUMBER" in details:
+        return "it speaks without TLS"
+    if "handshake failed" in details:
+        return f"the TLS handshake failed ({details.rpartition('OPENSSL_internal:')[2]})"
+    # In TLS 1.3 a client is through with the handshake before the server looks at its certificate, and gRPC servers
+    # say nothing when they close. What the client sees of it depends on what was still under way between the two.
+    if "failed to connect" in details and CLOSED.search(details):
+        if not credentials.authority:
+            return "it closes the connection at once, as a server with TLS does"
+        which = "another client certificate" if credentials.certificate else "a client certificate"
+        return f"it closes the connection after the TLS handshake, as one that wants {which} does"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------------- server
+
+
+def server_credentials(certificate: bytes, key: bytes, client_authority: bytes = b"") -> grpc.ServerCredentials:
+    """client_authority: PEM of who signs the clients' certificates; empty: none is asked for."""
+    return grpc.ssl_server_credentials([(key, certificate)], client_authority or None, bool(client_authority))
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Ends every call that does not carry the token."""
+
+    def __init__(self, token: str):
+        self._expected = _digest(f"Bearer {token}")
+        self._logged_at, self._refused = -LOG_SECONDS, 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        shown = [value for name, value in handler_call_details.invocation_metadata if name == HEADER]
+        if len(shown) == 1 and hmac.compare_digest(_digest(shown[0]), self._expected):
+            return await continuation(handler_call_details)
+
+        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+            self._say(handler_call_details.method, context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token came" if not shown else "not the token")
+
+        # A stream both ways, whatever the method is: nothing is read before the refusal.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _say(self, method: str, peer: str) -> None:
+        self._refused += 1
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_SECONDS:
+            log.warning("%d calls without the right token refused; the last: %s from %s", self._refused, method, peer)
+            self._logged_at, self._refused = now, 0
+
+
+def _digest(value: str | bytes) -> bytes:
+    # Of equal length, so that the comparison takes equal time.
+    return hashlib.sha256(value.encode() if isinstance(value, str) else value).digest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether listening on `host` lets in nobody but this machine. Raises ValueError where the name is unknown."""
+    return all(ipaddress.ip_address(ip.partition("%")[0]).is_loopback for ip in _addresses(host))
+
+
+def _addresses(host: str) -> Sequence[str]:
+    try:
+        answers = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"{host}: {error.strerror or error}") from error
+    return [str(address[0]) for *_, address in answers]

@@ -1,0 +1,345 @@
+"""Whether a text gives an answer: text first, then words as words, numbers as numbers, and the rest by math-verify.
+
+    gold and answer the same text         right
+    gold is a choice or words             the words must be the same; mathematics is not asked
+    both are numbers, perhaps with units  compared exactly: 1/2, 0.5, 50\\%, \\$1,000; units only where both have them
+    gold is mathematics                   math-verify on what is mathematics in the answer
+
+A text that names several answers gives none of them, except as a list where the gold is one.
+"""
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from scalerl_jax.environments import answer_text
+from scalerl_jax.environments.answer_text import (
+    bare,
+    final_answers,
+    is_mathematics,
+    operators,
+    same_text,
+    unwrapped,
+    words,
+)
+
+LONGEST_GIVEN = 2_000  # characters of one answer; what is longer is compared as text alone
+_LATEX = LatexExtractionConfig(
+    # Units are compared here: theirs end in single letters, which are variables as often.
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+    )
+)
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?P<money>\\\$|[€£¥])?\s*(?P<inner>[+-]?)\s*(?:"
+    rf"(?:(?P<whole>\d+)(?:\s*(?=\\frac)|\s+(?=\d+\s*/)))?(?:\\frac\s*\{{\s*(?P<up>-?\d+)\s*\}}\s*\{{\s*(?P<down>\d+)\s*\}}"
+    rf"|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
+    rf"|(?:(?P<integer>{_DIGITS})(?P<decimals>\.\d*)?|(?P<fraction>\.\d+))"
+    r"(?:[eE](?P<tens>[+-]?\d{1,3})(?!\d)|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*(?P<power>[+-]?\d{1,3})\s*\}?(?!\d))?)"
+    r"(?P<rest>.*)",
+    re.DOTALL,
+)
+_NAMES = re.compile(
+    r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|max|min|gcd|pi)(?![a-zA-Z])"
+)
+_LONGEST_NUMBER = 4_000  # digits; Python refuses to read more
+# One name for each unit; of words that are not here one is as good as another only if it is the same.
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        "% percent pct percentage", "$ dollar usd", "cent ¢", "€ euro eur", "£ gbp", "° degree deg", "°c", "°f",
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+        "in inch inches", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound lbs",
+        "oz ounce", "ml milliliter millilitre", "l liter litre", "s second sec", "min minute", "h hour hr", "day",
+        "week", "month", "year yr", "m/s", "km/h kmh kph", "mph", "rad radian",
+    )
+    for name in names.split()
+}  # fmt: skip
+_PROSE = frozenset("is are was be the because or and to so not but then if than with for from by".split())
+_MAGNITUDES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12
+}  # fmt: skip
+_MAGNITUDE = re.compile(
+    r"\s*(?:" + answer_text.TEXT_COMMAND + rf"\s*\{{\s*)?((?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])(?:\s*\}})?",
+    re.IGNORECASE,
+)
+# After a number these make another one of it, or none.
+CHANGING = (
+    "half halves third thirds quarter quarters fourth fourths fifth fifths"
+    "  sixth sixths seventh sevenths eighth eighths "
+    "ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths squared cubed "
+    "factorial minus plus modulo below less fewer more lower higher greater smaller under over negative power "
+    "choose double twice wrong incorrect false no never none"
+).split()
+# With one of these in it a sentence gives no one number.
+_OPEN = re.compile(
+    r"(?<![a-zA-Z])(?:or|either|neither|nor|not|no|none|never|cannot|between|less|more|greater|fewer|larger|smaller|"
+    r"higher|lower|bigger|above|below|under|over|at least|at most|up to|one of|any of|some of|such as|from|"
+    r"impossible|unlikely|doubt|wrong|incorrect|false|isn't|except|minimum of|maximum of|approximately|about|around|"
+    r"perhaps|maybe|might|may|could|if|whether|exceeds?|until|before|after|beyond)(?![a-zA-Z])|n't(?![a-zA-Z])",
+    re.IGNORECASE,
+)
+_CHANGED = re.compile(
+    rf"\d\s*(?:{answer_text.TEXT_COMMAND}\s*\{{\s*)?(?:[kK]|{'|'.join(CHANGING)}|(?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",
+    re.IGNORECASE,
+)
+_NO_UNITS = _PROSE | frozenset(CHANGING)
+_POWERS = {"square": "2", "sq": "2", "sq.": "2", "cubic": "3", "cu": "3"}
+_OF_THE_UNIT = frozenset("long tall wide high deep old apart away each total altogether exactly".split())
+_PLURALS = {"people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot"}
+_CHOICE = re.compile(r"[A-Za-z]")
+
+
+def right(text: str, answer: str) -> bool:
+    """Whether what `text` gives as its final answer is `answer`."""
+    if text.strip() == answer.strip() or same_text(text, answer):
+        return True
+    gold = next(iter(final_answers(answer)), answer)  # it may come boxed, or with its solution
+    for said in final_answers(text):
+        if same_text(said, gold):
+            return True
+        if len(said) <= LONGEST_GIVEN and len(gold) <= LONGEST_GIVEN and _gives(said, gold):
+            return True
+    return False
+
+
+def _gives(said: str, gold: str) -> bool:
+    if letters := _letters(gold):
+        return _letters(said) == letters
+    letter = _letter(gold)
+    if letter is not None:
+        return _names_choice(said, letter)
+    number = measure(gold)
+    if number is None and not is_mathematics(gold):
+        return words(said) == words(gold) != () and operators(said) == operators(gold) and not is_mathematics(said)
+    given = measure(said)
+    if number is not None and given is not None:
+        return number.equals(given)
+    if not is_mathematics(said) and given is None:
+        return _found_in_prose(said, gold, number)
+    return _equal(_without_units(said, given), _without_units(gold, number))
+
+
+# ---- Words ---------------------------------------------------------------------------------------------------------
+
+
+def _letter(gold: str) -> str | None:
+    """The letter of a gold that is one: B, (B), \\text{B}."""
+    found = words(gold)
+    return found[0] if len(found) == 1 and _CHOICE.fullmatch(found[0]) and not is_mathematics(gold) else None
+
+
+def _letters(text: str) -> list[str]:
+    """Several choices that are listed, in order of the alphabet; empty where it is anything else."""
+    s = bare(unwrapped(text)).replace("*", "")
+    if not re.fullmatch(r"\(?[A-Z]\)?(?:\s*(?:,|;|\band\b)\s*\(?[A-Z]\)?)+", s) or re.match(r"\([^)]*,", s):
+        return []
+    return sorted(re.findall(r"[A-Z]", s))
+
+
+def _names_choice(said: str, letter: str) -> bool:
+    """Whether `said` names this choice, perhaps with its content after it, and no other."""
+    text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(said))).replace("*", "").strip(" \"'`")
+    found = [word for word in words(text) if word not in ("option", "choice", "answer")]
+    if operators(text):  # -x
+        return False
+    if found == [letter]:
+        return True
+    match = answer_text.MARKED_CHOICE.match(text)
+    if match is None or next(filter(None, match.groups())).casefold() != letter:
+        return False
+    rest = text[match.end() :].strip()
+    if re.match(r"(?:,|/|&|;|or\b|and\b|not\b)", rest, re.IGNORECASE):
+        return False
+    return not answer_text.MARKED_CHOICE.search(rest) and not re.search(
+        r"\b(?:or|and|nor)\s+\(?[A-Za-z]\)?(?:\W|$)", rest
+    )
+
+
+# ---- Numbers -------------------------------------------------------------------------------------------------------
+
+
+class Measure:
+    """A number with the unit it was given in: "" none, "%" percent, another word where it is not known."""
+
+    def __init__(self, value: Fraction, unit: str, *, decimal_places: int | None, variable: str):
+        self.value, self.unit, self.decimal_places = value, unit, decimal_places
+        self.variable = variable  # that it was said to be the value of
+
+    def equals(self, other: "Measure") -> bool:
+        """Whether `other`, of the text, is this one, of the gold."""
+        if self.unit and other.unit and self.unit != other.unit and not _degrees(self.unit, other.unit):
+            return False
+        if self.variable and other.variable and self.variable != other.variable:
+            return False
+        mine, theirs = self.value, other.value
+        a_share = self.unit != "%" == other.unit and abs(mine) <= 1  # 0.5 is not 0.5 %, though 50 may be 50 %
+        if mine == theirs and not a_share:
+            return True
+        if self.unit != other.unit and "%" in (self.unit, other.unit):  # 50 % is 0.5 too
+            mine, theirs = (v / 100 if unit == "%" else v for v, unit in ((mine, self.unit), (theirs, other.unit)))
+            return mine == theirs
+        # A fraction without an end is right to six places, as math-verify has it: 0.333333 is 1/3.
+        return any(
+            a.decimal_places is None and b.decimal_places is not None and b.decimal_places >= 6
+            and _endless(a.value) and abs(a.value - b.value) < Fraction(1, 2 * 10**6)
+            for a, b in ((self, other), (other, self))
+        )  # fmt: skip
+
+
+def _degrees(a: str, b: str) -> bool:
+    """Whether both are degrees and one does not say of what."""
+    return "°" in (a, b) and a[0] == b[0] == "°"
+
+
+def _endless(value: Fraction) -> bool:
+    denominator = value.denominator
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator != 1
+
+
+def measure(text: str) -> Measure | None:
+    """The number that all of `text` is, with its unit; None where it is something else."""
+    s = bare(text)
+    variable = re.match(r"([a-zA-Z])\s*=\s*", s)  # x = 5
+    match = _NUMBER.fullmatch(s, variable.end() if variable else 0)
+    if match is None or len(s) > _LONGEST_NUMBER or (match["sign"] and match["inner"]):
+        return None
+    factor, rest = _magnitude(match["rest"], money=match["money"] is not None)
+    unit = _unit(rest)
+    if unit is None:
+        return None
+    if match["money"]:
+        unit = {"\\$": "$"}.get(match["money"], match["money"])
+    places = None
+    try:
+        if match["down"] or match["under"]:
+            value = Fraction(int(match["up"] or match["over"]), int(match["down"] or match["under"]))
+            if match["whole"]:  # 1 1/2
+                if not 0 < value < 1:
+                    return None
+                value += int(match["whole"])
+        else:
+            decimals = (match["decimals"] or match["fraction"] or ".")[1:]
+            places = len(decimals)
+            integer = re.sub(r"[ ,]", "", match["integer"] or "0")
+            value = Fraction(int(integer + decimals), 10**places)
+            if shift := match["tens"] or match["power"]:
+                value *= Fraction(10) ** int(shift)
+                places = max(0, places - int(shift))
+    except (ValueError, ZeroDivisionError):
+        return None
+    if factor != 1:
+        value, places = value * factor, None
+    return Measure(-value if "-" in (match["sign"], match["inner"]) else value, unit, decimal_places=places,
+                   variable=variable[1] if variable else "")  # fmt: skip
+
+
+def _magnitude(rest: str, *, money: bool) -> tuple[int, str]:
+    """What the words right after a number multiply it by, and what follows them."""
+    factor = 1
+    if money and (match := re.match(r"([kK])(?![a-zA-Z])", rest)):  # elsewhere it is a variable
+        return 1000, rest[match.end() :]
+    while match := _MAGNITUDE.match(rest):
+        factor *= _MAGNITUDES[match[1].casefold().removesuffix("s")]
+        rest = rest[match.end() :]
+    return factor, rest
+
+
+def _singular(name: str) -> str:
+    if name in _PLURALS:
+        return _PLURALS[name]
+    if name.endswith("ies") and len(name) > 4:
+        return name[:-3] + "y"
+    if re.search(r"(?:s|x|z|ch|sh)es$", name):
+        return name[:-2]
+    return name[:-1] if name.endswith("s") and not name.endswith("ss") else name
+
+
+def _unit(rest: str) -> str | None:
+    """The unit that follows a number; None where what follows is something else."""
+    if not rest.strip():
+        return ""
+    marked = re.match(r"\s*" + answer_text.TEXT_COMMAND + r"\s*\{", rest) is not None
+    s = unwrapped(rest).replace("\\%", "%").replace("^\\circ", "° ")
+    power = re.search(r"\^\s*\{?\s*([23])\s*\}?\s*$", s)
+    s = (s[: power.start()] if power else s).strip()
+    if not power and s in ("%", "°"):
+        return s
+    spaced = rest[0].isspace() or marked
+    if not re.fullmatch(r"[A-Za-z°$€£¥¢%][A-Za-z ./°]*", s):
+        return None
+    names = s.casefold().split()
+    if len(names) > 3 or any(name.rstrip(".") in _NO_UNITS or name in answer_text.FUNCTIONS for name in names):
+        return None
+    exponent = power[1] if power else ""
+    if len(names) > 1 and names[0] in _POWERS and not power:  # square feet
+        exponent, names = _POWERS[names[0]], names[1:]
+    while len(names) > 1 and names[-1] in _OF_THE_UNIT:  # 5 cm long
+        names.pop()
+    name = re.sub(r"^(?:° ?|degrees? )(?:(c)|f)(?:elsius|ahrenheit)?$", lambda m: "°c" if m[1] else "°f",
+                  " ".join(names).rstrip("."))  # fmt: skip
+    known: str | None = _UNITS.get(name) or _UNITS.get(_singular(name))
+    if len(name) == 1 and not marked and name.isalpha() and (known is None or not spaced):
+        return None  # a variable
+    if known is None and not spaced:
+        return None
+    return (known or " ".join(_singular(word.replace(".", "")) for word in name.split())) + exponent
+
+
+def _without_units(text: str, found: Measure | None) -> str:
+    """For math-verify: a number as such, anything else with units in text commands left out."""
+    if found is not None:
+        return f"\\frac{{{found.value.numerator}}}{{{found.value.denominator}}}"
+    s = bare(text)
+    s = re.sub(r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ",", s)
+    s = re.sub(r"(?:" + answer_text.TEXT_COMMAND + r"\s*\{\s*[A-Za-z /.]{2,}\s*\}\s*(?:\^\s*\{?[23]\}?)?\s*)$", "", s)
+    s = re.sub(r"\^\\circ\s*$", "", s)
+    s = re.sub(r"\\\$", "", s)
+    s = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", s) if re.fullmatch(r"\D*\d{1,3}(?:,\d{3})+\D*", s) else s
+    return _NAMES.sub(r"\\\1 ", s)
+
+
+# ---- Mathematics ---------------------------------------------------------------------------------------------------
+
+
+def _same(wanted: Any, given: Any) -> bool:
+    return bool(verify([wanted], [given], allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _equal(said: str, gold: str) -> bool:
+    """math-verify's word on two pieces of mathematics. Its own time limits are off: ours covers the whole question."""
+    wanted, given = (
+        parse(f"\\boxed{{{s}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) for s in (gold, said)
+    )
+    return bool(wanted and given) and _same(wanted[0], given[0])
+
+
+def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
+    """Whether the mathematics in a sentence, or the last of it, is the gold; one with "or" gives no one answer."""
+    line = unwrapped(answer_text.plain(said))
+    if line.endswith("?") or _OPEN.search(line) or _CHANGED.search(line) or _names_several(line):
+        return False
+    variable = re.search(r"(?<![a-zA-Z])([a-zA-Z])\s*=\s*[^=a-zA-Z]*[.,;]?$", line)
+    if number is not None and number.variable and variable and variable[1] != number.variable:
+        return False
+    given = parse(
+        said.replace("\\$", ""), [_LATEX, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
+    )
+    wanted = parse(
+        f"\\boxed{{{_without_units(gold, number)}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None
+    )
+    return bool(wanted and given) and _same(wanted[0], given[0])
+
+
+def _names_several(line: str) -> bool:
+    """Whether several numbers stand apart in `line` and the last is not what a calculation comes to."""
+    parts = re.split(r"[^\W\d_]{2,}|[,;]\s|[.!?]\s", re.sub(r"\\[a-zA-Z]+", " ", line))
+    counted = [part for part in parts if re.search(r"\d", part)]
+    return len(counted) > 1 and re.search(r"\d.*=.*\d", counted[-1]) is None

@@ -1,0 +1,133 @@
+"""The built-in task: chains of additions and subtractions, with a trace that works them out step by step.
+
+    prompt       3+4-5+6=
+    completion   <think>3+4=7-5=2+6=8</think>8
+
+Integer arithmetic with one-digit terms and totals. A trace writes the total after every operation, four characters a
+step: where steps are equally long, a small decoder learns to find the next term in half the updates.
+
+A slip is a step with a wrong result near the right one; the trace goes on consistently from the wrong total, and ends
+in a wrong answer. A policy trained on traces with slips knows how to work and makes mistakes at their rate: there
+is something to unlearn. Some traces are interrupted: the phrase cuts the thinking anywhere, and the answer is the total
+so far.
+
+Training and held-out problems are disjoint by construction: a hash of a problem's text says which of the two it is.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+
+FIRST_TOTAL, LAST_TOTAL = 2, 7  # running totals of a problem
+LEAST, MOST = 0, 9  # of a trace, which slips shift: there is room for one slip, and mostly for more
+SLIPS = (-2, -1, 1, 2)  # a slip's result minus the right one
+INTERRUPTED_SHARE = 0.05  # of the traces
+_HELD_OUT_ONE_IN = 8
+_VALIDATION_SEED = 20_251_013  # the held-out problems are the same in every run, whatever its seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    start: int
+    terms: tuple[int, ...]  # signed, none of them 0
+
+    @property
+    def text(self) -> str:
+        return f"{self.start}{''.join(f'{term:+d}' for term in self.terms)}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.start + sum(self.terms))
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a completion's text; the forced interruption phrase is not trained on."""
+
+    text: str
+    trained: bool = True
+
+
+def held_out(problem: Problem) -> bool:
+    """Whether the problem belongs to the validation side."""
+    digest = hashlib.blake2b(problem.text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % _HELD_OUT_ONE_IN == 0
+
+
+def draw(rng: np.random.Generator, *, minimum_terms: int, maximum_terms: int, validation: bool) -> Problem:
+    """A problem of the side asked for; a chain of n terms has n - 1 operations, n uniform in the range."""
+    while True:
+        length = int(rng.integers(minimum_terms, maximum_terms + 1)) - 1
+        start = total = int(rng.integers(FIRST_TOTAL, LAST_TOTAL + 1))
+        terms: list[int] = []
+        while len(terms) < length:
+            term = int(rng.integers(1, LAST_TOTAL - FIRST_TOTAL + 1)) * (1 if rng.random() < 0.5 else -1)
+            if FIRST_TOTAL <= total + term <= LAST_TOTAL:
+                total += term
+                terms.append(term)
+        problem = Problem(start, tuple(terms))
+        if held_out(problem) == validation:
+            return problem
+
+
+def problems(count: int, *, minimum_terms: int, maximum_terms: int, seed: int, validation: bool) -> list[Problem]:
+    """`count` distinct problems. Held-out ones do not depend on `seed`, and are fewer where there are no more.
+
+    Raises ValueError where the range of terms is empty or has too few training problems.
+    """
+    if not 2 <= minimum_terms <= maximum_terms:
+        raise ValueError(
+            f"config.environment.minimum_terms={minimum_terms}, config.environment.maximum_terms={maximum_terms}: "
+            "must be 2 <= minimum_terms <= maximum_terms"
+        )
+    rng = np.random.default_rng([_VALIDATION_SEED, 1] if validation else [seed, 0])
+    found: dict[str, Problem] = {}
+    since = 0  # draws since the last one that was new
+    while len(found) < count:
+        since += 1
+        if since > 100 * len(found) + 10_000:
+            if validation and found:
+                break
+            raise ValueError(
+                f"config.environment: chains of {minimum_terms} to {maximum_terms} terms do not make {count} different "
+                f"{'held-out' if validation else 'training'} problems"
+            )
+        problem = draw(rng, minimum_terms=minimum_terms, maximum_terms=maximum_terms, validation=validation)
+        if problem.text not in found:
+            found[problem.text], since = problem, 0
+    return list(found.values())
+
+
+def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phrase: str = "") -> tuple[Piece, ...]:
+    """A completion: thinking with slips, `</think>`, the answer. With a `phrase`, some are interrupted by it."""
+    total, steps, totals = problem.start, [f"<think>{problem.start}"], [problem.start]
+    for i, term in enumerate(problem.terms):
+        total += term
+        if rng.random() < error_rate:
+            total = _slip(total, problem.terms[i + 1 :], rng)
+        steps.append(f"{term:+d}={total}")
+        totals.append(total)
+    if not phrase or rng.random() >= INTERRUPTED_SHARE:
+        return (Piece(f"{''.join(steps)}</think>{total}"),)
+    # Cut within step `done`, the first that is not whole; the budget of a real interruption ends anywhere too.
+    done = int(rng.integers(1, len(steps)))
+    cut = steps[done][: int(rng.integers(0, len(steps[done])))]
+    return (Piece("".join(steps[:done]) + cut), Piece(phrase, trained=False), Piece(str(totals[done - 1])))
+
+
+def _slip(total: int, rest: tuple[int, ...], rng: np.random.Generator) -> int:
+    """A result near `total` from which the rest of the chain keeps one digit; `total` where there is none."""
+    ahead = np.cumsum((0, *rest))
+    fits = [total + s for s in SLIPS if (total + s + ahead).min() >= LEAST and (total + s + ahead).max() <= MOST]
+    return int(rng.choice(fits)) if fits else total
+
+
+def corpus(*, minimum_terms: int, maximum_terms: int, seed: int, phrase: str) -> Iterator[str]:
+    """Texts for a tokenizer: training problems with their traces, and the phrase often, so that its words are whole."""
+    rng = np.random.default_rng([seed, 2])
+    for _ in range(200):
+        problem = draw(rng, minimum_terms=minimum_terms, maximum_terms=maximum_terms, validation=False)
+        yield problem.text + "".join(piece.text for piece in trace(problem, rng, error_rate=0.0))
+        yield phrase

@@ -1,0 +1,294 @@
+"""The weights in the sync dtype, and what changed in them since the version before, found on the device.
+
+    bits   = uint16 of bfloat16(master)                                        per leaf, layer and shard
+    found  = the first `cap` places where bits != bits of the version before, and the bits that stand there now
+    digest = sum of mix(bits * a(row) + b(column)) mod 2^32                    contract/rollout.proto
+
+Only `found`, the counts and the digests come to the host: nothing is gathered from shard to shard, and no tensor comes
+whole unless more of it changed than `cap` holds, or somebody asks for all of a version (`tensors`). The places are
+those of the shard, in the layout of the parameter tree, which is transposed and stacked relative to Hugging Face's; the
+host maps them to positions in row-major order of the Hugging Face tensor.
+
+How `found` is made without sorting: 32 comparisons make a word; the words' popcounts, summed up, say where in the
+output each word's finds begin; each place of the output then looks up its word, and in the word the bit of its rank.
+
+Memory: one copy of the weights in bfloat16 stays on the device, a second one for the moment of the comparison, and one
+more for each older version that somebody still needs whole. `found` takes 6 bytes for each element of the caps.
+
+bfloat16 only. Multi-host: each process finds what its own shards hold; to send it from there is not built.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from scalerl_jax.contract.decoder_config import DecoderConfig
+from scalerl_jax.contract.tensor_layout import LAYER_ROWS, OTHER_ROWS, Row, layout
+from scalerl_jax.contract.weight_delta import COLUMN_SALT, FINAL, MIX, ROW_SALT, Change, Sparse, WeightDelta, encode
+from scalerl_jax.model.decoder import Params, abstract_params, param_shardings
+
+# A tensor's shard may always find so many, whatever share of it that is.
+SMALLEST_CAP = 64
+# `found` comes to the host in pieces that end at these shares of the cap, and only as many as are not empty.
+PIECES = (0.125, 0.25, 0.5, 1.0)
+
+_ROWS = {**LAYER_ROWS, **OTHER_ROWS}  # leaf -> its row in the table
+_CUTS = PartitionSpec("fsdp", "tensor")  # the mesh axes along which weights are cut
+Leaves = dict[str, Any]  # leaf of the parameter tree -> array
+
+
+class WeightSnapshots:
+    """Makes one version after another. `take` only starts the work on the device, WeightSnapshot brings it down."""
+
+    def __init__(self, decoder: DecoderConfig, mesh: Mesh, *, share: float):
+        """share: of a tensor's shard that may have changed; where it is more, the whole tensor is sent."""
+        self._decoder = decoder
+        self._sent: Leaves | None = None
+        self._step: int | None = None
+        shardings, shapes = _flat(param_shardings(decoder, mesh)), _flat(abstract_params(decoder))
+
+        def compare(params: Params, sent: Leaves) -> dict[str, Leaves]:
+            out = {}
+            for leaf, new in _flat(params).items():
+                spec = shardings[leaf].spec
+                local = functools.partial(_compare, row=_ROWS[leaf], spec=spec, share=share)
+                outputs = {"bits": spec, "digest": _CUTS, "count": _CUTS, "places": _CUTS, "values": _CUTS}
+                mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=outputs, check_vma=False)
+                out[leaf] = mapped(new, sent[leaf])
+            return out
+
+        def nothing() -> Leaves:
+            return {leaf: jnp.zeros(shape.shape, jnp.uint16) for leaf, shape in shapes.items()}
+
+        self._compare = jax.jit(compare)
+        self._nothing = jax.jit(nothing, out_shardings=shardings)
+
+    def take(self, params: Params, step: int) -> "WeightSnapshot":
+        """Version `step`: the parameters (float32, laid out as param_shardings says) as they are sent.
+
+        Steps are taken one after another, each once; returns while the device still computes.
+        """
+        assert self._step is None or step == self._step + 1, f"version {step} after version {self._step}"
+        found = self._compare(params, self._nothing() if self._sent is None else self._sent)
+        base, self._step = self._step, step
+        self._sent = {leaf: finds.pop("bits") for leaf, finds in found.items()}
+        return WeightSnapshot(decoder=self._decoder, base=base, step=step, bits=self._sent, found=found)
+
+
+class WeightSnapshot:
+    """One version. Its methods wait for the device, and may be called on any thread."""
+
+    def __init__(self, *, decoder: DecoderConfig, base: int | None, step: int, bits: Leaves, found: dict[str, Leaves]):
+        self.step, self._base = step, base
+        self._decoder, self._bits, self._found = decoder, bits, found
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """All of them under their Hugging Face names, bfloat16, in host memory of their own."""
+        return {name: self._tensor(name).view(ml_dtypes.bfloat16) for name in layout(self._decoder)}
+
+    def _tensor(self, name: str) -> np.ndarray:
+        """The bits of one tensor, put together from its shards on the host."""
+        tensor = layout(self._decoder)[name]
+        row, layer = tensor.row, _layer(name, tensor.row)
+        out = np.empty(tensor.shape, np.uint16)
+        for shard in self._bits[row.leaf].addressable_shards:
+            if shard.replica_id == 0:
+                block, index = np.asarray(shard.data), shard.index
+                if row.layered:
+                    block, index = block[layer], index[1:]
+                out[index[::-1] if row.transposed else index] = block.T if row.transposed else block
+        return out
+
+    def delta(self) -> WeightDelta:
+        """What changed since the version before; of the first version only the digests. To be called once."""
+        found, self._found = self._found, {}  # its memory is free when this returns
+        tensors: dict[str, Sparse | np.ndarray] = {}
+        digests: dict[str, int] = {}
+        shards = {leaf: list(_shards(self._bits[leaf], finds, _ROWS[leaf])) for leaf, finds in found.items()}
+        for name, tensor in layout(self._decoder).items():
+            row, layer = tensor.row, _layer(name, tensor.row)
+            finds = shards[row.leaf]
+            digests[name] = sum(int(shard.digests[layer]) for shard in finds) & 0xFFFFFFFF
+            if self._base is None:
+                continue
+            if any(shard.counts[layer] > shard.cap for shard in finds):
+                tensors[name] = self._tensor(name)
+            else:
+                tensors[name] = encode(_change(finds, layer, tensor.shape, row.transposed))
+        shapes = {name: tensor.shape for name, tensor in layout(self._decoder).items()}
+        return WeightDelta(self._base, self.step, tensors, digests, shapes)
+
+
+# ------------------------------------------------------------------------------------------------- on the device
+
+
+def _compare(new: jax.Array, old: jax.Array, *, row: Row, spec: PartitionSpec, share: float) -> dict[str, Any]:
+    """One shard of one leaf: new float32, old uint16, both [layers, ...] or, outside of layers, [...].
+
+    Returns bits as old, and with two dimensions of size 1 in front, by which the mesh's shards are told apart:
+    digest, count [layers] uint32; places, values: lists of pieces, [layers, piece] uint32 and uint16.
+    """
+    sizes = new.shape[1:] if row.layered else new.shape
+    cuts = tuple(spec)[1:] if row.layered else tuple(spec)
+    starts = [0 if cut is None else jax.lax.axis_index(cut) * size for cut, size in itertools.zip_longest(cuts, sizes)]
+    # Row and column in the Hugging Face tensor, shaped to spread over the shard.
+    places = [jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(start) for start, size in zip(starts, sizes)]
+    if len(sizes) == 1:
+        of_row, of_column = jnp.zeros(1, jnp.uint32), places[0]
+    elif row.transposed:
+        of_row, of_column = places[1][None, :], places[0][:, None]
+    else:
+        of_row, of_column = places[0][:, None], places[1][None, :]
+    by_row = _final(of_row ^ jnp.uint32(ROW_SALT)) | jnp.uint32(1)
+    by_column = _final(of_column ^ jnp.uint32(COLUMN_SALT))
+    cap = _cap(math.prod(sizes), share)
+
+    pieces = [slice(start, end) for start, end in itertools.pairwise(math.ceil(cap * end) for end in (0.0, *PIECES))]
+
+    # Made once and stored: fused into the sums below, the conversion runs several times for each element.
+    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), jnp.uint16))
+
+    def one(pair: tuple[jax.Array, jax.Array]) -> dict[str, Any]:
+        bits, before = pair
+        x = bits.astype(jnp.uint32) * by_row + by_column
+        x = (x ^ (x >> 16)) * jnp.uint32(MIX)
+        count, where = _first((bits != before).reshape(-1), cap)
+        values = bits.reshape(-1)[where]
+        return {
+            "digest": jnp.sum(x ^ (x >> 15), dtype=jnp.uint32),
+            "count": count,
+            "places": [where[piece] for piece in pieces],
+            "values": [values[piece] for piece in pieces],
+        }
+
+    # One layer after another: what lies between two steps is small, and used again.
+    found = jax.lax.map(one, (bits, old) if row.layered else (bits[None], old[None]))
+    return {"bits": bits, **jax.tree.map(lambda x: x[None, None], found)}
+
+
+def _cap(elements: int, share: float) -> int:
+    return min(elements, max(SMALLEST_CAP, math.ceil(share * elements)))
+
+
+def _first(differs: jax.Array, cap: int) -> tuple[jax.Array, jax.Array]:
+    """How many of differs [elements] are True, and the places of the first `cap` of them, ascending: [cap] uint32.
+
+    Beyond the number of those that are True places are noise, but inside the array.
+    """
+    # Four comparisons, a byte each, are brought together by one product: byte i, times 2^(24 - 7 i), is at bit 24 + i.
+    fours = jnp.pad(differs, (0, -differs.size % 32)).reshape(-1, 4).astype(jnp.uint8)
+    fours = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(fours), jnp.uint32)  # the first is the lowest
+    fours = ((fours * jnp.uint32(0x01020408)) >> 24) & jnp.uint32(15)
+    words = jnp.sum(fours.reshape(-1, 8) << (4 * jnp.arange(8, dtype=jnp.uint32)), axis=1, dtype=jnp.uint32)
+    counts = jax.lax.population_count(words).astype(jnp.int32)
+    # Running sums and maxima by associative_scan: on a CPU it is several times faster than cumsum and cummax.
+    ends = jax.lax.associative_scan(jnp.add, counts)
+    starts = ends - counts
+    # Each place of the output finds its word: the last one that begins at or before it.
+    to = jnp.where(counts > 0, starts, cap)
+    mine = jnp.zeros(cap, jnp.int32).at[to].set(jnp.arange(len(words), dtype=jnp.int32), mode="drop")
+    mine = jax.lax.associative_scan(jnp.maximum, mine)
+    word, rank = words[mine], jnp.arange(cap, dtype=jnp.int32) - starts[mine]
+    # The bit of that rank in the word, by halves.
+    bit = jnp.zeros_like(rank)
+    for width in (16, 8, 4, 2, 1):
+        lower = (word >> bit.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1)
+        below = jax.lax.population_count(lower).astype(jnp.int32)
+        beyond = rank >= below
+        rank, bit = jnp.where(beyond, rank - below, rank), jnp.where(beyond, bit + width, bit)
+    places = jnp.minimum(mine * 32 + bit, differs.size - 1)
+    return ends[-1].astype(jnp.uint32), places.astype(jnp.uint32)
+
+
+def _final(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(FINAL[0])
+    x = (x ^ (x >> 13)) * jnp.uint32(FINAL[1])
+    return x ^ (x >> 16)
+
+
+# --------------------------------------------------------------------------------------------------- on the host
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """What one shard of a leaf found. `start` and `size` without the layers' dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    cap: int
+    digests: np.ndarray  # [layers] uint32
+    counts: np.ndarray  # [layers] uint32; above cap: the places are not all there
+    places: np.ndarray  # [layers, found] uint32, in the flat shard of a layer
+    values: np.ndarray  # [layers, found] uint16
+
+
+def _shards(bits: jax.Array, finds: Leaves, row: Row) -> Iterator[_Shard]:
+    for shard in bits.addressable_shards:
+        if shard.replica_id != 0:
+            continue
+
+        def here(array: jax.Array, device: Any = shard.device) -> np.ndarray:
+            return np.asarray(next(s.data for s in array.addressable_shards if s.device == device))[0, 0]
+
+        counts, cap, got = here(finds["count"]), sum(piece.shape[-1] for piece in finds["places"]), 0
+        wanted = min(int(counts.max()), cap)
+        places, values = [], []
+        for piece, bits_there in zip(finds["places"], finds["values"]):
+            if got >= wanted and places:
+                break
+            places.append(here(piece))
+            values.append(here(bits_there))
+            got += piece.shape[-1]
+        index, size = (shard.index[1:], shard.data.shape[1:]) if row.layered else (shard.index, shard.data.shape)
+        yield _Shard(
+            start=tuple(part.start or 0 for part in index),
+            size=size,
+            cap=cap,
+            digests=here(finds["digest"]),
+            counts=counts,
+            places=np.concatenate(places, axis=1),
+            values=np.concatenate(values, axis=1),
+        )
+
+
+def _change(shards: list[_Shard], layer: int, shape: tuple[int, ...], transposed: bool) -> Change:
+    """What the shards found in one tensor, at positions in row-major order of the Hugging Face tensor."""
+    rows, columns, values = [], [], []
+    # By the first column of each: then, of equal rows, columns ascend, and a stable sort by rows alone is enough.
+    for shard in sorted(shards, key=lambda shard: shard.start[0 if transposed else -1]):
+        found = int(shard.counts[layer])
+        places = shard.places[layer, :found]
+        values.append(shard.values[layer, :found])
+        if len(shape) == 1:
+            rows.append(np.zeros(found, np.uint32))
+            columns.append(places + np.uint32(shard.start[0]))
+            continue
+        first, last = np.divmod(places, np.uint32(shard.size[1]))
+        first += np.uint32(shard.start[0])
+        last += np.uint32(shard.start[1])
+        rows.append(last if transposed else first)
+        columns.append(first if transposed else last)
+    row, column, value = np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
+    if transposed or len(shards) > 1:
+        # NumPy sorts 16 bits by radix.
+        order = np.argsort(row.astype(np.uint16) if shape[0] <= 2**16 else row, kind="stable")
+        row, column, value = row[order], column[order], value[order]
+    return Change(row.astype(np.int64) * shape[-1] + column, value)
+
+
+def _flat(tree: Params) -> Leaves:
+    return {**{leaf: value for leaf, value in tree.items() if leaf != "layers"}, **tree["layers"]}
+
+
+def _layer(name: str, row: Row) -> int:
+    """Of model.layers.N.; 0 outside of layers, where there is one of each."""
+    return int(name.split(".")[2]) if row.layered else 0

@@ -1,0 +1,89 @@
+"""Rows of a run's logs for the page: objects whose columns are what it draws, or one line that names the row."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from scalerl_jax.run.folder import read_rows
+
+Row = dict[str, Any]
+
+_LARGEST = sys.float_info.max
+
+# Columns that are no numbers; all others are, or null, or are not there.
+_MAPPINGS = ("compute", "lags", "pushes", "forecast", "tasks")
+_LISTS = ("groups", "waited_for", "passes")
+_NEEDED = {
+    "metrics.jsonl": ("step", "time"),
+    "evals.jsonl": ("step", "time", "pass_rate", "prompts", "samples", "passes", "seconds"),
+}
+
+
+def log_rows(workdir: str, name: str) -> list[Row]:
+    """Of metrics.jsonl or evals.jsonl; [] without the file. Raises ValueError naming file and row."""
+    path = os.path.join(workdir, name)
+    if not os.path.exists(path):
+        return []
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        if wrong := _fault(row, _NEEDED[name]):
+            raise ValueError(f"{path}: row {number} {wrong}")
+    return rows
+
+
+def _fault(row: Row, needed: Sequence[str]) -> str:
+    """What is wrong with a row; "" if nothing is."""
+    for column in needed:
+        if row.get(column) is None:
+            return f"has no {column!r}"
+    for column, value in row.items():
+        if value is None:
+            if column == "compute":  # a row without the column is one of an older run; its own columns are the ledger's
+                return f"has a {column!r} that is null"
+            continue
+        if column in _MAPPINGS:
+            if not isinstance(value, dict):
+                return f"has a {column!r} that is not an object: {str(value)[:40]}"
+            if column == "tasks" and not all(
+                isinstance(part, dict) and _is_given(part.get("prompts")) and _is_number(part.get("pass_rate"))
+                for part in value.values()
+            ):
+                return "has 'tasks' that do not say their prompts and pass rates in numbers"
+            if column == "compute" and (odd := next((n for n, v in value.items() if not _is_number(v)), None)):
+                return f"has a {column!r} whose {odd!r} is not a number: {str(value[odd])[:40]}"
+        elif column in _LISTS:
+            if not isinstance(value, list):
+                return f"has a {column!r} that is not a list: {str(value)[:40]}"
+            if column == "passes" and (not value or not all(map(_is_given, value))):
+                return f"has {column!r} that are not numbers"
+            if column == "waited_for" and not all(map(_is_wait, value)):
+                return f"has a {column!r} that is not a list of pairs of a name and seconds"
+        elif isinstance(value, list | dict):
+            continue  # of no concern here: what a later version writes down
+        elif column in needed and not _is_number(value):
+            return f"has a {column!r} that is not a number: {str(value)[:40]}"
+        elif isinstance(value, int | float) and not _is_number(value):
+            return f"has a {column!r} that is not finite"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or _is_given(value)
+
+
+def _is_given(value: Any) -> bool:
+    """Compared as it is: an integer may be larger than any float, and NaN is in no range."""
+    return isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST
+
+
+def _is_wait(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_given(value[1])
+
+
+def numbers_only(rows: Sequence[Row], columns: Sequence[str], path: str) -> None:
+    """Raises ValueError naming the first row in which one of these columns is neither a number nor null."""
+    for number, row in enumerate(rows, 1):
+        for column in columns:
+            if not _is_number(row.get(column)):
+                raise ValueError(f"{path}: row {number} has a {column!r} that is not a number: {str(row[column])[:40]}")

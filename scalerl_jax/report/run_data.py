@@ -1,0 +1,83 @@
+"""A run folder as what the page shows of it."""
+
+import json
+import os
+from typing import Any
+
+from scalerl_jax import config_check
+from scalerl_jax.config import Config
+from scalerl_jax.report.health import CHARTS, health
+from scalerl_jax.report.rows import log_rows, numbers_only
+from scalerl_jax.report.samples import PAGE_BYTES, rollouts
+from scalerl_jax.report.score import AXES, score
+from scalerl_jax.report.time_line import running_seconds, time_line, totals
+
+Row = dict[str, Any]
+
+
+def read_settings(workdir: str) -> dict[str, Any]:
+    """The config's leaves by their dotted names; what an older run did not know has its default."""
+    path = os.path.join(workdir, "config.json")
+    try:
+        with open(path, "rb") as file:
+            written = json.load(file)
+    except FileNotFoundError as error:
+        raise ValueError(f"{workdir}: is no run folder: it has no config.json") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(written, dict):
+        raise ValueError(f"{path}: is not an object")
+    settings = config_check.leaves(Config())
+    _enter(settings, written, "")
+    for name, value in settings.items():
+        if wrong := config_check.leaf_fault(name, value):
+            raise ValueError(f"{path}: {wrong[:200]}")
+    return settings
+
+
+def _enter(settings: dict[str, Any], values: dict[str, Any], prefix: str) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _enter(settings, value, f"{prefix}{name}.")
+        else:
+            settings[prefix + name] = value
+
+
+def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
+    """Everything the page shows of one run, one `of` so many that share the room for samples.
+
+    Raises ValueError (one line) where the folder holds no run.
+    """
+    settings = read_settings(workdir)
+    metrics, evals = log_rows(workdir, "metrics.jsonl"), log_rows(workdir, "evals.jsonl")
+    drawn = [*(c for chart in CHARTS for c in chart.columns), "waited_seconds", "update_seconds", "optimizer_step"]
+    numbers_only(metrics, drawn, os.path.join(workdir, "metrics.jsonl"))
+    numbers_only(evals, AXES, os.path.join(workdir, "evals.jsonl"))
+    if not metrics and not evals:
+        raise ValueError(f"{workdir}: holds no run yet: metrics.jsonl and evals.jsonl have no rows")
+    # A warm start's rows tell of a loss and of no rollouts.
+    warm_start = not evals and all("loss" in row and "pass_rate" not in row for row in metrics)
+    if warm_start:
+        metrics = [{**row, "nll": row["loss"]} for row in metrics]
+    defaults = config_check.leaves(Config())
+    # Where things lie on a machine is nobody's business who gets the page.
+    changed = {name: value for name, value in settings.items() if value != defaults.get(name) and not _is_path(name)}
+    return {
+        "name": os.path.basename(os.path.abspath(workdir)),
+        "kind": "warm start" if warm_start else "run",
+        "updates": metrics[-1]["step"] if metrics else 0,
+        "planned": settings["sft.max_steps" if warm_start else "updates"],
+        "optimizer_steps": metrics[-1].get("optimizer_step") if metrics else 0,
+        "seconds": running_seconds((*metrics, *evals)),
+        "starts": len({row.get("incarnation") for row in (*metrics, *evals)}),
+        "config": [[name, json.dumps(value)] for name, value in sorted(changed.items())],
+        "score": score(evals),
+        "health": health(metrics, settings),
+        "time": time_line([] if warm_start else metrics, evals),
+        "totals": totals(metrics, evals),
+        "rollouts": rollouts(workdir, settings, page_bytes=PAGE_BYTES // of),
+    }
+
+
+def _is_path(name: str) -> bool:
+    return name.rpartition(".")[2].endswith(("path", "file"))

@@ -1,0 +1,132 @@
+"""The score of a run: its evaluations, the sigmoid through them, what the first half of the compute said of the end."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.report.numbers import rounded
+from scalerl_jax.run.folder import evaluation_counts
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
+from scalerl_jax.scaling.fit_table import HalfTimeForecast, half_time_forecast
+from scalerl_jax.scaling.trend import RISING
+
+AXES = ("device_hours", "model_flops")  # the fit's two choices of x, as the rows name them
+HALF_TIME_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
+FEWEST_POINTS = 4  # above compute 0; through three points some curve of three parameters always goes
+_LEVEL = 0.95  # of every interval on the page
+_CURVE_POINTS = 128  # what SigmoidFit.band computes at once
+_AHEAD = 2.0  # the curve is drawn up to this many times the compute there is
+_MOST_TASKS = 12  # curves of parts of a mixture; more cannot be told apart
+
+Row = dict[str, Any]
+
+
+def half_time(evals: Sequence[Row], axis: str = "device_hours") -> tuple[HalfTimeForecast | None, str]:
+    """The forecast made at half of the compute, or why there is none ("": the run is too short to ask)."""
+    if len(evals) < HALF_TIME_EVALUATIONS:
+        return None, ""
+    try:
+        forecast = half_time_forecast(
+            [row[axis] for row in evals], [row["pass_rate"] for row in evals], evaluation_counts(evals)
+        )
+    except ValueError as error:  # the run is well, whatever its curve looks like
+        return None, str(error)
+    return forecast, ""
+
+
+def score(evals: Sequence[Row]) -> dict[str, Any]:
+    """What the page shows of the evaluations (N of them, in order); every curve on either axis."""
+    counts = noise.read_counts(evaluation_counts(evals), len(evals)) if evals else None
+    columns: dict[str, Any] = {
+        name: [row.get(name) for row in evals] for name in ("step", "time", "prompts", "samples", "seconds")
+    }
+    columns |= {name: rounded(row.get(name) for row in evals) for name in ("pass_rate", *AXES)}
+    columns["deviation"] = [] if counts is None else rounded(np.sqrt(counts.variance()))  # with the prompts held fixed
+    return {
+        "evaluations": columns,
+        "tasks": tasks(evals),
+        "curves": {axis: curves(evals, axis) for axis in AXES if evals and all(axis in row for row in evals)},
+    }
+
+
+def tasks(evals: Sequence[Row]) -> list[dict[str, Any]]:
+    """The curves of a mixture's parts, the largest first."""
+    prompts: dict[str, int] = {}
+    for row in evals:
+        for name, part in (row.get("tasks") or {}).items():
+            prompts[name] = part["prompts"]
+    kept = sorted(prompts, key=lambda name: -prompts[name])[:_MOST_TASKS]
+    return [
+        {
+            "name": name,
+            "prompts": prompts[name],
+            "pass_rate": rounded(((row.get("tasks") or {}).get(name) or {}).get("pass_rate") for row in evals),
+            "left_out": len(prompts) - len(kept),
+        }
+        for name in kept
+    ]
+
+
+def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
+    """The fit on all evaluations and the one on the first half of the compute, or why they cannot be had."""
+    compute = np.array([row[axis] for row in evals], np.float64)
+    reward = np.array([row["pass_rate"] for row in evals], np.float64)
+    out: dict[str, Any] = {}
+    above = len(np.unique(compute[compute > 0]))
+    if above < FEWEST_POINTS:
+        return {"all": {"why": f"{above} evaluations above compute 0, of at least {FEWEST_POINTS} that a curve needs"}}
+    try:
+        fit = fit_sigmoid(compute, reward, counts=evaluation_counts(evals))
+        rises = fit.trend == RISING
+        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0") if rises else {"why": fit.verdict}
+    except ValueError as error:
+        out["all"] = {"why": str(error)}
+    forecast, why = half_time(evals, axis)
+    if forecast is not None:
+        out["half"] = curve(forecast.fit, compute, "the first half of the compute") | outcome(forecast)
+    elif why:
+        out["half"] = {"why": why}
+    return out
+
+
+def curve(fit: SigmoidFit, compute: np.ndarray, what: str) -> dict[str, Any]:
+    """A fit as numbers to draw and to tell. compute: [N] all there is, in the fit's unit."""
+    most, least = float(compute.max()), float(compute[compute > 0].min())
+    x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
+    x[np.argmin(np.abs(x - most))] = most  # so that drawn and foretold meet at the last evaluation
+    low, high = fit.band(x, level=_LEVEL)
+    # A linear axis begins at 0, which no band is computed for.
+    x, low, high = (np.concatenate([[start], ends]) for start, ends in ((0.0, x), (low[0], low), (high[0], high)))
+    at_double = float(fit.predict(_AHEAD * most))
+    return {
+        "what": what,
+        "points": fit.points,
+        "until": rounded([float(compute[fit.used].max())])[0],
+        "asymptote": rounded([fit.asymptote])[0],
+        "exponent": rounded([fit.exponent])[0],
+        "midpoint": rounded([fit.midpoint])[0],
+        "initial_reward": rounded([fit.initial_reward])[0],
+        "residual": rounded([fit.ssr])[0],
+        "intervals": {name: rounded(ends) for name, ends in fit.intervals.items()},  # 95 %; None: open
+        "identified": fit.identified,
+        "verdict": fit.verdict,
+        "level": _LEVEL,
+        "x": rounded(x),
+        "y": rounded(fit.predict(x)),
+        "low": rounded(low),
+        "high": rounded(high),
+        "double": rounded([_AHEAD * most, at_double, low[-1], high[-1]]),  # compute, score, its band
+    }
+
+
+def outcome(forecast: HalfTimeForecast) -> dict[str, Any]:
+    """The forecast made at half time beside what came."""
+    forecast = forecast.at_level(_LEVEL)
+    return {
+        "forecast": rounded([forecast.forecast_mean, np.mean(forecast.band[0]), np.mean(forecast.band[1])]),
+        "measured": rounded([forecast.measured_mean])[0],
+        "error": rounded([forecast.error])[0],
+        "gain_ahead": rounded([forecast.gain_ahead])[0],
+        "sentence": forecast.sentence(),
+    }

@@ -1,0 +1,115 @@
+"""What a run says at its end: a table, curve.png with the forecast made at half of the compute, completions to read.
+
+The last lines are the forecast beside the outcome, and where the report is. Everything is read from the run folder, so
+the same can be shown again later.
+"""
+
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from scalerl_jax.report.page import write_report
+from scalerl_jax.report.score import half_time
+from scalerl_jax.run.folder import read_rows
+from scalerl_jax.scaling.fit_table import HalfTimeForecast
+from scalerl_jax.system import files
+
+
+def show(workdir: str, console: Console | None = None) -> None:
+    """Prints the table and three completions of the latest sample, and writes curve.png and report.html."""
+    if console is None:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 140  # a log is not folded
+    evals = read_rows(os.path.join(workdir, "evals.jsonl"))
+    metrics = read_rows(os.path.join(workdir, "metrics.jsonl"))
+    forecast, why_not = half_time(evals)
+    console.print(table(evals, metrics, forecast))
+    if why_not:
+        console.print(f"no forecast: {why_not}", markup=False)
+    if forecast is not None:
+        from scalerl_jax.scaling.plot import plot_forecast  # matplotlib, which training does without
+
+        path = os.path.join(workdir, "curve.png")
+        try:
+            plot_forecast(
+                forecast,
+                path,
+                x_label="compute: device-hours of trainer and generators",
+                y_label=f"held-out pass rate, mean@{evals[-1]['samples']}",
+            )
+            console.print(f"curve: {path}", markup=False, soft_wrap=True)
+        except OSError as error:  # the run is done and well without it
+            console.print(f"no curve.png: {files.reason(error)}", markup=False, soft_wrap=True)
+    for sample in last_samples(workdir, 3):
+        console.print(_completion(sample))
+    console.print()
+    if forecast is not None:
+        console.print(forecast.sentence(), soft_wrap=True)
+    try:
+        console.print(f"report: {write_report([workdir])}", markup=False, soft_wrap=True)
+    except (OSError, ValueError) as error:  # the run is done and well without it
+        console.print(f"no report.html: {error}", markup=False, soft_wrap=True)
+
+
+def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: HalfTimeForecast | None) -> Table:
+    out = Table(title="the run", show_header=False, title_justify="left")
+    out.add_column(style="bold")
+    out.add_column()
+    if evals:
+        first, last = evals[0], evals[-1]
+        prompts = f"{last['prompts']} held-out prompts x {last['samples']}"
+        out.add_row("pass rate before", f"{first['pass_rate']:.3f}   ({prompts})")
+        out.add_row("pass rate after", f"{last['pass_rate']:.3f}   (step {last['step']}, {len(evals)} evaluations)")
+    if forecast is not None:
+        low, high = (float(end.mean()) for end in forecast.band)
+        out.add_row(
+            "forecast at half of the compute",
+            f"{forecast.forecast_mean:.3f} for the last quarter (90 %: {low:.3f} to {high:.3f})",
+        )
+        out.add_row("the last quarter", f"{forecast.measured_mean:.3f}: off by {forecast.error:+.3f}")
+        out.add_row("still to gain at half", f"{forecast.gain_ahead:.0%} of the final gain")
+    if metrics:
+        compute = metrics[-1]["compute"]
+        out.add_row("updates", f"{metrics[-1]['step']}, of them {metrics[-1]['optimizer_step']} with a gradient")
+        tokens = f"{compute['sampled_tokens']:,} sampled, {compute['trained_tokens']:,} trained on"
+        out.add_row("tokens", f"{tokens}, {compute['evaluation_tokens']:,} for evaluations")
+        for side in ("trainer", "generator"):
+            busy, idle = compute[f"{side}_busy_hours"], compute[f"{side}_idle_hours"]
+            rest = f"evaluation {compute[f'{side}_evaluation_hours']:.4f}, set-up {compute[f'{side}_setup_hours']:.4f}"
+            out.add_row(f"{side} device-hours", f"busy {busy:.4f}, idle {idle:.4f} ({rest})")
+        lags: dict[int, int] = {}
+        for row in metrics:
+            for lag, count in row["lags"].items():
+                lags[int(lag)] = lags.get(int(lag), 0) + count
+        total = max(1, sum(lags.values()))
+        mean = sum(lag * count for lag, count in lags.items()) / total
+        shares = ", ".join(f"{lag}: {lags[lag] / total:.0%}" for lag in sorted(lags))
+        out.add_row("staleness in updates", f"mean {mean:.2f}, most {max(lags, default=0)}   ({shares})")
+        out.add_row("prompts retired", f"{metrics[-1]['prompts_retired']}")
+        out.add_row("interrupted, truncated", f"{_mean(metrics, 'interrupted'):.1%}, {_mean(metrics, 'truncated'):.1%}")
+    return out
+
+
+def last_samples(workdir: str, count: int) -> list[dict[str, Any]]:
+    """Completions of the latest update that some were written down of."""
+    folder = os.path.join(workdir, "rollouts")
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".jsonl")) if os.path.isdir(folder) else []
+    return read_rows(os.path.join(folder, names[-1]))[:count] if names else []
+
+
+def _completion(sample: dict[str, Any]) -> Text:
+    verdict = "right" if sample["verdict"] else "wrong"
+    text = Text(
+        f"\nstep {sample['step']}, {verdict} (answer {sample['answer']}, {sample['finish_reason']})\n", style="bold"
+    )
+    text.append(sample["prompt"], style="not bold cyan")
+    text.append(sample["completion"], style="not bold")
+    return text
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)

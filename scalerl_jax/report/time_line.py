@@ -1,0 +1,141 @@
+"""Who waited for whom along the run, and what the devices' hours went into.
+
+Between two rows of metrics.jsonl the compute ledger's columns differ by what each side did meanwhile:
+
+    trainer      update | waiting for rollouts | evaluating | set-up | other (publishing, checkpoints, writing)
+    generators   sampling | idle | evaluating | set-up
+
+Waiting is what the trainer's loop measured; `waited_for` names who had the oldest missing group. Idle generators have
+nothing they may sample: the store of untrained groups is full, or the weights they need are not out yet.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scalerl_jax.report.numbers import groups_of, rounded
+
+Row = dict[str, Any]
+
+TRAINER = ("update", "waiting", "evaluation", "setup", "other")
+GENERATORS = ("busy", "idle", "evaluation", "setup")
+_KINDS = ("busy", "idle", "evaluation", "setup")
+_MOST_INTERVALS = 300
+_MOST_NAMES = 8  # of those waited for
+
+
+def hours(row: Row | None) -> dict[str, dict[str, float]]:
+    """Device-hours by role and class, of a row's ledger columns; zeros where there are none."""
+    compute = {} if row is None else row.get("compute", row)
+    return {
+        side: {kind: float(compute.get(f"{side}_{kind}_hours") or 0.0) for kind in _KINDS}
+        for side in ("trainer", "generator")
+    }
+
+
+def totals(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
+    """What the run has cost by its latest row."""
+    latest = max([*metrics[-1:], *evals[-1:]], key=lambda row: row["time"])
+    compute: Mapping[str, Any] = latest.get("compute", latest)
+    names = ("device_hours", "model_flops", "trainer_flops", "generator_flops", "evaluation_flops")
+    tokens = ("trained_tokens", "sampled_tokens", "evaluation_tokens")
+    return {
+        "hours": {side: dict(zip(_KINDS, rounded(parts.values()))) for side, parts in hours(latest).items()},
+        **{name: rounded([compute.get(name)])[0] for name in names},
+        **{name: compute.get(name) for name in tokens},
+    }
+
+
+def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
+    """Intervals in order, neighbours put together where there are many.
+
+    Seconds are since the first one's start, without the pauses between two starts of the run.
+    """
+    if not metrics:
+        return {"intervals": []}
+    # The evaluation of step 0 holds the compute before it and the time after it.
+    first = evals[0] if evals and evals[0]["step"] < metrics[0]["step"] else None
+    begin = first["time"] - first["seconds"] if first else metrics[0]["time"] - measured_seconds(metrics[0])
+    intervals, waited_for = [], dict[str, float]()
+    # Seconds of running: `left_out` is what has passed between two starts so far, which is no time of the run.
+    before, start, left_out = first, begin, 0.0
+    for row in metrics:
+        pause = None
+        if before is not None and before.get("incarnation") != row.get("incarnation"):
+            # When the new trainer started nobody wrote down: of its first update what it measured itself is drawn.
+            began = row["time"] - measured_seconds(row)
+            pause = max(0.0, began - start)
+            left_out += began - start
+            start = began
+        end = max(start, row["time"])
+        intervals.append(interval(before, row, start - begin - left_out, end - begin - left_out, pause))
+        for name, seconds in row.get("waited_for") or []:
+            waited_for[name] = waited_for.get(name, 0.0) + seconds
+        before, start = row, row["time"]
+    # Servers report each second: an update between two of their reports has the shares of the next one, or of the last.
+    for one, neighbour in [*zip(intervals[-2::-1], intervals[:0:-1]), *zip(intervals[1:], intervals)]:
+        if not sum(one["generators"]):
+            one["generators"] = neighbour["generators"]
+    groups = groups_of(len(intervals), _MOST_INTERVALS)
+    names = sorted(waited_for.items(), key=lambda item: -item[1])
+    return {
+        "intervals": [together(intervals[group]) for group in groups],
+        "each": groups[0].stop,
+        "begin": begin,
+        "names": [[name, rounded([seconds])[0]] for name, seconds in names[:_MOST_NAMES]],
+        "other_names": len(names[_MOST_NAMES:]),
+        "other_seconds": rounded([sum(seconds for _, seconds in names[_MOST_NAMES:])])[0],
+        "named": any("waited_for" in row for row in metrics),
+    }
+
+
+def running_seconds(rows: Sequence[Row]) -> float:
+    """From the first row to the last of each start of the run, all starts together."""
+    ends: dict[Any, list[float]] = {}
+    for row in rows:
+        ends.setdefault(row.get("incarnation"), []).append(row["time"])
+    return float(sum(max(times) - min(times) for times in ends.values()))
+
+
+def measured_seconds(row: Row) -> float:
+    """The trainer's own account of a batch: waiting and the update."""
+    return float(row.get("waited_seconds") or 0.0) + float(row.get("update_seconds") or 0.0)
+
+
+def interval(before: Row | None, row: Row, start: float, end: float, pause: float | None) -> dict[str, Any]:
+    """What both sides did between two rows, in device-hours. pause: seconds left out before it, at a new start."""
+    spent, had = hours(row), hours(before)
+    used = {side: {kind: max(0.0, spent[side][kind] - had[side][kind]) for kind in _KINDS} for side in spent}
+    trainer = used["trainer"]
+    waiting = float(row.get("waited_seconds") or 0.0) / max(end - start, 1e-9) * sum(trainer.values())
+    waiting = min(trainer["idle"], waiting)
+    return {
+        "step": row["step"],
+        "start": start,
+        "end": end,
+        "pause": None if pause is None else rounded([pause])[0],
+        "trainer": [trainer["busy"], waiting, trainer["evaluation"], trainer["setup"], trainer["idle"] - waiting],
+        "generators": [used["generator"][kind] for kind in _KINDS],
+        "waited_for": dict(row.get("waited_for") or []),
+    }
+
+
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Neighbouring intervals as one: device-hours become shares of it, and the name most waited for is kept."""
+    trainer, generators = (
+        [sum(column) for column in zip(*(part[side] for part in parts))] for side in ("trainer", "generators")
+    )
+    names: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part["waited_for"].items():
+            names[name] = names.get(name, 0.0) + seconds
+    pauses = [part["pause"] for part in parts if part["pause"] is not None]
+    most = max(names.items(), key=lambda item: item[1], default=None)
+    return {
+        "step": parts[-1]["step"],
+        "start": rounded([parts[0]["start"]])[0],
+        "end": rounded([parts[-1]["end"]])[0],
+        "pause": None if not pauses else rounded([sum(pauses)])[0],
+        "trainer": rounded(value / (sum(trainer) or 1.0) for value in trainer),
+        "generators": rounded(value / (sum(generators) or 1.0) for value in generators),
+        "waited_for": None if most is None else [most[0], rounded([most[1]])[0]],
+    }

@@ -1,0 +1,249 @@
+"""What one server is asked for: a call for each lease, how it goes and how it ends.
+
+Each completion is handed on as it comes; what did not come is handed back when the call ends, however it ends.
+
+    progress    a call may take as long as it likes while its server gets on: completions come, tokens are sampled
+                (the connection looks at that). What bounds one completion is
+
+                    stall_seconds + its budgets and the phrase / slowest_tokens_per_second
+
+                from when it has a slot, and anew with each other completion of its call: one that is later was lost. A
+                server has begun with the oldest completions that it was asked for, as many as it has slots
+    allowance   a server holds as much as it has earned (offences.py), whatever it says it has room for
+    its end     when all completions are there, whatever else the server would send
+
+Lives on the fleet's event loop.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+
+from scalerl_jax.config import FleetConfig
+from scalerl_jax.contract import codec, peer_text
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
+from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers.events import ServerEvents
+from scalerl_jax.rollouts.servers.offences import Record
+from scalerl_jax.rollouts.servers.probe_samples import check_whole, received
+
+_log = logging.getLogger(__name__)
+
+# How gRPC begins what it says of an answer that it would not take in; the server said something else.
+NOT_TAKEN_IN = ("received metadata size exceeds", "CLIENT: ")
+
+
+class Server(Protocol):
+    """What a call needs of the connection that it belongs to."""
+
+    address: str
+    status: pb.StatusReply
+    record: Record
+
+    def reject(self, reason: str) -> None: ...
+
+    def offend(self, kind: str, detail: str = "", *, times: int = 1) -> bool: ...
+
+    def refuse(self, kind: str, detail: str = "", *, tell: bool = False) -> None: ...
+
+    def hurry(self) -> None:
+        """The next status is asked for now."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    book: GroupBuffer
+    task: asyncio.Task
+    asked_at: float  # seconds, time.monotonic()
+    patience: float  # seconds for one completion
+    waits_since: float | None = None  # for its next completion; None: none of them has a slot yet
+
+
+class Calls:
+    """The calls of one server. `validate` raises ValueError on a completion that breaks the contract."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        stub: Stub,
+        config: FleetConfig,
+        requests: Requests,
+        events: ServerEvents,
+        validate: Callable[[codec.Completion, codec.GroupRequest], None],
+        finished: Callable[[], None],
+    ):
+        """finished: called whenever a call has ended."""
+        self._server, self._stub, self._config, self._requests, self._events = server, stub, config, requests, events
+        self._validate, self._finished = validate, finished
+        self._calls: dict[RolloutRequest, _Call] = {}  # the oldest first
+        self._repeats = False  # it has sent a completion twice
+        self.finishes: collections.deque[float] = collections.deque(maxlen=4096)  # times of the last completions
+
+    @property
+    def in_flight(self) -> int:
+        """Completions asked of the server and not yet delivered."""
+        return sum(len(lease.left) for lease in self._calls)
+
+    @property
+    def load(self) -> float:
+        """Completions in flight per slot."""
+        return self.in_flight / max(1, self._server.status.slots)
+
+    def works_on(self, book: GroupBuffer) -> bool:
+        return any(call.book is book for call in self._calls.values())
+
+    def only(self, book: GroupBuffer) -> bool:
+        """Whether all that is asked is of this book."""
+        return all(call.book is book for call in self._calls.values())
+
+    def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
+        """How many completions more to ask of it, and whether a group may be asked for in parts.
+
+        All its slots, and beyond them enough waiting work that no slot stands empty for want of a request: one group,
+        and as much more as it finishes in the time that a completion typically takes, at most a quarter of its slots.
+        So a slow server does not sit on work that others could begin sooner. And no more than it has earned.
+        """
+        slots, queue = self._server.status.slots, self._server.status.queue_capacity
+        more = slots // 4
+        if typical_seconds > 0 and self.finishes:
+            more = min(more, sum(at > now - typical_seconds for at in self.finishes))
+        claimed, earned = slots + min(queue, group_size + more), self._server.record.allowance(group_size)
+        return min(claimed, earned) - self.in_flight, min(queue, earned) < group_size
+
+    def ask(self, book: GroupBuffer, lease: RolloutRequest) -> None:
+        """Asks for the lease's completions; each is handed on as it comes, the rest when the call ends."""
+        task = asyncio.create_task(self._serve(lease))
+        patience = self._requests.maximum_tokens / self._config.slowest_tokens_per_second + self._config.stall_seconds
+        self._calls[lease] = _Call(book, task, time.monotonic(), patience)
+        task.add_done_callback(self._ended)
+
+    def excuse(self, seconds: float, *, now: float) -> None:
+        """So much of the time until now is nobody's: the trainer did not look."""
+        for call in self._calls.values():
+            if call.waits_since is not None:
+                call.waits_since = min(now, call.waits_since + seconds)
+
+    def look(self, now: float) -> None:
+        """Ends the calls that wait too long for their next completion. To be called about once a heartbeat."""
+        ahead = 0
+        for lease, call in list(self._calls.items()):
+            ahead += len(lease.left)
+            if ahead > self._server.status.slots and ahead > len(lease.left):
+                break  # it and those behind it may still be waiting for a slot
+            if call.waits_since is None:
+                call.waits_since = now
+            if now - call.waits_since > call.patience and lease in self._calls:
+                call.task.cancel()
+                self._finish(lease, failed=True)
+                detail = f"{len(lease.left)} of {lease.group.group_id}, none in {now - call.waits_since:.0f} s"
+                self._server.offend("does not finish completions that it was asked for", detail)
+
+    def end(self) -> None:
+        """Every call ends now; what is left of each is handed back."""
+        for call in list(self._calls.values()):
+            if call.task is not asyncio.current_task():
+                call.task.cancel()
+        # Handed back now and not when the tasks end: the fleet looks for somebody else at once.
+        for lease in list(self._calls):
+            self._finish(lease, failed=True)
+        self.finishes.clear()
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._events.fail(error)
+
+    def _finish(self, lease: RolloutRequest, *, failed: bool) -> None:
+        call = self._calls.pop(lease, None)
+        if call is not None:
+            self._events.returned(call.book, lease, failed)
+            self._finished()
+
+    async def _serve(self, lease: RolloutRequest) -> None:
+        request = self._requests.of_lease(lease)
+        call = self._stub.Generate(codec.request_to_proto(request))  # without a deadline: see the module
+        failed = True
+        try:
+            await self._read(call, lease, request)
+        except ValueError as error:
+            if lease in self._calls:
+                self._server.reject(f"server {self._server.address} breaks the contract: {error}")
+        except grpc.aio.AioRpcError as error:
+            if lease in self._calls:
+                failed = self._failed(lease, error)
+        finally:
+            call.cancel()
+            self._finish(lease, failed=failed)
+
+    async def _read(self, call: Any, lease: RolloutRequest, request: codec.GroupRequest) -> None:
+        """Hands out what comes. Raises ValueError where it breaks the contract, AioRpcError as the call does."""
+        arrived, aborted, repeated = set[int](), set[int](), 0
+        async for message in call:
+            completion = received(message)
+            self._validate(completion, request)
+            if lease not in self._calls:  # given up meanwhile
+                return
+            if completion.index in arrived | aborted:
+                repeated += 1
+                self._say_it_repeats(completion)
+                if repeated > len(request.completions):
+                    self._server.offend("sends the same completions again and again", completion.group_id)
+                    return
+                continue
+            if completion.finish_reason == "aborted":
+                aborted.add(completion.index)
+            else:
+                arrived.add(completion.index)
+                now = time.monotonic()
+                entry = self._calls[lease]
+                entry.waits_since = entry.waits_since and now
+                self.finishes.append(now)
+                self._server.record.deliver()
+                self._events.arrived(entry.book, lease, completion, now - entry.asked_at)
+            if len(arrived | aborted) == len(request.completions):
+                break
+        if aborted:
+            self._server.offend("hands completions back unfinished", completion.group_id, times=len(aborted))
+        check_whole(request, arrived | aborted)
+
+    def _say_it_repeats(self, completion: codec.Completion) -> None:
+        if not self._repeats:
+            name = f"completion {peer_text.said(completion.group_id)!r}/{completion.index}"
+            _log.warning("server %s: %s came twice; what comes twice is dropped", self._server.address, name)
+        self._repeats = True
+
+    def _failed(self, lease: RolloutRequest, error: grpc.aio.AioRpcError) -> bool:
+        """Acts on the error that ended a call. False: not the server's failure, it may be asked for the same again."""
+        server, code = self._server, error.code()
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            server.reject(f"server {server.address} cannot serve this run: {said(error)}")
+            return True
+        if (error.details() or "").startswith(NOT_TAKEN_IN):
+            server.offend("answers with more than a message may hold", said(error))
+            return True
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            server.refuse("has no room for what it says it has room for", said(error))
+            return False
+        server.hurry()
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            # It holds another version than we thought; the status will tell.
+            server.refuse("does not sample with the version that it says it holds", said(error))
+            return False
+        # Where it is gone, the status will tell.
+        told_now = code is not grpc.StatusCode.UNAVAILABLE
+        server.refuse("fails at what it is asked for", f"{lease.group.group_id}: {said(error)}", tell=told_now)
+        return True
+
+
+def said(error: grpc.aio.AioRpcError) -> str:
+    """The code and the words that a call ended with."""
+    return peer_text.said(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,64 @@
+"""What the trainer shows its servers, and whom it believes: the files that config.fleet names, read at the start.
+
+The config holds paths alone. What is in the files goes to the connections and nowhere else.
+"""
+
+import ipaddress
+import logging
+
+from scalerl_jax.config import FleetConfig
+from scalerl_jax.contract import security
+
+_log = logging.getLogger(__name__)
+
+_HERE = "config.fleet."
+
+
+def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
+    """Raises ValueError, one line that names the field and the file.
+
+    name: what the servers' certificates carry, where config.fleet.tls_name does not say.
+    """
+    certificate, key, token = b"", b"", ""
+    if config.tls_certificate or config.tls_key:
+        where = (f"{_HERE}tls_certificate", f"{_HERE}tls_key")
+        certificate, key = security.read_pair(config.tls_certificate, config.tls_key, where=where)
+    if config.token_file:
+        token = security.read_token(config.token_file, where=f"{_HERE}token_file")
+    for field in ("tls_key", "token_file"):
+        path = getattr(config, field)
+        if path and (why := security.exposed(path, where=_HERE + field)):
+            _log.warning("%s", why)
+    if not config.tls_authority:
+        for field in ("tls_certificate", "tls_name"):
+            if getattr(config, field):
+                raise ValueError(f"{_HERE}{field}={getattr(config, field)}: goes with {_HERE}tls_authority")
+        return security.Credentials(token=token)
+    authority = security.read_authority(config.tls_authority, where=f"{_HERE}tls_authority")
+    return security.Credentials(authority, certificate, key, token, config.tls_name or name)
+
+
+class Plaintext:
+    """Says once that a token goes over a network where everybody on the way can read it."""
+
+    def __init__(self, shown: security.Credentials):
+        self._worth_saying = bool(shown.token) and not shown.authority
+
+    def dial(self, address: str) -> None:
+        """host:port, before it is dialled."""
+        host = address.rpartition(":")[0].strip("[]")
+        if self._worth_saying and not _is_this_machine(host):
+            self._worth_saying = False
+            _log.warning(
+                "the token is sent to %s in plaintext, for everybody on the way to read: "
+                "%stls_authority would encrypt the connection (and --tls_certificate at the server)",
+                *(host, _HERE),
+            )
+
+
+def _is_this_machine(host: str) -> bool:
+    """By what it is called; a name is not looked up for this."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

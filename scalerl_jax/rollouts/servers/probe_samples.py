@@ -1,0 +1,99 @@
+"""What a candidate samples for the probe: the probe's prompts, in waves that a server of few slots has room for."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from scalerl_jax.contract import codec
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
+
+Sample = tuple[Any, codec.Completion]  # (prompt, completion)
+
+
+async def sample(
+    stub: RolloutStub,
+    requests: Sequence[tuple[Any, codec.GroupRequest]],
+    *,
+    room: int,
+    seconds: float,
+    validate: Callable[[codec.Completion, codec.GroupRequest], None],
+) -> list[Sample]:
+    """The completions of each (prompt, request).
+
+    room: completions the server takes at once. seconds: deadline of each call. Raises grpc.RpcError where a call fails,
+    ValueError where an answer breaks the contract.
+    """
+    samples: list[Sample] = []
+    for wave in _waves(requests, max(1, room)):
+        asked = [asyncio.ensure_future(_ask(stub, *pair, seconds=seconds, validate=validate)) for pair in wave]
+        try:
+            for part in await asyncio.gather(*asked):
+                samples += part
+        finally:
+            # Where one fails, the others are not left to go on behind our back.
+            for call in asked:
+                call.cancel()
+    return samples
+
+
+async def _ask(
+    stub: RolloutStub,
+    prompt: Any,
+    request: codec.GroupRequest,
+    *,
+    seconds: float,
+    validate: Callable[[codec.Completion, codec.GroupRequest], None],
+) -> list[Sample]:
+    got, repeated = dict[int, Sample](), 0
+    call = stub.Generate(codec.request_to_proto(request), timeout=seconds)
+    try:
+        async for message in call:
+            completion = received(message)
+            validate(completion, request)
+            repeated += completion.index in got
+            if repeated > len(request.completions):
+                raise ValueError(f"completion {completion.group_id!r}/{completion.index} came again and again")
+            got[completion.index] = (prompt, completion)
+            if len(got) == len(request.completions):
+                break
+    finally:
+        call.cancel()
+    check_whole(request, got)
+    return list(got.values())
+
+
+def received(message: pb.Completion | None) -> codec.Completion:
+    """Raises ValueError on one that breaks the contract."""
+    if message is None:
+        raise ValueError("a completion that cannot be decoded")
+    return codec.completion_from_proto(message)
+
+
+def check_whole(request: codec.GroupRequest, told: Collection[int]) -> None:
+    """Raises ValueError where a stream that ended well has left out completions; told: the indices that came."""
+    missing = len(request.completions) - len(told)
+    if missing:
+        raise ValueError(f"its answer to {request.group_id!r} ended without {missing} of the completions asked for")
+
+
+def _waves(requests: Sequence[tuple[Any, codec.GroupRequest]], room: int) -> list[list[tuple[Any, codec.GroupRequest]]]:
+    waves: list[list[tuple[Any, codec.GroupRequest]]] = [[]]
+    free = room
+    for prompt, request in requests:
+        for part in _parts(request, room):
+            if len(part.completions) > free:
+                waves.append([])
+                free = room
+            waves[-1].append((prompt, part))
+            free -= len(part.completions)
+    return waves
+
+
+def _parts(request: codec.GroupRequest, most: int) -> list[codec.GroupRequest]:
+    """The request in parts of at most `most` completions."""
+    wanted = request.completions
+    return [
+        dataclasses.replace(request, completions=wanted[at : at + most]) for at in range(0, len(wanted), max(1, most))
+    ]

@@ -1,0 +1,168 @@
+"""What a server's status may say before anybody believes it. Pure: the caller gives the times.
+
+    every number          finite, not negative, below an absurd size
+    counters              of one process (server_id) never fall; busy seconds are part of the seconds it is up
+    up_seconds            grows no more than the clock, since the last status and since the first one in a row
+    busy_seconds          likewise, and what a long step adds at its end
+    tokens                no more of them than the fastest machine makes in that time
+    devices               as when the process was met
+    version               none newer than the newest there is
+
+A process's monotonic clock stands still while its machine sleeps, so its seconds may grow less than ours; ours must
+count our own sleep (`clock`). A server whose machine we have slept beside in another way (our virtual machine was
+paused) is found implausible once: the next status is held against the last one heard, believed or not.
+
+What lies between a status that was dropped, for whatever reason, and the next good one is not booked, nor what a
+process claims to have done before its predecessor on the same address was heard last: `Found.anew` says so.
+"""
+
+import dataclasses
+import math
+import time
+
+from scalerl_jax.contract import rollout_pb2 as pb
+
+MAXIMUM_DEVICES = 4096  # of one server process
+MAXIMUM_PLACES = 2**20  # slots, and places in the queue
+MAXIMUM_SECONDS = 1e9  # thirty years
+MAXIMUM_NAME = 256  # characters of server_id
+CLOCK_SLACK = 2.0  # seconds between two machines' ideas of an interval
+CLOCK_DRIFT = 0.01  # of the interval
+STEP_SECONDS = 120.0  # an engine adds a step's seconds and tokens when the step ends; compiling is part of the first
+SAMPLED_PER_SECOND = 1e7  # tokens per device, sampled and forced; a thousand times a small model's on a fast one
+PREFILL_PER_SECOND = 1e9
+
+_SECONDS = ("up_seconds", "busy_seconds", "pause_seconds")
+_TOKENS = (
+    ("sampled_tokens", SAMPLED_PER_SECOND),
+    ("forced_tokens", SAMPLED_PER_SECOND),
+    ("prefill_tokens", PREFILL_PER_SECOND),
+)
+_COUNTERS = (*_SECONDS, *(name for name, _ in _TOKENS), "versions_applied", "chunks_refused")
+# The seconds of this machine's sleep included, which time.monotonic leaves out on Linux.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def clock() -> float:
+    """Seconds, monotonic, that go on while this machine sleeps."""
+    return time.clock_gettime(_CLOCK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What there is to say of a status."""
+
+    lie: str = ""  # what cannot be; the status is to be dropped. Empty: it is believed
+    anew: bool = False  # book it from here on only: what its counters say of the time before is not known
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heard:
+    status: pb.StatusReply
+    asked_at: float  # clock() when it was asked for; what it says is of this moment at the earliest
+
+
+class StatusCheck:
+    """Of one address."""
+
+    def __init__(self) -> None:
+        self._before: _Heard | None = None  # the last that could be held against another one
+        self._since: _Heard | None = None  # the first of those believed in a row, of the same process
+        self._dropped = False  # a status, since the last good one
+
+    def look(self, status: pb.StatusReply, *, asked_at: float, heard_at: float, newest: int | None = None) -> Found:
+        """Whether to believe a status. asked_at, heard_at: clock() before and after the call.
+
+        newest: version of this trainer that a server can hold at most; None: not known.
+        """
+        lie = _by_itself(status) or _version(status, newest)
+        if lie:
+            self._dropped = True
+            return Found(lie)  # nothing can be held against it
+        before, heard = self._before, _Heard(_copy(status), asked_at)
+        same = before is not None and before.status.server_id == status.server_id
+        if before is not None and self._since is not None and same:
+            lie = _since(before.status, status, heard_at - before.asked_at)
+            lie = lie or _clock(self._since.status, status, heard_at - self._since.asked_at)
+        self._before = heard
+        if lie or not same:
+            self._since = heard
+        if lie:
+            self._dropped = True
+            return Found(lie)
+        dropped, self._dropped = self._dropped, False
+        if same:
+            return Found(anew=dropped)
+        # What a step adds at its end was there before: none is busy for longer than it is up when it is met.
+        most = status.up_seconds + CLOCK_SLACK
+        if before is not None:  # one that was started after the one before it was heard last is not older than that
+            most = min(most, _at_most(heard_at - before.asked_at))
+        return Found(anew=dropped or max(status.up_seconds, status.busy_seconds) > most)
+
+
+def _at_most(seconds: float) -> float:
+    """What another machine's clock may make of an interval of ours."""
+    return seconds * (1 + CLOCK_DRIFT) + CLOCK_SLACK
+
+
+def _by_itself(status: pb.StatusReply) -> str:
+    for name in _SECONDS:
+        value = getattr(status, name)
+        if not math.isfinite(value) or not 0 <= value <= MAXIMUM_SECONDS:
+            return f"{name} is {value:g}"
+    if not 0 < len(status.server_id) <= MAXIMUM_NAME:
+        return f"server_id has {len(status.server_id)} characters"
+    if not 1 <= status.devices <= MAXIMUM_DEVICES:
+        return f"devices is {status.devices}"
+    if not 1 <= status.slots <= MAXIMUM_PLACES or status.queue_capacity > MAXIMUM_PLACES:
+        return f"slots is {status.slots}, queue_capacity {status.queue_capacity}"
+    places = status.slots + status.queue_capacity
+    if status.busy_slots > status.slots or status.busy_slots + status.queued > places:
+        return f"{status.busy_slots} slots are busy and {status.queued} completions wait, of {places} places"
+    up = status.up_seconds + STEP_SECONDS
+    for name in ("busy_seconds", "pause_seconds"):
+        if getattr(status, name) > up:
+            return f"{name} is {getattr(status, name):g}, and it is up for {status.up_seconds:g} s"
+    for name, speed in _TOKENS:
+        if getattr(status, name) > speed * status.devices * up:
+            return f"{name} is {getattr(status, name)} after {status.up_seconds:g} s on {status.devices} devices"
+    return ""
+
+
+def _version(status: pb.StatusReply, newest: int | None) -> str:
+    step = status.version.step
+    if step < 0 or (newest is not None and step > newest):
+        return f"it holds version {step}" + (f", and the newest there is is {newest}" if newest is not None else "")
+    return ""
+
+
+def _since(before: pb.StatusReply, status: pb.StatusReply, elapsed: float) -> str:
+    if status.devices != before.devices:
+        return f"devices is {status.devices}, it was {before.devices}"
+    for name in _COUNTERS:
+        if getattr(status, name) < getattr(before, name):
+            return f"{name} fell from {getattr(before, name):g} to {getattr(status, name):g}"
+    most = _at_most(elapsed)
+    for name in _SECONDS:
+        grown = getattr(status, name) - getattr(before, name)
+        if grown > most + (0 if name == "up_seconds" else STEP_SECONDS):
+            return f"{name} grew by {grown:g} in {elapsed:.1f} s"
+    for name, speed in _TOKENS:
+        grown = getattr(status, name) - getattr(before, name)
+        if grown > speed * status.devices * (most + STEP_SECONDS):
+            return f"{name} grew by {grown} in {elapsed:.1f} s"
+    return ""
+
+
+def _clock(first: pb.StatusReply, status: pb.StatusReply, elapsed: float) -> str:
+    """The slack is for all statuses in a row together: a little too fast at each of them is too fast."""
+    grown = status.up_seconds - first.up_seconds
+    return f"up_seconds grew by {grown:g} in {elapsed:.1f} s" if grown > _at_most(elapsed) else ""
+
+
+def _copy(status: pb.StatusReply) -> pb.StatusReply:
+    """What is compared, without the strings that a server may make as long as it likes."""
+    kept = pb.StatusReply(server_id=status.server_id, devices=status.devices)
+    for name in _COUNTERS:
+        setattr(kept, name, getattr(status, name))
+    return kept

@@ -1,0 +1,99 @@
+"""The deltas of the last versions, within a byte bound: what a server that is a little behind is brought up with.
+
+A server at version a that should be at v gets the deltas a+1 ... v merged into one: for each position the newest
+value. One transfer and one swap, whatever it missed; beyond the bound it gets a dense version.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, WeightDelta, merge
+
+# What travels in a dense version for each element: deltas are of bfloat16 tensors.
+ITEM_BYTES = 2
+
+
+class DeltaCache:
+    """Lives on one event loop; close() ends its thread."""
+
+    def __init__(self, *, limit: int, event: Callable[[dict[str, Any]], None], fail: Callable[[BaseException], None]):
+        """limit: bytes of all deltas kept. event: called on the loop with what each version changed.
+
+        fail: told on the loop where finding a delta fails, which may be long before somebody needs it.
+        """
+        self._limit, self._event, self._fail = limit, event, fail
+        self._deltas: dict[int, asyncio.Task[WeightDelta]] = {}  # by the version that they lead to
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher-deltas")
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def record(self, step: int, find: Callable[[], WeightDelta]) -> None:
+        """`find` brings what version `step` changed to the host; called at once, on a thread of its own."""
+        assert step not in self._deltas
+        task = self._deltas[step] = asyncio.ensure_future(self._find(step, find))
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _find(self, step: int, find: Callable[[], WeightDelta]) -> WeightDelta:
+        def timed() -> tuple[WeightDelta, float]:
+            began = time.monotonic()
+            delta = find()
+            return delta, time.monotonic() - began
+
+        delta, seconds = await asyncio.get_running_loop().run_in_executor(self._worker, timed)
+        assert delta.step == step
+        self._drop_oldest(delta.nbytes)
+        if delta.base is not None:
+            self._event(
+                {
+                    "step": step,
+                    "changed": delta.changed,
+                    "elements": delta.elements,
+                    "whole_tensors": delta.whole,
+                    "delta_bytes": delta.nbytes,
+                    "dense_bytes": delta.elements * ITEM_BYTES,
+                    "encode_seconds": seconds,
+                }
+            )
+        return delta
+
+    def _drop_oldest(self, more: int) -> None:
+        done = {s: task.result() for s, task in self._deltas.items() if task.done() and not task.exception()}
+        used = more + sum(delta.nbytes for delta in done.values())
+        for step in sorted(done):
+            if used <= self._limit:
+                break
+            used -= done[step].nbytes
+            del self._deltas[step]
+
+    async def digests(self, step: int) -> dict[str, int]:
+        """Of the tensors of a version; none where it was not recorded, or is long gone. Raises what finding it did."""
+        task = self._deltas.get(step)
+        return {} if task is None else dict((await asyncio.shield(task)).digests)
+
+    async def between(self, base: int, step: int) -> WeightDelta | None:
+        """One delta from version `base` to `step`; None where there is none that is worth sending.
+
+        Raises what finding them did.
+        """
+        steps = range(base + 1, step + 1)
+        if not steps or any(s not in self._deltas for s in steps):
+            return None
+        deltas = [await asyncio.shield(self._deltas[s]) for s in steps if s in self._deltas]
+        if len(deltas) < len(steps):
+            return None  # dropped meanwhile
+        if deltas[0].base != base or any(a.step != b.base for a, b in itertools.pairwise(deltas)):
+            return None  # the first version of all has no base
+        dense = deltas[0].elements * ITEM_BYTES
+        if max(delta.nbytes for delta in deltas) > MAXIMUM_DELTA_SHARE * dense:
+            return None
+        merged = await asyncio.get_running_loop().run_in_executor(self._worker, merge, deltas)
+        return merged if merged.nbytes <= MAXIMUM_DELTA_SHARE * dense else None

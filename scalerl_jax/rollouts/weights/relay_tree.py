@@ -1,0 +1,226 @@
+"""Who passes a version on to whom, so that one stream out of the trainer feeds a fleet.
+
+    trainer -> s0 -> s1 -> s3 ...      servers that need the same version from the same base at about the same time
+                  -> s2 -> s5 ...      make one tree; each sends on to at most FAN_OUT others
+
+    lead     the root: the trainer streams to it, and hears through it what became of the others
+    follow   waits for that. Lost, or nothing has moved for PATIENCE_SECONDS: it is served by the trainer directly, and
+             is left out of trees for AVOID_SECONDS, since one of the links to it may be broken. Where only the leader
+             went away, the others make another tree
+    directly     by the trainer: also whoever is dialled by what no header may name (contract/addresses.py)
+
+A server is named in the tree by its address and by the server_id that its Status tells: those that pass a version on
+send it to that process alone, and `applied` counts from that process alone. What another one says, or an older server
+that does not say who it is, is as good as nothing: the version is sent directly.
+
+Left out on purpose: knowledge of racks and regions. Addresses are those that the trainer dials; a server that cannot
+reach another one costs that one PATIENCE_SECONDS once in AVOID_SECONDS.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from scalerl_jax.contract import addresses, peer_text
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.rollouts.weights.refusals import FullSyncNeeded, PushRefused
+
+_log = logging.getLogger(__name__)
+
+FAN_OUT = 2
+GATHER_SECONDS = 0.02  # how long the first waits for others
+PATIENCE_SECONDS = 3.0
+AVOID_SECONDS = 20.0
+LEADER_OVER = "the stream that it was to come by is over"
+
+Key = tuple[int | None, int]  # base, step
+
+
+class Tree:
+    """What the leader is asked to pass on, and what became of it."""
+
+    def __init__(self, members: "list[Place]"):
+        """The first of them leads."""
+        self._waiting = {place.address: place for place in members[1:]}
+        self.hops = [_hop(members, child) for child in _children(0, len(members))]
+        self._moved_at = time.monotonic()
+        self.streaming = False  # whoever streams ends it
+
+    def moved(self) -> None:
+        """Something went out, or came back."""
+        self._moved_at = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Nobody waits for the leader's stream any more."""
+        return not self._waiting
+
+    def relayed(self, relayed: pb.WeightReply.Relayed) -> None:
+        self.moved()
+        place, kind = self._waiting.get(relayed.address), relayed.WhichOneof("kind")
+        if place is None or kind is None:
+            return
+        if kind == "staged":
+            place.staged = True
+            return
+        del self._waiting[relayed.address]
+        place.outcome.set_result(relayed)
+
+    def leave(self, place: "Place") -> None:
+        self._waiting.pop(place.address, None)
+
+    def end(self) -> None:
+        """The leader's stream is over: whoever still waits is served in another way."""
+        for place in list(self._waiting.values()):
+            self.relayed(pb.WeightReply.Relayed(address=place.address, lost=LEADER_OVER))
+
+    @property
+    def still_for(self) -> float:
+        """Seconds since something moved."""
+        return time.monotonic() - self._moved_at
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """One server's place in a tree."""
+
+    address: str
+    server_id: str = ""  # as its Status tells; empty: not known, and not looked at
+    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    tree: Tree | None = None  # of a leader
+    of: Tree | None = None  # of a follower
+    staged: bool = False  # all of it has been sent to the server
+    outcome: "asyncio.Future[pb.WeightReply.Relayed]" = dataclasses.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    avoid: bool = False
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    async def wait(self, timeout: float) -> pb.WeightReply.Applied | None:
+        """What a follower hears of itself; None: it did not come this way (avoid: nor will it the next time).
+
+        Raises PushRefused, TimeoutError.
+        """
+        assert self.of is not None
+        while not self.outcome.done():
+            await asyncio.wait({self.outcome}, timeout=min(timeout, PATIENCE_SECONDS) / 10)
+            if not self.staged and self.of.still_for > PATIENCE_SECONDS:
+                break
+            if self.of.still_for > timeout and not self.outcome.done():
+                raise TimeoutError
+        self.of.leave(self)
+        if not self.outcome.done():
+            self._not_this_way(f"nothing moved for {PATIENCE_SECONDS:g} s")
+            return None
+        relayed = self.outcome.result()
+        kind = relayed.WhichOneof("kind")
+        if kind == "applied":
+            if self.server_id and relayed.applied.server_id != self.server_id:
+                self._not_this_way("it was not this server that took it")
+                return None
+            return relayed.applied
+        if kind == "refused":
+            raise PushRefused(relayed.refused)
+        if kind == "full_sync":
+            raise FullSyncNeeded(relayed.full_sync)
+        if relayed.lost != LEADER_OVER:
+            self._not_this_way(relayed.lost)
+        return None
+
+    def _not_this_way(self, why: str) -> None:
+        _log.info(
+            "server %s: a version did not come by other servers (%s), it is sent directly",
+            self.address,
+            peer_text.said(why),
+        )
+        self.avoid = True
+
+
+class Trees:
+    """Gathers the pushes that are alike. Lives on one event loop."""
+
+    def __init__(self, *, fail: Callable[[BaseException], None] | None = None) -> None:
+        """fail: told of a fault of ours that nobody waits for; else the loop logs it."""
+        self._fail = fail
+        self._gathering: dict[Key, list[Place]] = {}
+        self._avoided: dict[str, float] = {}  # address -> until when
+        self._seen: set[str] = set()
+
+    @contextlib.asynccontextmanager
+    async def join(self, key: Key, address: str, server_id: str = "") -> AsyncIterator[Place]:
+        """The server's place; with a tree (one of nobody else, perhaps) where it is to be sent to from here."""
+        place = Place(address, server_id)
+        self._seen.add(address)
+        avoided = self._avoided.get(address, 0.0) > time.monotonic()
+        if len(self._seen) == 1 or avoided or not _may_be_named(place):
+            place.tree = Tree([place])
+            place.ready.set()
+        elif key in self._gathering:
+            self._gathering[key].append(place)
+        else:
+            self._gathering[key] = [place]
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._plant, key)
+        try:
+            await place.ready.wait()
+            yield place
+        except (grpc.RpcError, asyncio.CancelledError):
+            place.avoid = place.avoid or place.tree is not None  # whoever fails as a leader does not lead again at once
+            raise
+        finally:
+            if place.tree is not None and not place.tree.streaming:
+                place.tree.end()
+            if place.of is not None:
+                place.of.leave(place)
+            if key in self._gathering and place in self._gathering[key]:
+                self._gathering[key].remove(place)
+            if place.avoid:
+                self._avoided[address] = time.monotonic() + AVOID_SECONDS
+
+    def _plant(self, key: Key) -> None:
+        try:
+            self._plant_now(key)
+        except Exception as error:
+            if self._fail is None:
+                raise
+            self._fail(error)
+
+    def _plant_now(self, key: Key) -> None:
+        members = self._gathering.pop(key)
+        if not members:
+            return
+        tree = Tree(members)
+        members[0].tree = tree
+        for place in members[1:]:
+            place.of = tree
+        for place in members:
+            place.ready.set()
+
+
+def _may_be_named(place: Place) -> bool:
+    """One name that is none (dns:..., ipv4:..., an interface behind a %) would have the leader refuse the version."""
+    try:
+        addresses.check(pb.Relay(address=place.address, server_id=place.server_id))
+    except ValueError:
+        return False
+    return True
+
+
+def _children(index: int, count: int) -> range:
+    return range(FAN_OUT * index + 1, min(count, FAN_OUT * index + FAN_OUT + 1))
+
+
+def _hop(members: list[Place], index: int) -> pb.Relay:
+    further = [_hop(members, child) for child in _children(index, len(members))]
+    return pb.Relay(address=members[index].address, relays=further, server_id=members[index].server_id)
+
+
+NO_TREE = Tree([])  # of a stream that nobody passes on

@@ -1,0 +1,137 @@
+"""Which fields of the config a run may be continued with other values of: one table.
+
+    FREE    where and how it runs, and what is written down: mesh, rows, servers, checkpoints, ...
+    SAID    what is learned stays the same run's, but rows before and after are not quite comparable: a line says so
+    BOUND   changes what is learned: refused by name, unless --allow=FIELD,... asks for it
+    WARM    the warm start's alone: BOUND in its folder, FREE in that of a run
+
+A field that is listed has that class; else that of its group. `updates` may grow, or shrink to what has been made.
+What changed, and from which step on, is kept in config_history.jsonl; config.json is the config that holds now.
+"""
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from scalerl_jax import config_check
+from scalerl_jax.config import Config
+from scalerl_jax.config_names import ConfigError
+
+FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
+
+# Groups of one kind; a new field in one of them is of that kind.
+GROUPS = {
+    "learner": FREE,  # mesh, packing and chunks: the gradient is the same to rounding
+    "fleet": FREE,
+    "probe": FREE,  # who may sample
+    "checkpoint": FREE,
+    "telemetry": FREE,
+    "sft": WARM,
+    "curriculum": BOUND,
+    "objective": BOUND,
+    "optimizer": BOUND,
+}
+FIELDS = {
+    "seed": BOUND,
+    "updates": FREE,
+    "model.path": BOUND,  # the start, the tokenizer and the decoder; a folder that has only moved is allowed by name
+    "model.compute_dtype": BOUND,
+    "model.sync_dtype": BOUND,
+    "model.head_precision": BOUND,
+    "model.remat": FREE,
+    "environment.name": BOUND,
+    "environment.train_file": BOUND,
+    "environment.validation_file": BOUND,
+    "environment.train_prompts": BOUND,
+    "environment.minimum_terms": BOUND,
+    "environment.maximum_terms": BOUND,
+    "environment.verifier_processes": FREE,
+    "environment.verifier_seconds": BOUND,  # a slow answer is right or wrong by it
+    "rollout.prompts_per_step": BOUND,
+    "rollout.group_size": BOUND,
+    "rollout.temperature": BOUND,
+    "rollout.top_p": BOUND,
+    "rollout.top_k": BOUND,
+    "rollout.max_prompt_tokens": FREE,  # a prompt that is longer ends the start: it is never cut
+    "rollout.thinking_budget_min": BOUND,
+    "rollout.thinking_budget_max": BOUND,
+    "rollout.answer_budget": BOUND,
+    "rollout.interruption_text": BOUND,
+    "rollout.end_of_thinking": BOUND,
+    "pacing.kind": BOUND,
+    "pacing.max_off_policy_steps": BOUND,
+    "pacing.max_buffered_batches": SAID,  # how stale tokens are, below k: as the number of servers is
+    "evaluation.every": FREE,
+    "evaluation.servers": FREE,
+    "evaluation.prompts": SAID,
+    "evaluation.samples": SAID,
+    "sft.checkpoint_every": FREE,
+    "sft.log_every": FREE,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One field that is not what it was."""
+
+    name: str  # without "config."
+    before: Any
+    now: Any
+    kind: str
+
+    def __str__(self) -> str:
+        return f"config.{self.name} is {self.before!r} there and {self.now!r} now"
+
+
+def kind_of(name: str) -> str | None:
+    """The class of a field; None: it is in no class yet."""
+    return FIELDS.get(name) or GROUPS.get(name.partition(".")[0])
+
+
+def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
+    """Every field in which `new` differs from `old` (a config.json's contents), in the order of the config.
+
+    A field that `old` lacks, because it was written before the field existed, counts as the default. Raises ConfigError
+    where `old` has one that is not a field any more, and it was not at a default that could be told.
+    """
+    before = {**config_check.leaves(Config()), **dict(_leaves(old))}
+    after = config_check.leaves(new)
+    for name in before:
+        if name not in after and kind_of(name) != FREE:
+            raise ConfigError(f"config.{name} is {before[name]!r} there and is not a field any more")
+    return [
+        Change(name, before[name], value, kind_of(name) or BOUND)
+        for name, value in after.items()
+        if before[name] != value
+    ]
+
+
+def allowed_fields(names: Collection[str]) -> set[str]:
+    """The fields that --allow names, without "config.". Raises ConfigError where one is no field."""
+    fields = config_check.leaves(Config())
+    found = {name.strip().removeprefix("config.") for name in names} - {""}
+    for name in sorted(found - fields.keys()):
+        raise ConfigError(f"--allow={name}: config has no field {name!r}")
+    return found
+
+
+def refused(found: Sequence[Change], *, allowed: Collection[str], warm_start: bool) -> list[Change]:
+    """Those that need to be allowed by name, and are not. Raises ConfigError where a name allowed is no field."""
+    names = allowed_fields(allowed)
+    kinds = {BOUND, WARM} if warm_start else {BOUND}
+    return [change for change in found if change.kind in kinds and change.name not in names]
+
+
+def history_row(found: Sequence[Change], *, step: int, time: float) -> str:
+    """The line of config_history.jsonl."""
+    changed = {change.name: {"before": change.before, "now": change.now, "kind": change.kind} for change in found}
+    return json.dumps({"step": step, "time": time, "changed": changed}) + "\n"
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

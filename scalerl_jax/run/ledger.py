@@ -1,0 +1,327 @@
+"""The compute ledger: what a run has cost so far, in device-hours and in model FLOPs, whatever was killed on the way.
+
+Every second of the trainer's devices is in exactly one class: busy (an update is computed), idle (it waits), evaluation
+(it waits because every server evaluates) or set-up (before `begin`: loading, compiling, the probe; again after each
+restart). A generator's seconds come from the counters of its status replies, times its devices, in the same classes.
+The x axis of the fit, `device_hours`, is busy and idle of both sides: the row of the evaluation at step 0, which is
+written before `begin`, is at 0 exactly.
+
+Model FLOPs are counted by formula. With N the weights of the matrix products (the head counts, the embedding lookup
+does not; tied, the table counts once), L layers, H heads of size h, and c the positions a token attends to:
+
+    forward = 2 N + 4 L H h c   a token      (c: its position + 1; the sum over a segment of t tokens is t (t + 1) / 2)
+    update  = 3 forward                      (what remat recomputes is the hardware's work, not the model's)
+
+The trainer's segments are counted one by one. Generators report tokens without their positions, so their mean context
+is that of the completions finished so far. Where a new mean makes that estimate smaller, the sum waits until the tokens
+have caught up: no column ever falls.
+
+What is booked is finite and not negative, whatever anybody reports: a status is believed or dropped before it comes
+here (rollouts/plausible.py), and a file that says otherwise is repaired from the run's rows (ledger_repair.py).
+
+Left out on purpose: norms, softmax and the optimizer (well under 1 %), and the probe's scoring.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from scalerl_jax.run import ledger_repair
+from scalerl_jax.system.files import write_whole
+
+_log = logging.getLogger(__name__)
+
+_CLASSES = ("busy", "idle", "evaluation", "setup")
+_TOKENS = ("training", "evaluation", "setup")
+_SLACK_SECONDS = 1.0  # between two machines' ideas of when something began
+_AWAY_SLACK_SECONDS = 60.0  # between two trainers' wall clocks
+_SERVERS_REMEMBERED = 4096  # last counters kept of that many server processes; an older one is met as if new
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """What the FLOPs formula needs of a decoder."""
+
+    matrix_parameters: int  # N above
+    layers: int
+    heads: int
+    head_dim: int
+
+    @staticmethod
+    def decoder(
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+    ) -> "ModelShape":
+        """Of a grouped-query decoder with a SwiGLU MLP."""
+        block = (
+            2 * hidden_size * heads * head_dim
+            + 2 * hidden_size * kv_heads * head_dim
+            + 3 * hidden_size * intermediate_size
+        )
+        return ModelShape(layers * block + vocab_size * hidden_size, layers, heads, head_dim)
+
+    def forward_flops(self, *, tokens: float, context: float) -> float:
+        """Of `tokens` tokens which together attend to `context` positions."""
+        return 2.0 * self.matrix_parameters * tokens + 4.0 * self.layers * self.heads * self.head_dim * context
+
+    def update_flops(self, lengths: Sequence[int]) -> float:
+        """Of one forward and backward pass over segments of these lengths, in tokens."""
+        return 3.0 * self.forward_flops(tokens=sum(lengths), context=sum(t * (t + 1) / 2 for t in lengths))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerCounters:
+    """Of one server process, since its start (StatusReply in rollout.proto)."""
+
+    devices: int
+    up_seconds: float
+    busy_seconds: float
+    sampled_tokens: int
+    forced_tokens: int
+    prefill_tokens: int
+
+
+class Ledger:
+    """Books compute from the trainer's thread and the fleet's; keeps itself in a JSON file, at most `save_seconds` old.
+
+    The clock is monotonic seconds, `wall` unix seconds. What is saved survives a restart of the trainer; the time
+    between two trainers is nobody's. A server process that is known from before is booked on from where it was, but
+    idle only while a trainer was there; one never seen before is booked from its start if it is younger than this
+    trainer, else from first sight.
+    A server that claims more of the time between two trainers than there was is booked from first sight, too.
+
+    Raises ValueError (one line) where the file is broken and the rows beside it do not say what was spent.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        trainer_devices: int,
+        shape: ModelShape,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        save_seconds: float = 1.0,
+    ):
+        self._path = path
+        self._devices = trainer_devices
+        self._shape = shape
+        self._clock, self._wall = clock, wall
+        self._save_seconds = save_seconds
+        self._lock = threading.Lock()
+        self._start = self._mark = self._saved = clock()
+        self._kind = "idle"
+        self._began = False
+        self._met: dict[str, float] = {}  # server -> clock of its latest status in this process
+        self._seconds = {f"{side}_{kind}": 0.0 for side in ("trainer", "generator") for kind in _CLASSES}
+        self._trainer = {"flops": 0.0, "tokens": 0}
+        self._sampled = dict.fromkeys(_TOKENS, 0)  # sampled tokens
+        self._decoded = dict.fromkeys(_TOKENS, 0)  # sampled and forced ones: each passes the model once
+        self._prefilled = dict.fromkeys(_TOKENS, 0)
+        self._estimated = dict.fromkeys(_TOKENS, 0.0)  # the generators' FLOPs
+        # Sums over finished completions: tokens, positions they attended to; prompt tokens, positions of the prefill.
+        self._finished = {kind: [0, 0.0, 0, 0.0] for kind in ("training", "evaluation")}
+        # FLOPs of generators that were spent before the file was repaired, by class.
+        self._recovered = dict.fromkeys(_TOKENS, 0.0)
+        self._servers: dict[str, ServerCounters] = {}
+        self._heard: dict[str, float] = {}  # server -> unix seconds of its latest status
+        if os.path.exists(path):
+            self._load()
+
+    @contextlib.contextmanager
+    def trainer(self, kind: str) -> Iterator[None]:
+        """While inside, the trainer's time is "busy" or "evaluation"; outside it is idle. Nests."""
+        assert kind in ("busy", "evaluation", "idle"), kind
+        with self._lock:
+            self._advance()
+            outer, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._advance()
+                self._kind = outer
+            self._save_if_due()
+
+    def begin(self) -> None:
+        """Training begins: from here on compute counts on the x axis."""
+        with self._lock:
+            self._advance()
+            self._began = True
+
+    def observe(self, server_id: str, counters: ServerCounters, *, evaluating: bool, anew: bool = False) -> None:
+        """Books what a server did since its last status; `evaluating`: it did so for an evaluation.
+
+        anew: what its counters say of the time up to now is not known to be true; it is booked from here on.
+
+        No process is booked for more time than it was up. Call it at each heartbeat, and where a server enters or
+        leaves an evaluation: an interval is in one class.
+        """
+        now = self._clock()
+        with self._lock:
+            before = self._servers.pop(server_id, None)
+            if before is None:
+                younger = counters.up_seconds <= now - self._start + _SLACK_SECONDS
+                before = ServerCounters(counters.devices, 0.0, 0.0, 0, 0, 0) if younger else counters
+            if anew or not self._there_was_time(server_id, before, counters):
+                before = counters
+            # A step's busy seconds come when it ends: what is beyond the time that it was up is busy in the time after.
+            up = max(counters.up_seconds - before.up_seconds, 0.0)
+            busy = min(max(counters.busy_seconds - before.busy_seconds, 0.0), up)
+            self._servers[server_id] = dataclasses.replace(counters, busy_seconds=before.busy_seconds + busy)
+            self._heard[server_id] = self._wall()
+            while len(self._servers) > _SERVERS_REMEMBERED:
+                oldest = next(iter(self._servers))
+                del self._servers[oldest]
+                self._met.pop(oldest, None)
+                self._heard.pop(oldest, None)
+            watched = now - self._met.get(server_id, self._start)
+            self._met[server_id] = now
+
+            idle = min(up - busy, max(watched - busy, 0.0))
+            kind = "evaluation" if evaluating else "training" if self._began else "setup"
+            if kind == "training":
+                self._seconds["generator_busy"] += busy * counters.devices
+                self._seconds["generator_idle"] += idle * counters.devices
+            else:
+                self._seconds[f"generator_{kind}"] += (busy + idle) * counters.devices
+            sampled = max(counters.sampled_tokens - before.sampled_tokens, 0)
+            self._sampled[kind] += sampled
+            self._decoded[kind] += sampled + max(counters.forced_tokens - before.forced_tokens, 0)
+            self._prefilled[kind] += max(counters.prefill_tokens - before.prefill_tokens, 0)
+        self._save_if_due()
+
+    def finished(self, *, prompt_tokens: int, completion_tokens: Sequence[int], evaluation: bool = False) -> None:
+        """A group came home: its lengths give the mean context of generated tokens."""
+        with self._lock:
+            sums = self._finished["evaluation" if evaluation else "training"]
+            for length in completion_tokens:
+                sums[0] += length
+                sums[1] += length * prompt_tokens + length * (length + 1) / 2
+            sums[2] += prompt_tokens
+            sums[3] += prompt_tokens * (prompt_tokens + 1) / 2
+
+    def trained(self, lengths: Sequence[int]) -> None:
+        """An update went over segments (prompt and completion) of these lengths, in tokens."""
+        with self._lock:
+            self._trainer["flops"] += self._shape.update_flops(lengths)
+            self._trainer["tokens"] += sum(lengths)
+
+    def snapshot(self) -> dict[str, float]:
+        """The columns of a metrics or evaluation row, cumulative over all trainers of the run; saved as it is taken.
+
+        device_hours                             trainer + generators, busy + idle: the fit's x
+        {trainer,generator}_{busy,idle}_hours    its four parts
+        {trainer,generator}_evaluation_hours     outside of x
+        {trainer,generator}_setup_hours          outside of x
+        model_flops                              trainer_flops + generator_flops: the fit's other x
+        evaluation_flops, setup_flops            outside of it
+        trained_tokens                           prompt tokens included
+        sampled_tokens, evaluation_tokens        sampled for training and for evaluation; forced ones not included
+        """
+        with self._lock:
+            self._advance()
+            row: dict[str, float] = {"device_hours": 0.0}
+            for side in ("trainer", "generator"):
+                for kind in _CLASSES:
+                    row[f"{side}_{kind}_hours"] = self._seconds[f"{side}_{kind}"] / 3600
+                row["device_hours"] += row[f"{side}_busy_hours"] + row[f"{side}_idle_hours"]
+            flops = {kind: self._generator_flops(kind) for kind in _TOKENS}
+            row["model_flops"] = self._trainer["flops"] + flops["training"]
+            row["trainer_flops"] = self._trainer["flops"]
+            row["generator_flops"] = flops["training"]
+            row["evaluation_flops"] = flops["evaluation"]
+            row["setup_flops"] = flops["setup"]
+            row["trained_tokens"] = self._trainer["tokens"]
+            row["sampled_tokens"] = self._sampled["training"]
+            row["evaluation_tokens"] = self._sampled["evaluation"]
+        self.save()
+        return row
+
+    def save(self) -> None:
+        """Writes the file, whole or not at all."""
+        with self._lock:
+            self._advance()
+            self._saved = self._clock()
+            text = json.dumps(
+                {
+                    "seconds": self._seconds,
+                    "trainer": self._trainer,
+                    "sampled": self._sampled,
+                    "decoded": self._decoded,
+                    "prefilled": self._prefilled,
+                    "estimated": self._estimated,
+                    "finished": self._finished,
+                    "recovered": self._recovered,
+                    "servers": {name: dataclasses.astuple(counters) for name, counters in self._servers.items()},
+                    "heard": self._heard,
+                },
+                allow_nan=False,  # a fault of ours: nothing that is not finite is booked
+            )
+            write_whole(self._path, text, durable=False)  # each second; what is lost with power is in the rows
+
+    def _save_if_due(self) -> None:
+        if self._clock() - self._saved >= self._save_seconds:
+            self.save()
+
+    def _load(self) -> None:
+        repaired = ""
+        try:
+            saved = ledger_repair.read(self._path)
+        except ValueError as error:
+            saved = ledger_repair.recover(self._path, str(error))
+            repaired = saved.pop("said")
+        for mine, name in (
+            (self._seconds, "seconds"),
+            (self._trainer, "trainer"),
+            (self._sampled, "sampled"),
+            (self._decoded, "decoded"),
+            (self._prefilled, "prefilled"),
+            (self._estimated, "estimated"),
+            (self._finished, "finished"),
+            (self._recovered, "recovered"),
+            (self._heard, "heard"),
+        ):
+            mine.update(saved.get(name, {}))
+        self._servers = {name: ServerCounters(*values) for name, values in saved["servers"].items()}
+        if repaired:
+            self.save()  # now: a run may be interrupted minutes before anything is booked
+            _log.warning("%s", repaired)
+
+    def _there_was_time(self, server_id: str, before: ServerCounters, counters: ServerCounters) -> bool:
+        """Whether a process that an earlier trainer knew can have been up for as long as it says since then."""
+        if server_id in self._met or server_id not in self._heard:
+            return True
+        away = max(0.0, self._wall() - self._heard[server_id]) + _AWAY_SLACK_SECONDS
+        return counters.up_seconds - before.up_seconds <= away
+
+    def _advance(self) -> None:
+        """Books the trainer's time up to now."""
+        now = self._clock()
+        kind = "evaluation" if self._kind == "evaluation" else self._kind if self._began else "setup"
+        self._seconds[f"trainer_{kind}"] += (now - self._mark) * self._devices
+        self._mark = now
+
+    def _generator_flops(self, kind: str) -> float:
+        finished = self._finished["evaluation" if kind == "evaluation" else "training"]
+        tokens, context, prompt_tokens, prompt_context = finished
+        attended = 0.0
+        if tokens:
+            attended += self._decoded[kind] * context / tokens
+        if prompt_tokens:
+            attended += self._prefilled[kind] * prompt_context / prompt_tokens
+        flops = self._shape.forward_flops(tokens=self._decoded[kind] + self._prefilled[kind], context=attended)
+        flops += self._recovered[kind]
+        self._estimated[kind] = max(self._estimated[kind], flops)
+        return self._estimated[kind]

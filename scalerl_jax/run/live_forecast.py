@@ -1,0 +1,109 @@
+"""Where a run is heading, computed beside it: after each evaluation the curve so far, and its score at the planned end.
+
+The fit runs on one thread of its own, in float64 on the CPU, and the trainer never waits for it: an evaluation that
+comes while a fit is still running is fitted next, and if several come, the latest. What is done is taken into the next
+row of metrics. A fit that cannot be made is said once, and training goes on.
+
+The planned end is the last update, at the compute that updates have cost so far (the median between evaluations).
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.run.folder import evaluation_counts
+from scalerl_jax.scaling import fit_sigmoid
+from scalerl_jax.scaling.trend import RISING
+
+LEAST_POINTS = 5  # evaluations above compute 0
+_LEVEL = 0.95
+
+Row = Mapping[str, Any]
+
+
+class LiveForecast:
+    """A context manager; `say` gets a line where no forecast can be made. All methods are for the trainer's thread."""
+
+    def __init__(self, *, updates: int, say: Callable[[str], None]):
+        self._updates, self._say = updates, say
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
+        self._running: Future[dict[str, float]] | None = None
+        self._next: Sequence[Row] | None = None
+        self._said: set[str] = set()
+
+    def evaluated(self, rows: Sequence[Row]) -> None:
+        """All rows of evals.jsonl so far; nothing is done before there are enough, or at the run's end."""
+        if sum(row["device_hours"] > 0 for row in rows) < LEAST_POINTS or rows[-1]["step"] >= self._updates:
+            return
+        self._next = rows
+        self._start()
+
+    def take(self) -> dict[str, float] | None:
+        """The forecast that was finished since the last call, None without one."""
+        if self._running is None or not self._running.done():
+            return None
+        done, self._running = self._running, None
+        self._start()
+        error = done.exception()
+        if error is None:
+            return done.result()
+        self._say_once(error)
+        return None
+
+    def close(self) -> None:
+        """Waits for a fit that is running: seconds at most."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "LiveForecast":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._running is None and self._next is not None:
+            rows, self._next = self._next, None
+            try:
+                self._running = self._thread.submit(forecast_of_end, rows, updates=self._updates)
+            except RuntimeError as error:  # the machine has no room for one more thread
+                self._say_once(error)
+
+    def _say_once(self, error: BaseException) -> None:
+        why = " ".join(str(error).split()) or type(error).__name__
+        kind = re.sub(r"[\d.]+", "", why)  # with other figures it is the same thing to say
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(f"no forecast: {why}")
+
+
+def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
+    """The fit of a run's evaluations and its score after `updates`, as numbers for a row of metrics.
+
+    Compute is in device-hours; _low and _high are 95 % intervals of the curve. Raises ValueError where no curve can be
+    fitted.
+    """
+    compute = np.array([row["device_hours"] for row in rows])
+    steps = np.array([row["step"] for row in rows])
+    fit = fit_sigmoid(compute, [row["pass_rate"] for row in rows], counts=evaluation_counts(rows))
+    if fit.trend != RISING:
+        raise ValueError(fit.verdict)
+    each = float(np.median(np.diff(compute) / np.diff(steps)))
+    end = float(compute[-1] + each * (updates - steps[-1]))
+    low, high = fit.band(np.array([end]), level=_LEVEL)
+    lowest, highest = fit.intervals["asymptote"]
+    return {
+        "step": int(steps[-1]),
+        "asymptote": fit.asymptote,
+        "asymptote_low": lowest,
+        "asymptote_high": highest,
+        "exponent": fit.exponent,
+        "midpoint": fit.midpoint,
+        "identified": int(fit.identified),
+        "end_compute": end,
+        "end_score": float(fit.predict(end)),
+        "end_low": float(low[0]),
+        "end_high": float(high[0]),
+    }

@@ -1,0 +1,239 @@
+"""scalerl-compare: which of several runs ends higher, which gets there faster, and what to run next.
+
+    scalerl-compare runs/a runs/b --out=compared                        two run folders of ours
+    scalerl-compare sweep.csv --x=gpu_hours --y=pass_rate --run_column=recipe --burn_in=1500 --fit_until=8000
+        --baseline=ScaleRL --out=compared                               a leave-one-out table
+    scalerl-compare runs/a runs/b --forecast --target=0.6 --budget=16000 --out=compared
+    scalerl-compare runs/a runs/b --budget=16000 --plan_budget=8000 --out=compared
+
+Reads as scalerl-fit does, with its flags, fits every run, and only then writes compare.json, compare.png and
+compare.svg into --out. A first; where no difference is shown, B with one A for all (scaling/compare.py). --forecast:
+compute to a target, score at a budget, gain of a doubling, stop or go on (scaling/forecast.py). --plan_budget: which
+run to extend by how much so that the choice between them is safest (scaling/decide.py).
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from scalerl_jax.cli.entry import UserError, run_with_arguments, user_mistakes
+from scalerl_jax.scaling import decide, posterior, trend
+from scalerl_jax.scaling import forecast as forecast_lib
+from scalerl_jax.scaling.commands import compare_flags as given
+from scalerl_jax.scaling.commands import fit_flags
+from scalerl_jax.scaling.commands import scalerl_fit as fit_command
+from scalerl_jax.scaling.compare import Comparison, Difference, Run, compare
+from scalerl_jax.scaling.compare_json import (
+    VERDICTS,
+    comparison_document,
+    forecast_document,
+    plan_document,
+    run_document,
+)
+from scalerl_jax.scaling.compare_plot import plot_comparison
+from scalerl_jax.scaling.forecast import Estimate, Forecast
+from scalerl_jax.scaling.plot import write_figure
+from scalerl_jax.scaling.points import check_points
+from scalerl_jax.scaling.units import short_number
+from scalerl_jax.system import platforms
+from scalerl_jax.system.files import write_whole
+
+_CURVES = 4000  # drawn for the plan
+_SHOWN = 8  # extensions in the table of the plan
+
+
+def run() -> None:
+    platforms.cpu_only()
+    run_with_arguments(main)
+
+
+def main(paths: Sequence[str]) -> None:
+    console = fit_command.make_console()
+    # ------------------------------------------------------------------ what was asked
+    out = fit_command.check_arguments(paths, "compare")
+    target, grid, seed = fit_flags.TARGET.value, fit_flags.GRID.value, fit_flags.SEED.value
+    if target is not None and not given.FORECAST.value:
+        raise UserError("--target: is asked of a forecast; add --forecast")
+    for flag in (given.BUDGET, given.PLAN_BUDGET):
+        if flag.value is not None and not (math.isfinite(flag.value) and flag.value > 0):
+            raise UserError(f"--{flag.name}={flag.value:g}: must be a compute above 0")
+    if given.BUDGET.value is not None and not given.FORECAST.value and given.PLAN_BUDGET.value is None:
+        raise UserError("--budget: is asked of a forecast or of a plan; add --forecast or --plan_budget")
+
+    # ------------------------------------------------------------------ read, fit, compare
+    said: list[str] = []
+    fitted = fit_command.read_and_fit(paths, said)
+    said += [f"{one.name}: is left out: {one.fit.verdict}" for one in fitted if one.fit.trend != trend.RISING]
+    rising = [one for one in fitted if one.fit.trend == trend.RISING]
+    if not rising:
+        raise UserError("; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted))
+    runs = [Run(one.name, check_points(one.compute, one.reward, **one.window), one.fit) for one in rising]
+    names = [run.name for run in runs]
+    if len(runs) < 2 and not (given.FORECAST.value and given.PLAN_BUDGET.value is None):
+        left_out = "; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted if one not in rising)
+        raise UserError(
+            f"{paths[0]}: holds one run{' that rises' if left_out else ''}, {names[0]!r}; a comparison needs two "
+            f"({left_out or '--run_column tells runs apart'})"
+        )
+    if given.BASELINE.value is not None and given.BASELINE.value not in names:
+        raise UserError(f"--baseline={given.BASELINE.value}: no such run; there are {', '.join(names)}")
+    baseline = 0 if given.BASELINE.value is None else names.index(given.BASELINE.value)
+    with user_mistakes():
+        found = None
+        if len(runs) > 1:
+            found = compare(
+                runs,
+                baseline=baseline,
+                margin=given.MARGIN.value,
+                common_asymptote=given.COMMON.value,
+                grid=grid,
+                seed=seed,
+            )
+        forecasts = [_forecast(run, target) for run in runs] if given.FORECAST.value else []
+        plan = None if given.PLAN_BUDGET.value is None else _plan(runs, given.PLAN_BUDGET.value, seed)
+
+    # ------------------------------------------------------------------ tell
+    label, y_label = fit_command.axis_labels()
+    for line in said:
+        console.print(line, markup=False, soft_wrap=True)
+    if found is not None:
+        console.print(_table(found, label))
+        for pair in found.pairs:
+            console.print(f"{pair.sentence}.", markup=False, soft_wrap=True)
+    if forecasts:
+        console.print(_forecast_table(runs, forecasts, label))
+        for run, forecast in zip(runs, forecasts):
+            console.print(f"{run.name}: {forecast.advice}: {forecast.reason}.", markup=False, soft_wrap=True)
+    if plan is not None:
+        console.print(_plan_table(plan, label))
+        console.print(f"{plan.reason}.", markup=False, soft_wrap=True)
+
+    # ------------------------------------------------------------------ write
+    os.makedirs(out, exist_ok=True)
+    written = []
+    if found is not None:
+        evaluations = {one.name: (one.compute, one.reward) for one in rising}
+        figure = plot_comparison(found, evaluations, x_label=label, y_label=y_label)
+        for ending in ("png", "svg"):
+            written.append(os.path.join(out, f"compare.{ending}"))
+            write_figure(figure, written[-1])
+    path = os.path.join(out, "compare.json")
+    document: dict[str, Any] = {"x": label, "y": y_label, "grid": grid, "runs": [run_document(run) for run in runs]}
+    if found is not None:
+        document |= comparison_document(found)
+    if forecasts:
+        document["forecasts"] = [forecast_document(run, one) for run, one in zip(runs, forecasts)]
+    if plan is not None:
+        document["plan"] = plan_document(plan)
+    write_whole(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    console.print(f"written: {', '.join([*written, path])}", markup=False, soft_wrap=True)
+
+
+def _forecast(run: Run, target: float | None) -> Forecast:
+    try:
+        return forecast_lib.forecast(
+            run.fit, run.reached, target=target, budget=given.BUDGET.value, worth=given.MARGIN.value
+        )
+    except ValueError as error:
+        raise UserError(f"{run.name}: --{error}") from error
+
+
+def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
+    contenders = []
+    for index, run in enumerate(runs):
+        try:
+            curves = posterior.draw_curves(run.points, count=_CURVES, seed=seed + index)
+        except ValueError as error:
+            raise UserError(f"{run.name}: {error}") from error
+        spacing = float(np.median(np.diff(np.unique(run.points.compute))))
+        contenders.append(decide.Contender(run.name, curves, run.reached, spacing, run.seeds))
+    return decide.plan(contenders, budget, at=given.BUDGET.value, margin=given.MARGIN.value, seed=seed)
+
+
+# ---------------------------------------------------------------------- on the terminal
+
+
+def _new_table(title: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold")
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    return table
+
+
+def _ends(interval: tuple[float, float], form: str) -> str:
+    low, high = (f"{end:{form}}" if math.isfinite(end) else "open" for end in interval)
+    return f"\\[{low}, {high}]"  # escaped: rich takes [word] for markup
+
+
+def _table(found: Comparison, label: str) -> Table:
+    common = "" if found.common_asymptote is None else f" with A = {found.common_asymptote:.3f}"
+    title = f"against {escape(found.baseline.name)}; C is {label}; intervals 95 %, margin {found.margin:g}"
+    table = _new_table(title, "A", "difference", "A is", "B", f"B{common}", "difference", "C_mid")
+    for row in found.table:
+        slope = row.slope
+        table.add_row(
+            escape(row.run.name),
+            f"{row.run.fit.asymptote:.3f} {_ends(row.interval_95, '.3f')}",
+            _difference(row.asymptote, 3),
+            VERDICTS[row.verdict],
+            f"{row.run.fit.exponent:.2f}",
+            "" if slope is None else f"{slope.exponent:.2f} {_ends(slope.exponent_95, '.2f')}",
+            _difference(row.exponent, 2),
+            "" if slope is None else short_number(slope.midpoint),
+        )
+    return table
+
+
+def _difference(found: Difference | None, digits: int) -> str:
+    return "" if found is None else f"{found.value:+.{digits}f} {_ends(found.interval_95, f'+.{digits}f')}"
+
+
+def _estimate(found: Estimate | None, form) -> str:
+    if found is None:
+        return ""
+    value, low, high = (form(x) if math.isfinite(x) else "never" for x in (found.value, found.low, found.high))
+    return f"{value} \\[{low}, {high}]"
+
+
+def _forecast_table(runs: Sequence[Run], forecasts: Sequence[Forecast], label: str) -> Table:
+    target, budget = forecasts[0].target, forecasts[0].budget
+    heads = ["reached", "score there", "gain of a doubling"]
+    heads += [] if target is None else [f"{target:g} at"]
+    heads += [] if budget is None else [f"score at {short_number(budget)}"]
+    table = _new_table(f"what more compute will buy; C is {label}; intervals 95 %", *heads, "advice")
+    for run, one in zip(runs, forecasts):
+        cells = [short_number(one.reached), _estimate(one.score, "{:.3f}".format)]
+        cells.append(_estimate(one.doubling, "{:+.3f}".format))
+        cells += [] if target is None else [_estimate(one.to_target, short_number)]
+        cells += [] if budget is None else [_estimate(one.at_budget, "{:.3f}".format)]
+        table.add_row(escape(run.name), *cells, one.advice)
+    return table
+
+
+def _plan_table(plan: decide.Plan, label: str) -> Table:
+    what = "A" if plan.at is None else f"score at {short_number(plan.at)}"
+    title = f"the next experiment: the choice is by {what}, wrong where another is better by more than {plan.margin:g}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in (f"extend by (C is {label})", "compute", "wrong afterwards", "expected shortfall", ""):
+        table.add_column(head, no_wrap=True)
+    table.add_row("nothing", "0", f"{plan.wrong:z.1%}", f"{plan.regret:z.4f}", f"now: {escape(plan.best)}")
+    shown = sorted(plan.extensions, key=lambda one: one.wrong)[:_SHOWN]
+    if plan.recommended is not None and plan.recommended not in shown:
+        shown.append(plan.recommended)
+    for one in sorted(shown, key=lambda one: one.cost):
+        names = ", ".join(f"{escape(name)} {short_number(extra)}" for name, extra in one.extra.items())
+        mark = "<- this" if one is plan.recommended else ""
+        table.add_row(names, short_number(one.cost), f"{one.wrong:z.1%}", f"{one.regret:z.4f}", mark)
+    return table
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,366 @@
+"""scalerl-fit: from files of evaluations to the fitted law, with what it can and cannot tell.
+
+    scalerl-fit runs/a/evals.csv --x=gpu_hours --y=pass_rate --burn_in=1500 --fit_until=half --out=fits/a
+    scalerl-fit runs/a runs/b --out=fits/both                    two run folders of ours: x, y and counts are known
+    scalerl-fit sweep/*/seed*.csv --seeds=folder --x=step --y=acc --r0=fit --out=fits/sweep
+    scalerl-fit trl/checkpoint-500 --y=eval_reward --r0=fit --out=fits/trl        transformers' trainer_state.json
+    scalerl-fit runs/a --watch --out=fits/a                      again whenever an evaluation arrives
+
+Reads every file, fits every run, and only then writes fit.json, fit.png and fit.svg into --out. Anything wrong with the
+input ends it with one line and exit code 2 before a file is written.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl.flags import FLAGS
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from scalerl_jax.cli.entry import UserError, check_out, run_with_arguments, user_mistakes
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, trend, units
+from scalerl_jax.scaling.commands import fit_flags as given
+from scalerl_jax.scaling.commands import watch
+from scalerl_jax.scaling.fit import SEED_MARGIN
+from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
+from scalerl_jax.scaling.units import short_number
+from scalerl_jax.system import platforms
+from scalerl_jax.system.files import write_whole
+
+_PARAMETERS = ("asymptote", "exponent", "midpoint")
+_WIDE = 160  # columns that a table with its intervals beside the values takes
+
+# What fit_sigmoid's messages call its arguments, and the flags that they come from.
+_FLAG_OF = {"initial_reward": "--r0", "burn_in": "--burn_in", "fit_until": "--fit_until", "grid=": "--grid="}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    name: str
+    compute: np.ndarray  # [N] in the unit shown
+    reward: np.ndarray  # [N] accuracy
+    held: np.ndarray  # [N] bool: beyond fit_until
+    seeds: int
+    fit: SigmoidFit
+    window: dict[str, Any]  # what fit_sigmoid was told besides compute and reward: R0, window, counts, seeds
+
+    @property
+    def held_error(self) -> float | None:
+        """Mean of predicted minus measured on the points held out."""
+        if not self.held.any():
+            return None
+        return float(np.mean(self.fit.predict(self.compute[self.held]) - self.reward[self.held]))
+
+
+def run() -> None:
+    import scalerl_jax.scaling.commands.watch_flags  # noqa: F401  here: scalerl-compare imports this module too
+
+    platforms.cpu_only()
+    run_with_arguments(once_or_watching)
+
+
+def once_or_watching(paths: Sequence[str]) -> None:
+    if FLAGS.watch:
+        watch.watch(paths, main, every=FLAGS.watch_every, console=make_console())
+    else:
+        main(paths)
+
+
+def main(paths: Sequence[str]) -> None:
+    console = make_console()
+    out = check_arguments(paths, "fit")
+    said: list[str] = []
+    fitted = read_and_fit(paths, said)
+
+    # ------------------------------------------------------------------ tell
+    label, y_label = axis_labels()
+    for line in said:
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_table(fitted, label, console.width))
+    for result in fitted:
+        console.print(f"{result.name}: {result.fit.verdict}.", markup=False, soft_wrap=True)
+        if given.TARGET.value is not None and result.fit.trend == trend.RISING:
+            console.print(
+                f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.", markup=False, soft_wrap=True
+            )
+    console.print(
+        f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
+        "does not hold it; that of --bootstrap does where there are several seeds.",
+        soft_wrap=True,
+    )
+
+    # ------------------------------------------------------------------ write
+    figure = plot_fits(
+        [Curve(one.name, one.compute, one.reward, one.fit, one.held) for one in fitted], x_label=label, y_label=y_label
+    )
+    text = json.dumps(_document(fitted, label, y_label), indent=2, allow_nan=False)
+    path = os.path.join(out, "fit.json")
+    try:
+        os.makedirs(out, exist_ok=True)
+        for ending in ("png", "svg"):
+            write_figure(figure, os.path.join(out, f"fit.{ending}"))
+        write_whole(path, text + "\n")
+    except OSError as error:
+        raise UserError(f"--out={out}: {error.strerror}") from error
+    console.print(f"written: {', '.join(os.path.join(out, f'fit.{e}') for e in ('json', 'png', 'svg'))}")
+
+
+def make_console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)  # a log is not folded
+    return console
+
+
+def check_arguments(paths: Sequence[str], name: str) -> str:
+    """The folder to write NAME.json, NAME.png and NAME.svg into. Raises UserError where it or the files are missing."""
+    if not paths:
+        raise UserError(f"no files given, for example: scalerl-{name} evals.csv --x=gpu_hours --y=pass_rate --out=fits")
+    if given.OUT.value is None:
+        raise UserError(f"--out: no folder given for {name}.json, {name}.png and {name}.svg")
+    if os.path.exists(given.OUT.value) and not os.path.isdir(given.OUT.value):
+        raise UserError(f"--out={given.OUT.value}: is a file")
+    check_out("--out", given.OUT.value)
+    return given.OUT.value
+
+
+def axis_labels() -> tuple[str, str]:
+    """Of compute and of the score, as the flags name them."""
+    x_name = given.X.value or readers.RUN_FOLDER_X
+    unit = units.conversion(given.X_UNIT.value)[1] if given.X_UNIT.value else ""
+    return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
+
+
+def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
+    """One fit for each run in the files, its seeds together, as the flags say. said: remarks, added to once each.
+
+    Raises UserError.
+    """
+    # ------------------------------------------------------------------ what was asked
+    if (given.PASSES.value is None) != (given.TRIALS.value is None):
+        raise UserError("--passes and --trials go together")
+    initial = _number_or("r0", given.R0.value, "fit")
+    until = _number_or("fit_until", given.FIT_UNTIL.value, "half")
+    with user_mistakes():
+        factor = units.conversion(given.X_UNIT.value)[0] if given.X_UNIT.value else 1.0
+
+    # ------------------------------------------------------------------ read
+    with user_mistakes(tables.InputError):
+        evaluations = readers.read_runs(
+            paths,
+            x=given.X.value,
+            y=given.Y.value,
+            run_column=given.RUN_COLUMN.value,
+            seed_column=given.SEED_COLUMN.value,
+            seeds_by_folder=given.SEEDS.value == "folder",
+            passes_column=given.PASSES.value,
+            trials_column=given.TRIALS.value,
+            duplicates=given.DUPLICATES.value,
+        )
+    said += [remark for one in evaluations for remark in one.remarks if remark not in said]
+    groups = _seeds_together(evaluations)
+
+    # ------------------------------------------------------------------ fit
+    # One scale for all: a run whose rewards never fall below 0 is on that of the run beside it whose rewards do.
+    every = np.concatenate([one.reward for one in evaluations])
+    scale, remark = units.find_scale(every, given.Y_SCALE.value)
+    said += [remark] if remark and remark not in said else []
+    fitted = [_fit(name, members, factor, initial, until, scale) for name, members in groups.items()]
+    said += [
+        f"{one.name}: {one.fit.points} rows are fitted as {one.fit.bins} bins of compute, each as heavy as its rows"
+        for one in fitted
+        if one.fit.bins is not None
+    ]
+    return fitted
+
+
+def _seeds_together(evaluations: list[readers.Evaluations]) -> dict[str, list[readers.Evaluations]]:
+    """The runs by a name that no two of them share, each with its seeds."""
+    groups: dict[tuple[str, ...], list[readers.Evaluations]] = {}
+    for index, one in enumerate(evaluations):
+        place = os.path.dirname(os.path.abspath(one.source))
+        if os.path.basename(one.source) == readers.RUN_FOLDER_FILE:
+            place = os.path.dirname(place)
+        seed_of = ((one.name,) if given.SEED_COLUMN.value else ()) + ((place,) if given.SEEDS.value == "folder" else ())
+        groups.setdefault((one.name, *seed_of) if seed_of else (one.name, str(index)), []).append(one)
+    named: dict[str, list[readers.Evaluations]] = {}
+    names = [key[0] for key in groups]
+    for (name, *_), members in groups.items():
+        apart = f"{name} ({members[0].source})" if names.count(name) > 1 else name
+        again = f"{apart} {len(named) + 1}" if apart in named else apart  # the same file twice
+        named[again] = members
+    return named
+
+
+def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
+    if text is None or text == word:
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        raise UserError(f"--{flag}={text}: must be a number or '{word}'") from None
+    if not math.isfinite(number):
+        raise UserError(f"--{flag}={text}: must be finite")
+    return number
+
+
+def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, until, scale: str) -> Fitted:
+    """Fits one run, its seeds together."""
+    compute = np.concatenate([one.compute for one in members]) * factor
+    raw = np.concatenate([one.reward for one in members])
+    reward = units.to_accuracy(raw, scale)
+    behind = np.cumsum([len(one.compute) for one in members])
+
+    def place_of(row: int) -> str:
+        member = int(np.searchsorted(behind, row, side="right"))
+        return members[member].places[row - int(behind[member]) + len(members[member].compute)]
+
+    outside = (reward < 0) | (reward > 1)
+    if outside.any():
+        row = int(np.argmax(outside))
+        hint = "; --y_scale=percent?" if given.Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
+        ends = {"accuracy": "0 to 1", "reward": "-1 to 1", "percent": "0 to 100"}[scale]
+        raise UserError(f"{place_of(row)}: {scale} {raw[row]:g} is outside its range, {ends}{hint}")
+    counts: Any = None
+    passes = [one.passes for one in members if one.passes is not None]
+    trials = [one.trials for one in members if one.trials is not None]
+    if len(passes) == len(trials) == len(members):
+        width = {part.shape[1] for part in passes}
+        if len(width) > 1:  # seeds evaluated on different prompts
+            passes, trials = ([a.sum(axis=1, keepdims=True) for a in part] for part in (passes, trials))
+        counts = (np.concatenate(passes), np.concatenate(trials))
+    window = {
+        "initial_reward": initial,
+        "burn_in": given.BURN_IN.value,
+        "fit_until": until,
+        "counts": counts,
+        "run": np.repeat(np.arange(len(members)), [len(one.compute) for one in members]),
+    }
+    try:
+        fit = fit_sigmoid(
+            compute,
+            reward,
+            **window,
+            grid=given.GRID.value,
+            bootstrap=given.BOOTSTRAP.value,
+            population=given.PROMPTS.value == "population",
+            seed=given.SEED.value,
+        )
+    except ValueError as error:
+        text = str(error)
+        for argument, flag in _FLAG_OF.items():
+            text = text.replace(argument, flag)
+        named = re.search(r"row (\d+): ", text)
+        if named is None:
+            place = ", ".join(dict.fromkeys(one.source for one in members))
+        else:
+            place, text = place_of(int(named[1])), text.replace(named[0], "")
+        raise UserError(f"{place}: {text}") from error
+    last = compute.max() / 2 if until == "half" else math.inf if until is None else until
+    return Fitted(name, compute, reward, compute > last, len(members), fit, window)
+
+
+def _table(fitted: list[Fitted], label: str, width: int) -> Table:
+    title = f"R0 + (A - R0) / (1 + (C_mid / C)^B), C is {label}; intervals 95 %"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold", min_width=10)
+    for head in ("A", "seeds", "B", "C_mid", "R0", "points", "residual", "identified", "error held out"):
+        table.add_column(head, overflow="fold")
+    # Intervals stand beside the value where there is room, below it where not.
+    between = " " if width >= _WIDE else "\n"
+    forms = ("{:.3f}".format, "{:.2f}".format, short_number)
+    for one in fitted:
+        fit = one.fit
+        error = one.held_error
+        rises = fit.trend == trend.RISING
+        a, b, c = (
+            f"{form(getattr(fit, name))}{between}{_ends(fit.intervals[name], form)}" if rises else fit.trend
+            for name, form in zip(_PARAMETERS, forms)
+        )
+        table.add_row(
+            escape(one.name),
+            a,
+            f"±{SEED_MARGIN:g}" if one.seeds == 1 else f"{one.seeds} here",
+            b,
+            c,
+            f"{fit.initial_reward:.3f}",
+            f"{fit.points}",
+            f"{fit.ssr:.2e}",
+            "yes" if fit.identified else "no",
+            "" if error is None or not rises else f"{error:+.3f} at {int(one.held.sum())}",
+        )
+        if fit.samples is not None and rises:
+            a, b, c = (_ends(fit.bootstrap_interval(name), form) for name, form in zip(_PARAMETERS, forms))
+            table.add_row(f"  {len(fit.samples)} resamples", a, "", b, c)
+    return table
+
+
+def _ends(ends: tuple[float, float], form) -> str:
+    low, high = ends
+    # The bracket is escaped: rich takes [word] for markup.
+    return f"\\[{form(low)}, {form(high) if math.isfinite(high) else 'open'}]"
+
+
+def _reach(fit: SigmoidFit, target: float, label: str) -> str:
+    needed = fit.compute_to_reach(target)
+    if not math.isfinite(needed):
+        return f"the fitted curve never reaches {target:g}"
+    return f"the fitted curve reaches {target:g} at {short_number(needed)} {label}"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
+    fits = []
+    for one in fitted:
+        fit = one.fit
+        rises = fit.trend == trend.RISING  # otherwise the parameters mean nothing, and are null
+        entry = {
+            "run": one.name,
+            "trend": fit.trend,
+            **{name: getattr(fit, name) if rises else None for name in _PARAMETERS},
+            "initial_reward": fit.initial_reward,
+            "intervals_95": {
+                name: [_finite(low), _finite(high)] if rises else None for name, (low, high) in fit.intervals.items()
+            },
+            "ssr": fit.ssr,
+            "points": fit.points,
+            "bins": fit.bins,
+            "seeds": one.seeds,
+            "identified": fit.identified,
+            "compute_to_identify": _finite(fit.compute_to_identify),
+            "verdict": fit.verdict,
+            "held_out": int(one.held.sum()),
+            "held_out_error": one.held_error if rises else None,
+        }
+        if fit.samples is not None and rises:
+            entry["bootstrap_95"] = {name: [_finite(v) for v in fit.bootstrap_interval(name)] for name in _PARAMETERS}
+        if given.TARGET.value is not None and rises:
+            entry["target"] = given.TARGET.value
+            entry["compute_to_target"] = _finite(fit.compute_to_reach(given.TARGET.value))
+        fits.append(entry)
+    return {
+        "x": x_label,
+        "y": y_label,
+        "grid": given.GRID.value,
+        "burn_in": given.BURN_IN.value,
+        "fit_until": _number_or("fit_until", given.FIT_UNTIL.value, "half"),
+        "bootstrap": given.BOOTSTRAP.value,
+        "bootstrap_prompts": given.PROMPTS.value,
+        "seed_margin": SEED_MARGIN,
+        "fits": fits,
+    }
+
+
+if __name__ == "__main__":
+    run()

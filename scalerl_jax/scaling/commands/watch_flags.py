@@ -1,0 +1,8 @@
+"""The flags that scalerl-fit has for watching its files. Apart from what reads them, see cli/command_flags.py."""
+
+from absl import flags
+
+WATCH = flags.DEFINE_bool("watch", False, "Draw again whenever an evaluation arrives, until the run has ended.")
+WATCH_EVERY = flags.DEFINE_float(
+    "watch_every", 5.0, "Seconds between two looks at the files watched.", lower_bound=0.1, upper_bound=3600.0
+)

@@ -1,0 +1,114 @@
+"""--help of every command, and flags, configs and places to write that cannot be."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from scalerl_jax import config as config_lib
+from scalerl_jax import config_check
+from scalerl_jax.cli import command_help, entry
+from scalerl_jax.scaling import units
+from scalerl_jax.scaling.commands import compare_flags, fit_flags
+from scalerl_jax.scaling.fit import SEED_MARGIN
+
+COMMANDS = {
+    "train": "--workdir",
+    "sft": "--workdir",
+    "serve": "--slots",
+    "fit": "--burn_in",
+    "compare": "--baseline",
+    "export": "--dtype",
+    "report": "--out",
+}
+# What it takes long to import, or an install for one command does not have.
+LARGE = "jax numpy scipy flax grpc rich matplotlib orbax"
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as its script starts it; the last line of stdout: which of LARGE it had imported at its end."""
+    start = (
+        f"import json, sys; sys.argv[0] = '/bin/scalerl-{name}'\n"
+        f"from launch.commands import {name}\n"
+        f"try:\n    {name}()\n"
+        f"finally:\n    print(json.dumps([name for name in {LARGE.split()!r} if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
+    return done
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_the_command_is_and_lists_its_flags(name):
+    done = run(name, "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(f"scalerl-{name}: ")
+    assert f"\n  {COMMANDS[name]}: " in done.stdout
+    assert "--only_check_args" not in done.stdout  # absl's own stay under --helpfull
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= command_help.WIDTH
+
+
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_help_lists_every_field_of_the_config(name):
+    text = run(name, "--help").stdout
+    for field in config_check.leaves(config_lib.Config()):
+        assert f"  --config.{field}=" in text
+
+
+def test_every_field_of_the_config_says_what_it_is():
+    said = command_help.comments(config_lib.__name__)
+    for made in vars(config_lib).values():
+        if dataclasses.is_dataclass(made):
+            for field in dataclasses.fields(made):
+                if not dataclasses.is_dataclass(field.default_factory):
+                    assert said[made.__name__, field.name], f"{made.__name__}.{field.name} has no comment"
+
+
+def test_a_module_that_is_started_as_a_script_helps_as_well():
+    done = subprocess.run(
+        [sys.executable, "-m", "scalerl_jax.export", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.startswith("scalerl-export: ") and "\n  --dtype: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "said"),
+    [
+        ("fit", "--bootstrp=3", "bootstrp"),
+        ("fit", "--bootstrap=many", "bootstrap"),
+        ("train", "--workdri=runs", "--config"),
+        ("train", "--config=nowhere.py", "--config=nowhere.py: no such file"),
+        ("sft", "--config=nowhere.py", "--config=nowhere.py: no such file"),
+        ("serve", "--port=many", "port"),
+        ("export", "--dtype=float8", "dtype"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_one_line(name, flag, said):
+    done = run(name, flag)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_a_constant_that_a_flag_needs_is_the_one_that_the_fit_uses():
+    assert fit_flags.SCALES == units.SCALES
+    assert compare_flags.SEED_MARGIN == SEED_MARGIN
+
+
+def test_a_place_that_cannot_be_written_to_is_known_before_the_work_is_done(tmp_path):
+    (tmp_path / "file").write_text("")
+    entry.check_out("--out", str(tmp_path / "a" / "b"))
+    entry.check_out("--out", str(tmp_path / "file"))  # it is written anew
+    assert not (tmp_path / "a").exists()
+    for out in ("file/a", "file/a/b"):
+        with pytest.raises(entry.UserError, match=f"^--out={tmp_path / out}: {tmp_path / 'file'} is not a folder$"):
+            entry.check_out("--out", str(tmp_path / out))
+
+
+def test_a_place_where_nobody_may_write(tmp_path, monkeypatch):
+    """As root everything may be written to, so the system's answer is given here."""
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    with pytest.raises(entry.UserError, match=f"^--out={tmp_path}/a: {tmp_path} cannot be written to$"):
+        entry.check_out("--out", f"{tmp_path}/a")

@@ -1,0 +1,352 @@
+"""The config: what a user writes is what the run gets, and what cannot be is one line that names it."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import typing
+
+import pytest
+
+from scalerl_jax.config import Config
+from scalerl_jax.config_check import check, leaves
+from scalerl_jax.config_io import from_json, load_file, override, parse_argv, to_json
+from scalerl_jax.config_names import ConfigError
+from scalerl_jax.contract.limits import MAXIMUM_CHUNK_BYTES, TEMPERATURES
+from tests.support.paths import ROOT
+
+
+def write(tmp_path, *lines: str) -> str:
+    """A config file whose get_config() has these lines between making the config and returning it."""
+    path = tmp_path / "config.py"
+    body = "".join(f"    {line}\n" for line in lines)
+    path.write_text(
+        f"from scalerl_jax.config import *\ndef get_config():\n    config = Config()\n{body}    return config\n"
+    )
+    return str(path)
+
+
+def refusal(call: typing.Callable[[], object]) -> str:
+    """The message of the ConfigError that `call` raises; one line."""
+    with pytest.raises(ConfigError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- Fields that do not exist --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--config.objectiv.cap=4", "--config.objectiv.cap: config has no field 'objectiv' (it has: seed, updates,"),
+        ("--config.max_steps.cap=4", "--config.max_steps.cap: config.max_steps has no field 'cap' (it has: none)"),
+        ("--config.objective=4", "--config.objective: is a group of fields, not a value"),
+        ("--config.=4", "--config.: config has no field '' (it has: "),
+        (
+            "--config.fleet.completion_seconds=9",
+            "--config.fleet.completion_seconds: config.fleet.completion_seconds was replaced by config.fleet.stall_",
+        ),
+    ],
+)
+def test_an_unknown_field_in_a_flag_is_named(tmp_path, flag, message):
+    assert refusal(lambda: parse_argv([f"--config={write(tmp_path)}", flag])).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("config.objective.capp = 4.0", "config.objective has no field 'capp' (it has: surrogate, cap, "),
+        ("config.fleet.completion_seconds = 9.0", "config.fleet.completion_seconds was replaced by config.fleet.stall"),
+        ("config.objectives = 4.0", "config has no field 'objectives' (it has: seed, updates, "),
+        ("config.objective = OptimizerConfig()", "config.objective=OptimizerConfig("),
+        ("config.objective = 4.0", "config.objective=4.0: is not of type ObjectiveConfig"),
+        ("config.objective = ObjectiveConfig(capp=4.0)", "TypeError: ObjectiveConfig.__init__() got an unexpected"),
+        ("config.objektive.cap = 4.0", "AttributeError: 'Config' object has no attribute 'objektive'"),
+    ],
+)
+def test_an_unknown_field_in_a_file_is_named(tmp_path, line, message):
+    """Assigning to it is no error to Python."""
+    path = write(tmp_path, line)
+    assert refusal(lambda: load_file(path)).startswith(f"--config={path}: {message}")
+
+
+# ---- Values of the wrong type --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--config.objective.max_ratio=five", "--config.objective.max_ratio=five: is not a number of type float"),
+        ("--config.rollout.prompts_per_step=4.5", "--config.rollout.prompts_per_step=4.5: is not a number of type int"),
+        ("--config.rollout.prompts_per_step=", "--config.rollout.prompts_per_step=: is not a number of type int"),
+        ("--config.model.remat=yes", "--config.model.remat=yes: is not true or false"),
+        ("--config.optimizer.learning_rate=nan", "config.optimizer.learning_rate=nan: is not a finite number"),
+        ("--config.optimizer.weight_decay=inf", "config.optimizer.weight_decay=inf: is not a finite number"),
+    ],
+)
+def test_an_ill_typed_flag_is_named(tmp_path, flag, message):
+    assert refusal(lambda: parse_argv([f"--config={write(tmp_path)}", flag])) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("config.objective.max_ratio = '5'", "config.objective.max_ratio='5': is not of type float"),
+        ("config.rollout.prompts_per_step = 4.0", "config.rollout.prompts_per_step=4.0: is not of type int"),
+        ("config.rollout.prompts_per_step = True", "config.rollout.prompts_per_step=True: is not of type int"),
+        ("config.objective.max_ratio = True", "config.objective.max_ratio=True: is not of type float"),
+        ("config.model.remat = 1", "config.model.remat=1: is not of type bool"),
+        ("config.model.path = None", "config.model.path=None: is not of type str"),
+        ("config.objective.max_ratio = float('inf')", "config.objective.max_ratio=inf: is not a finite number"),
+    ],
+)
+def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
+    path = write(tmp_path, line)
+    assert refusal(lambda: load_file(path)) == f"--config={path}: {message}"
+
+
+# ---- Values that cannot be, or do not go together ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("objective.loss=ppo", "config.objective.loss='ppo': is not one of cispo, clip, gspo"),
+        ("pacing.kind=lockstep", "config.pacing.kind='lockstep': is not one of pipeline, phased"),
+        ("objective.max_ratio=0", "config.objective.max_ratio=0.0: must be above 0"),
+        ("rollout.group_size=1", "config.rollout.group_size=1: a group needs at least 2 completions"),
+        (
+            "rollout.thinking_budget_min=9 rollout.thinking_budget_max=8",
+            "config.rollout.thinking_budget_min=9: must be between 0 and",
+        ),
+        ("rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
+        ("rollout.top_p=1.5", "config.rollout.top_p=1.5: must be above 0 and not above 1"),
+        ("rollout.top_p=0", "config.rollout.top_p=0.0: must be above 0 and not above 1"),
+        ("optimizer.beta1=1", "config.optimizer.beta1=1.0: must be from 0 to below 1"),
+        ("optimizer.beta2=-0.1", "config.optimizer.beta2=-0.1: must be from 0 to below 1"),
+        ("sft.error_rate=1.1", "config.sft.error_rate=1.1: must be between 0 and 1"),
+        ("seed=-1", "config.seed=-1: must not be below 0"),
+        ("objective.loss=gspo", "config.objective.loss=gspo: goes with config.objective.aggregation=sample"),
+        ("model.sync_dtype=float32", "config.model.sync_dtype=float32: the trainer computes in bfloat16, so it would"),
+        ("objective.tis_cap=-2", "config.objective.tis_cap=-2.0: must not be below 0"),
+        (
+            "objective.tis_cap=2",
+            "config.objective.tis_cap=2: config.objective.loss=cispo has a cap on the ratio already, "
+            "config.objective.max_ratio=5: lower that",
+        ),
+        ("objective.icepop_low=0.5", "config.objective.icepop_low=0.5: must not be above config.objective.icepop_high"),
+    ],
+)
+def test_values_that_cannot_be_are_named(tmp_path, flags, message):
+    given = [f"--config.{flag}" for flag in flags.split()]
+    assert refusal(lambda: parse_argv([f"--config={write(tmp_path)}", *given])).startswith(message)
+
+
+@pytest.mark.parametrize("name", [name for name, value in leaves(Config()).items() if type(value) in (int, float)])
+def test_no_number_may_be_anything(name, tmp_path):
+    """Far below zero there is no count, size, rate or time: a field that takes it is one that nobody looks at."""
+    said = refusal(lambda: parse_argv([f"--config={write(tmp_path)}", f"--config.{name}=-1000000"]))
+    assert f"config.{name}" in said and "-1000000" in said
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_every_temperature_that_servers_take_may_be_asked_for(temperature, tmp_path):
+    parse_argv([f"--config={write(tmp_path)}", f"--config.rollout.temperature={temperature}"])
+
+
+def test_every_chunk_that_servers_take_may_be_asked_for_and_no_longer_one(tmp_path):
+    flags = [f"--config={write(tmp_path)}", "--config.fleet.chunk_bytes="]
+    for size in (1, MAXIMUM_CHUNK_BYTES):
+        parse_argv([flags[0], f"{flags[1]}{size}"])
+    for size in (0, MAXIMUM_CHUNK_BYTES + 1):
+        said = f"config.fleet.chunk_bytes={size}: must be between 1 and {MAXIMUM_CHUNK_BYTES}"
+        with pytest.raises(ConfigError, match=said):
+            parse_argv([flags[0], f"{flags[1]}{size}"])
+
+
+def test_what_goes_together_is_let_through(tmp_path):
+    given = "objective.loss=gspo objective.aggregation=sample objective.icepop_low=0.5 objective.icepop_high=2"
+    flags = [f"--config.{flag}" for flag in given.split()]
+    config, _ = parse_argv([f"--config={write(tmp_path)}", *flags])
+    assert config.objective.loss == "gspo" and config.objective.icepop_low == 0.5
+    float32 = ["--config.model.compute_dtype=float32", "--config.model.sync_dtype=bfloat16"]
+    assert parse_argv([f"--config={write(tmp_path)}", *float32])[0].model.sync_dtype == "bfloat16"
+
+
+# ---- Files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("gone.py", None, "no such file"),
+        ("config.yaml", "cap: 4", "not a Python file"),
+        ("config.py", "def get_config(:", "SyntaxError: "),
+        ("config.py", "import no_such_module_there", "ModuleNotFoundError: No module named 'no_such_module_there'"),
+        ("config.py", "def get_config(): return int('a')", "ValueError: invalid literal for int()"),
+        ("config.py", "def get_config(): return {}['a']", "KeyError: 'a'"),
+        ("config.py", "open('/absent/file')", "FileNotFoundError: [Errno 2]"),
+        ("config.py", "raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+        ("config.py", "config = 4", "AttributeError: module 'scalerl_config_file' has no attribute 'get_config'"),
+        ("config.py", "def get_config(): return {'cap': 4}", "get_config() returns dict, not a Config"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path, name, text, message):
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    assert refusal(lambda: load_file(str(path))).startswith(f"--config={path}: {message}")
+
+
+def test_no_file_is_given():
+    assert refusal(lambda: parse_argv(["--config.objective.max_ratio=4"])).startswith("--config: no config file given")
+    assert refusal(lambda: parse_argv(["--config"])) == "--config: no value given"
+
+
+# ---- Overrides apply -----------------------------------------------------------------------------------------------
+
+
+def test_overrides_apply_over_the_file_and_the_rest_is_left(tmp_path):
+    path = write(tmp_path, "config.max_steps = 7", "config.objective.max_ratio = 4", "config.seed = 3")
+    argv = ["--workdir=run", "--config", path, "--config.objective.max_ratio=2.5", "-config.model.remat=false",
+            "--config.rollout.interruption_text", "a = b", "--config.rollout.prompts_per_step=1_000", "--servers=a:1",
+            "--configs=no", "x", "--config.optimizer.epsilon=1e-8", "--config.optimizer.epsilon=1e-9"]  # fmt: skip
+    config, rest = parse_argv(argv)
+    assert rest == ["--workdir=run", "--servers=a:1", "--configs=no", "x"]
+    expected = leaves(Config()) | {
+        "updates": 7,
+        "seed": 3,
+        "objective.max_ratio": 2.5,
+        "model.remat": False,
+        "rollout.interruption_text": "a = b",
+        "rollout.prompts_per_step": 1000,
+        "optimizer.epsilon": 1e-9,
+    }
+    assert leaves(config) == expected
+
+
+def changed(value: typing.Any) -> tuple[str, typing.Any]:
+    """(a flag's text, the value it stands for), another than `value`."""
+    if isinstance(value, bool):
+        return str(not value).lower(), not value
+    if isinstance(value, str):
+        return f"{value}x", f"{value}x"
+    return str(value + 1), value + 1
+
+
+@pytest.mark.parametrize("name", leaves(Config()))
+def test_every_leaf_can_be_overridden_and_changes_nothing_else(name):
+    config = Config()
+    text, value = changed(leaves(config)[name])
+    override(config, name, text)
+    assert leaves(config) == leaves(Config()) | {name: value}
+    assert type(leaves(config)[name]) is type(value)
+
+
+def test_two_configs_share_nothing():
+    one, other = Config(), Config()
+    one.objective.max_ratio = 4.0
+    assert other == Config() != one
+
+
+# ---- config.json ---------------------------------------------------------------------------------------------------
+
+
+def test_config_json_round_trips():
+    config = Config(seed=2**62, updates=7)
+    for name, value in leaves(config).items():
+        override(config, name, changed(value)[0])
+    again = from_json(to_json(config))
+    assert again == config and leaves(again) == leaves(config)
+    assert {type(value) for value in leaves(again).values()} == {int, float, str, bool}
+    assert to_json(again) == to_json(config)
+    assert json.loads(to_json(config))["objective"]["cap"] == 6.0
+    assert from_json('{"fleet": {"completion_seconds": 600.0}}') == Config()  # one that an older run had
+    assert from_json("{}") == Config()  # a field that an older run did not have has its default
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"objective": {"capp": 4}}', "config.objective has no field 'capp' (it has: surrogate, cap, "),
+        ('{"objective": 4}', "config.objective=4: is not of type ObjectiveConfig"),
+        ('{"objective": {"cap": "4"}}', "config.objective.max_ratio='4': is not of type float"),
+        ('{"seed": {"cap": 4}}', "config.seed={'cap': 4}: is not of type int"),
+        ('{"seed": 4', "config.json: is not JSON ("),
+        ("[4]", "config=[4]: is not of type Config"),
+    ],
+)
+def test_a_config_json_that_cannot_be_is_named(text, message):
+    assert refusal(lambda: from_json(text)).startswith(message)
+
+
+def test_the_defaults_and_the_files_in_the_tree_are_allowed():
+    check(Config())
+    for name in os.listdir(os.path.join(ROOT, "configs")):
+        if name.endswith(".py"):
+            assert dataclasses.is_dataclass(load_file(os.path.join(ROOT, "configs", name)))
+
+
+# ---- The command ---------------------------------------------------------------------------------------------------
+
+COMMAND = """
+import os
+from absl import flags
+from scalerl_jax import config, entry
+
+def main(values):
+    os.mkdir(flags.FLAGS.workdir)
+    with open(flags.FLAGS.workdir + "/config.json", "w") as file:
+        file.write(config.to_json(values))
+
+flags.DEFINE_string("workdir", None, "Folder.", required=True)
+entry.run_with_config(main)
+"""
+
+
+def command(tmp_path, *argv: str) -> tuple[int, str]:
+    """(exit code, stderr) of a command like scalerl-train, with a main that writes down what it was given."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, f"--workdir={tmp_path / 'run'}", *argv],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "message"),
+    [
+        ("pass", "--config.objective.capp=4", "--config.objective.capp: config.objective has no field 'capp'"),
+        ("config.objective.capp = 4", "--config.seed=1", "--config={}: config.objective has no field 'capp'"),
+        (
+            "config.objective.max_ratio = 'high'",
+            "--config.seed=1",
+            "--config={}: config.objective.max_ratio='high': is not",
+        ),
+        ("pass", "--config.pacing.max_off_policy_steps=0", "config.pacing.max_off_policy_steps=0: must be above 0"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_one_line_and_nothing_is_written(tmp_path, line, flag, message):
+    path = write(tmp_path, line)
+    code, said = command(tmp_path, f"--config={path}", flag)
+    assert code == 2
+    assert said.startswith("error: " + message.format(path)) and said.count("\n") == 1, said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_flag_ends_the_command_and_nothing_is_written(tmp_path):
+    code, said = command(tmp_path, f"--config={write(tmp_path)}", "--confg.objective.max_ratio=4")
+    assert code != 0 and "confg.objective.max_ratio" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_command_was_given_is_what_it_writes_down(tmp_path):
+    path = write(tmp_path, "config.objective.max_ratio = 4")
+    code, said = command(tmp_path, f"--config={path}", "--config.objective.max_ratio=4.5", "--config.max_steps=9")
+    assert (code, said) == (0, "")
+    written = from_json((tmp_path / "run" / "config.json").read_text())
+    assert leaves(written) == leaves(Config()) | {"objective.max_ratio": 4.5, "updates": 9}

@@ -1,0 +1,205 @@
+"""The verifier against answers whose worth is known, and against what may happen to its workers."""
+
+import concurrent.futures
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from scalerl_jax.environments import verifiers
+from scalerl_jax.environments.verifiers import Verifier, VerifierError
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with Verifier(processes=1, seconds=60.0) as made:  # a busy machine takes seconds for what takes milliseconds
+        yield made
+
+
+@pytest.fixture
+def hasty():
+    with Verifier(processes=1, seconds=1.0) as made:
+        assert at_last(made, "</think>1", "1")
+        yield made
+
+
+def at_last(verifier: Verifier, text: str, answer: str) -> bool:
+    """A right answer is found to be right, if not within the second that it is given, then when it is asked again."""
+    end = time.monotonic() + 60
+    while not verifier.judge(text, answer):
+        assert time.monotonic() < end
+    return True
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("<think>3+4=7</think>7", "7", True),
+        ("<think>3+4=7</think>8", "7", False),
+        ("<think>a</think> The answer is -12.", "-12", True),
+        ("<think>a</think> The answer is -12.", "12", False),
+        (r"<think>a</think> So it is \boxed{42}.", "42", True),
+        (r"<think>a</think> \boxed{\frac{1}{2}}", "0.5", True),
+        (r"<think>a</think> $\frac{2}{4}$", r"\frac{1}{2}", True),
+        (r"<think>a</think> 1/3", r"\frac{1}{2}", False),
+        (r"<think>a</think> $x^2 + 2x + 1$", "(x+1)^2", True),
+        ("<think>a</think> 1,000", "1000", True),
+        ("<think>7</think>", "7", False),  # nothing after the thinking
+        ("<think>3+4=7", "7", False),  # the thinking never ends
+        ("7", "7", False),
+        ("<think>7</think>8</think>7", "7", True),  # what follows the last one
+        ("<think>a</think> )(*&^ \\frac{{{", "7", False),
+        ("<think>a</think>" + "(" * 3000, "7", False),
+        ("<think>a</think> ∞ \x00 \ud83d", "7", False),
+        ("<think>a</think>7", "no number", False),  # a reference that is no mathematics: the texts must be equal
+    ],
+)
+def test_known_answers(verifier, text, answer, right):
+    assert verifier.judge(text, answer) is right
+
+
+def test_without_thinking_all_of_the_text_is_the_answer():
+    with Verifier(processes=1, seconds=60.0, end_of_thinking="") as verifier:
+        assert verifier.judge("It is 7.", "7")
+        assert not verifier.judge("  ", "7")
+
+
+def test_an_answer_that_never_ends_is_wrong_and_holds_up_nobody(hasty):
+    hanging = hasty.submit("</think>$9^{9^{9^{9}}}$", "7")
+    after = hasty.submit("</think>\\boxed{11}", "11")
+    assert hanging.result(600) is False
+    assert after.result(600) or at_last(hasty, "</think>\\boxed{11}", "11")
+
+
+def test_an_answer_that_never_ends_is_judged_once(hasty):
+    assert hasty.judge("</think>$8^{9^{9^{9}}}$", "7") is False
+    judged, given_up = hasty.judged, hasty.given_up
+    assert given_up > 0
+    assert hasty.judge("</think>$8^{9^{9^{9}}}$", "7") is False
+    assert (hasty.judged, hasty.given_up) == (judged, given_up)
+
+
+def test_the_limit_counts_the_time_of_the_worker_and_not_the_clock(hasty):
+    """A machine that stands still for longer than the limit does not make a right answer wrong."""
+    process = hasty._workers[0]._running.process
+    os.kill(process.pid, signal.SIGSTOP)
+    asked = hasty.submit("</think>22", "22.0")
+    with pytest.raises(concurrent.futures.TimeoutError):
+        asked.result(4.0)  # the limit is one second
+    os.kill(process.pid, signal.SIGCONT)
+    assert asked.result(600) or at_last(hasty, "</think>22", "22.0")
+    assert hasty._workers[0]._running.process is process
+
+
+def test_a_worker_that_stays_stuck_is_replaced_and_the_question_asked_again():
+    with Verifier(processes=1, seconds=60.0, stuck_seconds=2.0) as verifier:
+        assert at_last(verifier, "</think>1", "1")
+        first = verifier._workers[0]._running.process.pid
+        os.kill(first, signal.SIGSTOP)
+        assert at_last(verifier, "</think>23", "23")
+        assert verifier._workers[0]._running.process.pid != first and verifier.restarts
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)  # and not left behind
+
+
+def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path, monkeypatch):
+    """One step of a computation in C: no Python handler runs before it is over."""
+    program = (
+        "import sys; from scalerl_jax.environments import verify_worker as w; "
+        "w.right = lambda text, answer: text == 'x' and len(str(9 ** 9 ** 9)); sys.set_int_max_str_digits(0); "
+        "sys.argv[1:] = ['--seconds=1']; w.main()"
+    )
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        verifiers.subprocess, "Popen", lambda command, **rest: real([sys.executable, "-c", program], **rest)
+    )
+    with Verifier(processes=1, seconds=1.0, end_of_thinking="") as verifier:
+        assert verifier.judge("x", "7") is False
+        assert verifier.given_up == 1 and verifier.restarts == 0
+        assert verifier.judge("y", "7") is False and verifier.given_up == 1
+
+
+def test_a_worker_that_cannot_be_started_is_said_in_one_line(monkeypatch):
+    with Verifier(processes=1, seconds=60.0) as verifier:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", "/nowhere/python")
+            with pytest.raises(VerifierError, match="the verifier's worker cannot be started") as caught:
+                verifier.submit("</think>1", "1").result(60)
+            assert "/nowhere/python" in str(caught.value) and "\n" not in str(caught.value)
+            patched.setattr(sys, "executable", "/bin/false")
+            with pytest.raises(VerifierError, match="it ended with code 1"):
+                verifier.submit("</think>1", "1").result(60)
+        assert verifier.submit("</think>1", "1").result(600)  # the thread lives
+
+
+def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
+    real, failures = subprocess.Popen, [errno.EAGAIN, errno.ENOMEM]
+
+    def popen(*arguments, **options):
+        if failures:
+            raise OSError(failures[-1], os.strerror(failures.pop()))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(verifiers.subprocess, "Popen", popen)
+    with Verifier(processes=1, seconds=60.0) as verifier:
+        assert verifier.submit("</think>1", "1").result(600)
+        assert not failures
+
+
+def test_any_fault_of_the_thread_reaches_whoever_waits(verifier, monkeypatch):
+    def broken(self, text, answer):
+        raise MemoryError("no room\nat all")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(verifiers._Worker, "ask", broken)
+        with pytest.raises(VerifierError, match=r"^the verifier failed: MemoryError: no room at all$"):
+            verifier.submit("</think>41", "41").result(60)
+    assert verifier.submit("</think>41", "41").result(600)
+
+
+def test_an_answer_larger_than_a_pipe_holds_is_judged_by_its_end(verifier):
+    assert verifier.judge("</think>" + "So on. " * 1_500_000 + "\\boxed{7}", "7")
+    assert not verifier.judge("</think>\\boxed{7}" + " So on." * 1_500_000, "7")
+
+
+def test_the_same_question_is_asked_once_while_it_is_judged(verifier):
+    judged = verifier.judged
+    assert all(f.result(600) for f in [verifier.submit("</think>x+1", "1+x") for _ in range(50)])
+    assert verifier.judged == judged + 1
+
+
+def test_a_killed_worker_is_replaced_and_the_question_asked_again(verifier):
+    assert verifier.judge("</think>31", "31")
+    restarts = verifier.restarts
+    os.kill(verifier._workers[0]._running.process.pid, signal.SIGKILL)
+    assert verifier.judge("</think>32", "32")
+    assert verifier.restarts == restarts + 1
+
+
+def test_many_at_once_each_get_their_own_verdict():
+    with Verifier(processes=2, seconds=60.0, capacity=8) as verifier:
+        futures = [verifier.submit(f"</think>{i % 50}", str(i % 40)) for i in range(400)]
+        assert [f.result(600) for f in futures] == [i % 50 == i % 40 for i in range(400)]
+        assert verifier.judged == 200  # different ones
+
+
+def test_closing_ends_the_workers_and_what_waits():
+    verifier = Verifier(processes=1, seconds=30.0)
+    assert verifier.judge("</think>1", "1")
+    pid = verifier._workers[0]._running.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    asked, waiting = verifier.submit("</think>2", "2"), verifier.submit("</think>3", "3")
+    while not asked.running():
+        time.sleep(0.01)
+    began = time.monotonic()
+    verifier.close()
+    assert time.monotonic() - began < 8
+    assert waiting.cancelled()
+    with pytest.raises(VerifierError, match="closed"):
+        asked.result(1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

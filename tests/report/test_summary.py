@@ -1,0 +1,169 @@
+"""The last page of a run, from run folders written the way the trainer writes them."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from scalerl_jax.config import Config
+from scalerl_jax.report import summary
+from scalerl_jax.run.folder import RolloutSample, RunFolder
+
+HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
+
+
+def compute(step, *, first_hours=0.0):
+    """The ledger's columns after `step` updates: a quarter of device_hours each, and what is outside of it."""
+    hours = 0.01 * step + (first_hours if step else 0.0)
+    row = {"device_hours": hours, **{f"{name}_hours": hours / 4 for name in HOURS}}
+    for side in ("trainer", "generator"):
+        row |= {f"{side}_evaluation_hours": 0.003 * step, f"{side}_setup_hours": 0.02}
+    return row | {"sampled_tokens": 2000 * step, "trained_tokens": 1500 * step, "evaluation_tokens": 1234}
+
+
+def sample(step, group, *, verdict, completion):
+    return RolloutSample(
+        group=group,
+        index=0,
+        prompt=f"[bold]{group}+1=\n",
+        answer=str(group + 1),
+        completion=completion,
+        token_ids=[5],
+        logprobs=[-0.5],
+        versions=[(step - 1, 0, 1)],
+        forced=[],
+        verdict=verdict,
+        reward=1.0 if verdict else -1.0,
+        finish_reason="stop",
+    )
+
+
+def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwargs) -> str:
+    config = Config()
+    config.telemetry.tensorboard, config.telemetry.samples_every = False, 4
+    with RunFolder(str(path), config) as run:
+        run.resume(0)
+        for step in range(updates + 1):
+            if step:
+                values = {
+                    "lags": {"0": 60, "2": 40} if step % 2 else {"1": 100},
+                    "optimizer_step": step - step // 5,
+                    "prompts_retired": step // 3,
+                    "interrupted": 0.25,
+                    "truncated": 0.01 * (step % 2),
+                    "compute": compute(step, **kwargs),
+                }
+                run.metrics(step, values)
+            if step and run.wants_rollouts(step):
+                run.rollouts(
+                    step, [sample(step, g, verdict=g % 2 == 0, completion=f"[/x]say {step}") for g in range(5)]
+                )
+            if step % every == 0 or step == updates:
+                right = round(pass_rate(step) * prompts * samples)
+                passes = [right // prompts + (i < right % prompts) for i in range(prompts)]
+                run.evaluation(
+                    step=step, version=step, passes=passes, samples=samples, seconds=1.0,
+                    compute=compute(step, **kwargs),
+                )  # fmt: skip
+    return str(path)
+
+
+def shown(workdir) -> str:
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    summary.show(workdir, console)
+    return console.file.getvalue()
+
+
+def row_of(text: str, name: str) -> str:
+    """The table's second column where the first is `name`."""
+    cells = [line.split("│")[1:3] for line in text.splitlines() if line.count("│") == 3]
+    return next(value.strip() for key, value in cells if key.strip() == name)
+
+
+def sigmoid(step):
+    """0.3 to 0.9, half of it at 0.2 device-hours."""
+    hours = 0.01 * step
+    return 0.3 + 0.6 / (1 + (0.2 / hours) ** 1.5) if step else 0.3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    workdir = make_run(tmp_path_factory.mktemp("runs") / "a run", updates=60, every=3, pass_rate=sigmoid)
+    return workdir, shown(workdir)
+
+
+def test_the_table(run):
+    _, text = run
+    assert row_of(text, "pass rate before") == "0.300   (100 held-out prompts x 4)"
+    assert row_of(text, "pass rate after").startswith(f"{sigmoid(60):.2f}")
+    assert row_of(text, "pass rate after").endswith("(step 60, 21 evaluations)")
+    assert row_of(text, "updates") == "60, of them 48 with a gradient"
+    assert row_of(text, "tokens") == "120,000 sampled, 90,000 trained on, 1,234 for evaluations"
+    for side in ("trainer", "generator"):
+        expected = "busy 0.1500, idle 0.1500 (evaluation 0.1800, set-up 0.0200)"
+        assert row_of(text, f"{side} device-hours") == expected
+    # Half of the updates 0 and 2 (60 and 40 tokens), half of them 1.
+    assert row_of(text, "staleness in updates") == "mean 0.90, most 2   (0: 30%, 1: 50%, 2: 20%)"
+    assert row_of(text, "prompts retired") == "20"
+    assert row_of(text, "interrupted, truncated") == "25.0%, 0.5%"
+
+
+def test_the_forecast_and_its_picture(run):
+    workdir, text = run
+    last = np.mean([sigmoid(step) for step in range(48, 61, 3)])
+    said = float(row_of(text, "forecast at half of the compute").split()[0])
+    assert abs(said - last) < 0.02
+    ahead = (sigmoid(60) - sigmoid(30)) / (sigmoid(60) - 0.3)
+    assert float(row_of(text, "still to gain at half").split("%")[0]) == pytest.approx(100 * ahead, abs=1.5)
+    with open(f"{workdir}/curve.png", "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+    assert f"curve: {workdir}/curve.png" in text.replace("\n", "")
+
+
+def test_it_ends_with_the_forecast_beside_the_outcome_and_the_report(run):
+    workdir, text = run
+    sentence, report = text.strip().splitlines()[-2:]
+    assert sentence.startswith("forecast at half of the compute for the last quarter: ")
+    measured = float(sentence.partition(" measured ")[2].partition(",")[0])
+    assert measured == pytest.approx(np.mean([sigmoid(step) for step in range(48, 61, 3)]), abs=0.005)
+    assert report == f"report: {workdir}/report.html"
+    with open(f"{workdir}/report.html", encoding="utf-8") as file:
+        assert file.read().startswith("<!doctype html>")
+
+
+def test_three_completions_of_the_latest_sample(run):
+    """Whatever they say, brackets included, stands there as it is."""
+    _, text = run
+    assert text.count("step 60, ") == 3 + 1  # and the table's
+    assert "step 60, right (answer 1, stop)\n[bold]0+1=\n[/x]say 60" in text
+    assert "step 60, wrong (answer 2, stop)\n[bold]1+1=\n[/x]say 60" in text
+
+
+def test_a_short_run_has_no_forecast(tmp_path):
+    text = shown(make_run(tmp_path / "run", updates=2, every=1, pass_rate=sigmoid))
+    assert row_of(text, "pass rate before").startswith("0.300")
+    assert "forecast" not in text and not (tmp_path / "run" / "curve.png").exists()
+    assert "curve" not in text
+
+
+def test_a_run_that_cannot_be_forecast_still_ends_well(tmp_path):
+    """All of the first half of the compute went before the first evaluation but one."""
+    workdir = make_run(tmp_path / "run", updates=20, every=2, pass_rate=sigmoid, first_hours=0.5)
+    text = shown(workdir)
+    assert row_of(text, "pass rate after").endswith("(step 20, 11 evaluations)")
+    assert "no forecast: " in text
+    assert not (tmp_path / "run" / "curve.png").exists()
+
+
+def test_a_workdir_whose_name_looks_like_markup(tmp_path):
+    workdir = make_run(tmp_path / "a[/b]", updates=30, every=3, pass_rate=sigmoid)
+    assert "a[/b]/curve.png" in shown(workdir).replace("\n", "")
+
+
+def test_no_evaluation_came_home(tmp_path):
+    workdir = make_run(tmp_path / "run", updates=4, every=1, pass_rate=sigmoid)
+    (tmp_path / "run" / "evals.jsonl").write_text("")
+    text = shown(workdir)
+    assert row_of(text, "updates") == "4, of them 4 with a gradient"
+    assert "pass rate" not in text

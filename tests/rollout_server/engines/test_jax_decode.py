@@ -1,0 +1,423 @@
+"""The embedded generator's device functions through its slots: what is sampled, and with which probability."""
+
+import functools
+import threading
+import time
+from concurrent.futures import Executor, Future
+
+import jax
+import numpy as np
+import pytest
+
+from rollout_server.engines.jax import decode, programs
+from rollout_server.engines.jax.programs import Programs, buckets
+from rollout_server.engines.jax.slots import Entry, SlotPool
+from rollout_server.engines.jax.weights import decode_precision, decode_weights, model_params
+from scalerl_jax.model import Precision, forward, token_logprobs
+from scalerl_jax.model.hf import from_hf
+from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tensors, tiny
+
+LENGTH = 48
+PROMPT = np.array([5, 11, 2, 40, 7, 7, 19])
+PRECISION = Precision()
+
+
+def run(pool, weights, requests, *, ahead=0, steps=None):
+    """All completions of some requests, {(group, index): Finished}; steps[c] is the version of chunk c.
+
+    `weights` is a list by version. Requests enter in order as slots become free; one prefill per request.
+    """
+    waiting = [Entry((r.group_id, c.index), r, c) for r in requests for c in r.completions]
+    prefixes, out, chunk = {}, {}, 0
+    while waiting or pool.busy or pool.on_their_way:
+        version = (steps or [0])[min(chunk, len(steps or [0]) - 1)]
+        while waiting and pool.free:
+            group = waiting[0].request.group_id
+            entries = [entry for entry in waiting[: pool.free] if entry.request.group_id == group]
+            if group not in prefixes:
+                prefixes[group] = pool.prefill(weights[version], entries[0].request.prompt)
+            pool.enter(prefixes[group], entries)
+            del waiting[: len(entries)]
+        if pool.busy:
+            pool.dispatch(weights[version], version)
+            chunk += 1
+        if pool.on_their_way > (ahead if pool.busy else 0):
+            out |= {finished.owner: finished for finished in pool.collect()}
+    return out
+
+
+def make(config, *, slots=4, steps=8, named=None, maximum=LENGTH):
+    pool = SlotPool(config, decode_precision(PRECISION), slots=slots, maximum=maximum, steps=steps)
+    return pool, decode_weights(named or tensors(config, 0), config, PRECISION)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def forced_logprobs(params, row, config, precision):
+    hidden = forward(params, config, row, np.arange(LENGTH)[None], np.ones((1, LENGTH), np.int32), precision=precision)
+    return token_logprobs(params, config, hidden, jax.numpy.roll(row, -1, axis=1), precision=precision)[0]
+
+
+def trainer_logprobs(config, named, prompt, token_ids, precision):
+    """What the trainer's forward pass makes of a completion: [tokens] float32."""
+
+    row = np.zeros((1, LENGTH), np.int32)
+    whole = np.concatenate([prompt, token_ids])
+    row[0, : len(whole)] = whole
+    return np.asarray(forced_logprobs(from_hf(named, config), row, config, precision))[len(prompt) - 1 : len(whole) - 1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_logprobs_equal_the_trainers(kind, tied):
+    config = tiny(kind=kind, tied=tied)
+    named = tensors(config, 0)
+    pool, weights = make(config, named=named)
+    request = ask(PROMPT, seeds=range(6), answer_budget=30)
+    finished = run(pool, [weights], [request])
+    assert len(finished) == 6
+    assert pool.prefills == 1
+    for one in list(finished.values())[:2]:
+        trainer = trainer_logprobs(config, named, PROMPT, one.token_ids, PRECISION)
+        np.testing.assert_allclose(one.logprobs, trainer, atol=1e-4)
+        reference = reference_logprobs(config, PROMPT, one.token_ids, lambda t: named)
+        np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_swap_in_mid_sequence_keeps_the_old_keys_and_values(kind):
+    config = tiny(kind=kind)
+    named = [tensors(config, seed) for seed in (0, 1)]
+    pool, _ = make(config)
+    weights = [decode_weights(one, config, PRECISION) for one in named]
+    finished = run(pool, weights, [ask(PROMPT, seeds=range(3), answer_budget=30)], steps=[0, 0, 1])
+    for one in finished.values():
+        assert one.versions == ((0, 0, 16), (1, 16, 30))
+        stale = reference_logprobs(config, PROMPT, one.token_ids, lambda t: named[t >= 16])
+        np.testing.assert_allclose(one.logprobs, stale, atol=1e-4)
+        old, new = (reference_logprobs(config, PROMPT, one.token_ids, lambda t, w=w: w) for w in named)
+        np.testing.assert_allclose(one.logprobs[:16], old[:16], atol=1e-4)
+        assert np.abs(one.logprobs[16:] - old[16:]).max() > 0.1
+        # Not what prefilling everything again with the new weights would give, either.
+        assert np.abs(one.logprobs[16:] - new[16:]).max() > 0.01
+
+
+def test_tokens_depend_on_seed_and_weights_only():
+    config = tiny()
+    request = ask(PROMPT, seeds=(3, 2**64 - 5, 3 + 2**32), answer_budget=25)
+    mates = [ask(PROMPT[:n], name=f"mate/{n}", seeds=range(n), answer_budget=5 * n) for n in (1, 3, 5)]
+
+    def tokens(slots, steps, requests, ahead=0):
+        pool, weights = make(config, slots=slots, steps=steps)
+        finished = run(pool, [weights], requests, ahead=ahead)
+        assert len(finished) == sum(len(r.completions) for r in requests)
+        return [finished["train/0", i].token_ids.tolist() for i in range(3)]
+
+    alone = tokens(4, 8, [request])
+    assert len({tuple(one) for one in alone}) == 3  # both halves of a seed count
+    assert tokens(4, 8, [*mates, request]) == alone
+    assert tokens(4, 8, [*mates, request], ahead=1) == alone
+    assert tokens(4, 8, [request, *mates], ahead=2) == alone
+    assert tokens(3, 5, [*mates, request]) == alone
+
+
+def test_the_cache_grows_and_shrinks_with_the_longest_slot():
+    config = tiny()
+    named = tensors(config, 0)
+    weights = decode_weights(named, config, PRECISION)
+    pool = SlotPool(config, decode_precision(PRECISION), slots=2, maximum=128, steps=4)
+    long = ask(PROMPT, name="long", seeds=(1,), answer_budget=90)
+    short = ask(PROMPT, name="short", seeds=range(12), answer_budget=20)
+    prompt = np.arange(100) % config.vocab_size
+    late = ask(prompt, name="late", seeds=(1, 2), answer_budget=20)  # its prefix alone is longer than the short cache
+    lengths = []
+    run_chunk = pool._run_chunk
+    pool._run_chunk = lambda *chunk: (lengths.append(pool._length), run_chunk(*chunk))[1]
+    finished = run(pool, [weights], [long, short, late])
+    changes = [length for i, length in enumerate(lengths) if i == 0 or length != lengths[i - 1]]
+    assert changes == [64, 96, 128, 64, 128]
+    for (group, _), one in finished.items():
+        reference = reference_logprobs(config, prompt if group == "late" else PROMPT, one.token_ids, lambda t: named)
+        np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Narrow chunks are compiled where they are first missed; gives the widths of the chunks that were run."""
+
+    class AtOnce(Executor):
+        def submit(self, run, *arguments):
+            future = Future()
+            future.set_result(run(*arguments))
+            return future
+
+    widths = []
+    run_chunk = SlotPool._run_chunk
+
+    def noted(pool, weights, width, program):
+        assert (program is None) == (width == pool.slots)
+        widths.append(width)
+        return run_chunk(pool, weights, width, program)
+
+    monkeypatch.setattr(programs, "UNPRICED", (1.0, 0.0))
+    monkeypatch.setattr(programs, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
+    monkeypatch.setattr(SlotPool, "_run_chunk", noted)
+    return widths
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
+    """Completions end one by one, some are withdrawn, others enter late: whoever is moved goes on as if it were not."""
+    config, rng = tiny(), np.random.default_rng(ahead)
+    weights = decode_weights(tensors(config, 0), config, PRECISION)
+    lengths = {name: np.minimum(rng.geometric(1 / 12, count), 38) for name, count in (("a", 14), ("b", 9), ("c", 20))}
+    requests = [
+        ask(PROMPT[: 3 + i], name=f"{name}/{j}", seeds=(100 * i + j,), answer_budget=int(length))
+        for i, (name, drawn) in enumerate(lengths.items())
+        for j, length in enumerate(drawn)
+    ]
+    alone = {}
+    for request in requests:
+        pool, _ = make(config, slots=4)
+        alone |= run(pool, [weights], [request])
+
+    at_once.clear()
+    pool, _ = make(config, slots=32, steps=4)
+    entries = [Entry((r.group_id, 0), r, r.completions[0]) for r in requests]
+    out, withdrawn, running = {}, set(), set()
+    while entries or pool.busy or pool.on_their_way:
+        entering = entries[: min(pool.free, int(rng.integers(0, 9)))] if rng.random() < 0.3 or not pool.busy else []
+        for entry in entering:
+            pool.enter(pool.prefill(weights, entry.request.prompt), [entry])
+            running.add(entry.owner)
+        del entries[: len(entering)]
+        if running and rng.random() < 0.1:
+            owner = sorted(running)[int(rng.integers(len(running)))]
+            pool.leave(owner)
+            running.remove(owner)
+            withdrawn.add(owner)
+        if pool.busy:
+            pool.dispatch(weights, 7)
+        if pool.on_their_way > (ahead if pool.busy else 0):
+            found = {finished.owner: finished for finished in pool.collect()}
+            running -= found.keys()
+            out |= found
+    assert withdrawn and not withdrawn & out.keys() and len(withdrawn) + len(out) == len(requests)
+    for owner, one in out.items():
+        np.testing.assert_array_equal(one.token_ids, alone[owner].token_ids)
+        np.testing.assert_allclose(one.logprobs, alone[owner].logprobs, atol=1e-5)
+        assert one.versions == ((7, 0, len(one.token_ids)),)
+    assert {8, 16} <= set(at_once)
+    assert pool.free == 32 and sorted(pool._free) == list(range(32))
+
+
+def test_the_cache_grows_for_a_slot_that_was_moved(at_once):
+    """To the place of one that ended long before."""
+    config = tiny()
+    named = tensors(config, 0)
+    weights = decode_weights(named, config, PRECISION)
+    pool, _ = make(config, slots=16, maximum=128)
+    lengths = [4, *[40] * 9, 110]
+    requests = [ask(PROMPT, name=f"{i}", seeds=(i,), answer_budget=length) for i, length in enumerate(lengths)]
+    finished = run(pool, [weights], requests)
+    assert at_once[0] == 16 and at_once[-1] == 8
+    last = finished["10", 0]
+    assert len(last.token_ids) == 110
+    reference = reference_logprobs(config, PROMPT, last.token_ids, lambda t: named)
+    np.testing.assert_allclose(last.logprobs, reference, atol=1e-4)
+
+
+def test_a_narrow_chunk_is_compiled_once_going_without_has_cost_as_much(caplog):
+    compiled, go = [], threading.Event()
+    errors = {96: jax.errors.JaxRuntimeError("too large"), 128: TypeError("ours")}
+
+    def compile_(width, length):
+        compiled.append((width, length))
+        assert go.wait(60)
+        if length in errors:
+            raise errors[length]
+        return f"{width}, {length}"
+
+    chunks = Programs([8, 16, 32], compile_)
+
+    def misses(slots, length, count):
+        for _ in range(count):
+            assert chunks.narrowest(slots, length)[0] > 16
+            assert chunks.narrowest(32, length) == (32, None)
+
+    def arrives(slots, length, width):
+        deadline = time.monotonic() + 60
+        while (found := chunks.narrowest(slots, length))[0] != width:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return found
+
+    for length in (64, 96, 128):
+        chunks.price(length, chunk=1.0, compiling=4.0)
+    misses(9, 64, 7)  # half a second each
+    assert not chunks._coming
+    misses(9, 64, 5)  # and decoding goes on
+    assert list(chunks._coming) == [(16, 64)]
+    go.set()
+    assert arrives(9, 64, 16) == (16, "16, 64") and compiled == [(16, 64)]
+
+    # Against 16 slots, 8 save a quarter of a chunk.
+    assert [chunks.narrowest(8, 64) for _ in range(15)] == [(16, "16, 64")] * 15
+    assert not chunks._coming
+    chunks.narrowest(8, 64)
+    assert arrives(8, 64, 8) == (8, "8, 64") and compiled == [(16, 64), (8, 64)]
+
+    misses(16, 128, 8)  # each length for itself
+    with pytest.raises(TypeError, match="ours"):
+        arrives(16, 128, 16)
+    misses(16, 96, 8)
+    while not caplog.messages:
+        assert chunks.narrowest(16, 96) == (32, None)
+    assert [chunks.narrowest(16, 96) for _ in range(100)] == [(32, None)] * 100
+    assert compiled == [(16, 64), (8, 64), (16, 128), (16, 96)]
+    assert caplog.messages == ["no chunk of 16 slots and 96 positions, wider ones run instead: too large"]
+    chunks.close()
+
+
+def test_the_widths_that_are_compiled():
+    assert programs.widths(64, copies_are_cheap=True) == [8, 16, 32, 64]
+    assert programs.widths(64, copies_are_cheap=False) == [8, 16, 64]
+    assert programs.widths(24, copies_are_cheap=True) == [8, 24]
+    assert programs.widths(24, copies_are_cheap=False) == [24]
+    assert programs.widths(4, copies_are_cheap=True) == [4]
+
+
+def test_the_first_tokens_frequencies_match_the_softmax():
+    config = tiny(vocabulary=8)
+    named = tensors(config, 0)
+    named["model.embed_tokens.weight"] *= 0.5  # no token is too rare to count
+    pool, weights = make(config, slots=16, named=named)
+    prompt = np.array([1, 5, 2])
+    requests = [ask(prompt, name=f"{g}", seeds=range(1000 * g, 1000 * g + 500), answer_budget=1) for g in range(4)]
+    finished = run(pool, [weights], requests)
+    counts = np.bincount([int(one.token_ids[0]) for one in finished.values()], minlength=8)
+    p = np.exp([reference_logprobs(config, prompt, [token], lambda t: named)[0] for token in range(8)])
+    expected = p * counts.sum()
+    assert counts.sum() == 2000 and expected.min() > 1
+    # 99.9 % of chi-square with 7 degrees of freedom.
+    assert ((counts - expected) ** 2 / expected).sum() < 24.32
+
+
+def test_interruption_state_machine_against_a_replay():
+    """Four token ids, so that stop tokens and multi-token ends of thinking come up by chance all the time."""
+    config = tiny(vocabulary=6)
+    named = tensors(config, 0)
+    named["model.embed_tokens.weight"] *= 0.2  # near uniform
+    pool, weights = make(config, slots=16, named=named)
+    rng = np.random.default_rng(0)
+    requests = []
+    for g in range(30):
+        end = tuple(rng.integers(0, 4, rng.integers(0, 4)).tolist())
+        phrase = (*rng.integers(0, 6, rng.integers(1, 5)).tolist(), *end) if g % 5 else ()
+        requests.append(
+            ask(
+                rng.integers(0, 6, rng.integers(1, 20)), name=str(g), seeds=range(g * 10, g * 10 + 6),
+                budgets=rng.integers(0, 14, 6).tolist(), phrase=phrase, end=end if phrase else (),
+                stop_token_ids=((), (), (5,), (5, 4))[g % 4], answer_budget=int(rng.integers(1, 25)),
+            )
+        )  # fmt: skip
+    finished = run(pool, [weights], requests, ahead=1)
+    reasons, forced_at_budget, ended_by_itself = set(), 0, 0
+    for request in requests:
+        for completion in request.completions:
+            one = finished[request.group_id, completion.index]
+            forced, reason = replay(request, completion.thinking_budget, one.token_ids, LENGTH)
+            got = np.zeros(len(forced), bool)
+            for start, end in one.forced:
+                got[start:end] = True
+            np.testing.assert_array_equal(got, forced)
+            assert one.finish_reason == reason
+            assert (one.logprobs[forced] == 0).all() and (one.logprobs[~forced] < 0).all()
+            reasons.add(reason)
+            forced_at_budget += forced.any()
+            ended_by_itself += bool(request.interruption.text_token_ids) and not forced.any() and reason == "length"
+    assert reasons == {"stop", "length"} and forced_at_budget > 20 and ended_by_itself > 10
+    assert pool.forced_tokens == sum(sum(b - a for a, b in one.forced) for one in finished.values())
+    assert pool.sampled_tokens + pool.forced_tokens == sum(len(one.token_ids) for one in finished.values())
+
+
+def test_logprobs_after_forced_tokens_count_them_as_context():
+    config = tiny()
+    named = tensors(config, 0)
+    pool, weights = make(config, named=named)
+    request = ask(PROMPT, seeds=(1,), budgets=[5], phrase=(9, 8, 47), end=(47,), answer_budget=6)
+    one = run(pool, [weights], [request])["train/0", 0]
+    assert one.forced == ((5, 8),) and one.token_ids[5:8].tolist() == [9, 8, 47]
+    assert len(one.token_ids) == 14 and one.finish_reason == "length"
+    reference = reference_logprobs(config, PROMPT, one.token_ids, lambda t: named)
+    reference[5:8] = 0
+    np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
+
+
+def test_a_slot_that_is_left_and_taken_again_hears_nothing_of_its_old_owner():
+    config = tiny()
+    pool, weights = make(config, slots=1)
+    request = ask(PROMPT, seeds=(1, 2), answer_budget=20)
+    first, second = (Entry(c.index, request, c) for c in request.completions)
+    alone = run(*[make(config, slots=1)[0]], [weights], [request])["train/0", 1]
+    prefix = pool.prefill(weights, request.prompt)
+    pool.enter(prefix, [first])
+    pool.dispatch(weights, 0)
+    pool.leave(0)
+    pool.enter(prefix, [second])
+    pool.dispatch(weights, 0)
+    assert pool.collect() == []
+    finished = []
+    while not finished:
+        pool.dispatch(weights, 0)
+        finished += pool.collect()
+    assert finished[0].owner == 1
+    np.testing.assert_array_equal(finished[0].token_ids, alone.token_ids)
+
+
+def test_weights_are_rounded_to_the_wire_and_own_their_memory():
+    config = tiny(tied=False)
+    named = tensors(config, 0)
+    precision = Precision(compute="float32", sync="bfloat16")
+    weights = decode_weights(named, config, precision)
+    for value in named.values():
+        value[...] = np.nan  # the buffer is used again for the next version
+    again = model_params(weights, config)
+    expected = from_hf(tensors(config, 0), config)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(jax.numpy.bfloat16).astype(np.float32)), again, expected
+    )
+
+
+@pytest.mark.parametrize("head", ["default", "highest"])
+def test_bfloat16_stays_near_the_trainers(head):
+    config = tiny()
+    named, precision = tensors(config, 0), Precision(compute="bfloat16", sync="bfloat16", head=head)
+    weights = decode_weights(named, config, precision)
+    pool = SlotPool(config, decode_precision(precision), slots=4, maximum=LENGTH, steps=8)
+    one = run(pool, [weights], [ask(PROMPT, seeds=(1,), answer_budget=30)])["train/0", 0]
+    difference = np.abs(one.logprobs - trainer_logprobs(config, named, PROMPT, one.token_ids, precision))
+    assert difference.mean() < 2e-2 and difference.max() < 0.2
+
+
+def test_buckets():
+    assert buckets(16, 128) == [16, 32, 64, 128]
+    assert buckets(16, 139) == [16, 32, 64, 139]
+    assert buckets(16, 192) == [16, 32, 64, 128, 192]
+    assert buckets(16, 16) == [16]
+    assert buckets(16, 10) == [10]
+    assert buckets(64, 160, halfway=True) == [64, 96, 160]
+    assert buckets(64, 512, halfway=True) == [64, 96, 128, 192, 256, 384, 512]
+
+
+@pytest.mark.parametrize("width", [4, 1])
+def test_a_chunk_works_on_the_cache_in_place(width):
+    config = tiny()
+    weights = decode_weights(tensors(config, 0), config, PRECISION)
+    state = jax.eval_shape(lambda: decode.empty_state(config, PRECISION, slots=4, length=2048))
+    cache = sum(array.size * array.dtype.itemsize for array in (*state.keys, *state.values))
+    lowered = decode.decode_chunk.lower(
+        weights, state, config=config, precision=PRECISION, steps=8, maximum=2048, width=4
+    )
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < cache // 2

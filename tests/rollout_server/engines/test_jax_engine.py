@@ -1,0 +1,388 @@
+"""The embedded generator as the service sees it: queue, versions, swaps, pinning, withdrawal, score."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from rollout_server.engines.engine import QueueFull, WrongVersion
+from rollout_server.engines.jax.engine import JaxEngine
+from scalerl_jax.contract.codec import Version
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from tests.rollout_server.jax_reference import ask, reference_logprobs, tensors, tiny, write_folder
+from tests.rollout_server.standstill import CHUNK, standstill, until
+
+LENGTH, SLOTS, QUEUE = 128, 4, 8
+CONFIG = tiny()
+PROMPT = np.array([5, 11, 2, 40, 7])
+LONG = LENGTH - len(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny", CONFIG, tensors(CONFIG, 0))
+
+
+@contextlib.asynccontextmanager
+async def opened(folder, *, queue=QUEUE, **options):
+    engine = await asyncio.to_thread(
+        JaxEngine, folder, slots=SLOTS, queue=queue, decode_chunk=CHUNK, compute_dtype="float32", sync_dtype="float32",
+        maximum_tokens=LENGTH, **options,
+    )  # fmt: skip
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def collect(engine, request):
+    return {completion.index: completion async for completion in engine.generate(request)}
+
+
+def load(engine, version, named):
+    """A version that may differ anywhere."""
+    return engine.load(version, named, dict.fromkeys(named))
+
+
+def steady(engine):
+    """No request is left anywhere."""
+    status = engine.status()
+    return status.busy_slots == 0 and status.queued == 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_groups_are_answered_and_counted(folder, lookahead):
+    async def main():
+        async with opened(folder, lookahead=lookahead) as engine:
+            thinking = {"budgets": [4, 0, 6], "phrase": (1, 2), "end": (2,), "answer_budget": 9}
+            requests = [ask(PROMPT[:n], name=f"train/{n}", seeds=range(3), **thinking) for n in (1, 2, 4, 5)]
+            got = await asyncio.gather(*(collect(engine, request) for request in requests))
+            for request, completions in zip(requests, got):
+                assert sorted(completions) == [0, 1, 2]
+                for completion in completions.values():
+                    assert (completion.incarnation, completion.group_id) == (0, request.group_id)
+                    reference = reference_logprobs(
+                        CONFIG, request.prompt, completion.token_ids, lambda t: tensors(CONFIG, 0)
+                    )
+                    reference[~completion.sampled()] = 0
+                    np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
+                    assert completion.versions == ((0, 0, len(completion.token_ids)),)
+                    assert completion.queued_seconds >= 0 and completion.sampling_seconds > 0
+            status = engine.status()
+            everything = [one for completions in got for one in completions.values()]
+            sampled = sum(int(one.sampled().sum()) for one in everything)
+            assert status.sampled_tokens == sampled
+            assert status.forced_tokens == sum(len(one.token_ids) for one in everything) - sampled > 0
+            assert status.prefill_tokens == 0 + 1 + 3 + 4 and engine.prefills == 4
+            assert status.busy_seconds > 0 and status.pause_seconds == 0
+            assert steady(engine)
+
+    asyncio.run(main())
+
+
+def test_info_and_folder_errors(folder, tmp_path):
+    async def main():
+        async with opened(folder) as engine:
+            info = engine.info
+            assert info.tokenizer_fingerprint == tokenizer_fingerprint(folder)
+            assert json.loads(info.model_config) == json.loads(CONFIG.canonical_json())
+            assert info.tensors.keys() == tensors(CONFIG, 0).keys()
+            assert (info.slots, info.queue_capacity, info.maximum_tokens) == (SLOTS, QUEUE, LENGTH)
+            assert (info.head_dtype, info.sync_dtype, info.name) == ("float32", "float32", "jax")
+
+    asyncio.run(main())
+    named = tensors(CONFIG, 0)
+    del named["model.norm.weight"]
+    broken = write_folder(tmp_path / "broken", CONFIG, named)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        JaxEngine(
+            broken, slots=1, queue=0, decode_chunk=1, compute_dtype="float32", sync_dtype="float32", maximum_tokens=16
+        )
+
+
+def test_a_request_that_does_not_fit_takes_nothing(folder):
+    async def main():
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+            first = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS), answer_budget=LONG)))
+            await until(lambda: engine.status().busy_slots == SLOTS)
+            second = asyncio.create_task(
+                collect(engine, ask(PROMPT, name="b", seeds=range(QUEUE - 1), answer_budget=2))
+            )
+            await until(lambda: engine.status().queued == QUEUE - 1)
+            with pytest.raises(QueueFull):
+                await collect(engine, ask(PROMPT, name="c", seeds=(1, 2)))
+            assert engine.status().queued == QUEUE - 1
+            third = asyncio.create_task(collect(engine, ask(PROMPT, name="d", seeds=(1,), answer_budget=2)))
+            await until(lambda: engine.status().queued == QUEUE)
+            decoding.go_on()
+            assert [len(one) for one in await asyncio.gather(first, second, third)] == [SLOTS, QUEUE - 1, 1]
+
+    asyncio.run(main())
+
+
+def test_what_can_never_be_served_is_refused(folder):
+    wrong = {
+        "a prompt that fills the cache": ask(np.ones(LENGTH)),
+        "more completions than slots and queue": ask(PROMPT, seeds=range(SLOTS + QUEUE + 1)),
+        "a token outside the vocabulary": ask([1, CONFIG.vocab_size]),
+        "a negative token": ask([1, -1]),
+        "a stop token outside the vocabulary": ask(PROMPT, stop_token_ids=(CONFIG.vocab_size,)),
+        "too many stop tokens": ask(PROMPT, stop_token_ids=tuple(range(17))),
+        "a phrase that is too long": ask(PROMPT, phrase=(1,) * 129),
+        "no prompt": ask([]),
+        "temperature 0": ask(PROMPT, temperature=0.0),
+    }
+
+    async def main():
+        async with opened(folder) as engine:
+            for what, request in wrong.items():
+                with pytest.raises(ValueError):
+                    pytest.fail(f"{what}: {await collect(engine, request)}")
+            for request in (
+                ask(PROMPT, incarnation=3),
+                ask(PROMPT, minimum_step=1),
+                ask(PROMPT, pinned_step=1),
+            ):
+                with pytest.raises(WrongVersion):
+                    await collect(engine, request)
+            # The longest prompt there may be leaves room for one token.
+            (only,) = (await collect(engine, ask(np.ones(LENGTH - 1)))).values()
+            assert len(only.token_ids) == 1 and only.finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_weights_swapped_in_flight(folder):
+    """The spans say which weights sampled each token; the values are those of old keys under new weights."""
+    named = [tensors(CONFIG, seed) for seed in range(3)]
+
+    async def main():
+        async with opened(folder) as engine, standstill(engine, chunks=7) as decoding:
+            task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(3), answer_budget=LONG)))
+            pauses = []
+            for step in (1, 2):
+                await until(lambda: decoding.stands)
+                loading = asyncio.create_task(load(engine, Version(0, step), named[step]))
+                await decoding.arrival(Version(0, step))
+                assert engine.status().version == Version(0, step - 1)
+                decoding.more(8)
+                pauses.append(await loading)
+                assert engine.status().version == Version(0, step)
+            assert min(pauses) >= 0 and engine.status().pause_seconds == pytest.approx(sum(pauses))
+            decoding.go_on()
+            for completion in (await task).values():
+                steps = completion.token_steps()
+                # The chunk that was about to begin is the old version's, the next one the new version's.
+                first, second = 8 * CHUNK, 16 * CHUNK
+                assert completion.versions == ((0, 0, first), (1, first, second), (2, second, LONG))
+                reference = reference_logprobs(CONFIG, PROMPT, completion.token_ids, lambda t, s=steps: named[s[t]])
+                np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
+
+    asyncio.run(main())
+
+
+def test_one_prefill_per_group_and_version(folder):
+    """Completions of a group that start after a swap never see keys and values of the weights before it."""
+    named = [tensors(CONFIG, seed) for seed in range(2)]
+
+    async def main():
+        async with opened(folder) as engine, standstill(engine, chunks=3) as decoding:
+            task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS + 5), answer_budget=40)))
+            await until(lambda: engine.status().sampled_tokens >= 10)
+            loading = asyncio.create_task(load(engine, Version(0, 1), named[1]))
+            await decoding.arrival(Version(0, 1))
+            decoding.go_on()
+            await loading
+            got = await task
+            late = [one for one in got.values() if one.versions[0][0] == 1]
+            assert len(late) == 5
+            for one in late:
+                assert one.versions == ((1, 0, 40),)
+                reference = reference_logprobs(CONFIG, PROMPT, one.token_ids, lambda t: named[1])
+                np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
+            assert engine.prefills == 2
+            await collect(engine, ask(PROMPT, seeds=range(SLOTS + 5), answer_budget=5))
+            assert engine.prefills == 3
+
+    asyncio.run(main())
+
+
+def test_a_pinned_request_is_finished_before_the_weights_change(folder):
+    async def main():
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+            named = tensors(CONFIG, 1)
+            pinned = ask(PROMPT, name="eval", seeds=range(SLOTS + 2), pinned_step=0, answer_budget=50)
+            task = asyncio.create_task(collect(engine, pinned))
+            await until(lambda: engine.status().sampled_tokens > 0)
+            loading = asyncio.create_task(load(engine, Version(0, 1), named))
+            await decoding.arrival(Version(0, 1))
+            decoding.go_on()
+            got = await task
+            assert all(one.versions == ((0, 0, 50),) for one in got.values())
+            await loading
+            assert engine.status().version == Version(0, 1)
+            with pytest.raises(WrongVersion):
+                await collect(engine, pinned)
+
+    asyncio.run(main())
+
+
+def test_a_load_that_is_given_up_while_it_waits_changes_nothing(folder):
+    async def main():
+        async with opened(folder) as engine, standstill(engine, chunks=5) as decoding:
+            named = tensors(CONFIG, 1)
+            # The first of them ends in the fifth chunk.
+            pinned = engine.generate(ask(PROMPT, seeds=range(SLOTS + 1), pinned_step=0, answer_budget=5 * CHUNK))
+            await anext(pinned)
+            loading = asyncio.create_task(load(engine, Version(0, 2), named))
+            await decoding.arrival(Version(0, 2))
+            loading.cancel()
+            await asyncio.wait([loading])
+            assert loading.cancelled()
+            await pinned.aclose()
+            assert steady(engine)
+            decoding.go_on()
+            assert engine.status().version == Version(0, 0)
+            await load(engine, Version(0, 3), named)
+            assert engine.status().version == Version(0, 3)
+
+    asyncio.run(main())
+
+
+def test_another_incarnation_ends_the_requests_of_the_one_before(folder):
+    async def main():
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+            pinned = ask(PROMPT, seeds=range(SLOTS + 3), pinned_step=0, answer_budget=LONG)
+            task = asyncio.create_task(collect(engine, pinned))
+            await until(lambda: engine.status().queued == 3)
+            loading = asyncio.create_task(load(engine, Version(77, 5), tensors(CONFIG, 1)))
+            await decoding.arrival(Version(77, 5))
+            decoding.go_on()
+            await loading
+            with pytest.raises(WrongVersion, match="77"):
+                await task
+            assert steady(engine)
+            got = await collect(engine, ask(PROMPT, incarnation=77, minimum_step=5, seeds=range(6), answer_budget=9))
+            assert all(one.versions == ((5, 0, 9),) for one in got.values())
+
+    asyncio.run(main())
+
+
+def test_refused_weights_leave_everything_as_it_was(folder):
+    async def main():
+        async with opened(folder) as engine:
+            before = await collect(engine, ask(PROMPT))
+            short = tensors(CONFIG, 1)
+            del short["model.norm.weight"]
+            with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+                await load(engine, Version(0, 1), short)
+            bent = tensors(CONFIG, 1)
+            bent["model.norm.weight"] = bent["model.norm.weight"][:-1]
+            with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+                await load(engine, Version(0, 1), bent)
+            assert engine.status().version == Version(0, 0)
+            after = await collect(engine, ask(PROMPT))
+            np.testing.assert_array_equal(before[0].logprobs, after[0].logprobs)
+
+    asyncio.run(main())
+
+
+def test_closing_the_iterator_frees_its_slots_at_once(folder):
+    async def main():
+        async with opened(folder) as engine:
+            endless = ask(PROMPT, seeds=range(SLOTS + QUEUE), answer_budget=LONG)
+            for _ in range(3):
+                async with standstill(engine, chunks=1):
+                    task = asyncio.create_task(collect(engine, endless))
+                    await until(lambda: engine.status().busy_slots == SLOTS)
+                    task.cancel()
+                    await asyncio.wait({task})
+                    assert steady(engine)
+            # Half of it was read.
+            stream = engine.generate(ask(PROMPT, seeds=range(3), budgets=[4, 4, 4], phrase=(1,), answer_budget=2))
+            await anext(stream)
+            await stream.aclose()
+            assert steady(engine)
+            alone = await collect(engine, ask(PROMPT, name="x", answer_budget=30))
+            reference = reference_logprobs(CONFIG, PROMPT, alone[0].token_ids, lambda t: tensors(CONFIG, 0))
+            np.testing.assert_allclose(alone[0].logprobs, reference, atol=1e-4)
+
+    asyncio.run(main())
+
+
+def test_closing_the_engine_ends_what_is_running(folder):
+    async def main():
+        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+            task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(9), answer_budget=LONG)))
+            await until(lambda: engine.status().sampled_tokens > 0)
+            closing = asyncio.create_task(engine.close())
+            await until(lambda: engine._closing)
+            decoding.go_on()
+            await closing
+            assert await task == {}
+            with pytest.raises(RuntimeError, match="closed"):
+                await collect(engine, ask(PROMPT))
+
+    asyncio.run(main())
+
+
+def test_score_is_the_trainers_forward_pass(folder):
+    async def main():
+        async with opened(folder) as engine:
+            token_ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 50).astype(np.int32)
+            for seed, version in ((0, Version(0, 0)), (1, Version(9, 4))):
+                if seed:
+                    await load(engine, version, tensors(CONFIG, seed))
+                logprobs, given = await engine.score(token_ids)
+                assert given == version
+                assert logprobs.shape == (50,) and logprobs.dtype == np.float32 and logprobs[0] == 0
+                reference = reference_logprobs(
+                    CONFIG, token_ids[:1], token_ids[1:], lambda t, s=seed: tensors(CONFIG, s)
+                )
+                np.testing.assert_allclose(logprobs[1:], reference, atol=1e-4)
+            assert (await engine.score(token_ids[:1]))[0].tolist() == [0.0]
+            for wrong in (np.zeros(LENGTH + 1, np.int32), np.array([CONFIG.vocab_size]), np.zeros(0, np.int32)):
+                with pytest.raises(ValueError):
+                    await engine.score(wrong)
+
+    asyncio.run(main())
+
+
+def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.clear_caches()  # nothing may be left over from other tests
+
+    async def main():
+        async with opened(folder) as engine:
+            assert compiled
+            compiled.clear()
+            rng = np.random.default_rng(0)
+            for length in (1, 2, 16, 17, 33, 65, LENGTH - 1):
+                prompt = rng.integers(0, CONFIG.vocab_size, length)
+                plain = ask(prompt, seeds=range(5), budgets=[0, 1, 2, 3, 50], phrase=(3, 4), end=(4,), answer_budget=30)
+                await collect(engine, plain)
+                await collect(engine, ask(prompt, temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(1, 2)))
+                await engine.score(prompt.astype(np.int32))
+            await load(engine, Version(3, 1), tensors(CONFIG, 1))
+            await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))
+            async with standstill(engine, chunks=1):
+                task = asyncio.create_task(collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG)))
+                await until(lambda: engine.status().busy_slots == 1)
+                task.cancel()
+                await asyncio.wait({task})
+            assert compiled == []
+            before = time.process_time()
+            await asyncio.sleep(1)
+            assert time.process_time() - before < 0.1
+
+    asyncio.run(main())

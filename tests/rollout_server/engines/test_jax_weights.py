@@ -1,0 +1,61 @@
+"""The decode weights made from those held and a change equal, to the bit, those made from whole tensors."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rollout_server.engines.jax.weights import changed_weights, decode_weights
+from scalerl_jax.contract.tensor_layout import hf_tensors
+from scalerl_jax.contract.weight_delta import Change
+from scalerl_jax.model import DecoderConfig, Precision
+
+# Query heads fill the width, so that `output` is square: its transposition shows in nothing but the values.
+CONFIG = DecoderConfig(
+    vocab_size=40, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, qk_norm=True
+)
+
+
+def same_bits(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("head", ["default", "highest"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_changes_are_scattered_to_where_they_belong(compute: str, head: str) -> None:
+    rng, precision = np.random.default_rng(0), Precision(compute=compute, sync="bfloat16", head=head)
+    tensors = {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in hf_tensors(CONFIG).items()}
+    held = decode_weights(tensors, CONFIG, precision)
+    first = jax.tree.map(np.array, held)
+    new, changes = {name: tensor.copy() for name, tensor in tensors.items()}, {}
+    for number, (name, tensor) in enumerate(new.items()):
+        if number % 5 == 0:
+            continue  # as it was
+        if number % 7 == 0:
+            tensor[...] = rng.normal(size=tensor.shape)
+            changes[name] = None
+            continue
+        positions = np.sort(rng.choice(tensor.size, rng.integers(0, tensor.size + 1), replace=False))
+        tensor.reshape(-1)[positions] = rng.choice(
+            np.array([-0.0, 1.5, -3e-39, 7e8], ml_dtypes.bfloat16), len(positions)
+        )
+        changes[name] = Change(positions, tensor.reshape(-1)[positions])
+    made = changed_weights(held, new, changes, config=CONFIG, precision=precision)
+    same_bits(made, decode_weights(new, CONFIG, precision))
+    same_bits(held, first)  # a chunk that was started with it goes on with it
+    # What is kept has nothing to do with the host copy, which the next version overwrites.
+    kept = jax.tree.map(np.array, made)
+    for tensor in new.values():
+        tensor[...] = 0
+    same_bits(made, kept)
+
+
+def test_nothing_changed_is_the_same_arrays() -> None:
+    rng, precision = np.random.default_rng(0), Precision(sync="bfloat16")
+    tensors = {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in hf_tensors(CONFIG).items()}
+    held = decode_weights(tensors, CONFIG, precision)
+    made = changed_weights(held, tensors, {}, config=CONFIG, precision=precision)
+    assert all(x is y for x, y in zip(jax.tree.leaves(held), jax.tree.leaves(made)))

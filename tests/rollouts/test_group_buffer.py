@@ -1,0 +1,138 @@
+"""What a process delivered is taken back: of groups open, finished and handed out, once, and under the same names."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup, Process, RolloutRequest, finished
+from scalerl_jax.rollouts.pacing import Phased, Pipeline
+from tests.rollouts.simulator import Faults, Simulation
+
+SIZE = 2
+
+
+def make(batches: int = 3) -> GroupBuffer:
+    def open_group(number: int) -> OpenGroup:
+        return OpenGroup(number, f"train/{number}", None, tuple(CompletionRequest(i, i) for i in range(SIZE)))
+
+    pacing = Pipeline(k=2, groups=2, batches=batches)
+    return GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, first=0, trained=0)
+
+
+def ask(book: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False) -> RolloutRequest | None:
+    return book.lease(server=server, server_id="1", step=0, room=room, split=True, alone=alone, now=0.0)
+
+
+def deliver(book: GroupBuffer, lease: RolloutRequest, *, judge: bool = True) -> list[Completion]:
+    made = []
+    for index in sorted(lease.left):
+        ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
+        group_id = lease.group.group_id
+        made.append(Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop"))
+        assert book.arrived(lease, made[-1])
+        if judge:
+            book.judged(lease.group, made[-1], True, now=1.0)
+    return made
+
+
+A, B = Process("a:1", "1"), Process("b:2", "1")
+
+
+def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
+    book = make()
+    for server in ("a:1", "b:2", "b:2"):
+        deliver(book, ask(book, server))
+    open_ones = ask(book, "a:1", room=1)
+    deliver(book, open_ones, judge=False)
+    first = book.take(0)
+    assert [group.number for group in first] == [0, 1]
+    assert finished(first[0]).servers == (A, A)
+
+    assert book.take_back(A) == 3
+    assert book.take(0) is None and [group.number for group in book.missing(0)] == [0]
+    assert sorted(book.finished) == [1, 2] and list(book.open) == [0, 3]
+    again = ask(book, "b:2")
+    assert (again.group.number, again.left) == (0, {0, 1})  # the same names
+    assert ask(book, "a:1").group.number != 0
+    deliver(book, again)
+    second = book.take(0)
+    assert [group.number for group in second] == [0, 1]
+    assert {by for group in second for by in finished(group).servers} == {B}
+    book.trained_to(1)
+    assert book.take_back(B) == 2  # of group 2: what has been trained stays
+    assert [group.number for group in second if len(group.completions) == SIZE] == [0, 1]
+
+
+def test_only_some_groups_are_taken_back():
+    book = make()
+    for _ in range(2):
+        deliver(book, ask(book, "a:1"))
+    book.take(0)
+    assert book.take_back(A, {1}) == SIZE
+    assert sorted(book.finished) == [0] and list(book.open) == [1]
+    # Somebody else first; where there is nobody else, the same one again.
+    assert ask(book, "a:1").group.number == 2
+    assert ask(book, "a:1", alone=True).group.number == 1
+
+
+def test_nothing_taken_back_changes_nothing():
+    book = make()
+    for _ in range(2):
+        deliver(book, ask(book, "a:1"))
+    book.take(0)
+    assert book.take_back(B) == 0
+    assert not book.open and not book.finished
+    book.trained_to(1)
+
+
+def test_a_verdict_on_what_was_taken_back_changes_nothing():
+    book = make()
+    lease = ask(book, "a:1")
+    (old, _) = deliver(book, lease, judge=False)
+    assert book.take_back(A) == 2
+    new, other = deliver(book, ask(book, "b:2"), judge=False)
+    assert not book.judged(lease.group, old, False, now=1.0)
+    assert not lease.group.verdicts
+    assert not book.judged(lease.group, new, True, now=1.0)
+    assert book.judged(lease.group, other, True, now=1.0)
+    assert lease.group.verdicts == {0: True, 1: True}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    k=st.integers(1, 4),
+    groups=st.integers(1, 4),
+    servers=st.integers(1, 3),
+    phased=st.booleans(),
+)
+def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, servers, phased):
+    common = {"k": k, "groups": groups, "batches": 9}
+    simulation = Simulation(
+        pacing=Phased(**common) if phased else Pipeline(**common),
+        seed=seed,
+        slots=[4] * servers,
+        chunk_seconds=[0.1] * servers,
+        update_seconds=0.3,
+        push_seconds=0.1,
+        faults=Faults(death=0.03, hang=0.02, refuse=0.1, lie=0.6),
+    )
+    simulation.run()
+    numbers = [group.number for batch in simulation.trained for group in batch]
+    assert numbers == list(range(9 * groups)) == simulation.drawn
+    for group in (group for batch in simulation.trained for group in batch):
+        made = finished(group)
+        assert [c.index for c in made.completions] == [0, 1] and len(made.verdicts) == len(made.servers) == 2
+    assert max(simulation.lags()) <= k
+    assert not simulation.book.open and not simulation.book.finished
+
+
+def test_what_was_trained_cannot_be_trained_again():
+    book = make()
+    for _ in range(2):
+        deliver(book, ask(book, "a:1"))
+    book.take(0)
+    with pytest.raises(AssertionError):
+        book.trained_to(2)

@@ -1,0 +1,50 @@
+"""Whom the trainer waits for: the one that has the oldest missing group, whatever holds it up there."""
+
+import numpy as np
+
+from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup
+from scalerl_jax.rollouts.pacing import Pipeline
+from scalerl_jax.rollouts.status import Waits, waits_for
+from tests.rollouts.helpers import prompt
+
+WAITS = Waits(batch=0, since=0.0)
+
+
+def book() -> GroupBuffer:
+    def open_group(number: int) -> OpenGroup:
+        return OpenGroup(number, f"g{number}", prompt(number), tuple(CompletionRequest(i, i) for i in range(2)))
+
+    return GroupBuffer(
+        pacing=Pipeline(k=1, groups=2, batches=3), open_group=open_group, group_size=2, first=0, trained=0
+    )
+
+
+def lease(book: GroupBuffer, server: str, room: int):
+    return book.lease(server=server, step=0, room=room, split=True, alone=True, now=0.0)
+
+
+def completion(group_id: str, index: int) -> Completion:
+    ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
+    return Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop")
+
+
+def test_who_has_the_oldest_missing_group():
+    groups = book()
+    assert waits_for(None, groups) == []
+    assert waits_for(WAITS, groups) == ["new weights"]  # nothing may be opened yet
+    first, second = lease(groups, "b:2", 1), lease(groups, "a:1", 1)
+    later = lease(groups, "c:3", 2)
+    assert [one.group.number for one in (first, second, later)] == [0, 0, 1]
+    assert waits_for(WAITS, groups) == ["a:1", "b:2"]
+
+    zero = groups.open[0]
+    made = {index: completion("g0", index) for one in (first, second) for index in one.left}
+    assert all(groups.arrived(one, made[index]) for one in (first, second) for index in list(one.left))
+    assert waits_for(WAITS, groups) == ["verifier"]
+    groups.judged(zero, made[0], True, now=1.0)
+    groups.judged(zero, made[1], False, now=1.0)
+    assert waits_for(WAITS, groups) == ["c:3"]
+    groups.returned(later, failed=True)
+    assert waits_for(WAITS, groups) == ["a free server"]
+    assert waits_for(Waits(batch=1, since=0.0), groups) == ["a free server"]

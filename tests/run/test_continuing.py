@@ -1,0 +1,52 @@
+"""Every field of the config is in one class: what a run may be continued with, and what not."""
+
+import dataclasses
+
+import pytest
+
+from scalerl_jax import config_check
+from scalerl_jax.config import Config
+from scalerl_jax.config_names import ConfigError
+from scalerl_jax.run.continuing import BOUND, FIELDS, FREE, GROUPS, SAID, WARM, changes, kind_of, refused
+
+LEAVES = config_check.leaves(Config())
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_field_is_in_a_class(name):
+    assert kind_of(name) in (FREE, SAID, BOUND, WARM), f"config.{name}: say in continuing.py whether it may change"
+
+
+def test_nothing_is_listed_that_is_no_field():
+    groups = {name for name in vars(Config()) if dataclasses.is_dataclass(getattr(Config(), name))}
+    assert FIELDS.keys() <= LEAVES.keys()
+    assert GROUPS.keys() <= groups
+    assert groups - GROUPS.keys() == {name.partition(".")[0] for name in FIELDS if "." in name} - GROUPS.keys()
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_each_is_let_through_or_refused_by_name(name):
+    node = config = Config()
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        node = getattr(node, parent)
+    value = getattr(node, leaf)
+    setattr(node, leaf, not value if isinstance(value, bool) else value + 1 if not isinstance(value, str) else "other")
+    found = changes(dataclasses.asdict(Config()), config)
+    assert [(change.name, change.before) for change in found] == [(name, value)]
+    bound = kind_of(name) == BOUND
+    assert [change.name for change in refused(found, allowed=[], warm_start=False)] == ([name] if bound else [])
+    assert refused(found, allowed=[name], warm_start=True) == []
+    warm = refused(found, allowed=[], warm_start=True)
+    assert [change.name for change in warm] == ([name] if kind_of(name) in (BOUND, WARM) else [])
+
+
+def test_older_files():
+    assert changes({"seed": 0}, Config()) == []  # fields made since then count as their defaults
+    assert [str(c) for c in changes({"objective": {"cap": 4.0}, "optimizer": {"warmup": 1}}, Config())] == [
+        "config.objective.max_ratio is 4.0 there and 5.0 now",
+        "config.optimizer.warmup_steps is 1 there and 100 now",
+    ]
+    with pytest.raises(ConfigError, match=r"config\.gone is 1 there and is not a field any more"):
+        changes({"gone": 1}, Config())
+    assert changes({"fleet": {"gone": 1}}, Config()) == []  # it never mattered

@@ -1,0 +1,125 @@
+"""The forecast beside the trainer: right numbers, never in the way."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from scalerl_jax.report.score import AXES, score
+from scalerl_jax.run import live_forecast
+from scalerl_jax.run.live_forecast import LEAST_POINTS, LiveForecast, forecast_of_end
+from tests.scaling.runs import TABLE_1, curve, sampled_passes
+
+UPDATES = 6400
+HOURS = 2.5  # of one update
+
+
+def run_rows(evaluations, every=100, prompts=300, **changes):
+    steps = np.arange(evaluations) * every
+    compute = steps * HOURS
+    passes = sampled_passes(np.random.default_rng(0), curve(compute, *TABLE_1["ScaleRL"]), runs=1, prompts=prompts)[0]
+    return [
+        {
+            "step": int(step), "device_hours": float(c), "pass_rate": float(p.sum() / (16 * prompts)), "samples": 16,
+            "passes": p.tolist(), **changes,
+        }
+        for step, c, p in zip(steps, compute, passes)
+    ]  # fmt: skip
+
+
+def wait_for(forecast):
+    end = time.monotonic() + 120
+    while (found := forecast.take()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+def test_the_end_that_is_planned():
+    rows = run_rows(33)
+    found = forecast_of_end(rows, updates=UPDATES)
+    assert found["step"] == 3200
+    assert found["end_compute"] == pytest.approx(UPDATES * HOURS)
+    truth = float(curve(UPDATES * HOURS, *TABLE_1["ScaleRL"]))
+    assert found["end_low"] <= truth <= found["end_high"]
+    assert found["end_low"] <= found["end_score"] <= found["end_high"]
+    assert found["asymptote_low"] <= 0.61 <= found["asymptote_high"]
+    assert found["identified"] == 1
+    # Evaluations of other prompts are compared by their totals.
+    mixed = [*rows[:-1], {**rows[-1], "passes": rows[-1]["passes"][:200], "pass_rate": rows[-2]["pass_rate"]}]
+    mixed[-1]["passes"] = [round(16 * rows[-2]["pass_rate"])] * 200
+    mixed[-1]["pass_rate"] = mixed[-1]["passes"][0] / 16
+    assert 0 < forecast_of_end(mixed, updates=UPDATES)["end_score"] < 1
+
+
+def test_evaluations_that_come_compile_nothing_more():
+    # Compiled programs stay in the trainer's memory, and a run may have a thousand evaluations.
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("jaxpr_to_mlir_module_duration") else None
+    )
+
+    def fits(evaluations):
+        compiled.clear()
+        rows = run_rows(evaluations)
+        forecast_of_end(rows, updates=UPDATES)
+        found = score([row | {"model_flops": row["device_hours"] * 1e18} for row in rows])
+        assert all("asymptote" in found["curves"][axis][part] for axis in AXES for part in ("all", "half"))
+        return len(compiled)
+
+    jax.clear_caches()
+    assert fits(8) > 0
+    assert [fits(evaluations) for evaluations in (9, 10, 13, 17, 34, 65)] == [0] * 6
+    assert fits(66) > 0  # above 0 there are one fewer
+    assert [fits(evaluations) for evaluations in (67, 90, 129)] == [0] * 3
+
+
+def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations():
+    said = []
+    with LiveForecast(updates=UPDATES, say=said.append) as forecast:
+        forecast.evaluated(run_rows(LEAST_POINTS))  # one of them is at compute 0
+        assert forecast.take() is None
+        forecast.evaluated(run_rows(14))
+        forecast.evaluated(run_rows(15))  # the first still runs: of these two, the latest is fitted next
+        forecast.evaluated(run_rows(16))
+        first, second = wait_for(forecast), wait_for(forecast)
+        assert (first["step"], second["step"]) == (1300, 1500)
+        assert forecast.take() is None
+        forecast.evaluated(run_rows(UPDATES // 100 + 1))  # at its end a run needs no forecast
+        assert forecast.take() is None
+    assert said == []
+
+
+def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
+    said = []
+    rows = run_rows(10)[1:]  # R0 was never measured
+    with LiveForecast(updates=UPDATES, say=said.append) as forecast:
+        for _ in range(2):
+            forecast.evaluated(rows)
+            end = time.monotonic() + 60
+            while forecast._running is not None:
+                assert forecast.take() is None
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        assert len(said) == 1 and said[0].startswith("no forecast: ")
+        forecast.evaluated(run_rows(10))
+        assert wait_for(forecast)["step"] == 900
+
+
+def test_the_trainer_never_waits(monkeypatch):
+    release = threading.Event()
+
+    def slow(rows, *, updates):
+        assert release.wait(60)
+        return {"step": rows[-1]["step"]}
+
+    monkeypatch.setattr(live_forecast, "forecast_of_end", slow)
+    with LiveForecast(updates=UPDATES, say=print) as forecast:
+        for count in range(10, 20):
+            forecast.evaluated(run_rows(count, prompts=2))
+            assert forecast.take() is None
+        release.set()
+        assert wait_for(forecast)["step"] == 900
+        assert wait_for(forecast)["step"] == 1800
