@@ -86,11 +86,11 @@ def serve() -> None:
 
 
 def fit() -> None:
-    _run(f"{CURVES}.scalerl_fit", _importing(f"{CURVES}.fit_flags", f"{CURVES}.watch_flags"))
+    _run(f"{CURVES}.scalerl_fit", _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.watch_flags"))
 
 
 def compare() -> None:
-    _run(f"{CURVES}.scalerl_compare", _importing(f"{CURVES}.fit_flags", f"{CURVES}.compare_flags"))
+    _run(f"{CURVES}.scalerl_compare", _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.compare_flags"))
 
 
 def export() -> None:

@@ -11,7 +11,7 @@ from scalerl_jax import config as config_lib
 from scalerl_jax import config_check
 from scalerl_jax.cli import command_help, entry
 from scalerl_jax.scaling import units
-from scalerl_jax.scaling.commands import compare_flags, fit_flags
+from scalerl_jax.cli import compare_flags, fit_flags
 from scalerl_jax.scaling.fit import SEED_MARGIN
 
 COMMANDS = {

@@ -41,7 +41,7 @@ def refusal(call: typing.Callable[[], object]) -> str:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--config.objectiv.cap=4", "--config.objectiv.cap: config has no field 'objectiv' (it has: seed, updates,"),
+        ("--config.objectiv.cap=4", "--config.objectiv.cap: config has no field 'objectiv' (it has: seed, max_steps,"),
         ("--config.max_steps.cap=4", "--config.max_steps.cap: config.max_steps has no field 'cap' (it has: none)"),
         ("--config.objective=4", "--config.objective: is a group of fields, not a value"),
         ("--config.=4", "--config.: config has no field '' (it has: "),
@@ -58,9 +58,9 @@ def test_an_unknown_field_in_a_flag_is_named(tmp_path, flag, message):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("config.objective.capp = 4.0", "config.objective has no field 'capp' (it has: surrogate, cap, "),
+        ("config.objective.capp = 4.0", "config.objective has no field 'capp' (it has: loss, max_ratio, "),
         ("config.fleet.completion_seconds = 9.0", "config.fleet.completion_seconds was replaced by config.fleet.stall"),
-        ("config.objectives = 4.0", "config has no field 'objectives' (it has: seed, updates, "),
+        ("config.objectives = 4.0", "config has no field 'objectives' (it has: seed, max_steps, "),
         ("config.objective = OptimizerConfig()", "config.objective=OptimizerConfig("),
         ("config.objective = 4.0", "config.objective=4.0: is not of type ObjectiveConfig"),
         ("config.objective = ObjectiveConfig(capp=4.0)", "TypeError: ObjectiveConfig.__init__() got an unexpected"),
@@ -117,10 +117,10 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
         ("objective.loss=ppo", "config.objective.loss='ppo': is not one of cispo, clip, gspo"),
         ("pacing.kind=lockstep", "config.pacing.kind='lockstep': is not one of pipeline, phased"),
         ("objective.max_ratio=0", "config.objective.max_ratio=0.0: must be above 0"),
-        ("rollout.group_size=1", "config.rollout.group_size=1: a group needs at least 2 completions"),
+        ("rollout.group_size=1", "config.rollout.group_size=1: must not be below 2"),
         (
             "rollout.thinking_budget_min=9 rollout.thinking_budget_max=8",
-            "config.rollout.thinking_budget_min=9: must be between 0 and",
+            "config.rollout.thinking_budget_min=9: must not be above",
         ),
         ("rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
         ("rollout.top_p=1.5", "config.rollout.top_p=1.5: must be above 0 and not above 1"),
@@ -217,7 +217,7 @@ def test_overrides_apply_over_the_file_and_the_rest_is_left(tmp_path):
     config, rest = parse_argv(argv)
     assert rest == ["--workdir=run", "--servers=a:1", "--configs=no", "x"]
     expected = leaves(Config()) | {
-        "updates": 7,
+        "max_steps": 7,
         "seed": 3,
         "objective.max_ratio": 2.5,
         "model.remat": False,
@@ -256,14 +256,14 @@ def test_two_configs_share_nothing():
 
 
 def test_config_json_round_trips():
-    config = Config(seed=2**62, updates=7)
+    config = Config(seed=2**62, max_steps=7)
     for name, value in leaves(config).items():
         override(config, name, changed(value)[0])
     again = from_json(to_json(config))
     assert again == config and leaves(again) == leaves(config)
     assert {type(value) for value in leaves(again).values()} == {int, float, str, bool}
     assert to_json(again) == to_json(config)
-    assert json.loads(to_json(config))["objective"]["cap"] == 6.0
+    assert json.loads(to_json(config))["objective"]["max_ratio"] == 6.0
     assert from_json('{"fleet": {"completion_seconds": 600.0}}') == Config()  # one that an older run had
     assert from_json("{}") == Config()  # a field that an older run did not have has its default
 
@@ -271,7 +271,7 @@ def test_config_json_round_trips():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"objective": {"capp": 4}}', "config.objective has no field 'capp' (it has: surrogate, cap, "),
+        ('{"objective": {"capp": 4}}', "config.objective has no field 'capp' (it has: loss, max_ratio, "),
         ('{"objective": 4}', "config.objective=4: is not of type ObjectiveConfig"),
         ('{"objective": {"cap": "4"}}', "config.objective.max_ratio='4': is not of type float"),
         ('{"seed": {"cap": 4}}', "config.seed={'cap': 4}: is not of type int"),
@@ -295,12 +295,13 @@ def test_the_defaults_and_the_files_in_the_tree_are_allowed():
 COMMAND = """
 import os
 from absl import flags
-from scalerl_jax import config, entry
+from scalerl_jax import config_io
+from scalerl_jax.cli import entry
 
 def main(values):
     os.mkdir(flags.FLAGS.workdir)
     with open(flags.FLAGS.workdir + "/config.json", "w") as file:
-        file.write(config.to_json(values))
+        file.write(config_io.to_json(values))
 
 flags.DEFINE_string("workdir", None, "Folder.", required=True)
 entry.run_with_config(main)

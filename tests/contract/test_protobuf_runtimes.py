@@ -50,7 +50,7 @@ def test_the_contract_speaks_the_same_bytes(major: int, tmp_path: pathlib.Path) 
 
 def test_the_generated_code_is_that_of_the_schema() -> None:
     """Every name and number in the .proto is in the generated classes, and nothing else: no schema is edited alone."""
-    text = (ROOT / "rollout_server" / "contract" / "rollout.proto").read_text(encoding="utf-8")
+    text = (ROOT / "scalerl_jax" / "contract" / "rollout.proto").read_text(encoding="utf-8")
     written = sorted(re.findall(r"^\s+(?:[\w. ]+ )?(\w+) = (\d+);", text, flags=re.MULTILINE))
     generated: list[tuple[str, str]] = []
     messages = list(pb.DESCRIPTOR.message_types_by_name.values())

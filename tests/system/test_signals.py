@@ -13,7 +13,8 @@ from tests.support.paths import ROOT
 # "ready" is printed in each state; what comes after it must not be needed.
 COMMAND = """
 import hashlib, sys, threading, time
-from scalerl_jax import entry, signals
+from scalerl_jax.cli import entry
+from scalerl_jax.system import signals
 def say(word):
     print(word, flush=True)
 def stand_still():  # in C: no Python handler runs before it returns

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from scalerl_jax.cli.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, trend, units
-from scalerl_jax.scaling.commands import fit_flags as given
+from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.scaling.commands import watch
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
@@ -61,7 +61,7 @@ class Fitted:
 
 
 def run() -> None:
-    import scalerl_jax.scaling.commands.watch_flags  # noqa: F401  here: scalerl-compare imports this module too
+    import scalerl_jax.cli.watch_flags  # noqa: F401  here: scalerl-compare imports this module too
 
     platforms.cpu_only()
     run_with_arguments(once_or_watching)
