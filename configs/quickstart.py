@@ -13,7 +13,7 @@ from scalerl_jax.config import Config
 
 
 def get_config() -> Config:
-    config = Config(updates=130)
+    config = Config(max_steps=130)
     config.model.path = "runs/quickstart-warm-start/model"
     config.model.compute_dtype = "float32"
     config.model.sync_dtype = "float32"

@@ -13,7 +13,7 @@ from scalerl_jax.config import Config
 
 
 def get_config() -> Config:
-    config = Config(updates=6250)
+    config = Config(max_steps=6250)
     config.model.path = "models/policy-8b-sft"
     config.environment.name = "jsonl"
     config.environment.train_file = "data/train.jsonl"

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import importlib.util
 import io
+import os
 import sys
 import textwrap
 import tokenize
@@ -66,9 +67,11 @@ def comments(module: str) -> dict[tuple[str, str], str]:
 
 
 def _source(module: str) -> str:
-    spec = importlib.util.find_spec(module)
+    # Of the package alone: to find a module inside another package, that one is imported.
+    package, *inside = module.split(".")
+    spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None
-    with open(spec.origin, encoding="utf-8") as file:
+    with open(os.path.join(os.path.dirname(spec.origin), *inside) + ".py", encoding="utf-8") as file:
         return file.read()
 
 

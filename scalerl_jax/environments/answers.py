@@ -16,7 +16,15 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from scalerl_jax.environments import answer_text
-from scalerl_jax.environments.answer_text import bare, final_answers, is_mathematics, operators, same_text, unwrapped, words
+from scalerl_jax.environments.answer_text import (
+    bare,
+    final_answers,
+    is_mathematics,
+    operators,
+    same_text,
+    unwrapped,
+    words,
+)
 
 LONGEST_GIVEN = 2_000  # characters of one answer; what is longer is compared as text alone
 _LATEX = LatexExtractionConfig(

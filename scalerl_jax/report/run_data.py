@@ -6,6 +6,7 @@ from typing import Any
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
+from scalerl_jax.config_names import under_new_names
 from scalerl_jax.report.health import CHARTS, health
 from scalerl_jax.report.rows import log_rows, numbers_only
 from scalerl_jax.report.samples import PAGE_BYTES, rollouts
@@ -28,7 +29,7 @@ def read_settings(workdir: str) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise ValueError(f"{path}: is not an object")
     settings = config_check.leaves(Config())
-    _enter(settings, written, "")
+    _enter(settings, under_new_names(written), "")
     for name, value in settings.items():
         if wrong := config_check.leaf_fault(name, value):
             raise ValueError(f"{path}: {wrong[:200]}")
@@ -66,7 +67,7 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
         "name": os.path.basename(os.path.abspath(workdir)),
         "kind": "warm start" if warm_start else "run",
         "updates": metrics[-1]["step"] if metrics else 0,
-        "planned": settings["sft.max_steps" if warm_start else "updates"],
+        "planned": settings["sft.max_steps" if warm_start else "max_steps"],
         "optimizer_steps": metrics[-1].get("optimizer_step") if metrics else 0,
         "seconds": running_seconds((*metrics, *evals)),
         "starts": len({row.get("incarnation") for row in (*metrics, *evals)}),

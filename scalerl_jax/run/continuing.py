@@ -34,7 +34,7 @@ GROUPS = {
 }
 FIELDS = {
     "seed": BOUND,
-    "updates": FREE,
+    "max_steps": FREE,
     "model.path": BOUND,  # the start, the tokenizer and the decoder; a folder that has only moved is allowed by name
     "model.compute_dtype": BOUND,
     "model.sync_dtype": BOUND,

@@ -21,7 +21,17 @@ from scalerl_jax.model import Precision, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective.losses import Surrogate
-from tests.benchmarks.accelerator_model import BETAS, DECAY, EPSILON, LEARNING_RATE, Work, make_segments, prompts, speeds, timed
+from tests.benchmarks.accelerator_model import (
+    BETAS,
+    DECAY,
+    EPSILON,
+    LEARNING_RATE,
+    Work,
+    make_segments,
+    prompts,
+    speeds,
+    timed,
+)
 
 GIB = 2**30
 GROUP = 8  # completions of one prompt

@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.benchmarks.accelerator_model import BETAS, DECAY, EPSILON, LEARNING_RATE, Work, make_segments, prompts, speeds, timed
+from tests.benchmarks.accelerator_model import (
+    BETAS,
+    DECAY,
+    EPSILON,
+    LEARNING_RATE,
+    Work,
+    make_segments,
+    prompts,
+    speeds,
+    timed,
+)
 
 GIB = 2**30
 CAP = 5.0

@@ -139,7 +139,7 @@ def resident() -> float:
 
 def measure(processes: list[Process]) -> None:
     addresses = [address for process in processes for address in process.address_list]
-    made = config(updates=10**6, fleet_connect_seconds=60.0)
+    made = config(max_steps=10**6, fleet_connect_seconds=60.0)
     made.rollout.prompts_per_step, made.rollout.group_size = FLAGS.groups, FLAGS.group_size
     made.rollout.thinking_budget_min = made.rollout.thinking_budget_max = int(4 * FLAGS.mean_tokens)
     made.rollout.answer_budget = int(4 * FLAGS.mean_tokens)

@@ -50,7 +50,7 @@ CONFIG = """
 from scalerl_jax.config import Config
 
 def get_config():
-    config = Config(seed=1, updates={updates})
+    config = Config(seed=1, max_steps={updates})
     config.model.path = {model!r}
     config.model.compute_dtype = config.model.sync_dtype = "float32"
     config.model.remat = False

@@ -43,7 +43,7 @@ SETTLED_SECONDS = 60.0  # a process is no longer starting
 
 def fields() -> dict[str, object]:
     return {
-        "updates": 100_000,
+        "max_steps": 100_000,
         "model.path": os.path.abspath(FLAGS.model),
         "curriculum.no_positive_resampling_at": 1.1,  # prompts for ever
         "evaluation.every": 25,  # the forecast is first fitted within the first quarter

@@ -9,9 +9,8 @@ import pytest
 
 from scalerl_jax import config as config_lib
 from scalerl_jax import config_check
-from scalerl_jax.cli import command_help, entry
+from scalerl_jax.cli import command_help, compare_flags, entry, fit_flags
 from scalerl_jax.scaling import units
-from scalerl_jax.cli import compare_flags, fit_flags
 from scalerl_jax.scaling.fit import SEED_MARGIN
 
 COMMANDS = {
@@ -60,7 +59,7 @@ def test_help_lists_every_field_of_the_config(name):
 def test_every_field_of_the_config_says_what_it_is():
     said = command_help.comments(config_lib.__name__)
     for made in vars(config_lib).values():
-        if dataclasses.is_dataclass(made):
+        if dataclasses.is_dataclass(made) and made.__module__ == config_lib.__name__:
             for field in dataclasses.fields(made):
                 if not dataclasses.is_dataclass(field.default_factory):
                     assert said[made.__name__, field.name], f"{made.__name__}.{field.name} has no comment"

@@ -350,4 +350,4 @@ def test_what_the_command_was_given_is_what_it_writes_down(tmp_path):
     code, said = command(tmp_path, f"--config={path}", "--config.objective.max_ratio=4.5", "--config.max_steps=9")
     assert (code, said) == (0, "")
     written = from_json((tmp_path / "run" / "config.json").read_text())
-    assert leaves(written) == leaves(Config()) | {"objective.max_ratio": 4.5, "updates": 9}
+    assert leaves(written) == leaves(Config()) | {"objective.max_ratio": 4.5, "max_steps": 9}

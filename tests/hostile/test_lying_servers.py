@@ -24,7 +24,7 @@ from tests.train.helpers import config_of, serve
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SETTINGS = {
-    "updates": 1_000_000,  # each run is interrupted when it has shown what it has to
+    "max_steps": 1_000_000,  # each run is interrupted when it has shown what it has to
     "fleet.discovery_seconds": 0.3,
     "fleet.status_seconds": 2,
     "fleet.silence_seconds": 5,

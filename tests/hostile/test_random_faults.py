@@ -65,7 +65,7 @@ LIES = (
     "bytes that mean nothing",
 )
 FLAGS = {
-    "updates": UPDATES,
+    "max_steps": UPDATES,
     "parity.mean_limit": 100,
     "parity.p99_limit": 100,
     "fleet.status_seconds": 2,

@@ -102,7 +102,7 @@ def write_run(
     path: pathlib.Path, *, updates: int = 30, every: int = 2, final: float = 0.9, samples: Sequence[RolloutSample] = ()
 ) -> str:
     """`samples` beside those that every fifth update has."""
-    config = Config(updates=updates)
+    config = Config(max_steps=updates)
     config.telemetry.tensorboard, config.telemetry.samples_every, config.telemetry.samples = False, 5, 8
     clock = iter(range(1_795_000_000, 1_796_000_000))
     with RunFolder(str(path), config, clock=lambda: float(next(clock))) as run:

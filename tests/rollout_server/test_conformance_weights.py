@@ -11,7 +11,17 @@ from rollout_server.engines.engine import Engine
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Version
-from tests.rollout_server.client import INCARNATION, PROMPT, Push, Served, ended, group, long_group, random_weights, serving
+from tests.rollout_server.client import (
+    INCARNATION,
+    PROMPT,
+    Push,
+    Served,
+    ended,
+    group,
+    long_group,
+    random_weights,
+    serving,
+)
 from tests.rollout_server.standstill import CHUNK, hold_loading, standstill, until
 
 MakeEngine = Callable[..., Engine]

@@ -156,7 +156,7 @@ def config(**changes: Any) -> Config:
     The run has no end, and no server is given up because a process stood still for some seconds, as it may on a busy
     machine.
     """
-    made = Config(seed=3, updates=ENDLESS)
+    made = Config(seed=3, max_steps=ENDLESS)
     made.rollout.prompts_per_step, made.rollout.group_size = 4, 4
     made.rollout.thinking_budget_min, made.rollout.thinking_budget_max, made.rollout.answer_budget = 4, 24, 16
     made.rollout.interruption_text, made.rollout.end_of_thinking = "time is up>", ">"

@@ -109,7 +109,7 @@ def test_where_the_last_server_is_sent_away_the_run_ends_and_names_it(start):
             go_on()
 
 
-PHASED = {"pacing_kind": "phased", "pacing_k": 3}
+PHASED = {"pacing_kind": "phased", "pacing_max_off_policy_steps": 3}
 
 
 def in_mid_phase(trainer: Trainer):
@@ -242,7 +242,7 @@ class Probes:
 
 def test_each_server_is_probed_until_it_could_be_compared():
     """That one of them could be does not end the tries of the others."""
-    made = config(probe_every=10)
+    made = config(parity_every=10)
     expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
     probe = Probe(made.probe, expected=expected, score=lambda of: [c.logprobs for _, c in of], dtype="float32")
     a, b = Process("a:1", "1"), Process("b:2", "1")

@@ -73,7 +73,7 @@ def test_one_server_evaluates_while_the_others_train(start):
 
 def test_all_servers_evaluate_and_training_waits(start):
     servers = start(BRISK, BRISK)
-    with Trainer(config(evaluation_servers=0, updates=6), servers) as trainer:
+    with Trainer(config(evaluation_servers=0, max_steps=6), servers) as trainer:
         trainer.admit_all()
         hold_back(servers, 0)
         first = trainer.fleet.evaluate(0, HELD_OUT, SAMPLES)
@@ -89,7 +89,7 @@ def test_all_servers_evaluate_and_training_waits(start):
 
 def test_a_version_within_a_phase_is_sent_to_be_evaluated_only(start):
     (server,) = start({})
-    with Trainer(config(pacing_kind="phased", pacing_k=4), [server]) as trainer:
+    with Trainer(config(pacing_kind="phased", pacing_max_off_policy_steps=4), [server]) as trainer:
         versions = []
         for version in range(1, 9):
             trainer.update()

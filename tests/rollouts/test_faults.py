@@ -92,7 +92,7 @@ def test_repeated_and_reordered_completions_count_once(start, caplog):
 def test_a_server_that_slows_down_gets_less_and_stays(start):
     servers = start({**BRISK, "faults": f"delay:{AFTER}:0.2"}, BRISK)
     # With a store for it the other one need not wait at every batch.
-    with Trainer(config(pacing_store_batches=3.0), servers) as trainer:
+    with Trainer(config(pacing_max_buffered_batches=3.0), servers) as trainer:
         run(trainer, 20)
 
         def slower() -> bool:

@@ -35,7 +35,7 @@ def states_seen(trainer: Trainer, server) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("kind", ["pipeline", "phased"])
 def test_batches_by_number_with_current_weights(start, kind):
     servers = start({}, {})
-    with Trainer(config(pacing_kind=kind, pacing_k=3, updates=9), servers) as trainer:
+    with Trainer(config(pacing_kind=kind, pacing_max_off_policy_steps=3, max_steps=9), servers) as trainer:
         trainer.admit_all()
         for _ in range(9):
             trainer.update()
@@ -131,7 +131,7 @@ def test_a_crash_and_a_full_queue_in_mid_run(start):
 
 def test_a_slow_server_gets_less(start):
     servers = start({"token_seconds": 0.02, "mean_tokens": 8.0}, {"token_seconds": 0.001, "mean_tokens": 8.0})
-    with Trainer(config(pacing_store_batches=2.0), servers) as trainer:
+    with Trainer(config(pacing_max_buffered_batches=2.0), servers) as trainer:
         trainer.admit_all()
 
         def tokens() -> np.ndarray:
@@ -215,7 +215,9 @@ def test_the_store_stays_short_while_the_trainer_is_busy(start):
 def test_generators_stop_at_the_pacing_limit(start, kind):
     """A trainer that does not come back, and a store without bound: k decides."""
     k = 3
-    with Trainer(config(pacing_kind=kind, pacing_k=k, pacing_store_batches=100.0), start({}, {})) as trainer:
+    with Trainer(
+        config(pacing_kind=kind, pacing_max_off_policy_steps=k, pacing_max_buffered_batches=100.0), start({}, {})
+    ) as trainer:
         trainer.admit_all()
         size = trainer.config.rollout.prompts_per_step
         # Batches 0 to k from version 0; a phase is k batches.
@@ -289,7 +291,7 @@ def test_completions_are_the_same_whoever_is_asked(start):
     seen: dict[tuple[str, int], bytes] = {}
     servers = start({}, {"crash_after": 25}, {"full_every": 3})
     for fleet in (servers[:1], servers):
-        with Trainer(config(updates=5), fleet) as trainer:
+        with Trainer(config(max_steps=5), fleet) as trainer:
             trainer.admit_all()
             for _ in range(5):
                 for group in trainer.update():

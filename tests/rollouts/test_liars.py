@@ -61,7 +61,12 @@ def gets_on():
 def test_slow_completions_are_waited_for_while_the_server_gets_on():
     """One takes longer than stall_seconds. Asked for once, delivered once."""
     with Liar(slots=16, token_seconds=0.12, mean_tokens=40.0) as slow:
-        made = config(fleet_stall_seconds=3.0, rollout_groups=1, rollout_thinking_low=20, rollout_thinking_high=30)
+        made = config(
+            fleet_stall_seconds=3.0,
+            rollout_prompts_per_step=1,
+            rollout_thinking_budget_min=20,
+            rollout_thinking_budget_max=30,
+        )
         with Trainer(made, [slow]) as trainer:
             trainer.update()
             trainer.check()
@@ -149,7 +154,7 @@ def test_a_claim_is_not_believed_before_something_is_delivered(liar, honest):
         await asyncio.Event().wait()
 
     liar.status, liar.generate = claim(4096, 4096), wait
-    with Trainer(config(pacing_store_batches=100.0), [liar, honest]) as trainer:
+    with Trainer(config(pacing_max_buffered_batches=100.0), [liar, honest]) as trainer:
         trainer.admit_all()
         eventually(lambda: trainer.server(liar)["in_flight"])
 
@@ -170,7 +175,7 @@ def test_what_a_server_holds_grows_until_it_has_what_it_claims():
             most = max(most, trainer.server(server)["in_flight"])
             trainer.wait()
 
-        with Trainer(config(rollout_groups=64, pacing_store_batches=8.0), [server]) as trainer:
+        with Trainer(config(rollout_prompts_per_step=64, pacing_max_buffered_batches=8.0), [server]) as trainer:
             for _ in range(3):
                 trainer.update(wait)
             trainer.update_until(lambda: wait() or most > 64)

@@ -34,7 +34,7 @@ def test_a_server_given_twice_or_none():
 def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(start):
     servers = start({}, {})
     late = servers[1].reserve()
-    with Trainer(config(pacing_store_batches=2.0), servers) as trainer:
+    with Trainer(config(pacing_max_buffered_batches=2.0), servers) as trainer:
         for _ in range(4):
             trainer.update()
         late.launch()
@@ -61,7 +61,7 @@ def test_the_trainer_that_never_waits_still_meets_newcomers(start):
     """Batches lie ready all the time; the candidate always holds the version before, were it not waited for."""
     servers = start({}, {"token_seconds": 0.005})
     late = servers[1].reserve()
-    with Trainer(config(pacing_store_batches=3.0), servers) as trainer:
+    with Trainer(config(pacing_max_buffered_batches=3.0), servers) as trainer:
         trainer.update()
         late.launch()
         while late.address not in trainer.admitted:

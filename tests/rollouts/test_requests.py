@@ -38,7 +38,7 @@ def test_evaluations_differ_in_their_names_only():
 
 
 def test_without_thinking():
-    requests = make(rollout_thinking_low=0, rollout_thinking_high=0)
+    requests = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=0)
     group = requests.train(0, prompt(0))
     assert {r.thinking_budget for r in group.requests} == {0}
     lease = RolloutRequest(group, "server", 3, None, {0, 2})
@@ -50,10 +50,10 @@ def test_without_thinking():
 
 
 def test_a_budget_of_nothing_is_not_the_absence_of_thinking():
-    group = make(rollout_thinking_low=0, rollout_thinking_high=1).train(0, prompt(0))
+    group = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=1).train(0, prompt(0))
     assert {r.thinking_budget for r in group.requests} == {1}
 
 
 def test_a_phrase_that_does_not_end_thinking_is_named():
     with pytest.raises(ValueError, match=r"config\.rollout\.phrase='time is up'"):
-        make(rollout_phrase="time is up")
+        make(rollout_interruption_text="time is up")

@@ -160,7 +160,7 @@ def test_workdir_of_another_config_is_refused_by_name(tmp_path):
     leave_a_row(tmp_path)
     before = (tmp_path / "config.json").read_text()
     with pytest.raises(ConfigError) as caught:
-        RunFolder(tmp_path, make_config(optimizer__learning_rate=1e-4, learner__rows=7))
+        RunFolder(tmp_path, make_config(optimizer__learning_rate=1e-4, learner__micro_batch_rows=7))
     assert str(caught.value) == (
         f"--workdir={tmp_path}: holds a run of another config: config.optimizer.learning_rate is 5e-07 there and "
         "0.0001 now; --allow=optimizer.learning_rate goes on with what is given now"
@@ -168,13 +168,13 @@ def test_workdir_of_another_config_is_refused_by_name(tmp_path):
     with pytest.raises(
         ConfigError, match=r"config.seed is 0 .* \(and 1 more\); --allow=seed,objective.max_ratio goes on"
     ):
-        RunFolder(tmp_path, make_config(seed=3, objective__cap=4.0))
+        RunFolder(tmp_path, make_config(seed=3, objective__max_ratio=4.0))
     assert (tmp_path / "config.json").read_text() == before
 
 
 def test_what_is_changed_on_purpose_is_written_down(tmp_path):
     leave_a_row(tmp_path)
-    other = make_config(objective__cap=4.0, learner__rows=3, evaluation__prompts=7)
+    other = make_config(objective__max_ratio=4.0, learner__micro_batch_rows=3, evaluation__prompts=7)
     with pytest.raises(ConfigError, match=r"--allow=objective\.lid: config has no field 'objective\.lid'"):
         RunFolder(tmp_path, other, allow=["objective.lid"])
     with RunFolder(tmp_path, other, allow=["objective.max_ratio"], clock=lambda: 7.0) as run:
@@ -205,13 +205,15 @@ def test_a_first_start_that_failed_binds_nobody(tmp_path):
 
 def test_what_may_change_is_taken_over(tmp_path):
     leave_a_row(tmp_path)
-    other = make_config(updates=2000, telemetry__samples=3, fleet__servers=7, checkpoint__keep=5, sft__rows=9)
+    other = make_config(
+        max_steps=2000, telemetry__samples=3, fleet__servers=7, checkpoint__keep=5, sft__rows_per_step=9
+    )
     with RunFolder(tmp_path, other) as run:
         run.resume(0)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["updates"], saved["fleet"]["servers"], saved["checkpoint"]["keep"]) == (2000, 7, 5)
+    assert (saved["max_steps"], saved["fleet"]["servers"], saved["checkpoint"]["keep"]) == (2000, 7, 5)
     with pytest.raises(ConfigError, match=r"config\.sft\.rows is 9 there and 10 now"):
-        RunFolder(tmp_path, make_config(sft__rows=10), warm_start=True)
+        RunFolder(tmp_path, make_config(sft__rows_per_step=10), warm_start=True)
 
 
 class FakeWandb(types.ModuleType):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 CONFIG = os.path.join(helpers.ROOT, "configs", "quickstart.py")
 UPDATES = 40
 FLAGS = {
-    "updates": UPDATES,
+    "max_steps": UPDATES,
     "optimizer.warmup_steps": 20,
     "optimizer.learning_rate": 1.5e-4,
     "evaluation.every": 10,

@@ -190,7 +190,7 @@ def test_a_finished_warm_start_goes_on_where_more_updates_are_allowed(finished, 
     assert weights(work) != weights(finished)
     steps = [json.loads(line)["step"] for line in (work / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(2, 67, 2))
-    assert json.loads((work / "config.json").read_text())["sft"]["updates"] == 66
+    assert json.loads((work / "config.json").read_text())["sft"]["max_steps"] == 66
     assert sorted(path.name for path in work.glob("model*")) == ["model"]
     sft.main(config, str(work))
     assert "is there already" in capfd.readouterr().out

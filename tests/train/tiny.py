@@ -10,7 +10,7 @@ from scalerl_jax.config import Config
 
 
 def get_config() -> Config:
-    config = Config(seed=5, updates=12)
+    config = Config(seed=5, max_steps=12)
     config.model.compute_dtype = config.model.sync_dtype = "float32"
     config.model.remat = False
     config.environment.name = "jsonl"

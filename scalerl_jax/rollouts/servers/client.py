@@ -28,7 +28,16 @@ from scalerl_jax.rollouts.servers.calls import Calls
 from scalerl_jax.rollouts.servers.events import ServerEvents
 from scalerl_jax.rollouts.servers.offences import Consequence, Record, Records, Telling
 from scalerl_jax.rollouts.servers.probe_samples import Sample
-from scalerl_jax.rollouts.servers.states import ACTIVE, ANSWERING, CANDIDATE, CONNECTING, LEAVING, REJECTED, SUPERSEDED, UPDATING
+from scalerl_jax.rollouts.servers.states import (
+    ACTIVE,
+    ANSWERING,
+    CANDIDATE,
+    CONNECTING,
+    LEAVING,
+    REJECTED,
+    SUPERSEDED,
+    UPDATING,
+)
 from scalerl_jax.rollouts.servers.upkeep import Upkeep
 from scalerl_jax.rollouts.servers.validate import validate
 from scalerl_jax.rollouts.servers.validate_status import StatusCheck

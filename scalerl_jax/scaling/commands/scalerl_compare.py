@@ -23,14 +23,20 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from scalerl_jax.cli import compare_flags as given
+from scalerl_jax.cli import fit_flags
 from scalerl_jax.cli.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import decide, posterior, trend
 from scalerl_jax.scaling import forecast as forecast_lib
-from scalerl_jax.cli import compare_flags as given
-from scalerl_jax.cli import fit_flags
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
 from scalerl_jax.scaling.compare import Comparison, Difference, Run, compare
-from scalerl_jax.scaling.compare_json import VERDICTS, comparison_document, forecast_document, plan_document, run_document
+from scalerl_jax.scaling.compare_json import (
+    VERDICTS,
+    comparison_document,
+    forecast_document,
+    plan_document,
+    run_document,
+)
 from scalerl_jax.scaling.compare_plot import plot_comparison
 from scalerl_jax.scaling.forecast import Estimate, Forecast
 from scalerl_jax.scaling.plot import write_figure

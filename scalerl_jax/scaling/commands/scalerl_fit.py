@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, trend, units
-from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.scaling.commands import watch
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from scalerl_jax.cli.entry import UserError
+from scalerl_jax.config_names import under_new_names
 from scalerl_jax.scaling import readers, tables, tfevents
 from scalerl_jax.scaling.points import TooFewPoints
 
@@ -140,11 +141,11 @@ def _ended(path: str) -> str:
         raise UserError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, RecursionError):
         written = None
-    updates = written.get("updates") if isinstance(written, dict) else None
-    if not isinstance(updates, int):
+    steps = under_new_names(written).get("max_steps") if isinstance(written, dict) else None
+    if not isinstance(steps, int):
         raise UserError(f"{config}: is not the config of a run")
-    if _last_step(os.path.join(path, readers.RUN_FOLDER_FILE)) >= updates:
-        return f"{path}: has ended, with update {updates}"
+    if _last_step(os.path.join(path, readers.RUN_FOLDER_FILE)) >= steps:
+        return f"{path}: has ended, with update {steps}"
     if holder.isdigit() and _lives(int(holder)):
         return ""
     return f"{path}: no trainer is running in it on this machine"

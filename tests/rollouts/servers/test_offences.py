@@ -1,6 +1,21 @@
 """The record of one server process: back-off that grows, an end, trust that grows with what was delivered."""
 
-from scalerl_jax.rollouts.servers.offences import BANISHED_AT, FREE_MEETINGS, GOOD, GROWTH, KEPT_PROCESSES, LONGEST_SECONDS, PROOF_TOKENS, REFUSALS, TELL_SECONDS, WORTH, Record, Records, Telling, backoff
+from scalerl_jax.rollouts.servers.offences import (
+    BANISHED_AT,
+    FREE_MEETINGS,
+    GOOD,
+    GROWTH,
+    KEPT_PROCESSES,
+    LONGEST_SECONDS,
+    PROOF_TOKENS,
+    REFUSALS,
+    TELL_SECONDS,
+    WORTH,
+    Record,
+    Records,
+    Telling,
+    backoff,
+)
 
 
 def test_each_offence_costs_more_until_it_is_sent_away():

@@ -96,7 +96,7 @@ def test_the_latest_version_wins_and_others_are_never_made(start):
 
         return make
 
-    with Trainer(config(updates=20), [server]) as trainer:
+    with Trainer(config(max_steps=20), [server]) as trainer:
         trainer.admit_all()
         for version in range(1, 6):
             trainer.fleet.publish(version, tensors(version))  # returns at once
@@ -162,7 +162,7 @@ def test_a_patch_that_cannot_be_found_ends_the_run_though_nobody_needs_it(start)
     def broken():
         raise RuntimeError("the device is gone")
 
-    with Trainer(config(pacing_kind="phased", pacing_k=3), start({})) as trainer:
+    with Trainer(config(pacing_kind="phased", pacing_max_off_policy_steps=3), start({})) as trainer:
         trainer.update()
         trainer.fleet.publish(2, weights(2), broken)  # a version that goes to nobody
         with pytest.raises(RuntimeError, match="the device is gone"):
