@@ -9,7 +9,7 @@ from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check, check_types
-from scalerl_jax.config_names import REPLACED, ConfigError, no_field, under_new_names
+from scalerl_jax.config_names import RENAMED, REPLACED, ConfigError, no_field, under_new_names
 
 
 def load_file(path: str) -> Config:
@@ -38,6 +38,8 @@ def load_file(path: str) -> Config:
 
 def override(config: Config, path: str, text: str) -> None:
     """Sets the leaf `path` ("objective.max_ratio") from a flag's text. Raises ConfigError naming the flag."""
+    if f"config.{path}" in RENAMED:
+        raise ConfigError(f"--config.{path}: was renamed to --{RENAMED[f'config.{path}']}")
     node: Any = config
     parts = path.split(".")
     for depth, part in enumerate(parts):

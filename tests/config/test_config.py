@@ -12,7 +12,7 @@ import pytest
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check, leaves
 from scalerl_jax.config_io import from_json, load_file, override, parse_argv, to_json
-from scalerl_jax.config_names import ConfigError
+from scalerl_jax.config_names import RENAMED, ConfigError
 from scalerl_jax.contract.limits import MAXIMUM_CHUNK_BYTES, TEMPERATURES
 from tests.support.paths import ROOT
 
@@ -351,3 +351,34 @@ def test_what_the_command_was_given_is_what_it_writes_down(tmp_path):
     assert (code, said) == (0, "")
     written = from_json((tmp_path / "run" / "config.json").read_text())
     assert leaves(written) == leaves(Config()) | {"objective.max_ratio": 4.5, "max_steps": 9}
+
+
+# ---- Names that fields had -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_is_told_on_a_flag_and_read_in_a_config_json(old):
+    new = RENAMED[old]
+    name, value = new.removeprefix("config."), leaves(Config())[new.removeprefix("config.")]
+    assert refusal(lambda: override(Config(), old.removeprefix("config."), "1")) == f"--{old}: was renamed to --{new}"
+    tree = value
+    for part in reversed(old.split(".")[1:]):
+        tree = {part: tree}
+    assert leaves(from_json(json.dumps(tree))) == leaves(Config()) | {name: value}
+
+
+def test_old_values_of_a_choice_are_read():
+    assert from_json('{"objective": {"truncated": "fail", "cap": 3.0}}').objective.truncated == "penalize"
+    assert from_json('{"objective": {"truncated": "excluded"}}').objective.truncated == "exclude"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("config.updates = 7", "config.updates was renamed to config.max_steps"),
+        ("config.task.name = 'jsonl'", "AttributeError: 'Config' object has no attribute 'task'"),
+    ],
+)
+def test_an_old_name_in_a_file_is_one_line(tmp_path, line, message):
+    path = write(tmp_path, line)
+    assert refusal(lambda: load_file(path)) == f"--config={path}: {message}"
