@@ -25,6 +25,11 @@ def load_file(path: str) -> Config:
         config = module.get_config()
     except ConfigError:
         raise
+    except AttributeError as error:
+        if not isinstance(error.obj, Config):
+            raise ConfigError(f"--config={path}: AttributeError: {error}") from error
+        names = [field.name for field in dataclasses.fields(Config)]
+        raise ConfigError(f"--config={path}: {no_field('config', str(error.name), names)}") from error
     except Exception as error:  # the user's own code, which may raise anything
         raise ConfigError(f"--config={path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(config, Config):

@@ -376,7 +376,7 @@ def test_old_values_of_a_choice_are_read():
     ("line", "message"),
     [
         ("config.updates = 7", "config.updates was renamed to config.max_steps"),
-        ("config.task.name = 'jsonl'", "AttributeError: 'Config' object has no attribute 'task'"),
+        ("config.task.name = 'jsonl'", "config.task was renamed to config.environment"),
     ],
 )
 def test_an_old_name_in_a_file_is_one_line(tmp_path, line, message):
