@@ -30,7 +30,7 @@ def adamw(
 
 def from_config(config: OptimizerConfig) -> optax.GradientTransformation:
     def schedule(count: jax.Array) -> jax.Array:
-        return config.learning_rate * jax.numpy.minimum(1.0, (count + 1) / max(1, config.warmup))
+        return config.learning_rate * jax.numpy.minimum(1.0, (count + 1) / max(1, config.warmup_steps))
 
     return adamw(
         schedule,
