@@ -35,13 +35,13 @@ from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.packing import Segment, pack
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import DecoderConfig, Precision, init_params, load_hf
 from scalerl_jax.model.decoder import Params
 from scalerl_jax.model.hf import read_config
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.losses import Surrogate
+from scalerl_jax.objective.losses import cross_entropy
 from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.progress import ProgressLine
@@ -273,13 +273,15 @@ def make_learner(config: Config, decoder: DecoderConfig, *, longest: int) -> Lea
         ),
         mesh=mesh,
         precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
-        surrogate=Surrogate(kind="cross_entropy"),
-        seq_len=sft.seq_len,
-        # As many rows at once as an RL update computes, and no more than there are.
-        rows=shards * min(config.learner.micro_batch_rows, -(-sft.rows_per_step // shards)),
-        max_segment=min(longest, sft.seq_len),
-        logprob_chunk=config.learner.logprob_chunk,
-        remat=config.model.remat,
+        loss=cross_entropy,
+        layout=Layout(
+            seq_len=sft.seq_len,
+            # As many rows at once as an RL update computes, and no more than there are.
+            rows=shards * min(config.learner.micro_batch_rows, -(-sft.rows_per_step // shards)),
+            max_segment=min(longest, sft.seq_len),
+            logprob_chunk=config.learner.logprob_chunk,
+            remat=config.model.remat,
+        ),
     )
 
 

@@ -37,11 +37,11 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.verifiers import VerifierError
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import Precision, load_hf
 from scalerl_jax.model.hf import Tensors, read_config
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.losses import Surrogate
+from scalerl_jax.objective import policy_loss
 from scalerl_jax.report import summary
 from scalerl_jax.report.writer import ReportWriter
 from scalerl_jax.rollouts import pacing as pacing_lib
@@ -65,27 +65,19 @@ FLAGS = flags.FLAGS
 def make_learner(config: Config, decoder: DecoderConfig, *, max_segment: int) -> Learner:
     """The learner of a run on all devices there are."""
     mesh = make_mesh(replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor)
-    objective = config.objective
     return Learner(
         decoder=decoder,
         optimizer=optimizer.from_config(config.optimizer),
         mesh=mesh,
         precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
-        surrogate=Surrogate(
-            kind=objective.loss,
-            cap=objective.max_ratio,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            tis_cap=objective.tis_cap,
-            icepop_low=objective.icepop_low,
-            icepop_high=objective.icepop_high,
-            dppo_tv_threshold=objective.dppo_tv_threshold,
+        loss=functools.partial(policy_loss, objective=config.objective),
+        layout=Layout(
+            seq_len=config.learner.seq_len,
+            rows=config.learner.micro_batch_rows * mesh.shape["replica"] * mesh.shape["fsdp"],
+            max_segment=max_segment,
+            logprob_chunk=config.learner.logprob_chunk,
+            remat=config.model.remat,
         ),
-        seq_len=config.learner.seq_len,
-        rows=config.learner.micro_batch_rows * mesh.shape["replica"] * mesh.shape["fsdp"],
-        max_segment=max_segment,
-        logprob_chunk=config.learner.logprob_chunk,
-        remat=config.model.remat,
     )
 
 

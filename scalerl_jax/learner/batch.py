@@ -1,6 +1,6 @@
 """From a batch of finished groups to what the update trains on.
 
-    r = +1 right, -1 wrong;  cut by the token budget: excluded (leaves mean, std, weights and G) or fail (r = -1)
+    r = +1 right, -1 wrong;  cut by the token budget: exclude (leaves mean, std, weights and G) or penalize (r = -1)
     advantages, then one weight per loss token (objective/), then one segment per counted completion
 
 Loss tokens are the sampled ones: the forced interruption phrase is context, never trained on.
@@ -57,13 +57,13 @@ def build(
     completions = [list(group.completions) for group in groups]
     truncated = np.array([[c.finish_reason == "length" for c in row] for row in completions])
     right = np.array([list(group.verdicts) for group in groups], bool) & ~truncated
-    counted = np.ones_like(right) if objective.truncated == "fail" else ~truncated
+    counted = np.ones_like(right) if objective.truncated == "penalize" else ~truncated
     rewards = np.where(right, 1.0, -1.0)
     sampled = [[c.sampled() for c in row] for row in completions]
     loss_tokens = np.array([[int(mask.sum()) for mask in row] for row in sampled])
 
     advantage, survives = advantages(
-        rewards, right, counted, normalisation=objective.advantage_normalization,
+        rewards, right, counted, normalization=objective.advantage_normalization,
         filter_zero_variance=objective.filter_zero_variance,
     )  # fmt: skip
     weight = token_weights(loss_tokens, counted, survives, objective.aggregation)

@@ -14,7 +14,7 @@ Left out on purpose: versions and batches are the caller's count: a batch in whi
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +30,21 @@ from scalerl_jax.model.decoder import Params, Precision, abstract_params, forwar
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import ROWS
-from scalerl_jax.objective.losses import Surrogate, policy_loss
 
 State = dict[str, Any]
+# Of logp_train, logp_gen, advantages, weights, segment_ids, [rows, length] each: (loss, sums), as policy_loss
+Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is on the devices at once."""
+
+    seq_len: int  # tokens of a packed row
+    rows: int  # of one micro-batch on the whole mesh; they divide over replica x fsdp
+    max_segment: int | None = None  # positions of the longest segment that will come; None: seq_len
+    logprob_chunk: int = 128  # tokens per chunk of the head
+    remat: bool = True  # recompute each block in the backward pass
 
 
 @dataclasses.dataclass
@@ -40,7 +52,7 @@ class Pending:
     """An update that is computed and not applied. Applying it, or computing another one, is up to the caller."""
 
     grads: Params | None  # None: it has been applied
-    sums: dict[str, jax.Array]  # summed statistics of policy_loss, `entropy` and `loss`
+    sums: dict[str, jax.Array]  # summed statistics of the loss, `entropy` and `loss`
     batches: int  # micro-batches
     filled: int  # positions that segments take, those beside left out
     _scored: list[jax.Array]  # of each micro-batch: [rows, length] float32
@@ -73,18 +85,11 @@ class Learner:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         precision: Precision,
-        surrogate: Surrogate,
-        seq_len: int,
-        rows: int,
-        max_segment: int | None = None,
-        logprob_chunk: int = 128,
-        remat: bool = True,
+        loss: Loss,
+        layout: Layout,
     ):
-        """`rows` is of one micro-batch on the whole mesh; it must divide over replica x fsdp.
-
-        max_segment: positions of the longest segment that will come; None: seq_len.
-        Raises ValueError where rows do not divide over the mesh.
-        """
+        """Raises ValueError where the layout's rows do not divide over the mesh."""
+        seq_len, rows = layout.seq_len, layout.rows
         shards = mesh.shape["replica"] * mesh.shape["fsdp"]
         if rows % shards:
             raise ValueError(f"{rows} rows of a micro-batch do not divide over {shards} shards (replica x fsdp)")
@@ -100,10 +105,10 @@ class Learner:
         self.state: State = {}
 
         hidden_of = functools.partial(
-            forward, config=decoder, precision=precision, max_segment=max_segment, remat=remat, mesh=mesh
+            forward, config=decoder, precision=precision, max_segment=layout.max_segment, remat=layout.remat, mesh=mesh
         )
         logprobs_of = functools.partial(
-            token_logprobs, config=decoder, precision=precision, chunk=logprob_chunk, mesh=mesh
+            token_logprobs, config=decoder, precision=precision, chunk=layout.logprob_chunk, mesh=mesh
         )
 
         def loss_of(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, tuple[dict[str, Any], jax.Array]]:
@@ -111,13 +116,12 @@ class Learner:
                 params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
             )
             logp, entropy = logprobs_of(params, hidden=hidden, targets=batch["targets"], entropy=True)
-            loss, sums = policy_loss(
-                logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
-                surrogate,
-            )  # fmt: skip
+            total, sums = loss(
+                logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"]
+            )
             sums["entropy"] = jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0))
-            sums["loss"] = jax.lax.stop_gradient(loss)
-            return loss, (sums, jax.lax.stop_gradient(logp))
+            sums["loss"] = jax.lax.stop_gradient(total)
+            return total, (sums, jax.lax.stop_gradient(logp))
 
         def accumulate(params: Params, carry: Any, batch: dict[str, jax.Array]) -> Any:
             grads, sums = carry
@@ -184,7 +188,7 @@ class Learner:
         return {name: jax.device_put(value, self._batch_sharding) for name, value in batch.arrays().items()}
 
     def gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, jax.Array]]:
-        """The gradient of the whole batch (float32) and the summed statistics of policy_loss, `entropy` and `loss`."""
+        """The gradient of the whole batch (float32) and the summed statistics of the loss, `entropy` and `loss`."""
         grads, sums, _ = self._gradient(batches)
         return grads, sums
 

@@ -15,37 +15,37 @@ _PROMPT_EPSILON = 1e-6  # of GRPO's division; the paper does not give its own
 
 def advantages(
     rewards: np.ndarray,
-    right: np.ndarray,
+    correct: np.ndarray,
     counted: np.ndarray,
     *,
-    normalisation: str = "batch",
+    normalization: str = "batch",
     filter_zero_variance: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages of a batch, and which prompts survive.
 
     Args:
       rewards: [prompts, group] float.
-      right: [prompts, group] bool, the verifier's word (never a shaped reward).
+      correct: [prompts, group] bool, the verifier's word (never a shaped reward).
       counted: [prompts, group] bool; False where a completion is excluded (or was never asked for).
-      normalisation: "batch", "prompt" or "none".
-      filter_zero_variance: drop prompts whose counted completions are all right or all wrong.
+      normalization: "batch", "prompt" or "none".
+      filter_zero_variance: drop prompts whose counted completions are all correct or all wrong.
 
     Returns: (advantages [prompts, group] float64, 0 where not counted or not surviving; survives [prompts] bool).
-    Raises ValueError on an unknown normalisation.
+    Raises ValueError on an unknown normalization.
     """
-    if normalisation not in ("batch", "prompt", "none"):
-        raise ValueError(f"normalisation {normalisation!r} is not batch, prompt or none")
+    if normalization not in ("batch", "prompt", "none"):
+        raise ValueError(f"normalization {normalization!r} is not batch, prompt or none")
     count = counted.sum(axis=1)
-    right_count = (right & counted).sum(axis=1)
-    survives = (count >= 2) & (right_count > 0) & (right_count < count) if filter_zero_variance else count >= 1
+    correct_count = (correct & counted).sum(axis=1)
+    survives = (count >= 2) & (correct_count > 0) & (correct_count < count) if filter_zero_variance else count >= 1
     kept = counted & survives[:, None]
     rewards = np.where(kept, rewards.astype(np.float64), 0.0)
     mean = rewards.sum(axis=1, keepdims=True) / np.maximum(count, 1)[:, None]
     centred = np.where(kept, rewards - mean, 0.0)
-    if normalisation == "batch" and kept.any():
+    if normalization == "batch" and kept.any():
         scale = np.sqrt((centred**2).sum() / kept.sum())
         centred = centred / scale if scale > 0 else centred
-    elif normalisation == "prompt":
+    elif normalization == "prompt":
         std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count, 1)[:, None])
         centred = centred / (std + _PROMPT_EPSILON)
     return centred, survives

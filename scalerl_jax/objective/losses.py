@@ -1,7 +1,7 @@
-"""The surrogate losses, per token and already weighted.
+"""The losses, per token and already weighted.
 
     rho_t = exp(logp_train_t - logp_gen_t)          logp_gen: the generator's own, whatever version sampled the token
-    cispo   - sum w_t sg(min(rho_t, cap)) A_t logp_train_t                      cap on rho itself, no floor
+    cispo   - sum w_t sg(min(rho_t, max_ratio)) A_t logp_train_t                max_ratio on rho itself, no floor
     clip    - sum w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)        GRPO .2/.2, DAPO .2/.26
     gspo    - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)                s = exp(mean log rho of a completion)
     cross_entropy   - sum w_t logp_train_t                                      supervised warm start
@@ -11,114 +11,72 @@ which is the same for the equal weights and advantages of a completion, and leav
 
 Truncated importance sampling, off by default: min(rho, tis_cap) or min(s, tis_cap) takes the place of rho or
 s, in value and gradient. The ratio is against the generator's own log-probs, so it is in the loss already, and what
-truncates is a cap on it, never a second factor. cispo has that cap: `cap`.
+truncates is a cap on it, never a second factor. cispo has that cap: `max_ratio`.
 Masks, off by default: the IcePop band on rho, and DPPO's binary total variation |p_train - p_gen| of the sampled token,
 where the advantage pushes further out. A masked token has no part in the loss and none in the gradient; the weights of
 the others stay as they are.
+
+Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
 Sources: arXiv 2510.13786 eq. 2-4; GSPO arXiv 2507.18071; DPPO arXiv 2602.04879.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from scalerl_jax.config import ObjectiveConfig
 
 # exp(20) is far beyond every cap; it keeps a broken log-prob from turning the ratio into infinity.
 _MAXIMUM_LOG_RATIO = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Surrogate:
-    """What the loss is; the fields mean what the config's `objective` says of them."""
+class Tokens:
+    """What a loss is a function of: [rows, length] each. Where there is no loss token, all floats are 0 (rho: 1)."""
 
-    kind: str = "cispo"  # cispo | clip | gspo | cross_entropy
-    cap: float = 5.0
-    clip_low: float = 0.2
-    clip_high: float = 0.26
-    tis_cap: float = 0.0
-    icepop_low: float = 0.0
-    icepop_high: float = 0.0
-    dppo_tv_threshold: float = 0.0
+    logp_train: jax.Array
+    log_ratio: jax.Array  # logp_train - logp_gen, within _MAXIMUM_LOG_RATIO
+    ratio: jax.Array  # rho, without a gradient
+    advantages: jax.Array
+    loss_token: jax.Array  # bool
+    segment_ids: jax.Array  # int32
 
 
-def policy_loss(
-    logp_train: jax.Array,
-    logp_gen: jax.Array,
-    advantages: jax.Array,
-    weights: jax.Array,
-    segment_ids: jax.Array,
-    surrogate: Surrogate,
-) -> tuple[jax.Array, dict[str, Any]]:
-    """The loss of one micro-batch and sums for the metrics.
+Terms = tuple[jax.Array, jax.Array]  # of each token: what is maximized, and whether its ratio is clipped (a metric)
 
-    Args:
-      logp_train, logp_gen, advantages, weights: [rows, length] float32, at the position that predicts each token;
-        weights are 0 wherever there is no loss token, and whatever else stands there has no part in anything.
-      segment_ids: [rows, length] int32, 1.. in each row; 0 is padding.
-      surrogate: static.
 
-    Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
-    combined by maximum and the others by addition).
-    Raises ValueError on a surrogate of another kind, and on tis_cap where no ratio is differentiated.
-    """
-    if surrogate.tis_cap > 0 and surrogate.kind not in ("clip", "gspo"):
-        raise ValueError(f"tis_cap does not go with {surrogate.kind}")
-    loss_token = weights > 0
-    logp_train, logp_gen, advantages = (jnp.where(loss_token, x, 0.0) for x in (logp_train, logp_gen, advantages))
-    difference = logp_train - logp_gen
-    log_ratio = jnp.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
-    fixed = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    low, high = 1 - surrogate.clip_low, 1 + surrogate.clip_high
-    keep = loss_token
+def cispo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
+    """The truncated ratio weighs the gradient of the log-prob."""
+    truncated = jnp.minimum(tokens.ratio, objective.max_ratio)
+    return truncated * tokens.advantages * tokens.logp_train, tokens.ratio > objective.max_ratio
 
-    def truncated(ratio: jax.Array) -> jax.Array:
-        return jnp.minimum(ratio, surrogate.tis_cap) if surrogate.tis_cap > 0 else ratio
 
+def clip(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
+    """Two-sided clip of each token's ratio."""
+    return _clipped(tokens.ratio, tokens, objective)
+
+
+def gspo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
+    """Two-sided clip of each completion's length-normalized ratio."""
+    log_ratio = jax.lax.stop_gradient(tokens.log_ratio)
+    return _clipped(_sequence_ratio(log_ratio, tokens.loss_token, tokens.segment_ids), tokens, objective)
+
+
+LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {"cispo": cispo, "clip": clip, "gspo": gspo}
+
+
+def _clipped(ratio: jax.Array, tokens: Tokens, objective: ObjectiveConfig) -> Terms:
+    """ratio: no gradient in it; each token has that of its own log-prob."""
+    low, high, advantages = 1 - objective.clip_low, 1 + objective.clip_high, tokens.advantages
+    capped = jnp.minimum(ratio, objective.tis_cap) if objective.tis_cap > 0 else ratio
     # 1; its derivative is that of the log-prob. A broken log-prob has none, unless its ratio is capped.
-    differentiated = logp_train if surrogate.tis_cap > 0 else log_ratio
-    own = jnp.exp(differentiated - jax.lax.stop_gradient(differentiated))
-    if surrogate.kind == "cispo":
-        objective = jnp.minimum(fixed, surrogate.cap) * advantages * logp_train
-        clipped = fixed > surrogate.cap
-    elif surrogate.kind == "clip":
-        capped = truncated(fixed)
-        ratio = capped * own
-        objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
-        clipped = ((capped < low) & (advantages < 0)) | ((capped > high) & (advantages > 0))
-    elif surrogate.kind == "gspo":
-        capped = truncated(_sequence_ratio(jax.lax.stop_gradient(log_ratio), loss_token, segment_ids))
-        ratio = capped * own
-        objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
-        clipped = ((capped < low) & (advantages < 0)) | ((capped > high) & (advantages > 0))
-    elif surrogate.kind == "cross_entropy":
-        objective = logp_train
-        clipped = jnp.zeros_like(loss_token)
-    else:
-        raise ValueError(f"surrogate {surrogate.kind!r} is not cispo, clip, gspo or cross_entropy")
-
-    if surrogate.icepop_high > 0:
-        keep = keep & (fixed >= surrogate.icepop_low) & (fixed <= surrogate.icepop_high)
-    if surrogate.dppo_tv_threshold > 0:
-        moved = jnp.exp(jax.lax.stop_gradient(logp_train)) - jnp.exp(logp_gen)
-        keep = keep & ~((jnp.abs(moved) > surrogate.dppo_tv_threshold) & (moved * advantages > 0))
-
-    loss = -jnp.sum(jnp.where(keep, weights * objective, 0.0))
-    count = loss_token.astype(jnp.float32)
-    exact = jax.lax.stop_gradient(difference)
-    sums = {
-        "tokens": jnp.sum(count),
-        "nats": -jnp.sum(jax.lax.stop_gradient(logp_train)),
-        "mismatch": jnp.sum(jnp.abs(exact) * count),
-        "ratio": jnp.sum(fixed * count),
-        "ratio_squared": jnp.sum(fixed**2 * count),
-        "kl": jnp.sum((fixed - 1 - jax.lax.stop_gradient(log_ratio)) * count),
-        "clipped": jnp.sum(clipped * count),
-        "masked": jnp.sum(loss_token & ~keep),
-        "max_mismatch": jnp.max(jnp.abs(exact)),
-        "max_ratio": jnp.max(jnp.where(loss_token, fixed, 0.0)),
-    }
-    return loss, sums
+    differentiated = tokens.logp_train if objective.tis_cap > 0 else tokens.log_ratio
+    own = capped * jnp.exp(differentiated - jax.lax.stop_gradient(differentiated))
+    clipped = ((capped < low) & (advantages < 0)) | ((capped > high) & (advantages > 0))
+    return jnp.minimum(own * advantages, jnp.clip(own, low, high) * advantages), clipped
 
 
 def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -131,3 +89,74 @@ def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: ja
         return (total / jnp.maximum(count, 1.0))[segment_ids]
 
     return jnp.exp(jax.vmap(mean)(log_ratio, loss_token, segment_ids))
+
+
+def policy_loss(
+    logp_train: jax.Array,
+    logp_gen: jax.Array,
+    advantages: jax.Array,
+    weights: jax.Array,
+    segment_ids: jax.Array,
+    objective: ObjectiveConfig,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The loss of one micro-batch and sums for the metrics.
+
+    Args:
+      logp_train, logp_gen, advantages, weights: [rows, length] float32, at the position that predicts each token;
+        weights are 0 wherever there is no loss token, and whatever else stands there has no part in anything.
+      segment_ids: [rows, length] int32, 1.. in each row; 0 is padding.
+      objective: static.
+
+    Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
+    combined by maximum and the others by addition).
+    Raises ValueError on a loss that LOSSES lacks, and on tis_cap where no ratio is differentiated.
+    """
+    if objective.loss not in LOSSES:
+        raise ValueError(f"loss {objective.loss!r} is not one of {', '.join(LOSSES)}")
+    if objective.tis_cap > 0 and objective.loss == "cispo":
+        raise ValueError("tis_cap does not go with cispo, whose cap is max_ratio")
+    loss_token = weights > 0
+    logp_train, logp_gen, advantages = (jnp.where(loss_token, x, 0.0) for x in (logp_train, logp_gen, advantages))
+    difference = logp_train - logp_gen
+    log_ratio = jnp.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    tokens = Tokens(logp_train, log_ratio, ratio, advantages, loss_token, segment_ids)
+    maximized, clipped = LOSSES[objective.loss](tokens, objective)
+
+    keep = loss_token
+    if objective.icepop_high > 0:
+        keep = keep & (ratio >= objective.icepop_low) & (ratio <= objective.icepop_high)
+    if objective.dppo_tv_threshold > 0:
+        moved = jnp.exp(jax.lax.stop_gradient(logp_train)) - jnp.exp(logp_gen)
+        keep = keep & ~((jnp.abs(moved) > objective.dppo_tv_threshold) & (moved * advantages > 0))
+
+    loss = -jnp.sum(jnp.where(keep, weights * maximized, 0.0))
+    count = loss_token.astype(jnp.float32)
+    exact = jax.lax.stop_gradient(difference)
+    sums = {
+        "tokens": jnp.sum(count),
+        "nll": -jnp.sum(jax.lax.stop_gradient(logp_train)),
+        "mismatch": jnp.sum(jnp.abs(exact) * count),
+        "ratio": jnp.sum(ratio * count),
+        "ratio_squared": jnp.sum(ratio**2 * count),
+        "kl": jnp.sum((ratio - 1 - jax.lax.stop_gradient(log_ratio)) * count),
+        "clipped": jnp.sum(clipped * count),
+        "masked": jnp.sum(loss_token & ~keep),
+        "max_mismatch": jnp.max(jnp.abs(exact)),
+        "max_ratio": jnp.max(jnp.where(loss_token, ratio, 0.0)),
+    }
+    return loss, sums
+
+
+def cross_entropy(
+    logp_train: jax.Array, logp_gen: jax.Array, advantages: jax.Array, weights: jax.Array, segment_ids: jax.Array
+) -> tuple[jax.Array, dict[str, Any]]:
+    """As policy_loss, of examples that are learnt by heart: nothing sampled them, and there is no advantage."""
+    del logp_gen, advantages, segment_ids
+    loss_token = weights > 0
+    logp_train = jnp.where(loss_token, logp_train, 0.0)
+    sums = {
+        "tokens": jnp.sum(loss_token.astype(jnp.float32)),
+        "nll": -jnp.sum(jax.lax.stop_gradient(logp_train)),
+    }
+    return -jnp.sum(jnp.where(loss_token, weights * logp_train, 0.0)), sums

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalerl_jax.config import OptimizerConfig
-from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.packing import Segment
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import DecoderConfig, Precision, init_params
 from scalerl_jax.model.attention import packed_attention
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.losses import Surrogate
 from tests.learner.segments import make_segments
 from tests.model.toys import relative
+from tests.support.models import learner_of
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02
@@ -69,16 +67,8 @@ def test_attention_is_the_cpus(device, sizes, path, dtype, tolerance):
 
 def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, seq_len: int) -> Learner:
     mesh = make_mesh(fsdp=1, devices=[device])
-    learner = Learner(
-        decoder=decoder,
-        optimizer=optimizer.from_config(OptimizerConfig(learning_rate=1e-3, warmup=0)),
-        mesh=mesh,
-        precision=precision,
-        surrogate=Surrogate(),
-        seq_len=seq_len,
-        rows=2,
-        logprob_chunk=64,
-    )
+    layout = Layout(seq_len=seq_len, rows=2, logprob_chunk=64)
+    learner = learner_of(decoder, layout, mesh=mesh, precision=precision, learning_rate=1e-3)
     host = jax.device_get(init_params(decoder, jax.random.key(0), make_mesh(fsdp=1, devices=[CPU])))
     learner.start(jax.device_put(host, learner.shardings["params"]))
     return learner

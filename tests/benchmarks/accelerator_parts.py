@@ -15,12 +15,11 @@ from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
 from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.packing import pack
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.losses import Surrogate
 from tests.benchmarks.accelerator_model import (
     BETAS,
     DECAY,
@@ -32,25 +31,20 @@ from tests.benchmarks.accelerator_model import (
     speeds,
     timed,
 )
+from tests.support.models import learner_of
 
 GIB = 2**30
 GROUP = 8  # completions of one prompt
 
 
 def make_learner(work: Work, *, remat: bool) -> Learner:
-    learner = Learner(
-        decoder=work.decoder,
+    learner = learner_of(
+        work.decoder,
+        Layout(seq_len=work.positions, rows=1, max_segment=max(work.lengths), logprob_chunk=work.chunk, remat=remat),
         optimizer=optimizer.adamw(
             lambda _: LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY
         ),
-        mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
         precision=Precision("bfloat16", "bfloat16"),
-        surrogate=Surrogate(),
-        seq_len=work.positions,
-        rows=1,
-        max_segment=max(work.lengths),
-        logprob_chunk=work.chunk,
-        remat=remat,
     )
     learner.start(init_params(work.decoder, jax.random.key(0), learner.mesh))
     return learner

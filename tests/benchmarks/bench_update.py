@@ -29,13 +29,11 @@ from absl import app, flags
 
 from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Layout
 from scalerl_jax.model import DecoderConfig, init_params
-from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.hf import to_hf
-from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import token_weights
-from scalerl_jax.objective.losses import Surrogate
+from tests.support.models import learner_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("case", "both", ["short", "long", "both"], "which sequences")
@@ -198,26 +196,26 @@ def compare(case: str) -> None:
     segments = make_segments(case, config.vocab_size)
     tokens = sum(len(s.tokens) - 1 for s in segments)
     long = case == "long"
-    learner = Learner(
-        decoder=config,
+    learner = learner_of(
+        config,
+        Layout(
+            seq_len=FLAGS.long_length if long else FLAGS.seq_len,
+            rows=FLAGS.long_rows if long else FLAGS.rows,
+            max_segment=max(len(s.tokens) - 1 for s in segments),
+            logprob_chunk=FLAGS.logprob_chunk,
+            remat=FLAGS.remat,
+        ),
         optimizer=optimizer_lib.adamw(
             lambda _: LEARNING_RATE, beta1=0.9, beta2=0.95, epsilon=EPSILON, weight_decay=DECAY
         ),
-        mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
-        precision=Precision(),
-        surrogate=Surrogate(cap=CAP),
-        seq_len=FLAGS.long_length if long else FLAGS.seq_len,
-        rows=FLAGS.long_rows if long else FLAGS.rows,
-        max_segment=max(len(s.tokens) - 1 for s in segments),
-        logprob_chunk=FLAGS.logprob_chunk,
-        remat=FLAGS.remat,
+        max_ratio=CAP,
     )
     params = init_params(config, jax.random.key(0), learner.mesh)
     learner.start(params)
     tensors = {name: np.asarray(value) for name, value in to_hf(params, config, np.float32).items()}
 
     # The two sides compute the same thing.
-    packed_batches, _ = pack(segments, length=learner.seq_len, rows=learner.micro_batch_rows)
+    packed_batches, _ = pack(segments, length=learner.seq_len, rows=learner.rows)
     grads, sums = learner.gradient(packed_batches)
     ours = {name: np.asarray(value) for name, value in to_hf(grads, config, np.float32).items()}
     del params, grads

@@ -16,16 +16,18 @@ import jax
 import numpy as np
 import optax
 
+from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.losses import Surrogate, policy_loss
+from scalerl_jax.objective import policy_loss
 from tests.learner.segments import make_segments
 from tests.model.toys import params_of
+from tests.support.models import learner_of
 
 # Heads, MLP and vocabulary divide over 2, the width over 8; two query heads share a key/value head.
 DECODER = DecoderConfig(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48)
@@ -59,17 +61,15 @@ def params() -> Any:
 
 def make_learner(name: str, *, compute: str = "float32") -> Learner:
     """With an epsilon as large as the gradients: else a first step is their sign, which rounding turns near 0."""
-    learner = Learner(
-        decoder=DECODER,
+    learner = learner_of(
+        DECODER,
+        Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16),
         optimizer=optimizer.adamw(
             optax.constant_schedule(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-2, weight_decay=0.01, clip=0.05
         ),
         mesh=mesh_of(name),
         precision=Precision(compute=compute, sync=compute),
-        surrogate=Surrogate(cap=1.2),
-        seq_len=LENGTH,
-        rows=ROWS,
-        logprob_chunk=16,
+        max_ratio=1.2,
     )
     learner.start(jax.device_put(params(), learner.shardings["params"]))
     return learner
@@ -133,9 +133,9 @@ def gspo_on(learner: Learner, batch: MicroBatch) -> Any:
     @jax.jit
     @jax.value_and_grad
     def loss(logp: jax.Array) -> jax.Array:
-        surrogate = Surrogate(kind="gspo", clip_low=0.05, clip_high=0.05)
+        objective = ObjectiveConfig(loss="gspo", clip_low=0.05, clip_high=0.05)
         names = ("generator_logprobs", "advantages", "weights", "segment_ids")
-        return policy_loss(logp, *(rows[name] for name in names), surrogate)[0]
+        return policy_loss(logp, *(rows[name] for name in names), objective)[0]
 
     return loss(logp)
 
@@ -175,7 +175,7 @@ def main(out: str) -> None:
     results.shards("shards/fresh", fresh)
     results.tree("start", params())
 
-    # The one surrogate in which tokens of a row meet.
+    # The one loss in which tokens of a row meet.
     for name in ("one", "fsdp4-tensor2"):
         results.tree(f"gspo/{name}", gspo_on(learners[name], arranged(segments, 1, 0)[0]))
 

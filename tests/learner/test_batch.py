@@ -110,7 +110,7 @@ def test_excluded_completions_leave_mean_scale_weights_and_group():
 
 
 def test_truncated_as_failures():
-    batch = build(mixed_groups(), ObjectiveConfig(truncated="fail"), number=7)
+    batch = build(mixed_groups(), ObjectiveConfig(truncated="penalize"), number=7)
 
     # Prompt 30: +1, -1, -1, -1: mean -1/2, A = 3/2, -1/2 three times.  Prompt 32 the same.
     # mean A^2 = 2 (9/4 + 3/4) / 8 = 3/4
@@ -127,7 +127,7 @@ def test_truncated_as_failures():
     assert batch.metrics["reward"] == pytest.approx(0)
 
 
-@pytest.mark.parametrize("truncated", ["excluded", "fail"])
+@pytest.mark.parametrize("truncated", ["exclude", "penalize"])
 def test_the_curriculum_hears_of_every_completion(truncated):
     """A completion that was cut counts as wrong there, excluded or not; and so does a group that does not survive."""
     batch = build(mixed_groups(), ObjectiveConfig(truncated=truncated), number=7)

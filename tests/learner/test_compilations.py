@@ -9,16 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from scalerl_jax.config import OptimizerConfig
-from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.packing import pack, plain
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import init_params
-from scalerl_jax.model.decoder import Precision
-from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective.losses import Surrogate
 from tests.learner.segments import make_segments
 from tests.model.toys import DECODER, relative
+from tests.support.models import learner_of
 
 LENGTH, ROWS = 32, 2
 
@@ -65,16 +61,7 @@ class Warm:
 
 @pytest.fixture(scope="module")
 def warm() -> Warm:
-    learner = Learner(
-        decoder=DECODER,
-        optimizer=optimizer.from_config(OptimizerConfig(learning_rate=1e-2, warmup=2)),
-        mesh=make_mesh(fsdp=1, devices=jax.devices()[:1]),
-        precision=Precision(),
-        surrogate=Surrogate(),
-        seq_len=LENGTH,
-        rows=ROWS,
-        logprob_chunk=16,
-    )
+    learner = learner_of(DECODER, Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16), warmup_steps=2)
     learner.start(init_params(DECODER, jax.random.key(0), learner.mesh))
     before = jax.device_get(learner.state)
     with counted() as work:
@@ -236,7 +223,4 @@ def test_a_gradient_that_is_not_finite_stops_the_run(learner):
 def test_rows_that_do_not_divide_over_the_mesh_are_named():
     mesh = jax.sharding.AbstractMesh((2, 2, 1), ("replica", "fsdp", "tensor"))
     with pytest.raises(ValueError, match=r"6 rows of a micro-batch do not divide over 4 shards \(replica x fsdp\)"):
-        Learner(
-            decoder=DECODER, optimizer=optimizer.from_config(OptimizerConfig()), mesh=mesh, precision=Precision(),
-            surrogate=Surrogate(), seq_len=LENGTH, rows=6,
-        )  # fmt: skip
+        learner_of(DECODER, Layout(seq_len=LENGTH, rows=6), mesh=mesh)

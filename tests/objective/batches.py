@@ -1,4 +1,4 @@
-"""Random packed rows, and random batches of completions, that the surrogates and whole recipes are tested on."""
+"""Random packed rows, and random batches of completions, that the losses and whole recipes are tested on."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ NAMES = ("logp_train", "logp_gen", "advantages", "weights", "segment_ids")
 
 def thresholds(options) -> list[float]:
     """Values of the ratio at which something jumps."""
-    out = [1 - options.clip_low, 1 + options.clip_high, options.cap, options.icepop_low, options.icepop_high]
+    out = [1 - options.clip_low, 1 + options.clip_high, options.max_ratio, options.icepop_low, options.icepop_high]
     return [value for value in [*out, options.tis_cap] if value > 0]
 
 

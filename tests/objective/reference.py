@@ -35,7 +35,7 @@ def counted(group: list[Completion], *, filtered: bool = True) -> list[int]:
     return kept if not filtered or (len(kept) >= 2 and 0 < right < len(kept)) else []
 
 
-def advantages(batch: Batch, normalisation: str, *, filtered: bool = True) -> list[list[float]]:
+def advantages(batch: Batch, normalization: str, *, filtered: bool = True) -> list[list[float]]:
     """Ahat of each completion; 0 where it does not count."""
     out = [[0.0] * len(group) for group in batch]
     squares, count = 0.0, 0
@@ -45,15 +45,15 @@ def advantages(batch: Batch, normalisation: str, *, filtered: bool = True) -> li
         for i in kept:
             out[p][i] = group[i].reward - mean
             squares, count = squares + out[p][i] ** 2, count + 1
-        if normalisation == "prompt" and kept:
+        if normalization == "prompt" and kept:
             deviation = math.sqrt(sum(out[p][i] ** 2 for i in kept) / len(kept))
             out[p] = [a / (deviation + 1e-6) for a in out[p]]
-    if normalisation == "batch" and squares > 0:
+    if normalization == "batch" and squares > 0:
         out = [[a / math.sqrt(squares / count) for a in group] for group in out]
     return out
 
 
-# ---- The surrogates ------------------------------------------------------------------------------------------------
+# ---- The losses ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,11 @@ def _term(train: float, gen: float, a: float, sequence: float, options) -> Term:
     most = options.tis_cap or math.inf
     low, high = 1 - options.clip_low, 1 + options.clip_high
     own = 0.0
-    if options.kind == "cispo":
-        own = min(rho, options.cap) * a  # under stop-gradient: only log pi is differentiated
-        value, clipped = own * train, rho > options.cap
-    elif options.kind in ("clip", "gspo"):
-        ratio = min(rho if options.kind == "clip" else sequence, most)
+    if options.loss == "cispo":
+        own = min(rho, options.max_ratio) * a  # under stop-gradient: only log pi is differentiated
+        value, clipped = own * train, rho > options.max_ratio
+    elif options.loss in ("clip", "gspo"):
+        ratio = min(rho if options.loss == "clip" else sequence, most)
         value = min(ratio * a, min(max(ratio, low), high) * a)
         clipped = (a > 0 and ratio > high) or (a < 0 and ratio < low)
         # d ratio / d log pi = ratio, also of a capped one, and of GSPO-token's sg(s) pi / sg(pi).
@@ -103,7 +103,7 @@ def rows_loss(rows: dict[str, np.ndarray], options) -> tuple[float, np.ndarray, 
     rows = {name: np.asarray(value, np.float64) for name, value in rows.items()}
     train, gen, weights = rows["logp_train"], rows["logp_gen"], rows["weights"]
     loss, gradient = 0.0, np.zeros_like(train)
-    sums = dict.fromkeys("tokens nats mismatch ratio ratio_squared kl clipped masked max_mismatch max_ratio".split(), 0)
+    sums = dict.fromkeys("tokens nll mismatch ratio ratio_squared kl clipped masked max_mismatch max_ratio".split(), 0)
     for r, ids in enumerate(rows["segment_ids"]):
         for segment in set(ids.tolist()) - {0}:
             at = [t for t in range(len(ids)) if ids[t] == segment and weights[r, t] > 0]
@@ -115,7 +115,7 @@ def rows_loss(rows: dict[str, np.ndarray], options) -> tuple[float, np.ndarray, 
                 difference = train[r, t] - gen[r, t]
                 rho = math.exp(difference)
                 sums["tokens"] += 1
-                sums["nats"] -= train[r, t]
+                sums["nll"] -= train[r, t]
                 sums["mismatch"] += abs(difference)
                 sums["ratio"] += rho
                 sums["ratio_squared"] += rho**2
@@ -128,10 +128,10 @@ def rows_loss(rows: dict[str, np.ndarray], options) -> tuple[float, np.ndarray, 
 
 
 def batch_loss(
-    batch: Batch, options, *, aggregation: str, normalisation: str, filtered: bool = True
+    batch: Batch, options, *, aggregation: str, normalization: str, filtered: bool = True
 ) -> tuple[float, list[list[list[float]]]]:
     """- J and d(- J) / d log pi of every token, as the paper writes it: averages inside averages, no weights."""
-    ahat = advantages(batch, normalisation, filtered=filtered)
+    ahat = advantages(batch, normalization, filtered=filtered)
     gradient = [[[0.0] * len(y.train) for y in group] for group in batch]
     kept = [counted(group, filtered=filtered) for group in batch]
     survivors = [p for p in range(len(batch)) if kept[p]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scalerl_jax.objective import advantages
 from tests.objective import reference
 
-NORMALISATIONS = ["batch", "prompt", "none"]
+NORMALIZATIONS = ["batch", "prompt", "none"]
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -29,16 +29,16 @@ def as_lists(rewards, right, counted) -> reference.Batch:
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @given(seed=seeds)
-def test_equal_the_formulas(normalisation, filtered, seed):
+def test_equal_the_formulas(normalization, filtered, seed):
     rewards, right, counted = draw(seed)
     batch = as_lists(rewards, right, counted)
     got, survives = advantages(
-        rewards, right, counted, normalisation=normalisation, filter_zero_variance=filtered
+        rewards, right, counted, normalization=normalization, filter_zero_variance=filtered
     )  # fmt: skip
     assert got.dtype == np.float64
-    np.testing.assert_allclose(got, reference.advantages(batch, normalisation, filtered=filtered), rtol=1e-12)
+    np.testing.assert_allclose(got, reference.advantages(batch, normalization, filtered=filtered), rtol=1e-12)
     assert survives.tolist() == [bool(reference.counted(group, filtered=filtered)) for group in batch]
 
 
@@ -47,12 +47,12 @@ def test_by_hand():
     rewards = np.array([[1, -1, -1], [1, -1, 1], [1, -1, -1], [1, 1, 1], [-1, -1, -1]], float)
     counted = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]], bool)
     centred = np.array([[4 / 3, -2 / 3, -2 / 3], [1, -1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
-    for normalisation, scale in (
+    for normalization, scale in (
         ("none", np.ones((5, 1))),
         ("batch", np.full((5, 1), np.sqrt((16 + 4 + 4 + 9 + 9) / 9 / 5))),
         ("prompt", np.array([[np.sqrt(24 / 9 / 3) + 1e-6], [1 + 1e-6], [1], [1], [1]])),
     ):
-        got, survives = advantages(rewards, rewards > 0, counted, normalisation=normalisation)
+        got, survives = advantages(rewards, rewards > 0, counted, normalization=normalization)
         np.testing.assert_allclose(got, centred / scale, rtol=1e-12)
         assert survives.tolist() == [True, True, False, False, False]
 
@@ -68,30 +68,30 @@ def test_a_batch_has_mean_zero_and_mean_square_one(seed):
     assert not got[~kept].any()
 
 
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @given(seed=seeds)
-def test_what_does_not_count_has_no_part(normalisation, seed):
+def test_what_does_not_count_has_no_part(normalization, seed):
     """The rewards of excluded completions and of dropped prompts may be anything at all."""
     rewards, right, counted = draw(seed)
-    got, survives = advantages(rewards, right, counted, normalisation=normalisation)
+    got, survives = advantages(rewards, right, counted, normalization=normalization)
     kept = counted & survives[:, None]
     for nonsense in (np.nan, np.inf, 1e300):
-        other, same = advantages(np.where(kept, rewards, nonsense), right, counted, normalisation=normalisation)
+        other, same = advantages(np.where(kept, rewards, nonsense), right, counted, normalization=normalization)
         np.testing.assert_array_equal(other, got)
         np.testing.assert_array_equal(same, survives)
-    flipped, _ = advantages(rewards, right ^ ~counted, counted, normalisation=normalisation)
+    flipped, _ = advantages(rewards, right ^ ~counted, counted, normalization=normalization)
     np.testing.assert_array_equal(flipped, got)
 
 
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @given(seed=seeds)
-def test_order_and_a_constant_in_the_rewards_change_nothing(normalisation, seed):
+def test_order_and_a_constant_in_the_rewards_change_nothing(normalization, seed):
     rewards, right, counted = draw(seed)
-    got, survives = advantages(rewards, right, counted, normalisation=normalisation)
+    got, survives = advantages(rewards, right, counted, normalization=normalization)
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(rewards))
     moved = (rewards + rng.normal(size=(len(rewards), 1)))[order]
-    other, other_survives = advantages(moved, right[order], counted[order], normalisation=normalisation)
+    other, other_survives = advantages(moved, right[order], counted[order], normalization=normalization)
     np.testing.assert_allclose(other, got[order], atol=1e-12)
     np.testing.assert_array_equal(other_survives, survives[order])
 
@@ -106,19 +106,19 @@ def test_right_is_the_verifiers_word_and_not_the_reward():
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
-def test_nothing_survives(normalisation, filtered):
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_nothing_survives(normalization, filtered):
     """P = 0: no completion counts, or (where the filter is on) none differs."""
     shape = (3, 4)
     for counted, right in ((np.zeros(shape, bool), np.eye(*shape) > 0), (np.ones(shape, bool), np.ones(shape, bool))):
         rewards = np.where(right, 1.0, -1.0)
         got, survives = advantages(
-            rewards, right, counted, normalisation=normalisation, filter_zero_variance=filtered
+            rewards, right, counted, normalization=normalization, filter_zero_variance=filtered
         )  # fmt: skip
         np.testing.assert_array_equal(got, np.zeros(shape))
         assert survives.tolist() == [bool(counted.all()) and not filtered] * 3
 
 
-def test_an_unknown_normalisation_is_named():
+def test_an_unknown_normalization_is_named():
     with pytest.raises(ValueError, match="'std' is not batch, prompt or none"):
-        advantages(np.ones((1, 2)), np.ones((1, 2), bool), np.ones((1, 2), bool), normalisation="std")
+        advantages(np.ones((1, 2)), np.ones((1, 2), bool), np.ones((1, 2), bool), normalization="std")

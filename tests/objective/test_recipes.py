@@ -1,7 +1,10 @@
 """From rewards to the loss: the whole objective equals the published ones, averages inside averages, as loops.
 
-Here advantages, weights and surrogate are joined as a run joins them: numbers per completion, laid out in packed rows.
+Here advantages, weights and objective are joined as a run joins them: numbers per completion, laid out in packed rows.
 """
+
+import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -9,30 +12,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.objective import advantages, policy_loss, token_weights
-from scalerl_jax.objective.losses import Surrogate
 from tests.objective import reference
 from tests.objective.batches import Arrays, batch
 
-# (surrogate, aggregation, normalisation, zero-variance filter)
+# (objective, aggregation, normalization, zero-variance filter)
 RECIPES = {
-    "ScaleRL": (Surrogate(), "prompt", "batch", True),
-    "GRPO": (Surrogate(kind="clip", clip_low=0.2, clip_high=0.2), "sample", "prompt", False),
-    "DAPO": (Surrogate(kind="clip", clip_low=0.2, clip_high=0.26), "prompt", "prompt", True),
-    "Dr. GRPO": (Surrogate(kind="clip", clip_low=0.2, clip_high=0.2), "token", "none", False),
-    "GSPO": (Surrogate(kind="gspo", clip_low=0.1, clip_high=0.1), "sample", "batch", True),
-    "ScaleRL, no filter": (Surrogate(cap=1.2), "prompt", "batch", False),
-    "ScaleRL, IcePop": (Surrogate(icepop_low=0.7, icepop_high=1.5), "token", "batch", True),
+    "ScaleRL": (ObjectiveConfig(), "prompt", "batch", True),
+    "GRPO": (ObjectiveConfig(loss="clip", clip_low=0.2, clip_high=0.2), "sample", "prompt", False),
+    "DAPO": (ObjectiveConfig(loss="clip", clip_low=0.2, clip_high=0.26), "prompt", "prompt", True),
+    "Dr. GRPO": (ObjectiveConfig(loss="clip", clip_low=0.2, clip_high=0.2), "token", "none", False),
+    "GSPO": (ObjectiveConfig(loss="gspo", clip_low=0.1, clip_high=0.1), "sample", "batch", True),
+    "ScaleRL, no filter": (ObjectiveConfig(max_ratio=1.2), "prompt", "batch", False),
+    "ScaleRL, IcePop": (ObjectiveConfig(icepop_low=0.7, icepop_high=1.5), "token", "batch", True),
 }
 LENGTH = 32
 
 
-@jax.jit(static_argnames="surrogate")
-def loss_and_gradient(rows, surrogate):
-    def loss(logp):
-        return policy_loss(**(rows | {"logp_train": logp}), surrogate=surrogate)[0]
+@functools.cache
+def compiled(fields):
+    def loss(logp, rows):
+        return policy_loss(**(rows | {"logp_train": logp}), objective=ObjectiveConfig(*fields))[0]
 
-    return jax.value_and_grad(loss)(rows["logp_train"])
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def loss_and_gradient(rows, objective):
+    return compiled(dataclasses.astuple(objective))(rows["logp_train"], rows)
 
 
 def laid_out(completions, ahat, weight, seed):
@@ -56,14 +63,14 @@ def laid_out(completions, ahat, weight, seed):
 
 
 def gradient_of(completions, recipe, seed):
-    surrogate, aggregation, normalisation, filtered = recipe
+    objective, aggregation, normalization, filtered = recipe
     arrays = Arrays.of(completions)
     ahat, survives = advantages(
-        arrays.rewards, arrays.right, arrays.counted, normalisation=normalisation, filter_zero_variance=filtered
+        arrays.rewards, arrays.right, arrays.counted, normalization=normalization, filter_zero_variance=filtered
     )
     weight = token_weights(arrays.loss_tokens, arrays.counted, survives, aggregation)
     rows, places = laid_out(completions, ahat, weight, seed)
-    loss, gradient = loss_and_gradient(rows, surrogate)
+    loss, gradient = loss_and_gradient(rows, objective)
     gradient = np.asarray(gradient)
     found = [
         [gradient[row, start : start + len(y.train)] for i, y in enumerate(group) for row, start in [places[p, i]]]
@@ -77,11 +84,11 @@ def gradient_of(completions, recipe, seed):
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_loss_and_its_gradient_are_the_published_ones(recipe, seed):
-    surrogate, aggregation, normalisation, filtered = recipe
-    completions = batch(seed, surrogate)
+    objective, aggregation, normalization, filtered = recipe
+    completions = batch(seed, objective)
     loss, gradient = gradient_of(completions, recipe, seed)
     expected_loss, expected = reference.batch_loss(
-        completions, surrogate, aggregation=aggregation, normalisation=normalisation, filtered=filtered
+        completions, objective, aggregation=aggregation, normalization=normalization, filtered=filtered
     )
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
     for p, group in enumerate(completions):
@@ -107,7 +114,7 @@ def test_leaving_out_an_excluded_completion_is_the_same_as_never_having_sampled_
     loss, gradient = gradient_of(completions, recipe, 0)
     # Without them the groups are of different sizes, which the reference does not mind.
     without = [[y for y in group if not y.excluded] for group in completions]
-    expected_loss, expected = reference.batch_loss(without, recipe[0], aggregation="prompt", normalisation="batch")
+    expected_loss, expected = reference.batch_loss(without, recipe[0], aggregation="prompt", normalization="batch")
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for p, group in enumerate(completions):
         kept = [g for g, y in zip(gradient[p], group, strict=True) if not y.excluded]

@@ -7,8 +7,8 @@ from tests.packaging.sources import PACKAGES, ROOT, imports_of, modules, others,
 FLOORS = {
     # floor: packages and files, by dotted name
     0: "scalerl_jax.contract scalerl_jax.system scalerl_jax.config_bounds scalerl_jax.config_names",
-    1: "scalerl_jax.config scalerl_jax.objective",
-    2: "scalerl_jax.config_check",
+    1: "scalerl_jax.config",
+    2: "scalerl_jax.config_check scalerl_jax.objective",
     3: "scalerl_jax.config_io",
     4: "scalerl_jax.cli",
     5: "scalerl_jax.scaling scalerl_jax.model",
@@ -92,7 +92,14 @@ def test_the_trainer_does_not_import_the_server() -> None:
             assert not [name for name in ours(module) if name.startswith("rollout_server")], module
 
 
-@pytest.mark.parametrize("package", ["scalerl_jax.objective", "scalerl_jax.contract", "scalerl_jax.system"])
+def test_the_objective_needs_the_config_alone() -> None:
+    files = [module for module in modules() if module.startswith("scalerl_jax.objective")]
+    reached = {name for name in reached_from(*files) if name.split(".")[0] in PACKAGES}
+    allowed = ("scalerl_jax.objective", "scalerl_jax.config")
+    assert {name for name in reached if not name.startswith(allowed)} == {"scalerl_jax"}
+
+
+@pytest.mark.parametrize("package", ["scalerl_jax.contract", "scalerl_jax.system"])
 def test_what_stands_alone(package: str) -> None:
     files = [module for module in modules() if module.startswith(package)]
     reached = {name for name in reached_from(*files) if name.split(".")[0] in PACKAGES}

@@ -67,26 +67,22 @@ def record(arrays: dict[str, np.ndarray], delta: WeightDelta, whole: dict[str, n
 def main(model: str, out: str) -> None:
     import jax
 
-    from scalerl_jax.config import OptimizerConfig
-    from scalerl_jax.learner import optimizer
-    from scalerl_jax.learner.step import Learner
+    from scalerl_jax.learner.step import Layout
     from scalerl_jax.learner.weight_snapshots import WeightSnapshots
     from scalerl_jax.model import Precision, load_hf
     from scalerl_jax.model.sharding import make_mesh
-    from scalerl_jax.objective.losses import Surrogate
     from tests.learner.segments import make_segments
+    from tests.support.models import learner_of
 
     mesh = make_mesh(fsdp=1, devices=jax.devices()[:1])
     config, params = load_hf(model, mesh)
-    learner = Learner(
-        decoder=config,
-        optimizer=optimizer.from_config(OptimizerConfig(learning_rate=3e-6, warmup=20)),
+    learner = learner_of(
+        config,
+        Layout(seq_len=32, rows=8, logprob_chunk=32),
+        learning_rate=3e-6,
+        warmup_steps=20,
         mesh=mesh,
         precision=Precision(compute="float32", sync="bfloat16"),
-        surrogate=Surrogate(),
-        seq_len=32,
-        rows=8,
-        logprob_chunk=32,
     )
     learner.start(params)
     copies = WeightSnapshots(config, mesh, share=1 / 16)

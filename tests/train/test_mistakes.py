@@ -41,7 +41,7 @@ def check_usable(workdir: pathlib.Path) -> None:
     [
         (
             "--config.objective.capp=4",
-            "--config.objective.capp: config.objective has no field 'capp' (it has: surrogate, cap,",
+            "--config.objective.capp: config.objective has no field 'capp' (it has: loss, max_ratio,",
         ),
         ("--config.max_steps=many", "--config.max_steps=many: is not a number of type int"),
         ("--config.model.path={}/nowhere", "{}/nowhere"),
