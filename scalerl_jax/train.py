@@ -51,13 +51,14 @@ from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials as credentials_lib
 from scalerl_jax.rollouts.servers.discovery import Addresses
+from scalerl_jax.rollouts.weights.sync_stats import SyncStats
 from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.ledger import Ledger, ModelShape
 from scalerl_jax.run.live_forecast import LiveForecast
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import platforms, signals
-from scalerl_jax.trainer import Draws, Pushes, Trainer, observe, score
+from scalerl_jax.trainer import Draws, Trainer, observe, score
 
 FLAGS = flags.FLAGS
 
@@ -264,7 +265,7 @@ def main(config: Config) -> None:
             if config.model.compute_dtype == "bfloat16"
             else config.fleet.compute_dtype,
         )
-        pushes = Pushes()
+        pushes = SyncStats()
         with entry.user_mistakes(VerifierError):
             answers = stack.enter_context(judge.make(config))
         fleet = Fleet(

@@ -1,6 +1,6 @@
 """What the training loop works with: one method for each thing that happens to a batch or a version.
 
-`Trainer` is the trainer's thread. `Draws` and `Pushes` are shared with the fleet's thread, and hold a lock each.
+`Trainer` is the trainer's thread. `Draws` is shared with the fleet's thread, and holds a lock.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
@@ -30,6 +29,7 @@ from scalerl_jax.rollouts.errors import EvaluationLost
 from scalerl_jax.rollouts.fleet import FinishedGroup, Fleet
 from scalerl_jax.rollouts.parity.handshake import Probe
 from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
+from scalerl_jax.rollouts.weights.sync_stats import SyncStats
 from scalerl_jax.run.alarms import LearningWatch
 from scalerl_jax.run.folder import RolloutSample, RunFolder
 from scalerl_jax.run.ledger import Ledger, ServerCounters
@@ -60,44 +60,6 @@ class Draws:
     def retired(self) -> int:
         with self._lock:
             return self._curriculum.retired()
-
-
-class Pushes:
-    """What the publisher reports between two rows of metrics. `event` is called on the fleet's thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reports: list[dict[str, Any]] = []
-        self._versions: list[dict[str, Any]] = []
-
-    def event(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind in ("push", "version"):
-            with self._lock:
-                (self._reports if kind == "push" else self._versions).append(fields)
-        else:
-            logging.info("%s: %s", kind, fields)
-
-    def take(self) -> dict[str, float]:
-        """Sums since the last call: of the versions applied, by all servers, and of the deltas that were made.
-
-        sparse: pushes that were deltas. transfer, staging, pause: see publisher.PushReport. delta_bytes, dense_bytes,
-        changed, elements: of the versions that were compared with the one before them; encode: comparison, transfer to
-        the host and encoding of those.
-        """
-        with self._lock:
-            reports, self._reports = self._reports, []
-            versions, self._versions = self._versions, []
-        of_push = (
-            *("sparse", "payload_bytes", "resent_chunks"),
-            *("seconds", "transfer_seconds", "staging_seconds", "pause_seconds"),
-        )
-        of_version = ("delta_bytes", "dense_bytes", "changed", "elements", "whole_tensors", "encode_seconds")
-        return {
-            "applied": len(reports),
-            **{name: sum(r[name] for r in reports) for name in of_push},
-            "deltas": len(versions),
-            **{name: sum(v[name] for v in versions) for name in of_version},
-        }
 
 
 class Waits:
@@ -178,7 +140,7 @@ class Trainer:
         validation: Sequence[Prompt],
         fleet: Fleet,
         probe: Probe,
-        pushes: "Pushes",
+        pushes: SyncStats,
         line: ProgressLine,
         report: ReportWriter,
         forecast: LiveForecast,
