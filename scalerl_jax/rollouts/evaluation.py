@@ -48,27 +48,23 @@ class Evaluation:
         )
         self._orphaned_at: float | None = None
 
-    def assign(
-        self, connections: Sequence[ServerClient], *, latest: int, done: Sequence[ServerClient] = ()
-    ) -> list[ServerClient]:
-        """Makes servers evaluate until there are enough; returns those that began.
+    def assign(self, connections: Sequence[ServerClient], *, latest: int, done: Sequence[ServerClient] = ()) -> None:
+        """Makes servers evaluate until there are enough.
 
         done: those whose last evaluation has ended just now, so that no newer version is on its way to them yet.
         """
         active = [c for c in connections if c.state == states.ACTIVE]
         for c in active:
             if c.evaluation is self and c.step is not None and c.step > self.version:
-                c.evaluation = None  # a newer version was on its way when it was chosen
+                c.release()  # a newer version was on its way when it was chosen
         working = sum(c.evaluation is self for c in active)
         free = [c for c in active if c.evaluation is None and c.step is not None and c.step <= self.version]
         if self.version != latest:
             # One that is being brought to a newer version now would not stop at ours.
             free = [c for c in free if c.step == self.version or c in done]
         wanted = (self._servers or len(active)) - working
-        chosen = sorted(free, key=lambda c: c.in_flight)[: max(0, wanted)]
-        for c in chosen:
-            c.evaluation = self
-        return chosen
+        for c in sorted(free, key=lambda c: c.in_flight)[: max(0, wanted)]:
+            c.assign(self)
 
     def lost(self, connections: Sequence[ServerClient], *, latest: int, patience: float) -> bool:
         """Whether no server has been left for it for `patience` seconds, and none can come."""
@@ -110,14 +106,12 @@ class Evaluations:
             groups = evaluation.book.take(0) if whole and evaluation.approved else None
             # Whole and not approved of: its servers stay, for what may have to be asked for again.
             if groups is None and (whole or not evaluation.lost(connections, latest=latest, patience=patience)):
-                for connection in evaluation.assign(connections, latest=latest, done=done):
-                    connection.retarget()
+                evaluation.assign(connections, latest=latest, done=done)
                 break
             ended.append(self._queue.popleft())
             for connection in connections:
                 if connection.evaluation is evaluation:
-                    connection.evaluation = None
-                    connection.retarget()
+                    connection.release()
                     done.append(connection)
             if groups is not None:
                 evaluation.future.set_result([finished(group) for group in groups])

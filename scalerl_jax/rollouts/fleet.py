@@ -42,9 +42,9 @@ from scalerl_jax.rollouts.pacing import Pacing
 from scalerl_jax.rollouts.requests import Requests, Tokenizer, spread_probes
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.client import ServerClient
+from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.credentials import Plaintext
 from scalerl_jax.rollouts.servers.events import ServerEvents
-from scalerl_jax.rollouts.servers.offences import Records
 from scalerl_jax.rollouts.servers.pool import ServerPool
 from scalerl_jax.rollouts.trust import Trust
 from scalerl_jax.rollouts.weights.publisher import Publisher, Source
@@ -116,12 +116,10 @@ class Fleet:
             raise FleetError(f"rollout server {twice[0]} is given twice")
         self._config, self._addresses, self._pacing = config, tuple(addresses), pacing
         self._incarnation, self._draw = Incarnation(incarnation, raised), draw
-        self._credentials, self._vocabulary = credentials, vocabulary
         self._plaintext = Plaintext(credentials)
         self._requests = Requests(config, tokenizer, incarnation=incarnation)
-        self._events = ServerEvents(
+        events = ServerEvents(
             check=check,
-            probe_prompts=spread_probes(probe_prompts, config.parity.completions),
             arrived=self._arrived,
             returned=self._returned,
             changed=self._changed,
@@ -134,8 +132,7 @@ class Fleet:
         self._thread = LoopThread("fleet")
         self._judging = Judging(judge, post=self._thread.post, fail=self._fail, finished=self._group_finished)
         self._something = threading.Event()  # the caller should look
-        self._pool = ServerPool(make=self._connect, look=look, watch=self._thread.watch, changed=self._changed)
-        self._records = Records()
+        self._pool = ServerPool(make=self._connect, look=look, fail=self._fail, changed=self._changed)
         self._publisher = Publisher(
             incarnation=incarnation,
             chunk_bytes=config.fleet.chunk_bytes,
@@ -143,6 +140,16 @@ class Fleet:
             relay=config.fleet.relay,
             fail=self._fail,
             event=lambda fields: self._event("version", fields),
+        )
+        self._context = ClientContext(
+            config=config.fleet,
+            requests=self._requests,
+            publisher=self._publisher,
+            events=events,
+            incarnation=self._incarnation,
+            probe_prompts=spread_probes(probe_prompts, config.parity.completions),
+            credentials=credentials,
+            vocabulary=vocabulary,
         )
         self._book: GroupBuffer  # from start() on
         self._newest: tuple[int, Source] | None = None
@@ -329,14 +336,14 @@ class Fleet:
     def waiting(self) -> str:
         """One line: for whom the trainer waits, for how long, and how deep the queues are. Empty: it does not wait."""
         return self._thread.call(
-            lambda: status.waiting(self._waits, self._book, self._pool.connections, self._judging.waiting)
+            lambda: status.waiting(self._waits, self._book, self._pool.clients, self._judging.waiting)
         )
 
     def status(self) -> dict[str, Any]:
         """Servers, queues and whom the trainer waits for, as plain values."""
         return self._thread.call(
             lambda: status.status(
-                *(self._waits, self._book, self._pool.connections, self._judging.waiting),
+                *(self._waits, self._book, self._pool.clients, self._judging.waiting),
                 evaluation=self._evaluations.current,
             )
         )
@@ -352,17 +359,7 @@ class Fleet:
 
     def _connect(self, address: str) -> ServerClient:
         self._plaintext.dial(address)
-        return ServerClient(
-            address,
-            config=self._config.fleet,
-            requests=self._requests,
-            publisher=self._publisher,
-            events=self._events,
-            incarnation=self._incarnation,
-            records=self._records,
-            credentials=self._credentials,
-            vocabulary=self._vocabulary,
-        )
+        return ServerClient(address, self._context)
 
     def _fail(self, error: BaseException) -> None:
         self._thread.fail(error)
@@ -381,7 +378,7 @@ class Fleet:
             self._incarnation.settle()
             self._requests.incarnation = self._publisher.incarnation = self._incarnation.value
             self._publisher.offer(version, tensors)
-            for connection in self._pool.connections:
+            for connection in self._pool.clients:
                 connection.retarget()
 
     def _offer_what_newcomers_need(self) -> None:
@@ -420,14 +417,14 @@ class Fleet:
         expected = [c for c in self._pool.in_state(*soon) if c.patience > 0 and not c.leaving]
         now = time.monotonic()
         for c in expected:
-            c.patience -= now - (self._held_at or now)
+            c.spend_patience(now - (self._held_at or now))
         self._held_at = now if expected else None
         return bool(expected)
 
     def _rejected(self, reason: str) -> None:
         """A run ends where none is left. Before the first was admitted it is the user's mistake, most likely."""
         self._something.set()
-        if any(c.state != states.REJECTED for c in self._pool.connections):
+        if any(c.state != states.REJECTED for c in self._pool.clients):
             _log.warning("turned away: %s", reason)
         elif not self._ever_admitted:
             self._fail(ProbeError(reason))
@@ -441,7 +438,7 @@ class Fleet:
         if self._ever_admitted or self._pool.in_state(*states.ANSWERING) or time.monotonic() < self._patient_until:
             return
         for connection in self._pool.in_state(states.REJECTED):
-            others = ", ".join(c.address for c in self._pool.connections if c.state != states.REJECTED)
+            others = ", ".join(c.address for c in self._pool.clients if c.state != states.REJECTED)
             self._fail(ProbeError(f"{connection.reason}; and nobody answers at {others}"))
 
     def _arrived(self, book: GroupBuffer, lease: RolloutRequest, completion: codec.Completion, seconds: float) -> None:
@@ -467,7 +464,7 @@ class Fleet:
     def _pump(self) -> None:
         """Everything that may be done now is done: evaluations are advanced, servers with room are asked for more."""
         self._pump_due = False
-        self._pool.sweep()
+        self._pool.release_departed()
         self._advance_evaluations()
         active = self._pool.in_state(states.ACTIVE)
         if not active:
@@ -476,7 +473,7 @@ class Fleet:
 
     def _book_of(self, connection: ServerClient) -> GroupBuffer | None:
         evaluation = connection.evaluation
-        if connection.step is None or connection.address in self._events.making_room:
+        if connection.step is None or connection.making_room:
             return None
         if evaluation is None:
             return self._book
@@ -488,6 +485,6 @@ class Fleet:
         if latest is None:
             return
         patience = self._config.fleet.silence_seconds
-        for evaluation in self._evaluations.advance(self._pool.connections, latest=latest, patience=patience):
+        for evaluation in self._evaluations.advance(self._pool.clients, latest=latest, patience=patience):
             self._publisher.release(evaluation.version)
             self._something.set()

@@ -12,6 +12,18 @@ T = TypeVar("T")
 CALL_SECONDS = 60.0  # the loop answers a call within this, or something is badly wrong
 
 
+def watched(coroutine: Coroutine[Any, Any, T], fail: Callable[[BaseException], None]) -> "asyncio.Task[T]":
+    """A task of the running loop; `fail` is told what it raises, where nobody cancels it."""
+
+    def ended(task: "asyncio.Task[T]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            fail(error)
+
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(ended)
+    return task
+
+
 class LoopThread:
     """Runs `main`'s coroutines until close(). A failure reported once is raised by every later call."""
 
@@ -84,11 +96,6 @@ class LoopThread:
         """Reports a failure; the first one counts."""
         self._failure = self._failure or error
 
-    def watch(self, task: "asyncio.Task[None]") -> None:
-        """Reports what a task raises when it is done; for Task.add_done_callback."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(error)
-
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
@@ -100,9 +107,7 @@ class LoopThread:
                 self._loop.close()
 
     async def _main(self) -> None:
-        tasks = [asyncio.create_task(coroutine) for coroutine in self._begin()]
-        for task in tasks:
-            task.add_done_callback(self.watch)
+        tasks = [watched(coroutine, self.fail) for coroutine in self._begin()]  # noqa: F841  kept alive
         await self._stop.wait()
         # Again and again: a task may start others while it is cancelled, and a library may lose a cancellation.
         while rest := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:

@@ -99,8 +99,7 @@ class Trust:
             for connection in self._pool.in_state(states.ACTIVE):
                 if connection.samples:
                     process = Process(connection.address, connection.status.server_id)
-                    out.append(Probed(process, connection.samples))
-                    connection.samples = ()
+                    out.append(Probed(process, connection.take_samples()))
             return out
 
         return self._call(probed)

@@ -189,7 +189,7 @@ class Trainer:
         common = {
             "k": made.pacing.max_off_policy_steps,
             "groups": made.rollout.prompts_per_step,
-            "batches": made.updates,
+            "batches": made.max_steps,
             "start": start,
         }
         self.pacing: pacing_lib.Pacing = pacing_lib.Phased(**common)
@@ -209,7 +209,7 @@ class Trainer:
             whole = [script.score(np.concatenate([ids, c.token_ids])) for ids, c in samples]
             return [scores[len(ids) :] for scores, (ids, _) in zip(whole, samples)]
 
-        self.probe = Probe(made.probe, expected=expected, score=score or own_score, dtype="float32")
+        self.probe = Probe(made.parity, expected=expected, score=score or own_score, dtype="float32")
         self.fleet = Fleet(
             made,
             addresses=kwargs.pop("addresses", None) or [s.address for s in servers],
@@ -282,7 +282,7 @@ class Trainer:
 
     def check(self) -> None:
         """What must hold of everything trained so far, whatever happened."""
-        size, k = self.config.rollout.prompts_per_step, self.pacing.max_off_policy_steps
+        size, k = self.config.rollout.prompts_per_step, self.pacing.k
         first = self.version - len(self.batches)
         numbers = [group.number for groups in self.batches for group in groups]
         assert numbers == list(range(first * size, self.version * size))

@@ -10,6 +10,7 @@ import pytest
 
 from scalerl_jax.rollouts.servers import calls as calls_lib
 from scalerl_jax.rollouts.servers import client as connection_lib
+from scalerl_jax.rollouts.servers import server_state
 from tests.rollouts.helpers import Trainer, config, eventually
 from tests.rollouts.liar import is_probe
 from tests.rollouts.test_fleet import states_seen
@@ -86,7 +87,7 @@ def test_a_trainer_that_was_stopped_holds_it_against_nobody(liar, monkeypatch, c
     """Its clock goes on by hours between a question and the answer, while a server samples a group."""
     away, stopped, go_on = [0.0], [], asyncio.Event()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + away[0], time_ns=time.time_ns)
-    for module in (calls_lib, connection_lib):
+    for module in (calls_lib, connection_lib, server_state):
         monkeypatch.setattr(module, "time", clock)
 
     async def later(request, context, honest):

@@ -215,7 +215,7 @@ def test_a_server_whose_short_queue_is_kept_full_is_probed(start):
             trainer.update()
             seen = trainer.fleet.trust.probed()
         assert len(seen[0].samples) == trainer.config.parity.completions
-        record = trainer.fleet._members.named(servers[0].address).record
+        record = trainer.fleet._pool.named(servers[0].address).record
         assert not record.counts and not record._refusals[SAMPLES_NOT]
         trainer.update()  # it gets groups again
         trainer.check()

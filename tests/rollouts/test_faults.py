@@ -67,7 +67,7 @@ def test_a_server_that_lies_from_the_start_is_never_admitted(start, fault):
     servers = start(BRISK, {**BRISK, "faults": f"{fault}:0"})
     with Trainer(config(), [servers[0]]) as trainer:
         trainer.update()
-        trainer.fleet._thread.call(trainer.fleet._members.update, [s.address for s in servers])
+        trainer.fleet._thread.call(trainer.fleet._pool.update, [s.address for s in servers])
         eventually(lambda: trainer.states()[servers[1].address] == "rejected")
         trainer.update()
         trainer.check()
@@ -177,7 +177,7 @@ def test_a_server_whose_first_status_cannot_be_is_turned_away(start, kind):
     servers = start(BRISK, {**BRISK, **claim(kind, 0)})
     with Trainer(config(), [servers[0]]) as trainer:
         trainer.update()
-        trainer.fleet._thread.call(trainer.fleet._members.update, [s.address for s in servers])
+        trainer.fleet._thread.call(trainer.fleet._pool.update, [s.address for s in servers])
         eventually(lambda: trainer.states()[servers[1].address] == "rejected")
         reason = states_seen(trainer, servers[1])[-1][1]
         assert servers[1].address in reason and CLAIMS[kind] in reason
@@ -191,7 +191,7 @@ def test_a_server_that_was_turned_away_costs_nothing_any_more(start):
         run(trainer, 8)
         trainer.update_until(lambda: trainer.states()[servers[0].address] == "rejected")
         (liar,) = {s.server_id for s, _ in trainer.observed} - {
-            trainer.fleet._members.named(servers[1].address).status.server_id
+            trainer.fleet._pool.named(servers[1].address).status.server_id
         }
         booked = len(trainer.observed)
         eventually(lambda: len(trainer.observed) > booked + 20)  # the other one's, at each heartbeat

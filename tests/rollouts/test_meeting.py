@@ -152,7 +152,7 @@ def test_a_server_that_comes_later_with_a_newer_trainers_weights_is_left_alone(s
         gone.update()
     with Trainer(config(), servers[:1]) as trainer:
         trainer.update()
-        trainer.fleet._thread.call(trainer.fleet._members.update, [s.address for s in servers])
+        trainer.fleet._thread.call(trainer.fleet._pool.update, [s.address for s in servers])
         eventually(lambda: trainer.states()[servers[1].address] == "superseded")
         trainer.update()
         trainer.check()
@@ -187,10 +187,10 @@ def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
     with Trainer(config(), servers[:1]) as trainer:
         trainer.update()
         on_loop, fleet = trainer.fleet._thread.call, trainer.fleet
-        on_loop(fleet._members.update, [s.address for s in servers])
+        on_loop(fleet._pool.update, [s.address for s in servers])
         eventually(lambda: trainer.states()[servers[1].address] == "candidate")
         assert all(on_loop(fleet._wait_for_newcomer) for _ in range(1000))
-        candidate = on_loop(fleet._members.named, servers[1].address)
+        candidate = on_loop(fleet._pool.named, servers[1].address)
         candidate.patience = 1.0
         on_loop(fleet._wait_for_newcomer)
         time.sleep(1.1)

@@ -129,7 +129,7 @@ def test_each_way_of_closing_a_connection_at_once(files, encrypted, how):
         ("recvmsg:Connection reset by peer", True),
         ("sendmsg: Connection reset by peer (104)", True),
         ("sendmsg: Broken pipe (32)", True),
-        ("Failed to connect to remote host: connect: ServerClient refused (111)", False),
+        ("Failed to connect to remote host: connect: Connection refused (111)", False),
         ("Timeout occurred: FD Shutdown", False),
     ],
 )

@@ -1,9 +1,9 @@
-"""What one server is asked for: a call for each lease, how it goes and how it ends.
+"""What one server is asked for: a call for each RolloutRequest, how it goes and how it ends.
 
 Each completion is handed on as it comes; what did not come is handed back when the call ends, however it ends.
 
     progress    a call may take as long as it likes while its server gets on: completions come, tokens are sampled
-                (the connection looks at that). What bounds one completion is
+                (client.py looks at that). What bounds one completion is
 
                     stall_seconds + its budgets and the phrase / slowest_tokens_per_second
 
@@ -21,19 +21,17 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import codec, peer_text
-from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
-from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers.events import ServerEvents
-from scalerl_jax.rollouts.servers.offences import Record
+from scalerl_jax.rollouts.loop_thread import watched
+from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.probe_samples import check_whole, received
+from scalerl_jax.rollouts.servers.server_state import ServerState
 
 _log = logging.getLogger(__name__)
 
@@ -41,27 +39,9 @@ _log = logging.getLogger(__name__)
 NOT_TAKEN_IN = ("received metadata size exceeds", "CLIENT: ")
 
 
-class Server(Protocol):
-    """What a call needs of the connection that it belongs to."""
-
-    address: str
-    status: pb.StatusReply
-    record: Record
-
-    def reject(self, reason: str) -> None: ...
-
-    def offend(self, kind: str, detail: str = "", *, times: int = 1) -> bool: ...
-
-    def refuse(self, kind: str, detail: str = "", *, tell: bool = False) -> None: ...
-
-    def hurry(self) -> None:
-        """The next status is asked for now."""
-        ...
-
-
 @dataclasses.dataclass(eq=False)
 class _Call:
-    book: GroupBuffer
+    buffer: GroupBuffer
     task: asyncio.Task
     asked_at: float  # seconds, time.monotonic()
     patience: float  # seconds for one completion
@@ -69,22 +49,11 @@ class _Call:
 
 
 class Calls:
-    """The calls of one server. `validate` raises ValueError on a completion that breaks the contract."""
+    """The calls of one server."""
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        stub: Stub,
-        config: FleetConfig,
-        requests: Requests,
-        events: ServerEvents,
-        validate: Callable[[codec.Completion, codec.GroupRequest], None],
-        finished: Callable[[], None],
-    ):
+    def __init__(self, server: ServerState, stub: Stub, context: ClientContext, *, finished: Callable[[], None]):
         """finished: called whenever a call has ended."""
-        self._server, self._stub, self._config, self._requests, self._events = server, stub, config, requests, events
-        self._validate, self._finished = validate, finished
+        self._server, self._stub, self._context, self._finished = server, stub, context, finished
         self._calls: dict[RolloutRequest, _Call] = {}  # the oldest first
         self._repeats = False  # it has sent a completion twice
         self.finishes: collections.deque[float] = collections.deque(maxlen=4096)  # times of the last completions
@@ -92,19 +61,19 @@ class Calls:
     @property
     def in_flight(self) -> int:
         """Completions asked of the server and not yet delivered."""
-        return sum(len(lease.left) for lease in self._calls)
+        return sum(len(rollout.left) for rollout in self._calls)
 
     @property
     def load(self) -> float:
         """Completions in flight per slot."""
         return self.in_flight / max(1, self._server.status.slots)
 
-    def works_on(self, book: GroupBuffer) -> bool:
-        return any(call.book is book for call in self._calls.values())
+    def works_on(self, buffer: GroupBuffer) -> bool:
+        return any(call.buffer is buffer for call in self._calls.values())
 
-    def only(self, book: GroupBuffer) -> bool:
-        """Whether all that is asked is of this book."""
-        return all(call.book is book for call in self._calls.values())
+    def only(self, buffer: GroupBuffer) -> bool:
+        """Whether all that is asked is of this buffer."""
+        return all(call.buffer is buffer for call in self._calls.values())
 
     def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
         """How many completions more to ask of it, and whether a group may be asked for in parts.
@@ -120,12 +89,12 @@ class Calls:
         claimed, earned = slots + min(queue, group_size + more), self._server.record.allowance(group_size)
         return min(claimed, earned) - self.in_flight, min(queue, earned) < group_size
 
-    def ask(self, book: GroupBuffer, lease: RolloutRequest) -> None:
-        """Asks for the lease's completions; each is handed on as it comes, the rest when the call ends."""
-        task = asyncio.create_task(self._serve(lease))
-        patience = self._requests.maximum_tokens / self._config.slowest_tokens_per_second + self._config.stall_seconds
-        self._calls[lease] = _Call(book, task, time.monotonic(), patience)
-        task.add_done_callback(self._ended)
+    def ask(self, buffer: GroupBuffer, rollout: RolloutRequest) -> None:
+        """Asks for its completions; each is handed on as it comes, the rest when the call ends."""
+        config = self._context.config
+        patience = self._context.requests.maximum_tokens / config.slowest_tokens_per_second + config.stall_seconds
+        task = watched(self._serve(rollout), self._context.events.fail)
+        self._calls[rollout] = _Call(buffer, task, time.monotonic(), patience)
 
     def excuse(self, seconds: float, *, now: float) -> None:
         """So much of the time until now is nobody's: the trainer did not look."""
@@ -133,19 +102,19 @@ class Calls:
             if call.waits_since is not None:
                 call.waits_since = min(now, call.waits_since + seconds)
 
-    def look(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Ends the calls that wait too long for their next completion. To be called about once a heartbeat."""
         ahead = 0
-        for lease, call in list(self._calls.items()):
-            ahead += len(lease.left)
-            if ahead > self._server.status.slots and ahead > len(lease.left):
+        for rollout, call in list(self._calls.items()):
+            ahead += len(rollout.left)
+            if ahead > self._server.status.slots and ahead > len(rollout.left):
                 break  # it and those behind it may still be waiting for a slot
             if call.waits_since is None:
                 call.waits_since = now
-            if now - call.waits_since > call.patience and lease in self._calls:
+            if now - call.waits_since > call.patience and rollout in self._calls:
                 call.task.cancel()
-                self._finish(lease, failed=True)
-                detail = f"{len(lease.left)} of {lease.group.group_id}, none in {now - call.waits_since:.0f} s"
+                self._finish(rollout, failed=True)
+                detail = f"{len(rollout.left)} of {rollout.group.group_id}, none in {now - call.waits_since:.0f} s"
                 self._server.offend("does not finish completions that it was asked for", detail)
 
     def end(self) -> None:
@@ -154,43 +123,39 @@ class Calls:
             if call.task is not asyncio.current_task():
                 call.task.cancel()
         # Handed back now and not when the tasks end: the fleet looks for somebody else at once.
-        for lease in list(self._calls):
-            self._finish(lease, failed=True)
+        for rollout in list(self._calls):
+            self._finish(rollout, failed=True)
         self.finishes.clear()
 
-    def _ended(self, task: asyncio.Task) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._events.fail(error)
-
-    def _finish(self, lease: RolloutRequest, *, failed: bool) -> None:
-        call = self._calls.pop(lease, None)
+    def _finish(self, rollout: RolloutRequest, *, failed: bool) -> None:
+        call = self._calls.pop(rollout, None)
         if call is not None:
-            self._events.returned(call.book, lease, failed)
+            self._context.events.returned(call.buffer, rollout, failed)
             self._finished()
 
-    async def _serve(self, lease: RolloutRequest) -> None:
-        request = self._requests.of_lease(lease)
+    async def _serve(self, rollout: RolloutRequest) -> None:
+        request = self._context.requests.of_lease(rollout)
         call = self._stub.Generate(codec.request_to_proto(request))  # without a deadline: see the module
         failed = True
         try:
-            await self._read(call, lease, request)
+            await self._read(call, rollout, request)
         except ValueError as error:
-            if lease in self._calls:
+            if rollout in self._calls:
                 self._server.reject(f"server {self._server.address} breaks the contract: {error}")
         except grpc.aio.AioRpcError as error:
-            if lease in self._calls:
-                failed = self._failed(lease, error)
+            if rollout in self._calls:
+                failed = self._failed(rollout, error)
         finally:
             call.cancel()
-            self._finish(lease, failed=failed)
+            self._finish(rollout, failed=failed)
 
-    async def _read(self, call: Any, lease: RolloutRequest, request: codec.GroupRequest) -> None:
+    async def _read(self, call: Any, rollout: RolloutRequest, request: codec.GroupRequest) -> None:
         """Hands out what comes. Raises ValueError where it breaks the contract, AioRpcError as the call does."""
         arrived, aborted, repeated = set[int](), set[int](), 0
         async for message in call:
             completion = received(message)
-            self._validate(completion, request)
-            if lease not in self._calls:  # given up meanwhile
+            self._context.validate(completion, request)
+            if rollout not in self._calls:  # given up meanwhile
                 return
             if completion.index in arrived | aborted:
                 repeated += 1
@@ -204,11 +169,11 @@ class Calls:
             else:
                 arrived.add(completion.index)
                 now = time.monotonic()
-                entry = self._calls[lease]
+                entry = self._calls[rollout]
                 entry.waits_since = entry.waits_since and now
                 self.finishes.append(now)
                 self._server.record.deliver()
-                self._events.arrived(entry.book, lease, completion, now - entry.asked_at)
+                self._context.events.arrived(entry.buffer, rollout, completion, now - entry.asked_at)
             if len(arrived | aborted) == len(request.completions):
                 break
         if aborted:
@@ -221,7 +186,7 @@ class Calls:
             _log.warning("server %s: %s came twice; what comes twice is dropped", self._server.address, name)
         self._repeats = True
 
-    def _failed(self, lease: RolloutRequest, error: grpc.aio.AioRpcError) -> bool:
+    def _failed(self, rollout: RolloutRequest, error: grpc.aio.AioRpcError) -> bool:
         """Acts on the error that ended a call. False: not the server's failure, it may be asked for the same again."""
         server, code = self._server, error.code()
         if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -240,7 +205,7 @@ class Calls:
             return False
         # Where it is gone, the status will tell.
         told_now = code is not grpc.StatusCode.UNAVAILABLE
-        server.refuse("fails at what it is asked for", f"{lease.group.group_id}: {said(error)}", tell=told_now)
+        server.refuse("fails at what it is asked for", f"{rollout.group.group_id}: {said(error)}", tell=told_now)
         return True
 
 

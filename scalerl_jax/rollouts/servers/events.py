@@ -1,4 +1,4 @@
-"""What one server's connection asks of the fleet and tells it; all of it on the fleet's event loop."""
+"""What the client of one server asks of the fleet and tells it; all of it on the fleet's event loop."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,10 +11,9 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 
 @dataclasses.dataclass(frozen=True)
 class ServerEvents:
-    """What the parts of one server's connection ask of the fleet and tell it."""
+    """What the parts of one client ask of the fleet and tell it."""
 
     check: Callable[[str, pb.StatusReply], None]  # raises ProbeError
-    probe_prompts: tuple[tuple[Any, int], ...]  # (prompt, completions)
     arrived: Callable[[GroupBuffer, RolloutRequest, codec.Completion, float], None]  # seconds since it was asked for
     returned: Callable[[GroupBuffer, RolloutRequest, bool], None]
     changed: Callable[[], None]  # look whether there is something to do
@@ -23,4 +22,3 @@ class ServerEvents:
     # A status; whether the time since the one before was evaluation's; whether what lies before it is not known.
     observe: Callable[[pb.StatusReply, bool, bool], None]
     fail: Callable[[BaseException], None]  # a fault of ours
-    making_room: set[str] = dataclasses.field(default_factory=set)  # addresses that get nothing new: the probe waits

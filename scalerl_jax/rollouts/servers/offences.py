@@ -118,6 +118,10 @@ class Record:
         """It has taken what it refused before."""
         self._refusals.pop(kind, None)
 
+    def banish(self) -> None:
+        """It is sent away for good."""
+        self.banished = True
+
     def offend(self, kind: str, *, now: float, times: int = 1) -> Consequence:
         """It has done wrong `times` times. `kind` is a word of ours."""
         self.counts[kind] += times

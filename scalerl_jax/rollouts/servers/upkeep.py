@@ -8,22 +8,20 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers.calls import said
-from scalerl_jax.rollouts.servers.events import ServerEvents
-from scalerl_jax.rollouts.servers.offences import Record
+from scalerl_jax.rollouts.loop_thread import watched
+from scalerl_jax.rollouts.servers.calls import Calls, said
+from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.probe_samples import Sample, sample
+from scalerl_jax.rollouts.servers.server_state import ServerState
 from scalerl_jax.rollouts.servers.states import ACTIVE, CANDIDATE, PROBING, UPDATING
-from scalerl_jax.rollouts.weights.publisher import FullSyncNeeded, Publisher, PushRefused
+from scalerl_jax.rollouts.weights.publisher import FullSyncNeeded, PushRefused
 
 _log = logging.getLogger(__name__)
 
@@ -35,53 +33,11 @@ class Full(Exception):
     """It has no room for the probe now."""
 
 
-class Server(Protocol):
-    """What it needs of the connection that it belongs to."""
-
-    address: str
-    status: pb.StatusReply
-    state: str
-    step: int | None
-    leaving: bool
-    record: Record
-    samples: tuple[Sample, ...]
-    samples_step: int | None
-
-    @property
-    def free_at(self) -> float: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    def refuse(self, kind: str, detail: str = "", *, tell: bool = False) -> None: ...
-
-    def enter(self, state: str, reason: str) -> None: ...
-
-    def reject(self, reason: str) -> None: ...
-
-    def hurry(self) -> None: ...
-
-    def holds(self, step: int | None) -> None: ...
-
-
 class Upkeep:
-    """Of one server. `target` gives the version it should hold now."""
+    """Of one server, of which `calls` are those for training groups and evaluations."""
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        stub: Stub,
-        config: FleetConfig,
-        requests: Requests,
-        publisher: Publisher,
-        events: ServerEvents,
-        target: Callable[[], int | None],
-        validate: Callable[[codec.Completion, codec.GroupRequest], None],
-    ):
-        self._server, self._stub, self._config, self._requests = server, stub, config, requests
-        self._publisher, self._events, self._target, self._validate = publisher, events, target, validate
-        self._wake = asyncio.Event()  # target or version changed
+    def __init__(self, server: ServerState, stub: Stub, context: ClientContext, calls: Calls):
+        self._server, self._stub, self._context, self._calls = server, stub, context, calls
         self._task: asyncio.Task | None = None
         self._probing: asyncio.Task | None = None  # of a server that has groups
         self._needs_full_sync = False  # the server's host copy is not what it says it decodes with
@@ -89,8 +45,7 @@ class Upkeep:
 
     def begin(self) -> None:
         """The server has been met."""
-        self._task = asyncio.create_task(self._keep_up())
-        self._task.add_done_callback(self._ended)
+        self._task = watched(self._keep_up(), self._context.events.fail)
 
     def end(self) -> None:
         if self._task is not None and self._task is not asyncio.current_task():
@@ -103,8 +58,7 @@ class Upkeep:
     def probe(self, step: int) -> None:
         """The server, which has groups and holds version `step`, samples for the probe with it or a later one."""
         if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe_again(step))
-            self._probing.add_done_callback(self._ended)
+            self._probing = watched(self._probe_again(step), self._context.events.fail)
 
     async def _probe_again(self, step: int) -> None:
         server, room = self._server, server_room(self._server.status)
@@ -114,40 +68,32 @@ class Upkeep:
             # By us, most likely: a short queue is kept full. The probe comes in as parts that fit into it; meanwhile
             # the slots go on with what they have.
             room = max(1, server.status.queue_capacity)
-            self._events.making_room.add(server.address)
+            server.make_room(True)
             try:
-                while server.in_flight + room > server_room(server.status):
+                while self._calls.in_flight + room > server_room(server.status):
                     await asyncio.sleep(BREATH_SECONDS)
                 got = await self._ask(step, pinned=False, room=room)
             finally:
-                self._events.making_room.discard(server.address)
-                self._events.changed()
+                server.make_room(False)
+                self._context.events.changed()
         if got is not None and server.state == ACTIVE:
-            server.samples, server.samples_step = got, step
-            self._events.event("probed", {"server": server.address})
-
-    def wake(self) -> None:
-        """The version held, or the one that should be, may have changed."""
-        self._wake.set()
-
-    def _ended(self, task: asyncio.Task) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._events.fail(error)
+            server.set_samples(got, step)
+            self._context.events.event("probed", {"server": server.address})
 
     async def _keep_up(self) -> None:
         server = self._server
         while self._task is asyncio.current_task() and not server.leaving:  # until it is given up or rejected
-            self._wake.clear()
-            target = self._target()
+            server.version_changed.clear()
+            target = server.target
             if target is not None and server.step != target:
                 if server.state in (PROBING, CANDIDATE):
-                    server.samples, server.samples_step = (), None
+                    server.set_samples((), None)
                     server.enter(UPDATING, "")
                 good = await self._push(target)
             elif target is not None and server.state in (UPDATING, PROBING):
                 good = await self._sample(target)
             else:
-                await self._wake.wait()
+                await server.version_changed.wait()
                 good = True
             if not good:
                 await asyncio.sleep(max(BREATH_SECONDS, server.free_at - time.monotonic()))
@@ -157,11 +103,11 @@ class Upkeep:
         base = None if self._needs_full_sync else server.step
         self._needs_full_sync = False
         try:
-            report = await self._publisher.push(
+            report = await self._context.publisher.push(
                 self._stub,
                 step,
                 base=base,
-                timeout=self._config.push_seconds,
+                timeout=self._context.config.push_seconds,
                 address=server.address,
                 server_id=server.status.server_id,
             )
@@ -170,22 +116,20 @@ class Upkeep:
                 _log.info("server %s: version %d goes out whole (%s)", server.address, step, peer_text.said(error))
                 self._needs_full_sync = True
                 return True  # at once
-            server.refuse(TAKES_NOT, f"version {step} is refused: {error}", tell=True)
-            server.hurry()
-            return False
+            why = f"is refused: {error}"
         except TimeoutError:
-            server.refuse(TAKES_NOT, f"version {step} did not arrive in time", tell=True)
-            server.hurry()
-            return False
+            why = "did not arrive in time"
         except grpc.aio.AioRpcError as error:
-            server.refuse(TAKES_NOT, f"version {step} did not arrive: {said(error)}", tell=True)
-            server.hurry()
-            return False
-        server.record.take(TAKES_NOT)
-        self.applied_at = time.monotonic()
-        self._events.event("push", {"server": server.address, **dataclasses.asdict(report)})
-        server.holds(report.step)
-        return True
+            why = f"did not arrive: {said(error)}"
+        else:
+            server.record.take(TAKES_NOT)
+            self.applied_at = time.monotonic()
+            self._context.events.event("push", {"server": server.address, **dataclasses.asdict(report)})
+            server.set_version(report.step)
+            return True
+        server.refuse(TAKES_NOT, f"version {step} {why}", tell=True)
+        server.hurry()
+        return False
 
     async def _sample(self, step: int) -> bool:
         """Lets the candidate sample a little with version `step`, for the trainer to compare."""
@@ -195,7 +139,7 @@ class Upkeep:
         got = await self._ask(step, pinned=True, room=server_room(server.status))
         if got is None:
             return False
-        server.samples, server.samples_step = got, step
+        server.set_samples(got, step)
         server.enter(CANDIDATE, "")
         return True
 
@@ -204,17 +148,17 @@ class Upkeep:
 
         room: completions asked for at once. Raises Full where it has no room now and may_be_full.
         """
-        server = self._server
+        server, context = self._server, self._context
         requests: list[tuple[Any, codec.GroupRequest]] = [
-            (prompt, self._requests.probe(server.address, prompt, samples=samples, version=step, pinned=pinned))
-            for prompt, samples in self._events.probe_prompts
+            (prompt, context.requests.probe(server.address, prompt, samples=samples, version=step, pinned=pinned))
+            for prompt, samples in context.probe_prompts
         ]
-        tokens = max(self._requests.most_tokens(request) for _, request in requests)
+        tokens = max(context.requests.most_tokens(request) for _, request in requests)
         # As for any completion, see calls.py; and some of them wait for a slot.
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
-        seconds = self._config.stall_seconds + rounds * tokens / self._config.slowest_tokens_per_second
+        seconds = context.config.stall_seconds + rounds * tokens / context.config.slowest_tokens_per_second
         try:
-            got = await sample(self._stub, requests, room=room, seconds=seconds, validate=self._validate)
+            got = await sample(self._stub, requests, room=room, seconds=seconds, validate=context.validate)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 server.reject(f"server {server.address} cannot serve this run: {said(error)}")
