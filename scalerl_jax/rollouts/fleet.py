@@ -134,7 +134,7 @@ class Fleet:
         self._something = threading.Event()  # the caller should look
         self._pool = ServerPool(make=self._connect, look=look, fail=self._fail, changed=self._changed)
         self._publisher = Publisher(
-            incarnation=incarnation,
+            incarnation=self._incarnation,
             chunk_bytes=config.fleet.chunk_bytes,
             delta_bytes=config.fleet.delta_cache_bytes,
             relay=config.fleet.relay,
@@ -254,7 +254,7 @@ class Fleet:
             if changes is not None:
                 self._publisher.record(version, changes)
             if self._pacing.publishes(version):
-                self._offer_newest()
+                self._publish_newest()
 
         self._thread.call(publish)
 
@@ -305,7 +305,7 @@ class Fleet:
 
         def evaluate() -> Evaluation:
             assert self._newest is not None and version == self._newest[0], "evaluate what was published last"
-            self._offer_newest()
+            self._publish_newest()
             evaluation = Evaluation(
                 version=version,
                 prompts=prompts,
@@ -371,23 +371,22 @@ class Fleet:
             self._look_at_the_start()
             self._changed()
 
-    def _offer_newest(self) -> None:
+    def _publish_newest(self) -> None:
         assert self._newest is not None
         version, tensors = self._newest
         if version != self._publisher.latest:
-            self._incarnation.settle()
-            self._requests.incarnation = self._publisher.incarnation = self._incarnation.value
-            self._publisher.offer(version, tensors)
+            self._publisher.publish(version, tensors)
+            self._requests.incarnation = self._incarnation.value
             for connection in self._pool.clients:
                 connection.retarget()
 
-    def _offer_what_newcomers_need(self) -> None:
+    def _publish_for_candidates(self) -> None:
         """Nobody has groups, and some are to be asked for again in mid-phase. A candidate is compared by the version
         that the trainer has, and by now it has a later one than the phase's: so that one goes out."""
         trained, latest = self._book.trained, self._publisher.latest
         ahead = latest is not None and latest < trained and self._newest is not None and self._newest[0] == trained
         if self._waits is not None and ahead and self._book.free_of_pins():
-            self._offer_newest()
+            self._publish_newest()
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind != "probed":
@@ -400,7 +399,7 @@ class Fleet:
         self._waits, self._held_at = status.Waits(number, time.monotonic()), None
 
     def _take(self, number: int) -> list[OpenGroup] | None:
-        if self._book.ready(number) and self._wait_for_newcomer():
+        if self._book.ready(number) and self._wait_for_candidate():
             return None
         groups = self._book.take(number)
         if groups is not None:
@@ -408,7 +407,7 @@ class Fleet:
             self._changed()
         return groups
 
-    def _wait_for_newcomer(self) -> bool:
+    def _wait_for_candidate(self) -> bool:
         """Whether one is about to be ready. A trainer that is the slower side never waits for a batch: a candidate
         would always be one version behind it, and never be met."""
         if self._publisher.latest != self._book.trained:
@@ -468,7 +467,7 @@ class Fleet:
         self._advance_evaluations()
         active = self._pool.in_state(states.ACTIVE)
         if not active:
-            self._offer_what_newcomers_need()
+            self._publish_for_candidates()
         dispatch(active, self._book_of, typical_seconds=self._typical_seconds, now=time.monotonic())
 
     def _book_of(self, connection: ServerClient) -> GroupBuffer | None:

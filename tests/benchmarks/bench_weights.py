@@ -53,6 +53,7 @@ from scalerl_jax.contract.tensor_layout import hf_tensors
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import init_params
 from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights import payload as payload_lib
 from scalerl_jax.rollouts.weights.publisher import Publisher
 
@@ -190,11 +191,11 @@ def stream(config: DecoderConfig) -> None:
         return time.perf_counter() - began
 
     async def push(publisher: Publisher, stub: Stub, step: int) -> float:
-        publisher.offer(step, typed)
+        publisher.publish(step, typed)
         return (await publisher.push(stub, step, timeout=60)).transfer_seconds
 
     async def run() -> None:
-        publisher = Publisher(incarnation=INCARNATION, chunk_bytes=2**20)
+        publisher = Publisher(incarnation=Incarnation(INCARNATION), chunk_bytes=2**20)
         async with connect(f"127.0.0.1:{grpc_port}") as channel:
             stub = Stub(channel)
             for step in range(FLAGS.repeats + 1):
@@ -274,7 +275,7 @@ def stall(config: DecoderConfig) -> None:
 async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
     weights, server = Weights(config), RolloutServer(engine)
     await server.start()
-    publisher = Publisher(incarnation=INCARNATION, chunk_bytes=2**20, delta_bytes=2**30)
+    publisher = Publisher(incarnation=Incarnation(INCARNATION), chunk_bytes=2**20, delta_bytes=2**30)
     watch = Watch(engine)
     loop = asyncio.get_running_loop()
     async with connect(f"127.0.0.1:{server.port}") as channel:
@@ -286,7 +287,7 @@ async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
             began = time.perf_counter()
             version = await asyncio.to_thread(weights.version)
             publisher.record(version.step, version.delta)
-            publisher.offer(version.step, version.tensors)
+            publisher.publish(version.step, version.tensors)
             kind = "dense" if number % 2 == 0 else "sparse"
             base = version.step - 1 if kind == "sparse" else None
             report = await publisher.push(stub, version.step, base=base, timeout=60)

@@ -14,6 +14,7 @@ from rollout_server.engines.replay.engine import ReplayEngine
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.weight_delta import Change, WeightDelta, digest, encode
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights.publisher import Publisher, PushReport
 from tests.rollout_server.client import INCARNATION, Served, serving
 
@@ -29,7 +30,7 @@ class Run:
         self.shapes = dict(engine.info.tensors)
         self.held = {name: rng.integers(0, 2**15, shape).astype(np.uint16) for name, shape in self.shapes.items()}
         self.rng, self.step = rng, -1
-        self.publisher = Publisher(incarnation=INCARNATION, chunk_bytes=500, delta_bytes=2**24)
+        self.publisher = Publisher(incarnation=Incarnation(INCARNATION), chunk_bytes=500, delta_bytes=2**24)
 
     @property
     def dense_bytes(self) -> int:
@@ -48,7 +49,7 @@ class Run:
         delta = WeightDelta(base, self.step, parts if self.step else {}, digests, self.shapes)
         whole = {name: tensor.copy().view(ml_dtypes.bfloat16) for name, tensor in self.held.items()}
         self.publisher.record(self.step, lambda: delta)
-        self.publisher.offer(self.step, whole)
+        self.publisher.publish(self.step, whole)
         return delta.nbytes
 
     async def push(self, served: Served, base: int | None, address: str = "", server_id: str = "") -> PushReport:

@@ -19,6 +19,7 @@ from rollout_server.engines.engine import Engine
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.publisher import FullSyncNeeded, Publisher, PushReport
 from tests.rollout_server.client import INCARNATION, Served, long_group, serving
@@ -49,7 +50,10 @@ class Trainer:
         self.recorded, self.incarnation, self.step = recorded, incarnation, -1
         self.versions: list[dict] = []
         self.publisher = Publisher(
-            incarnation=incarnation, chunk_bytes=CHUNK_BYTES, delta_bytes=delta_bytes, event=self.versions.append
+            incarnation=Incarnation(incarnation),
+            chunk_bytes=CHUNK_BYTES,
+            delta_bytes=delta_bytes,
+            event=self.versions.append,
         )
 
     def publish(self, step: int, *, first: bool = False) -> None:
@@ -57,7 +61,7 @@ class Trainer:
         if first:  # of a trainer that starts anew here: there is nothing to compare it with
             delta = type(delta)(None, step, {}, delta.digests, delta.shapes)
         self.publisher.record(step, lambda: delta)
-        self.publisher.offer(step, lambda: self.whole(step))
+        self.publisher.publish(step, lambda: self.whole(step))
         self.step = step
 
     def whole(self, step: int) -> dict[str, np.ndarray]:

@@ -32,6 +32,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.weight_delta import WeightDelta
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights import payload as payload_lib
 from scalerl_jax.rollouts.weights.deltas import DeltaCache
 from scalerl_jax.rollouts.weights.payload import Payload, Tensors
@@ -72,7 +73,7 @@ class Publisher:
     def __init__(
         self,
         *,
-        incarnation: int,
+        incarnation: Incarnation,
         chunk_bytes: int,
         delta_bytes: int = 0,
         event: Callable[[dict[str, Any]], None] = lambda fields: None,
@@ -84,7 +85,7 @@ class Publisher:
         relay: servers send versions on to each other; else each gets them from here. fail: told on the loop of every
         fault of ours, whoever it hits: an exception while a version is made, cut or sent. None: they are logged.
         """
-        self.incarnation, self._chunk_bytes = incarnation, chunk_bytes
+        self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
         self._payloads: dict[tuple[int | None, int], asyncio.Task[Payload]] = {}  # base, step
         self._retained: dict[int, int] = {}  # step -> how many evaluations need it
@@ -102,18 +103,16 @@ class Publisher:
         self._staging.shutdown(wait=False, cancel_futures=True)
 
     def record(self, step: int, find: Callable[[], WeightDelta]) -> None:
-        """What version `step` changed; of every version in turn, those that are never offered too."""
+        """What version `step` changed; of every version in turn, those that are never published too."""
         self._deltas.record(step, find)
 
-    def offer(self, step: int, tensors: Source) -> None:
+    def publish(self, step: int, tensors: Source) -> None:
         """Makes `step` the version that servers are to hold."""
-        assert self.latest is None or step > self.latest, f"version {step} offered after version {self.latest}"
+        assert self.latest is None or step > self.latest, f"version {step} published after version {self.latest}"
+        self._incarnation.settle()
         self._sources[step] = tensors
         self.latest = step
-        self._forget()
-
-    def holds(self, step: int) -> bool:
-        return step in self._sources
+        self._drop_unneeded()
 
     def retain(self, step: int) -> None:
         """Keeps a version beyond the next one, until it is released as often as it was retained."""
@@ -124,9 +123,9 @@ class Publisher:
         self._retained[step] -= 1
         if not self._retained[step]:
             del self._retained[step]
-        self._forget()
+        self._drop_unneeded()
 
-    def _forget(self) -> None:
+    def _drop_unneeded(self) -> None:
         # A push that is under way holds the payload itself.
         for step in [s for s in self._sources if s != self.latest and s not in self._retained]:
             del self._sources[step]
@@ -289,14 +288,14 @@ class Publisher:
         delta = await self._deltas.between(base, step)
         if delta is None:
             return await self._payload(None, step, source)
-        return payload_lib.sparse(self.incarnation, delta, chunk_bytes=self._chunk_bytes)
+        return payload_lib.sparse(self._incarnation.value, delta, chunk_bytes=self._chunk_bytes)
 
     async def _dense(self, step: int, source: Source) -> Payload:
         digests = await self._deltas.digests(step)
 
         def make() -> Payload:
             tensors = source() if callable(source) else source
-            version = codec.Version(self.incarnation, step)
+            version = codec.Version(self._incarnation.value, step)
             return payload_lib.dense(version, tensors, digests, chunk_bytes=self._chunk_bytes)
 
         return await asyncio.get_running_loop().run_in_executor(self._staging, make)
