@@ -21,11 +21,8 @@ OWNERS = {
 
 def assigned(tree: ast.AST) -> list[tuple[str, str, int]]:
     """(object, attribute, line) of every attribute that is written to or deleted."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-            found.append((ast.unparse(node.value), node.attr, node.lineno))
-    return found
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return [(ast.unparse(n.value), n.attr, n.lineno) for n in nodes if isinstance(n.ctx, ast.Store | ast.Del)]
 
 
 def own() -> set[str]:
