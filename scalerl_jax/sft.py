@@ -30,7 +30,7 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.environments import arithmetic
-from scalerl_jax.environments.prompts import read_jsonl
+from scalerl_jax.environments.jsonl import read_jsonl
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
@@ -52,7 +52,7 @@ _BETA2 = 0.95
 _EPSILON = 1e-8
 _FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 _OUTDATED = "model.outdated"  # beside a model that a changed config is making again
-_TRACES, _INITIAL = 3, 4  # streams of random numbers, beside those of tasks/arithmetic.py
+_TRACES, _INITIAL = 3, 4  # streams of random numbers, beside those of environments/arithmetic.py
 
 
 # ---- Traces: (prompt, pieces of the completion) to segments --------------------------------------------------------

@@ -6,7 +6,7 @@
 One loop over batches. Batch b is trained on when the policy is version b, and makes version b + 1:
 
     groups   <- fleet.batch(b)          by number, waiting for stragglers and saying for whom
-    batch    <- verdicts to rewards, advantages, one weight per loss token      learner/batch.py
+    batch    <- scores to rewards, advantages, one weight per loss token      learner/batch.py
     update   <- accumulate as often as the batch needs, then apply              learner/step.py
     publish  <- version b + 1 goes out to all servers while the next batch is awaited
     evaluate, checkpoint, write down
@@ -30,11 +30,11 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.environments import judge
-from scalerl_jax.environments import prompts as tasks
 from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
+from scalerl_jax.environments.load import load_rows, make_environment
+from scalerl_jax.environments.scorer import Scorer
+from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.environments.verifiers import VerifierError
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.step import Layout, Learner
@@ -163,7 +163,7 @@ def main(config: Config) -> None:
             decoder = read_config(config.model.path)
             Tensors(config.model.path)  # a folder without weights is found before anything is started
             tokenizer = Tokenizer(config.model.path)
-            train_prompts, validation_prompts = tasks.load(config, tokenizer)
+            train_prompts, validation_prompts = load_rows(config, tokenizer)
             requests = Requests(config, tokenizer, incarnation=folder.incarnation)
             listed = Addresses(FLAGS.servers) if FLAGS.servers else None
             given = listed.look() if listed is not None else ()
@@ -266,8 +266,9 @@ def main(config: Config) -> None:
             else config.fleet.compute_dtype,
         )
         pushes = SyncStats()
-        with entry.user_mistakes(VerifierError):
-            answers = stack.enter_context(judge.make(config))
+        with entry.user_mistakes(ScorerError):
+            scorer = Scorer(make_environment(config), config, decode=tokenizer.decode_completion)
+            stack.enter_context(scorer)
         fleet = Fleet(
             config,
             addresses=given,
@@ -278,7 +279,7 @@ def main(config: Config) -> None:
             incarnation=folder.incarnation,
             raised=lambda value: folder.outrank(value - 1),
             draw=draws.draw,
-            judge=functools.partial(judge.verdict, answers=answers, decode=tokenizer.decode_completion),
+            score=scorer.score,
             tokenizer=tokenizer,
             probe_prompts=train_prompts,
             check=probe.check,
@@ -316,7 +317,7 @@ def main(config: Config) -> None:
                 line.say(f"from step {start} on config.{change.name} is {change.now!r}; before: {change.before!r}")
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
-        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, VerifierError, StartError):
+        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, ScorerError, StartError):
             fleet.start(start * config.rollout.prompts_per_step)
             # From here on a signal is only noted, and looked at where the state is that of a whole number of updates.
             signals.be(signals.HOLD)

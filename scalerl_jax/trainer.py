@@ -17,8 +17,8 @@ from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import Row
 from scalerl_jax.environments.curriculum import Curriculum
-from scalerl_jax.environments.prompts import Prompt
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints
@@ -41,13 +41,13 @@ from scalerl_jax.system import memory, signals
 class Draws:
     """The curriculum, shared between the fleet's thread, which draws, and the trainer's, which records."""
 
-    def __init__(self, curriculum: Curriculum, prompts: Sequence[Prompt]):
-        self._curriculum, self._prompts = curriculum, prompts
+    def __init__(self, curriculum: Curriculum, rows: Sequence[Row]):
+        self._curriculum, self._rows = curriculum, rows
         self._lock = threading.Lock()
 
-    def draw(self, number: int) -> Prompt:
+    def draw(self, number: int) -> Row:
         with self._lock:
-            return self._prompts[self._curriculum.draw(number)]
+            return self._rows[self._curriculum.draw(number)]
 
     def record(self, batch: int, outcomes: Sequence[tuple[int, int, int]]) -> None:
         with self._lock:
@@ -103,14 +103,14 @@ def observe(ledger: Ledger, status: pb.StatusReply, evaluating: bool, anew: bool
 
 def by_task(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
     """Prompts and pass rate of each part of a mixture, in order of name; empty where there is only one."""
-    verdicts: dict[str, list[tuple[bool, ...]]] = {}
+    correct: dict[str, list[list[bool]]] = {}
     for group in groups:
-        verdicts.setdefault(group.prompt.task, []).append(group.verdicts)
-    if len(verdicts) < 2:
+        correct.setdefault(group.row.task, []).append([score.correct for score in group.scores])
+    if len(correct) < 2:
         return {}
     return {
         task or "other": {"prompts": len(rows), "pass_rate": float(np.mean(np.concatenate(rows)))}
-        for task, rows in sorted(verdicts.items())
+        for task, rows in sorted(correct.items())
     }
 
 
@@ -137,7 +137,7 @@ class Trainer:
         checkpoints: Checkpoints,
         tokenizer: Tokenizer,
         draws: Draws,
-        validation: Sequence[Prompt],
+        validation: Sequence[Row],
         fleet: Fleet,
         probe: Probe,
         pushes: SyncStats,
@@ -304,7 +304,7 @@ class Trainer:
     def _book(self, groups: Sequence[FinishedGroup], *, evaluation: bool) -> None:
         for group in groups:
             self.ledger.finished(
-                prompt_tokens=len(group.prompt.token_ids),
+                prompt_tokens=len(group.row.token_ids),
                 completion_tokens=[len(completion.token_ids) for completion in group.completions],
                 evaluation=evaluation,
             )
@@ -315,7 +315,7 @@ class Trainer:
         row = self.folder.evaluation(
             step=step,
             version=step,
-            passes=[sum(group.verdicts) for group in groups],
+            passes=[sum(score.correct for score in group.scores) for group in groups],
             samples=self.config.evaluation.samples,
             seconds=time.monotonic() - began,
             compute=compute,
@@ -348,7 +348,7 @@ class Trainer:
         values: dict[str, Any] = {
             **batch.metrics,
             **(per_token(sums) if sums else {}),
-            "groups": [(group.number, group.prompt.index) for group in groups],
+            "groups": [(group.number, group.row.index) for group in groups],
             "lags": {str(lag): count for lag, count in sorted(batch.lags.items())},
             "waited_seconds": waited,
             "waited_for": waited_for,
@@ -392,16 +392,16 @@ class Trainer:
         return RolloutSample(
             group=group.number,
             index=completion.index,
-            prompt=group.prompt.text,
-            answer=group.prompt.answer,
+            prompt=group.row.text,
+            answer=group.row.answer,
             completion=self.tokenizer.decode(ids),
             token_ids=ids,
             logprobs=completion.logprobs.tolist(),
             versions=completion.versions,
             forced=completion.forced,
-            verdict=bool(group.verdicts[completion.index]),
+            correct=group.scores[completion.index].correct,
             reward=reward,
             finish_reason=completion.finish_reason,
-            task=group.prompt.task,
+            task=group.row.task,
             pieces=self.tokenizer.pieces(ids),
         )

@@ -1,4 +1,4 @@
-"""The built-in task: chains of additions and subtractions, with a trace that works them out step by step.
+"""The built-in environment: chains of additions and subtractions, with a trace that works them out step by step.
 
     prompt       3+4-5+6=
     completion   <think>3+4=7-5=2+6=8</think>8
@@ -12,20 +12,50 @@ is something to unlearn. Some traces are interrupted: the phrase cuts the thinki
 so far.
 
 Training and held-out problems are disjoint by construction: a hash of a problem's text says which of the two it is.
+Right is the right integer and nothing else, perhaps with spaces around it.
 """
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterator
 
 import numpy as np
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments.base import RIGHT, WRONG, Environment, Row, Score
 
 FIRST_TOTAL, LAST_TOTAL = 2, 7  # running totals of a problem
 LEAST, MOST = 0, 9  # of a trace, which slips shift: there is room for one slip, and mostly for more
 SLIPS = (-2, -1, 1, 2)  # a slip's result minus the right one
 INTERRUPTED_SHARE = 0.05  # of the traces
 _HELD_OUT_ONE_IN = 8
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _VALIDATION_SEED = 20_251_013  # the held-out problems are the same in every run, whatever its seed
+
+
+def make(config: Config) -> Environment:
+    """A row's task is its number of terms."""
+
+    def rows(split: str) -> Iterator[Row]:
+        held_out = split == "validation"
+        for problem in problems(
+            config.evaluation.prompts if held_out else config.environment.train_prompts,
+            minimum_terms=config.environment.minimum_terms,
+            maximum_terms=config.environment.maximum_terms,
+            seed=config.seed,
+            validation=held_out,
+        ):
+            task, name = f"{len(problem.terms) + 1} terms", f"problem {problem.text}"
+            yield Row(problem.text, problem.answer, task=task, name=name)
+
+    return Environment(rows, score, in_processes=False)
+
+
+def score(row: Row, completion: str) -> Score:
+    """The answer must be an integer: 3+4= is not 7, though it comes to that."""
+    text = completion.strip()
+    return RIGHT if _INTEGER.fullmatch(text) is not None and int(text) == int(row.answer) else WRONG
 
 
 @dataclasses.dataclass(frozen=True)

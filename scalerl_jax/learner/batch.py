@@ -1,6 +1,6 @@
 """From a batch of finished groups to what the update trains on.
 
-    r = +1 right, -1 wrong;  cut by the token budget: exclude (leaves mean, std, weights and G) or penalize (r = -1)
+    r = the score's reward;  cut by the token budget: exclude (leaves mean, std, weights and G) or penalize (r = -1)
     advantages, then one weight per loss token (objective/), then one segment per counted completion
 
 Loss tokens are the sampled ones: the forced interruption phrase is context, never trained on.
@@ -9,8 +9,8 @@ The lag of a token is the number of the batch it is trained in minus the policy 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -20,17 +20,36 @@ from scalerl_jax.learner.packing import Segment
 from scalerl_jax.objective import advantages, token_weights
 
 
-class Group(Protocol):
-    """The completions of one prompt, with the verifier's word on each."""
+class Row(Protocol):
+    @property
+    def index(self) -> int: ...
 
     @property
-    def prompt(self) -> Any: ...  # .index int, .token_ids [tokens] int32
+    def token_ids(self) -> np.ndarray: ...  # [tokens] int32, of the prompt
+
+
+class Score(Protocol):
+    @property
+    def reward(self) -> float: ...  # what the objective sees
+
+    @property
+    def correct(self) -> bool: ...  # what filters, the curriculum and pass rates look at
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Group(Protocol):
+    """The completions of one prompt, and what each is worth."""
+
+    @property
+    def row(self) -> Row: ...
 
     @property
     def completions(self) -> Sequence[Completion]: ...
 
     @property
-    def verdicts(self) -> Sequence[bool]: ...
+    def scores(self) -> Sequence[Score]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +58,7 @@ class Batch:
 
     segments: list[Segment]  # empty: no prompt survives, the optimizer does not step
     origins: list[tuple[int, int]]  # of each segment: (group, completion), as places in the batch
-    outcomes: list[tuple[int, int, int]]  # (prompt index, right, completions) for the curriculum
+    outcomes: list[tuple[int, int, int]]  # (prompt index, correct, completions) for the curriculum
     metrics: dict[str, float]
     lags: Counter  # lag -> loss tokens, of every sampled token, trained on or not
     rewards: np.ndarray  # [prompts, group] float64
@@ -56,14 +75,14 @@ def build(
     """
     completions = [list(group.completions) for group in groups]
     truncated = np.array([[c.finish_reason == "length" for c in row] for row in completions])
-    right = np.array([list(group.verdicts) for group in groups], bool) & ~truncated
-    counted = np.ones_like(right) if objective.truncated == "penalize" else ~truncated
-    rewards = np.where(right, 1.0, -1.0)
+    correct = np.array([[score.correct for score in group.scores] for group in groups], bool) & ~truncated
+    counted = np.ones_like(correct) if objective.truncated == "penalize" else ~truncated
+    rewards = np.where(truncated, -1.0, [[score.reward for score in group.scores] for group in groups])
     sampled = [[c.sampled() for c in row] for row in completions]
     loss_tokens = np.array([[int(mask.sum()) for mask in row] for row in sampled])
 
     advantage, survives = advantages(
-        rewards, right, counted, normalization=objective.advantage_normalization,
+        rewards, correct, counted, normalization=objective.advantage_normalization,
         filter_zero_variance=objective.filter_zero_variance,
     )  # fmt: skip
     weight = token_weights(loss_tokens, counted, survives, objective.aggregation)
@@ -71,7 +90,7 @@ def build(
     segments, origins = [], []
     lags: Counter = Counter()
     for p, group in enumerate(groups):
-        prompt = np.asarray(group.prompt.token_ids, np.int32)
+        prompt = np.asarray(group.row.token_ids, np.int32)
         blank = np.zeros(len(prompt), np.float32)
         for i, completion in enumerate(completions[p]):
             steps = completion.token_steps()[sampled[p][i]]
@@ -93,7 +112,7 @@ def build(
     tokens = int(lengths.sum())
     interrupted = np.mean([[bool(c.forced) for c in row] for row in completions])
     metrics = {
-        "pass_rate": float(right.mean()),
+        "pass_rate": float(correct.mean()),
         "reward": float(rewards.mean()),
         "prompts": float(len(groups)),
         "prompts_surviving": float(survives.sum()),
@@ -110,7 +129,10 @@ def build(
         # Sampled or forced: without it a completion has no answer.
         ended = [[_contains(c.token_ids, end_of_thinking) for c in row] for row in completions]
         metrics["no_end_of_thinking"] = 1.0 - float(np.mean(ended))
-    outcomes = [(int(g.prompt.index), int(right[p].sum()), right.shape[1]) for p, g in enumerate(groups)]
+    for name in sorted({name for group in groups for score in group.scores for name in score.metrics}):
+        said = [score.metrics[name] for group in groups for score in group.scores if name in score.metrics]
+        metrics[f"score/{name}"] = float(np.mean(said))
+    outcomes = [(int(g.row.index), int(correct[p].sum()), correct.shape[1]) for p, g in enumerate(groups)]
     return Batch(
         segments=segments,
         origins=origins,

@@ -12,7 +12,7 @@ upkeep      versions sent to it, and its samples for the probe
 offences    what it did wrong, and how much it may be given
 words       what it says, made fit for a log
 dispatch    who is asked for what next
-judging     completions on their way to the judge
+scoring     completions on their way to the scorer
 events         what a connection asks of the fleet and tells it
 sampling    what a candidate samples for the probe
 plausible   what a status may say before it is believed

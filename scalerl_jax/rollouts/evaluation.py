@@ -11,8 +11,8 @@ import collections
 import concurrent.futures
 import time
 from collections.abc import Sequence
-from typing import Any
 
+from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.errors import EvaluationLost
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, finished
 from scalerl_jax.rollouts.pacing import Pinned
@@ -22,26 +22,26 @@ from scalerl_jax.rollouts.servers.client import ServerClient
 
 
 class Evaluation:
-    """`samples` completions of each prompt by `version`; `future` gives the FinishedGroups in the order of prompts."""
+    """`samples` completions of each row by `version`; `future` gives the FinishedGroups in the order of rows."""
 
     def __init__(
         self,
         *,
         version: int,
-        prompts: Sequence[Any],
+        rows: Sequence[Row],
         samples: int,
         servers: int,
         requests: Requests,
         approved: bool = True,
     ):
         """servers: how many of the fleet's; 0: all. approved: False: it does not end before somebody has set this."""
-        assert len({prompt.index for prompt in prompts}) == len(prompts) > 0
+        assert len({row.index for row in rows}) == len(rows) > 0
         self.version, self._servers, self.approved = version, servers, approved
         self.future: concurrent.futures.Future[list[FinishedGroup]] = concurrent.futures.Future()
         self.asked_at = time.monotonic()
         self.book = GroupBuffer(
-            pacing=Pinned(version=version, groups=len(prompts)),
-            open_group=lambda n: requests.evaluation(n, prompts[n], version=version, samples=samples),
+            pacing=Pinned(version=version, groups=len(rows)),
+            open_group=lambda n: requests.evaluation(n, rows[n], version=version, samples=samples),
             group_size=samples,
             first=0,
             trained=0,

@@ -9,11 +9,11 @@
       pump                   who is asked for what next
 
 All state belongs to the loop's thread; a call from outside runs there and is waited for. The callables given to Fleet:
-`draw` runs on the loop's thread, with consecutive numbers, each once; `judge` on a thread of its own, so that it may
+`draw` runs on the loop's thread, with consecutive numbers, each once; `score` on a thread of its own, so that it may
 block for a moment; `on_event` and `observe` on the loop's thread. None of them may call the fleet.
 
 What a dead, hanging or slow server costs is decided in ServerClient; here its completions are simply asked for again. A
-fault of ours (an exception of judge, of a tensors callable, of draw other than ValueError) is raised by the next call.
+fault of ours (an exception of score, of a tensors callable, of draw other than ValueError) is raised by the next call.
 """
 
 import asyncio
@@ -30,16 +30,17 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract import codec, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.weight_delta import WeightDelta
+from scalerl_jax.environments import Row, Score
 from scalerl_jax.rollouts import status
 from scalerl_jax.rollouts.dispatch import dispatch
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, OpenGroup, RolloutRequest, finished
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.judging import Judging
 from scalerl_jax.rollouts.loop_thread import LoopThread
 from scalerl_jax.rollouts.pacing import Pacing
 from scalerl_jax.rollouts.requests import Requests, Tokenizer, spread_probes
+from scalerl_jax.rollouts.scoring import Scoring
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.client import ServerClient
 from scalerl_jax.rollouts.servers.context import ClientContext
@@ -63,7 +64,7 @@ class Candidate:
 
     server: str
     status: pb.StatusReply
-    samples: tuple[tuple[Any, codec.Completion], ...]  # (prompt, completion)
+    samples: tuple[tuple[Row, codec.Completion], ...]
 
 
 class Fleet:
@@ -77,8 +78,8 @@ class Fleet:
         pacing: what may be asked when; its `batches` ends the run.
         incarnation: of this trainer process: time.time_ns() at its start, unless that is below another one it knows of.
         raised: told, on the loop's thread, of a larger incarnation that it has to have; see incarnation.py.
-        draw: the prompt of training group n. ValueError: there is none; raised by the batch that needs it.
-        judge: whether a completion is right, as a concurrent future.
+        draw: the row of training group n. ValueError: there is none; raised by the batch that needs it.
+        score: what a completion is worth, as a concurrent future.
         tokenizer: of the run; gives the stop ids and the interruption phrase's.
         probe_prompts: what candidates sample for the probe.
         check: raises ProbeError on the status of a server that is not one for this run.
@@ -97,10 +98,10 @@ class Fleet:
         pacing: Pacing,
         incarnation: int,
         raised: Callable[[int], None] = lambda value: None,
-        draw: Callable[[int], Any],
-        judge: Callable[[Any, codec.Completion], "concurrent.futures.Future[bool]"],
+        draw: Callable[[int], Row],
+        score: Callable[[Row, codec.Completion], "concurrent.futures.Future[Score]"],
         tokenizer: Tokenizer,
-        probe_prompts: Sequence[Any],
+        probe_prompts: Sequence[Row],
         look: Callable[[], Sequence[str]] | None = None,
         credentials: security.Credentials = security.PLAIN,
         vocabulary: int = 0,
@@ -130,7 +131,7 @@ class Fleet:
         )
         self._on_event = on_event
         self._thread = LoopThread("fleet")
-        self._judging = Judging(judge, post=self._thread.post, fail=self._fail, finished=self._group_finished)
+        self._scoring = Scoring(score, post=self._thread.post, fail=self._fail, finished=self._group_finished)
         self._something = threading.Event()  # the caller should look
         self._pool = ServerPool(make=self._connect, look=look, fail=self._fail, changed=self._changed)
         self._publisher = Publisher(
@@ -209,7 +210,7 @@ class Fleet:
     def close(self) -> None:
         """Ends every call and the thread. Evaluations that are not done are cancelled."""
         self._thread.close()
-        self._judging.close()
+        self._scoring.close()
         self._publisher.close()
         self._evaluations.cancel()
 
@@ -296,11 +297,11 @@ class Fleet:
     # ---- the trainer's side: evaluation
 
     def evaluate(
-        self, version: int, prompts: Sequence[Any], samples: int
+        self, version: int, rows: Sequence[Row], samples: int
     ) -> "concurrent.futures.Future[list[FinishedGroup]]":
         """Evaluates the version published last, on evaluation.servers of the servers (0: all); evaluations run in turn.
 
-        The future gives the groups in the order of prompts, or EvaluationLost.
+        The future gives the groups in the order of rows, or EvaluationLost.
         """
 
         def evaluate() -> Evaluation:
@@ -308,7 +309,7 @@ class Fleet:
             self._publish_newest()
             evaluation = Evaluation(
                 version=version,
-                prompts=prompts,
+                rows=rows,
                 samples=samples,
                 servers=self._config.evaluation.servers,
                 requests=self._requests,
@@ -336,14 +337,14 @@ class Fleet:
     def waiting(self) -> str:
         """One line: for whom the trainer waits, for how long, and how deep the queues are. Empty: it does not wait."""
         return self._thread.call(
-            lambda: status.waiting(self._waits, self._book, self._pool.clients, self._judging.waiting)
+            lambda: status.waiting(self._waits, self._book, self._pool.clients, self._scoring.waiting)
         )
 
     def status(self) -> dict[str, Any]:
         """Servers, queues and whom the trainer waits for, as plain values."""
         return self._thread.call(
             lambda: status.status(
-                *(self._waits, self._book, self._pool.clients, self._judging.waiting),
+                *(self._waits, self._book, self._pool.clients, self._scoring.waiting),
                 evaluation=self._evaluations.current,
             )
         )
@@ -444,7 +445,7 @@ class Fleet:
         if not book.arrived(lease, completion):
             return
         self._typical_seconds += 0.05 * (seconds - self._typical_seconds) if self._typical_seconds else seconds
-        self._judging.submit(book, lease.group, completion)
+        self._scoring.submit(book, lease.group, completion)
         self._changed()
 
     def _group_finished(self) -> None:

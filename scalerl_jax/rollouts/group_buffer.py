@@ -1,7 +1,7 @@
 """Which groups are open, who was asked for which completion, what is finished. Pure: no IO, no clock.
 
-A group is *open* from its admission (its prompt is drawn) until every completion has arrived and has its verdict; then
-it is *finished* and waits in the store for its batch. A *lease* is some completions of one group asked of one server in
+A group is *open* from its admission (its prompt is drawn) until every completion has arrived and is scored; then it
+is *finished* and waits in the store for its batch. A *lease* is some completions of one group asked of one server in
 one call; when the call ends, completions that did not come are *unasked* again, under the same ids. So are those that
 are *taken back*, because what delivered them turned out not to run the policy; a group taken for its batch can be put
 back for that until the next one is taken. Whatever happens, every group is handed out whole, and trained once.
@@ -9,9 +9,10 @@ back for that until the next one is taken. Whatever happens, every group is hand
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.environments import Row, Score
 from scalerl_jax.rollouts import pacing as pacing_lib
 
 
@@ -24,12 +25,15 @@ class Process(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FinishedGroup:
-    """All completions of a prompt and what the verifier said of each."""
+    """All completions of a row's prompt and what each is worth.
+
+    With turns, a completion would be the policy's part of one turn; what the environment says are forced spans of it.
+    """
 
     number: int
-    prompt: Any  # tasks.prompts.Prompt
+    row: Row
     completions: tuple[Completion, ...]  # by index
-    verdicts: tuple[bool, ...]  # by index
+    scores: tuple[Score, ...]  # by index
     asked_at: float  # seconds, time.monotonic()
     finished_at: float
     servers: tuple[Process, ...] = ()  # by index: who delivered each
@@ -41,7 +45,7 @@ class OpenGroup:
 
     number: int
     group_id: str
-    prompt: Any
+    row: Row
     requests: tuple[CompletionRequest, ...]  # by index
     opened_at: float = 0.0  # seconds, as the caller of GroupBuffer counts them
     finished_at: float = 0.0
@@ -49,7 +53,7 @@ class OpenGroup:
     asked: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> server
     completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
     servers: dict[int, Process] = dataclasses.field(default_factory=dict)  # of the completions
-    verdicts: dict[int, bool] = dataclasses.field(default_factory=dict)
+    scores: dict[int, Score] = dataclasses.field(default_factory=dict)
     failed_at: str = ""  # the server that did not deliver the last time
 
 
@@ -66,13 +70,13 @@ class RolloutRequest:
 
 
 def finished(group: OpenGroup) -> FinishedGroup:
-    """What is handed out of a group that has all its completions and verdicts."""
+    """What is handed out of a group that has all its completions and scores."""
     indices = [request.index for request in group.requests]
     return FinishedGroup(
         number=group.number,
-        prompt=group.prompt,
+        row=group.row,
         completions=tuple(group.completions[i] for i in indices),
-        verdicts=tuple(group.verdicts[i] for i in indices),
+        scores=tuple(group.scores[i] for i in indices),
         asked_at=group.opened_at,
         finished_at=group.finished_at,
         servers=tuple(group.servers[i] for i in indices),
@@ -112,7 +116,7 @@ class GroupBuffer:
     def stored(self) -> int:
         """Groups of later batches than the one in training or waited for that need no more sampling.
 
-        They count before they are judged: a slow verifier must not let the generators run ahead.
+        They count before they are scored: a slow scorer must not let the generators run ahead.
         """
         sampled = [n for n, group in self.open.items() if len(group.completions) == len(group.requests)]
         return sum(self.pacing.batch(number) > self.trained for number in (*self.finished, *sampled))
@@ -186,14 +190,14 @@ class GroupBuffer:
             lease.group.failed_at = lease.server
         return left
 
-    def judged(self, group: OpenGroup, completion: Completion, verdict: bool, *, now: float) -> bool:
-        """Enters a verdict. True: the group is finished by it. That of a completion taken back changes nothing."""
+    def scored(self, group: OpenGroup, completion: Completion, score: Score, *, now: float) -> bool:
+        """Enters a score. True: the group is finished by it. That of a completion taken back changes nothing."""
         index = completion.index
         if group.completions.get(index) is not completion:
             return False
-        assert index not in group.verdicts
-        group.verdicts[index] = verdict
-        if len(group.verdicts) < len(group.requests):
+        assert index not in group.scores
+        group.scores[index] = score
+        if len(group.scores) < len(group.requests):
             return False
         group.finished_at = now
         self.finished[group.number] = self.open.pop(group.number)
@@ -212,7 +216,7 @@ class GroupBuffer:
                 continue
             for index in lost:
                 del group.completions[index], group.servers[index]
-                group.verdicts.pop(index, None)
+                group.scores.pop(index, None)
             group.unasked.update(lost)
             group.failed_at = process.address
             self.finished.pop(number, None)

@@ -10,10 +10,11 @@ whatever day, is the same request.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
+from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.group_buffer import OpenGroup, RolloutRequest
 
 PROBE_SAMPLES = 4  # of one prompt
@@ -73,22 +74,22 @@ class Requests:
         thinking = max(wanted.thinking_budget for wanted in request.completions)
         return thinking + len(request.interruption.text_token_ids) + request.sampling.answer_budget
 
-    def train(self, number: int, prompt: Any) -> OpenGroup:
+    def train(self, number: int, row: Row) -> OpenGroup:
         """Group `number` of the run."""
         group_id = f"train/{number}"
-        return OpenGroup(number, group_id, prompt, self._completions(group_id, self._group_size))
+        return OpenGroup(number, group_id, row, self._completions(group_id, self._group_size))
 
-    def evaluation(self, number: int, prompt: Any, *, version: int, samples: int) -> OpenGroup:
+    def evaluation(self, number: int, row: Row, *, version: int, samples: int) -> OpenGroup:
         """The samples of one held-out prompt, the `number`-th of the evaluation of `version`."""
-        named = self._completions(f"eval/{prompt.index}", samples)
-        return OpenGroup(number, f"eval/{version}/{prompt.index}", prompt, named)
+        named = self._completions(f"eval/{row.index}", samples)
+        return OpenGroup(number, f"eval/{version}/{row.index}", row, named)
 
     def of_lease(self, lease: RolloutRequest) -> GroupRequest:
         group = lease.group
         return GroupRequest(
             incarnation=self.incarnation,
             group_id=group.group_id,
-            prompt=group.prompt.token_ids,
+            prompt=group.row.token_ids,
             completions=tuple(r for r in group.requests if r.index in lease.left),
             sampling=self.sampling,
             interruption=self.interruption,
@@ -96,18 +97,18 @@ class Requests:
             pinned_step=lease.pinned_step,
         )
 
-    def probe(self, server: str, prompt: Any, *, samples: int, version: int, pinned: bool = True) -> GroupRequest:
+    def probe(self, server: str, row: Row, *, samples: int, version: int, pinned: bool = True) -> GroupRequest:
         """Short completions at temperature 1, every second one with so little to think that it is interrupted.
 
         pinned: by `version` alone; else by it or a later one.
         """
-        group_id = f"probe/{server}/{prompt.index}"
+        group_id = f"probe/{server}/{row.index}"
         high = min(self._thinking[1], PROBE_TOKENS)
         budgets = [high if i % 2 else min(high, 1 + i) for i in range(samples)]
         return GroupRequest(
             incarnation=self.incarnation,
             group_id=group_id,
-            prompt=prompt.token_ids,
+            prompt=row.token_ids,
             completions=tuple(
                 CompletionRequest(i, stable_hash("seed", self._seed, group_id, i), budgets[i]) for i in range(samples)
             ),
@@ -132,8 +133,8 @@ class Requests:
         )
 
 
-def spread_probes(prompts: Sequence[Any], completions: int) -> tuple[tuple[Any, int], ...]:
-    """`completions` samples dealt out over some of the prompts: ((prompt, samples), ...)."""
+def spread_probes(prompts: Sequence[Row], completions: int) -> tuple[tuple[Row, int], ...]:
+    """`completions` samples dealt out over some of the prompts: ((row, samples), ...)."""
     assert len(prompts) > 0 and completions > 0
     # A few samples of one prompt: their shared prefill is part of what is compared.
     used = list(prompts[: -(-completions // PROBE_SAMPLES)])

@@ -20,7 +20,7 @@ class Waits:
     since: float  # time.monotonic()
 
 
-def waiting(waits: Waits | None, book: GroupBuffer, connections: Sequence[ServerClient], verdicts: int) -> str:
+def waiting(waits: Waits | None, book: GroupBuffer, connections: Sequence[ServerClient], unscored: int) -> str:
     """One line on what the trainer waits for; empty where it does not wait."""
     if waits is None:
         return ""
@@ -34,7 +34,7 @@ def waiting(waits: Waits | None, book: GroupBuffer, connections: Sequence[Server
         text += f"; group {book.next_number} not asked for yet"
     in_flight = sum(c.in_flight for c in connections)
     queued = sum(c.status.queued for c in connections if c.state == states.ACTIVE)
-    text += f"; in flight {in_flight} completions, queued {queued}, unasked {book.unasked()}, unjudged {verdicts}"
+    text += f"; in flight {in_flight} completions, queued {queued}, unasked {book.unasked()}, unscored {unscored}"
     counts = collections.Counter(c.state for c in connections)
     text += "; servers " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     away = [c for c in connections if c.state not in states.ANSWERING]
@@ -46,7 +46,7 @@ def waiting(waits: Waits | None, book: GroupBuffer, connections: Sequence[Server
 def waits_for(waits: Waits | None, book: GroupBuffer) -> list[str]:
     """Who has the oldest group that the trainer waits for: server addresses, or one of the names below. [] no wait.
 
-    "verifier": every completion has come, a verdict is missing
+    "verifier": every completion has come, a score is missing
     "a free server": nobody is asked for what is missing
     "new weights": the group is not opened yet, because no server may sample it
     """
@@ -89,14 +89,14 @@ def status(
     waits: Waits | None,
     book: GroupBuffer,
     connections: Sequence[ServerClient],
-    verdicts: int,
+    unscored: int,
     *,
     evaluation: Evaluation | None,
 ) -> dict[str, Any]:
     """Plain values for metrics and the progress line."""
     now = time.monotonic()
     return {
-        "waiting": waiting(waits, book, connections, verdicts),
+        "waiting": waiting(waits, book, connections, unscored),
         "waits_for": waits_for(waits, book),
         "held_back": held_back(book),
         "trained": book.trained,
@@ -105,7 +105,7 @@ def status(
         "finished_groups": len(book.finished),
         "in_flight": sum(c.in_flight for c in connections),
         "unasked": book.unasked(),
-        "unjudged": verdicts,
+        "unscored": unscored,
         "evaluation": None if evaluation is None else _evaluation(evaluation),
         "servers": {c.address: _server(c, now) for c in connections},
     }

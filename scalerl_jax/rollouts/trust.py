@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 from scalerl_jax.contract import codec
+from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.evaluation import Evaluations
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, Process, finished
 from scalerl_jax.rollouts.servers import states
@@ -24,7 +25,7 @@ class Probed(NamedTuple):
     """What a server that has groups has sampled for the probe."""
 
     process: Process
-    samples: tuple[tuple[Any, codec.Completion], ...]  # (prompt, completion)
+    samples: tuple[tuple[Row, codec.Completion], ...]
 
 
 class Trust:

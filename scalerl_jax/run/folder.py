@@ -57,7 +57,7 @@ class RolloutSample:
     logprobs: Sequence[float]  # [tokens], the generator's own; 0 at forced tokens
     versions: Sequence[tuple[int, int, int]]  # (step, start, end), covering [0, tokens)
     forced: Sequence[tuple[int, int]]  # (start, end)
-    verdict: bool
+    correct: bool  # "verdict" in the file
     reward: float
     finish_reason: str
     task: str = ""  # of the prompt
@@ -225,7 +225,8 @@ class RunFolder:
         """Writes down the first config.telemetry.samples of them, whole or not at all."""
         lines = []
         for sample, _ in zip(samples, range(self._config.telemetry.samples), strict=False):
-            row = {"step": step, **dataclasses.asdict(sample)}
+            fields = {"verdict" if name == "correct" else name: value for name, value in vars(sample).items()}
+            row = {"step": step, **fields}
             row["logprobs"] = [round(float(value), 6) for value in sample.logprobs]
             lines.append(_line(_plain(row)))
         write_whole(self.path("rollouts", f"step-{step:08d}.jsonl"), "".join(lines))

@@ -7,20 +7,16 @@ import pytest
 
 from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.learner.batch import build, per_token
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    index: int
-    token_ids: np.ndarray  # [tokens] int32
-
-
-@dataclasses.dataclass(frozen=True)
 class Group:
-    prompt: Prompt
+    row: Row
     completions: tuple[Completion, ...]
-    verdicts: tuple[bool, ...]
+    scores: tuple[Score, ...]
 
 
 def completion(index, tokens, *, versions=None, forced=(), finish_reason="stop"):
@@ -40,9 +36,9 @@ def completion(index, tokens, *, versions=None, forced=(), finish_reason="stop")
     )
 
 
-def group(index, completions, verdicts, prompt_tokens=2):
-    prompt = Prompt(index, np.arange(7, 7 + prompt_tokens, dtype=np.int32))
-    return Group(prompt, tuple(completions), tuple(verdicts))
+def group(index, completions, correct, prompt_tokens=2):
+    row = Row("", "", index=index, token_ids=np.arange(7, 7 + prompt_tokens, dtype=np.int32))
+    return Group(row, tuple(completions), tuple(RIGHT if one else WRONG for one in correct))
 
 
 def mixed_groups():

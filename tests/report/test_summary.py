@@ -22,7 +22,7 @@ def compute(step, *, first_hours=0.0):
     return row | {"sampled_tokens": 2000 * step, "trained_tokens": 1500 * step, "evaluation_tokens": 1234}
 
 
-def sample(step, group, *, verdict, completion):
+def sample(step, group, *, correct, completion):
     return RolloutSample(
         group=group,
         index=0,
@@ -33,8 +33,8 @@ def sample(step, group, *, verdict, completion):
         logprobs=[-0.5],
         versions=[(step - 1, 0, 1)],
         forced=[],
-        verdict=verdict,
-        reward=1.0 if verdict else -1.0,
+        correct=correct,
+        reward=1.0 if correct else -1.0,
         finish_reason="stop",
     )
 
@@ -57,7 +57,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwarg
                 run.metrics(step, values)
             if step and run.wants_rollouts(step):
                 run.rollouts(
-                    step, [sample(step, g, verdict=g % 2 == 0, completion=f"[/x]say {step}") for g in range(5)]
+                    step, [sample(step, g, correct=g % 2 == 0, completion=f"[/x]say {step}") for g in range(5)]
                 )
             if step % every == 0 or step == updates:
                 right = round(pass_rate(step) * prompts * samples)

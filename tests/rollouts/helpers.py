@@ -1,7 +1,6 @@
 """Real replay servers in processes of their own, and a small trainer that lives on a real Fleet."""
 
 import concurrent.futures
-import dataclasses
 import json
 import os
 import signal
@@ -16,6 +15,8 @@ import numpy as np
 from rollout_server.engines.replay.scripts import Scripted
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion, Version
+from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
@@ -28,16 +29,9 @@ VOCABULARY = 64
 ENDLESS = 10**9  # updates: no test ends because the run does
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    index: int
-    text: str
-    token_ids: np.ndarray  # [tokens] int32
-    answer: str
-
-
-def prompt(index: int) -> Prompt:
-    return Prompt(index, f"prompt {index}", np.array([10 + index % 40, 11, 12], np.int32), str(index))
+def row(index: int) -> Row:
+    ids = np.array([10 + index % 40, 11, 12], np.int32)
+    return Row(f"prompt {index}", str(index), index=index, token_ids=ids)
 
 
 class ByteTokenizer:
@@ -175,15 +169,15 @@ def config(**changes: Any) -> Config:
     return made
 
 
-def verdict(prompt: Prompt, completion: Completion) -> bool:
-    """What the judge of these tests says: a function of the tokens."""
-    return bool(completion.token_ids.sum() % 2)
+def score(of: Row, completion: Completion) -> Score:
+    """What the scorer of these tests says: a function of the tokens."""
+    return RIGHT if completion.token_ids.sum() % 2 else WRONG
 
 
 class Trainer:
     """Trains nothing, but takes every batch, publishes every version and keeps what it saw."""
 
-    def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, score=None, **kwargs: Any):
+    def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, logprobs=None, **kwargs: Any):
         """kwargs: of Fleet."""
         self.config, self.version, self.servers = made, start, servers
         common = {
@@ -201,15 +195,15 @@ class Trainer:
         self.anew: list[bool] = []  # of each of them
         self.batches: list[list[FinishedGroup]] = []
         self.admitted: list[str] = []
-        self.judges = concurrent.futures.ThreadPoolExecutor(2)
+        self.scorers = concurrent.futures.ThreadPoolExecutor(2)
         script = Scripted(vocabulary=VOCABULARY)
         expected = Expected(tokenizer_fingerprint="replay", model_config="{}", sync_dtype="float32")
 
-        def own_score(samples):
+        def own_logprobs(samples):
             whole = [script.score(np.concatenate([ids, c.token_ids])) for ids, c in samples]
             return [scores[len(ids) :] for scores, (ids, _) in zip(whole, samples)]
 
-        self.probe = Probe(made.parity, expected=expected, score=score or own_score, dtype="float32")
+        self.probe = Probe(made.parity, expected=expected, score=logprobs or own_logprobs, dtype="float32")
         self.fleet = Fleet(
             made,
             addresses=kwargs.pop("addresses", None) or [s.address for s in servers],
@@ -217,9 +211,9 @@ class Trainer:
             pacing=self.pacing,
             incarnation=kwargs.pop("incarnation", time.time_ns()),
             draw=kwargs.pop("draw", self.draw),
-            judge=kwargs.pop("judge", lambda p, c: self.judges.submit(verdict, p, c)),
+            score=kwargs.pop("score", lambda row, completion: self.scorers.submit(score, row, completion)),
             tokenizer=ByteTokenizer(),
-            probe_prompts=[prompt(1000), prompt(1001)],
+            probe_prompts=[row(1000), row(1001)],
             check=self.probe.check,
             on_event=lambda kind, fields: self.events.append((kind, fields)),
             observe=self.observe,
@@ -233,15 +227,15 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.fleet.close()
-        self.judges.shutdown()
+        self.scorers.shutdown()
 
     def observe(self, status: Any, evaluating: bool, anew: bool) -> None:
         self.observed.append((status, evaluating))
         self.anew.append(anew)
 
-    def draw(self, number: int) -> Prompt:
+    def draw(self, number: int) -> Row:
         self.drawn.append(number)
-        return prompt(number)
+        return row(number)
 
     def wait(self) -> None:
         self.admitted += [server for server, _ in self.probe.admit_candidates(self.fleet)]
@@ -289,8 +283,8 @@ class Trainer:
         assert self.drawn == list(range(first * size, first * size + len(self.drawn)))
         for batch, groups in enumerate(self.batches, start=first):
             for group in groups:
-                assert len(group.completions) == len(group.verdicts) == self.config.rollout.group_size
+                assert len(group.completions) == len(group.scores) == self.config.rollout.group_size
                 for index, completion in enumerate(group.completions):
                     assert (completion.group_id, completion.index) == (f"train/{group.number}", index)
                     assert 0 <= batch - int(completion.token_steps().min()) <= k
-                    assert group.verdicts[index] == verdict(group.prompt, completion)
+                    assert group.scores[index] == score(group.row, completion)

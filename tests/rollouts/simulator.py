@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
@@ -120,7 +121,7 @@ class Simulation:
     def open_group(self, number: int) -> OpenGroup:
         # What the curriculum relies on: consecutive numbers, and batches up to b - k - 1 recorded.
         assert number == (self.drawn[-1] + 1 if self.drawn else self.book.next_number)
-        assert self.book.trained >= self.pacing.batch(number) - self.pacing.max_off_policy_steps
+        assert self.book.trained >= self.pacing.batch(number) - self.pacing.k
         self.drawn.append(number)
         requests = tuple(CompletionRequest(i, seed=number * 100 + i) for i in range(self.group_size))
         return OpenGroup(number, f"train/{number}", None, requests)
@@ -232,7 +233,7 @@ class Simulation:
         completion = self.completion(lane)
         assert self.book.arrived(lane.lease, completion)
         assert not self.book.arrived(lane.lease, completion), "a late duplicate must change nothing"
-        self.at(self.random.uniform(0, 0.2), self.judge, lane.lease.group, completion)
+        self.at(self.random.uniform(0, 0.2), self.score, lane.lease.group, completion)
         dice = self.random.random()
         if dice < self.faults.death:
             self.gone(server)
@@ -244,8 +245,8 @@ class Simulation:
         else:
             self.fill(server)
 
-    def judge(self, group: OpenGroup, completion: Completion) -> None:
-        self.book.judged(group, completion, self.random.random() < 0.5, now=self.now)
+    def score(self, group: OpenGroup, completion: Completion) -> None:
+        self.book.scored(group, completion, RIGHT if self.random.random() < 0.5 else WRONG, now=self.now)
 
     def gone(self, server: Server) -> None:
         server.alive, server.hanging, server.receiving, server.met, server.step = False, False, False, False, None

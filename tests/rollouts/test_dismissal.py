@@ -13,12 +13,12 @@ from scalerl_jax.rollouts.parity.logprob_parity import Parity, Scored, sums_of
 from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
 from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
 from scalerl_jax.rollouts.trust import Probed
-from tests.rollouts.helpers import Trainer, config, eventually, prompt, weights
+from tests.rollouts.helpers import Trainer, config, eventually, row, weights
 from tests.rollouts.test_fleet import states_seen
 
 BRISK = {"token_seconds": 0.002, "mean_tokens": 12.0}
 WHY = "its tokens' mean importance ratio is 1.65"
-HELD_OUT = [prompt(5000 + i) for i in range(12)]
+HELD_OUT = [row(5000 + i) for i in range(12)]
 
 
 def wait(trainer: Trainer) -> None:
@@ -170,7 +170,7 @@ def test_an_evaluation_counts_when_it_is_approved_of(start):
         trainer.fleet.trust.approve_evaluation()
         result = trainer.fleet.result(future)
         assert names(result) == names(groups)
-        assert [group.prompt.index for group in result] == [p.index for p in HELD_OUT]
+        assert [group.row.index for group in result] == [p.index for p in HELD_OUT]
         assert trainer.fleet.trust.evaluation() is None
         trainer.update()
         trainer.check()
@@ -244,14 +244,14 @@ def test_each_server_is_probed_until_it_could_be_compared():
     """That one of them could be does not end the tries of the others."""
     made = config(parity_every=10)
     expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
-    probe = Probe(made.probe, expected=expected, score=lambda of: [c.logprobs for _, c in of], dtype="float32")
+    probe = Probe(made.parity, expected=expected, score=lambda of: [c.logprobs for _, c in of], dtype="float32")
     a, b = Process("a:1", "1"), Process("b:2", "1")
     fleet = Probes(a, b)
     scrutiny = Scrutiny(made, learner=None, fleet=fleet, probe=probe, say=lambda line: None)
 
     def sampled(version):
         ids, logprobs = np.arange(20, dtype=np.int32), np.full(20, -1.0, np.float32)
-        return ((prompt(1), Completion(1, "probe", 0, ids, logprobs, ((version, 0, 20),), (), "stop")),)
+        return ((row(1), Completion(1, "probe", 0, ids, logprobs, ((version, 0, 20),), (), "stop")),)
 
     for version in range(10, 14):
         scrutiny.trained(version)
@@ -278,7 +278,7 @@ def test_a_lying_server_is_found_by_what_it_delivers(start):
         while trainer.states()[servers[0].address] == "active":
             groups = trainer.fleet.batch(trainer.version, trainer.wait)
             places = [(g, i) for g in groups for i in range(len(g.completions))]
-            scores = trainer.probe.score([(g.prompt.token_ids, g.completions[i]) for g, i in places])
+            scores = trainer.probe.score([(g.row.token_ids, g.completions[i]) for g, i in places])
             scored = [
                 Scored(g.servers[i], g.number, sums_of(g.completions[i], ours)) for (g, i), ours in zip(places, scores)
             ]

@@ -3,22 +3,22 @@
 import pytest
 
 from scalerl_jax.rollouts.errors import EvaluationLost
-from tests.rollouts.helpers import Trainer, config, eventually, prompt, verdict
+from tests.rollouts.helpers import Trainer, config, eventually, row, score
 
-HELD_OUT = [prompt(5000 + i) for i in range(12)]
+HELD_OUT = [row(5000 + i) for i in range(12)]
 SAMPLES = 3
 BRISK = {"token_seconds": 0.004, "mean_tokens": 12.0}
 LAST = HELD_OUT[-1].index
 
 
 def check(groups, version: int) -> None:
-    assert [group.prompt.index for group in groups] == [p.index for p in HELD_OUT]
+    assert [group.row.index for group in groups] == [p.index for p in HELD_OUT]
     for group in groups:
         assert len(group.completions) == SAMPLES
         for index, completion in enumerate(group.completions):
-            assert (completion.group_id, completion.index) == (f"eval/{version}/{group.prompt.index}", index)
+            assert (completion.group_id, completion.index) == (f"eval/{version}/{group.row.index}", index)
             assert set(completion.token_steps().tolist()) == {version}
-            assert group.verdicts[index] == verdict(group.prompt, completion)
+            assert group.scores[index] == score(group.row, completion)
 
 
 def evaluating(trainer: Trainer) -> list[str]:
@@ -202,7 +202,7 @@ def test_every_evaluation_asks_for_the_same(start):
         for version in range(2):
             groups = trainer.fleet.result(trainer.fleet.evaluate(version, HELD_OUT, SAMPLES), trainer.wait)
             check(groups, version)
-            completions = [(g.prompt.index, c) for g in groups for c in g.completions if c.forced]
+            completions = [(g.row.index, c) for g in groups for c in g.completions if c.forced]
             places.append({(index, c.index): c.forced[0][0] for index, c in completions})
             trainer.update()
         both = places[0].keys() & places[1].keys()

@@ -28,7 +28,7 @@ def check_against_the_script(trainer: Trainer) -> None:
     requests = Requests(trainer.config, ByteTokenizer(), incarnation=1)
     for groups in trainer.batches:
         for group in groups:
-            opened = requests.train(group.number, group.prompt)
+            opened = requests.train(group.number, group.row)
             lease = RolloutRequest(opened, "", 0, None, {wanted.index for wanted in opened.requests})
             asked = requests.of_lease(lease)
             for wanted, completion in zip(asked.completions, group.completions, strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.rollouts.servers import client
-from tests.rollouts.helpers import Trainer, config, eventually, prompt, weights
+from tests.rollouts.helpers import Trainer, config, eventually, row, weights
 
 SLOW = {
     "token_seconds": 0.01,
@@ -203,7 +203,7 @@ def test_the_store_stays_short_while_the_trainer_is_busy(start):
         def idle() -> bool:
             status = trainer.fleet.status()
             full = "finished groups wait for the trainer" in status["held_back"]
-            return full and status["in_flight"] == status["unasked"] == status["unjudged"] == 0
+            return full and status["in_flight"] == status["unasked"] == status["unscored"] == 0
 
         eventually(idle)
         finished = trainer.fleet.status()["finished_groups"]
@@ -225,7 +225,7 @@ def test_generators_stop_at_the_pacing_limit(start, kind):
 
         def stopped() -> bool:
             status = trainer.fleet.status()
-            return status["in_flight"] == status["unasked"] == status["unjudged"] == 0
+            return status["in_flight"] == status["unasked"] == status["unscored"] == 0
 
         eventually(lambda: stopped() and trainer.fleet.status()["finished_groups"] == limit)
         time.sleep(0.3)
@@ -266,7 +266,7 @@ def test_no_prompt_is_left(start):
     def draw(number):
         if number >= 10:
             raise ValueError("every prompt is retired")
-        return prompt(number)
+        return row(number)
 
     with Trainer(config(), start({}), draw=draw) as trainer:
         trainer.update()
@@ -275,13 +275,13 @@ def test_no_prompt_is_left(start):
             trainer.update()
 
 
-def test_a_failing_judge_stops_the_run(start):
-    def judge(prompt, completion):
+def test_a_failing_scorer_stops_the_run(start):
+    def score(row, completion):
         future = concurrent.futures.Future()
         future.set_exception(RuntimeError("the verifier is broken"))
         return future
 
-    with Trainer(config(), start({}), judge=judge) as trainer:
+    with Trainer(config(), start({}), score=score) as trainer:
         with pytest.raises(RuntimeError, match="the verifier is broken"):
             trainer.update()
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup, Process, RolloutRequest, finished
 from scalerl_jax.rollouts.pacing import Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation
@@ -25,15 +26,15 @@ def ask(book: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False
     return book.lease(server=server, server_id="1", step=0, room=room, split=True, alone=alone, now=0.0)
 
 
-def deliver(book: GroupBuffer, lease: RolloutRequest, *, judge: bool = True) -> list[Completion]:
+def deliver(book: GroupBuffer, lease: RolloutRequest, *, scored: bool = True) -> list[Completion]:
     made = []
     for index in sorted(lease.left):
         ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
         group_id = lease.group.group_id
         made.append(Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop"))
         assert book.arrived(lease, made[-1])
-        if judge:
-            book.judged(lease.group, made[-1], True, now=1.0)
+        if scored:
+            book.scored(lease.group, made[-1], RIGHT, now=1.0)
     return made
 
 
@@ -45,7 +46,7 @@ def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
     for server in ("a:1", "b:2", "b:2"):
         deliver(book, ask(book, server))
     open_ones = ask(book, "a:1", room=1)
-    deliver(book, open_ones, judge=False)
+    deliver(book, open_ones, scored=False)
     first = book.take(0)
     assert [group.number for group in first] == [0, 1]
     assert finished(first[0]).servers == (A, A)
@@ -87,17 +88,17 @@ def test_nothing_taken_back_changes_nothing():
     book.trained_to(1)
 
 
-def test_a_verdict_on_what_was_taken_back_changes_nothing():
+def test_a_score_of_what_was_taken_back_changes_nothing():
     book = make()
     lease = ask(book, "a:1")
-    (old, _) = deliver(book, lease, judge=False)
+    (old, _) = deliver(book, lease, scored=False)
     assert book.take_back(A) == 2
-    new, other = deliver(book, ask(book, "b:2"), judge=False)
-    assert not book.judged(lease.group, old, False, now=1.0)
-    assert not lease.group.verdicts
-    assert not book.judged(lease.group, new, True, now=1.0)
-    assert book.judged(lease.group, other, True, now=1.0)
-    assert lease.group.verdicts == {0: True, 1: True}
+    new, other = deliver(book, ask(book, "b:2"), scored=False)
+    assert not book.scored(lease.group, old, WRONG, now=1.0)
+    assert not lease.group.scores
+    assert not book.scored(lease.group, new, RIGHT, now=1.0)
+    assert book.scored(lease.group, other, RIGHT, now=1.0)
+    assert lease.group.scores == {0: RIGHT, 1: RIGHT}
 
 
 @settings(max_examples=80, deadline=None)
@@ -124,7 +125,7 @@ def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, ser
     assert numbers == list(range(9 * groups)) == simulation.drawn
     for group in (group for batch in simulation.trained for group in batch):
         made = finished(group)
-        assert [c.index for c in made.completions] == [0, 1] and len(made.verdicts) == len(made.servers) == 2
+        assert [c.index for c in made.completions] == [0, 1] and len(made.scores) == len(made.servers) == 2
     assert max(simulation.lags()) <= k
     assert not simulation.book.open and not simulation.book.finished
 

@@ -80,7 +80,7 @@ def test_other_log_probs_stop_the_run(start):
     def score(samples):
         return [completion.logprobs + 0.05 for _, completion in samples]
 
-    with Trainer(config(), start({}), score=score) as trainer:
+    with Trainer(config(), start({}), logprobs=score) as trainer:
         with pytest.raises(ProbeError, match=r"differ from the trainer's by 0\.05 on average"):
             trainer.update()
 

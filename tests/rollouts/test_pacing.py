@@ -38,7 +38,7 @@ def check_order(simulation: Simulation, start: int) -> None:
     assert simulation.drawn == numbers
     for groups in simulation.trained:
         for group in groups:
-            assert sorted(group.completions) == list(range(simulation.group_size)) == sorted(group.verdicts)
+            assert sorted(group.completions) == list(range(simulation.group_size)) == sorted(group.scores)
             assert all(c.group_id == group.group_id and c.index == i for i, c in group.completions.items())
     assert not simulation.book.finished
 

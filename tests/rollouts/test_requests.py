@@ -6,7 +6,7 @@ import pytest
 from scalerl_jax.contract.codec import request_from_proto, request_to_proto
 from scalerl_jax.rollouts.group_buffer import RolloutRequest
 from scalerl_jax.rollouts.requests import Requests, stable_hash
-from tests.rollouts.helpers import ByteTokenizer, config, prompt
+from tests.rollouts.helpers import ByteTokenizer, config, row
 
 
 def make(**changes) -> Requests:
@@ -19,9 +19,9 @@ def test_the_hash_does_not_depend_on_process_or_machine():
 
 
 def test_a_group_is_the_same_whenever_it_is_made():
-    assert make().train(5, prompt(1)).requests == make().train(5, prompt(2)).requests
-    assert make().train(5, prompt(1)).requests != make(seed=4).train(5, prompt(1)).requests
-    requests = [r for n in range(200) for r in make().train(n, prompt(n)).requests]
+    assert make().train(5, row(1)).requests == make().train(5, row(2)).requests
+    assert make().train(5, row(1)).requests != make(seed=4).train(5, row(1)).requests
+    requests = [r for n in range(200) for r in make().train(n, row(n)).requests]
     assert len({r.seed for r in requests}) == len(requests)
     budgets = np.bincount([r.thinking_budget for r in requests], minlength=25)
     assert budgets[:4].sum() == 0 == budgets[25:].sum()
@@ -30,8 +30,8 @@ def test_a_group_is_the_same_whenever_it_is_made():
 
 
 def test_evaluations_differ_in_their_names_only():
-    first = make().evaluation(0, prompt(9), version=10, samples=4)
-    later = make().evaluation(3, prompt(9), version=20, samples=4)
+    first = make().evaluation(0, row(9), version=10, samples=4)
+    later = make().evaluation(3, row(9), version=20, samples=4)
     assert (first.group_id, later.group_id) == ("eval/10/9", "eval/20/9")
     assert first.requests == later.requests
     assert later.number == 3
@@ -39,7 +39,7 @@ def test_evaluations_differ_in_their_names_only():
 
 def test_without_thinking():
     requests = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=0)
-    group = requests.train(0, prompt(0))
+    group = requests.train(0, row(0))
     assert {r.thinking_budget for r in group.requests} == {0}
     lease = RolloutRequest(group, "server", 3, None, {0, 2})
     sent = request_from_proto(request_to_proto(requests.of_lease(lease)))
@@ -50,10 +50,10 @@ def test_without_thinking():
 
 
 def test_a_budget_of_nothing_is_not_the_absence_of_thinking():
-    group = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=1).train(0, prompt(0))
+    group = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=1).train(0, row(0))
     assert {r.thinking_budget for r in group.requests} == {1}
 
 
 def test_a_phrase_that_does_not_end_thinking_is_named():
-    with pytest.raises(ValueError, match=r"config\.rollout\.phrase='time is up'"):
+    with pytest.raises(ValueError, match=r"config\.rollout\.interruption_text='time is up'"):
         make(rollout_interruption_text="time is up")

@@ -3,17 +3,18 @@
 import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup
 from scalerl_jax.rollouts.pacing import Pipeline
 from scalerl_jax.rollouts.status import Waits, waits_for
-from tests.rollouts.helpers import prompt
+from tests.rollouts.helpers import row
 
 WAITS = Waits(batch=0, since=0.0)
 
 
 def book() -> GroupBuffer:
     def open_group(number: int) -> OpenGroup:
-        return OpenGroup(number, f"g{number}", prompt(number), tuple(CompletionRequest(i, i) for i in range(2)))
+        return OpenGroup(number, f"g{number}", row(number), tuple(CompletionRequest(i, i) for i in range(2)))
 
     return GroupBuffer(
         pacing=Pipeline(k=1, groups=2, batches=3), open_group=open_group, group_size=2, first=0, trained=0
@@ -42,8 +43,8 @@ def test_who_has_the_oldest_missing_group():
     made = {index: completion("g0", index) for one in (first, second) for index in one.left}
     assert all(groups.arrived(one, made[index]) for one in (first, second) for index in list(one.left))
     assert waits_for(WAITS, groups) == ["verifier"]
-    groups.judged(zero, made[0], True, now=1.0)
-    groups.judged(zero, made[1], False, now=1.0)
+    groups.scored(zero, made[0], RIGHT, now=1.0)
+    groups.scored(zero, made[1], WRONG, now=1.0)
     assert waits_for(WAITS, groups) == ["c:3"]
     groups.returned(later, failed=True)
     assert waits_for(WAITS, groups) == ["a free server"]

@@ -369,7 +369,7 @@ def test_samples_of_rollouts(tmp_path):
         logprobs=np.array([-0.5, 0.0, -1e-9], np.float32),
         versions=((4, 0, 2), (5, 2, 3)),
         forced=((1, 2),),
-        verdict=True,
+        correct=True,
         reward=1.0,
         finish_reason="stop",
         task="hard",

@@ -165,7 +165,7 @@ def test_no_verifier_can_be_started(tmp_path, flags, model, rollouts, start):
         "import subprocess\n"
         "real = subprocess.Popen.__init__\n"
         "def init(self, command, *arguments, **options):\n"
-        "    if 'scalerl_jax.environments.verify_worker' in command:\n"
+        "    if 'scalerl_jax.environments.score_worker' in command:\n"
         "        raise PermissionError(13, 'Permission denied')\n"
         "    real(self, command, *arguments, **options)\n"
         "subprocess.Popen.__init__ = init\n"

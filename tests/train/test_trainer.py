@@ -9,7 +9,8 @@ import pytest
 
 from scalerl_jax import trainer as trainer_lib
 from scalerl_jax.config import Config
-from scalerl_jax.environments.prompts import Prompt
+from scalerl_jax.environments import Row
+from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.trainer import Waits, by_task
 
@@ -25,9 +26,9 @@ def test_a_wait_is_theirs_who_were_seen_to_hold_it_up():
     assert waits.take() == []  # nobody was waited for since
 
 
-def group(task: str, *verdicts: bool) -> FinishedGroup:
-    prompt = Prompt(0, "1+1=", np.zeros(1, np.int32), "2", task)
-    return FinishedGroup(0, prompt, (), verdicts, 0.0, 0.0)
+def group(task: str, *correct: bool) -> FinishedGroup:
+    row = Row("1+1=", "2", task=task, index=0, token_ids=np.zeros(1, np.int32))
+    return FinishedGroup(0, row, (), tuple(RIGHT if one else WRONG for one in correct), 0.0, 0.0)
 
 
 def test_the_parts_of_a_mixture():

@@ -178,7 +178,7 @@ class Scrutiny:
 
 
 def _tokens(group: FinishedGroup, index: int) -> np.ndarray:
-    return np.concatenate([np.asarray(group.prompt.token_ids, np.int32), group.completions[index].token_ids])
+    return np.concatenate([np.asarray(group.row.token_ids, np.int32), group.completions[index].token_ids])
 
 
 def _scored(
@@ -189,6 +189,6 @@ def _scored(
     for (p, i), ours in zip(places, logprobs, strict=True):
         group = groups[p]
         out.append(
-            Scored(group.servers[i], group.number, sums_of(group.completions[i], ours[len(group.prompt.token_ids) :]))
+            Scored(group.servers[i], group.number, sums_of(group.completions[i], ours[len(group.row.token_ids) :]))
         )
     return out

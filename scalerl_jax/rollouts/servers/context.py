@@ -1,10 +1,10 @@
 """What all server clients of one fleet share."""
 
 import dataclasses
-from typing import Any
 
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import codec, security
+from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers.events import ServerEvents
@@ -15,14 +15,14 @@ from scalerl_jax.rollouts.weights.publisher import Publisher
 
 @dataclasses.dataclass(frozen=True)
 class ClientContext:
-    """vocabulary: token ids are below it; 0: not known. probe_prompts: (prompt, completions)."""
+    """vocabulary: token ids are below it; 0: not known. probe_prompts: (row, completions)."""
 
     config: FleetConfig
     requests: Requests
     publisher: Publisher
     events: ServerEvents
     incarnation: Incarnation
-    probe_prompts: tuple[tuple[Any, int], ...]
+    probe_prompts: tuple[tuple[Row, int], ...]
     credentials: security.Credentials = security.PLAIN
     vocabulary: int = 0
     records: Records = dataclasses.field(default_factory=Records)

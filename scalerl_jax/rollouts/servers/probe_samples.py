@@ -3,24 +3,24 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
+from scalerl_jax.environments import Row
 
-Sample = tuple[Any, codec.Completion]  # (prompt, completion)
+Sample = tuple[Row, codec.Completion]
 
 
 async def sample(
     stub: RolloutStub,
-    requests: Sequence[tuple[Any, codec.GroupRequest]],
+    requests: Sequence[tuple[Row, codec.GroupRequest]],
     *,
     room: int,
     seconds: float,
     validate: Callable[[codec.Completion, codec.GroupRequest], None],
 ) -> list[Sample]:
-    """The completions of each (prompt, request).
+    """The completions of each (row, request).
 
     room: completions the server takes at once. seconds: deadline of each call. Raises grpc.RpcError where a call fails,
     ValueError where an answer breaks the contract.
@@ -40,7 +40,7 @@ async def sample(
 
 async def _ask(
     stub: RolloutStub,
-    prompt: Any,
+    row: Row,
     request: codec.GroupRequest,
     *,
     seconds: float,
@@ -55,7 +55,7 @@ async def _ask(
             repeated += completion.index in got
             if repeated > len(request.completions):
                 raise ValueError(f"completion {completion.group_id!r}/{completion.index} came again and again")
-            got[completion.index] = (prompt, completion)
+            got[completion.index] = (row, completion)
             if len(got) == len(request.completions):
                 break
     finally:
@@ -78,15 +78,15 @@ def check_whole(request: codec.GroupRequest, told: Collection[int]) -> None:
         raise ValueError(f"its answer to {request.group_id!r} ended without {missing} of the completions asked for")
 
 
-def _waves(requests: Sequence[tuple[Any, codec.GroupRequest]], room: int) -> list[list[tuple[Any, codec.GroupRequest]]]:
-    waves: list[list[tuple[Any, codec.GroupRequest]]] = [[]]
+def _waves(requests: Sequence[tuple[Row, codec.GroupRequest]], room: int) -> list[list[tuple[Row, codec.GroupRequest]]]:
+    waves: list[list[tuple[Row, codec.GroupRequest]]] = [[]]
     free = room
-    for prompt, request in requests:
+    for row, request in requests:
         for part in _parts(request, room):
             if len(part.completions) > free:
                 waves.append([])
                 free = room
-            waves[-1].append((prompt, part))
+            waves[-1].append((row, part))
             free -= len(part.completions)
     return waves
 

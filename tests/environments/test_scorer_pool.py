@@ -10,8 +10,37 @@ import time
 
 import pytest
 
-from scalerl_jax.environments import verifiers
-from scalerl_jax.environments.verifiers import Verifier, VerifierError
+from scalerl_jax.environments import Row, math, scorer_pool
+from scalerl_jax.environments.base import RIGHT, WRONG
+from scalerl_jax.environments.scorer import after_thinking
+from scalerl_jax.environments.scorer_pool import ScorerError, ScorerPool
+
+
+class Verifier(ScorerPool):
+    """Of mathematics, asked in texts; its scores are right or wrong."""
+
+    def __init__(self, *, end_of_thinking="</think>", **options):
+        super().__init__(math.score, prepare=math.prepare, **options)
+        self._end = end_of_thinking
+
+    def submit(self, text, answer):
+        said = after_thinking(text, self._end)
+        if said is not None:
+            return super().submit(Row("", answer), said)
+        known = concurrent.futures.Future()
+        known.set_result(WRONG)
+        return known
+
+    def judge(self, text, answer):
+        score = self.submit(text, answer).result()
+        assert score in (RIGHT, WRONG)
+        return score.correct
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +100,16 @@ def test_without_thinking_all_of_the_text_is_the_answer():
 def test_an_answer_that_never_ends_is_wrong_and_holds_up_nobody(hasty):
     hanging = hasty.submit("</think>$9^{9^{9^{9}}}$", "7")
     after = hasty.submit("</think>\\boxed{11}", "11")
-    assert hanging.result(600) is False
-    assert after.result(600) or at_last(hasty, "</think>\\boxed{11}", "11")
+    assert hanging.result(600) == WRONG
+    assert after.result(600).correct or at_last(hasty, "</think>\\boxed{11}", "11")
 
 
 def test_an_answer_that_never_ends_is_judged_once(hasty):
     assert hasty.judge("</think>$8^{9^{9^{9}}}$", "7") is False
-    judged, given_up = hasty.judged, hasty.given_up
+    judged, given_up = hasty.scored, hasty.given_up
     assert given_up > 0
     assert hasty.judge("</think>$8^{9^{9^{9}}}$", "7") is False
-    assert (hasty.judged, hasty.given_up) == (judged, given_up)
+    assert (hasty.scored, hasty.given_up) == (judged, given_up)
 
 
 def test_the_limit_counts_the_time_of_the_worker_and_not_the_clock(hasty):
@@ -91,7 +120,7 @@ def test_the_limit_counts_the_time_of_the_worker_and_not_the_clock(hasty):
     with pytest.raises(concurrent.futures.TimeoutError):
         asked.result(4.0)  # the limit is one second
     os.kill(process.pid, signal.SIGCONT)
-    assert asked.result(600) or at_last(hasty, "</think>22", "22.0")
+    assert asked.result(600).correct or at_last(hasty, "</think>22", "22.0")
     assert hasty._workers[0]._running.process is process
 
 
@@ -109,13 +138,13 @@ def test_a_worker_that_stays_stuck_is_replaced_and_the_question_asked_again():
 def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path, monkeypatch):
     """One step of a computation in C: no Python handler runs before it is over."""
     program = (
-        "import sys; from scalerl_jax.environments import verify_worker as w; "
-        "w.right = lambda text, answer: text == 'x' and len(str(9 ** 9 ** 9)); sys.set_int_max_str_digits(0); "
-        "sys.argv[1:] = ['--seconds=1']; w.main()"
+        "import sys; from scalerl_jax.environments import base, score_worker as w; "
+        "score = lambda row, text: base.RIGHT if text == 'x' and len(str(9 ** 9 ** 9)) else base.WRONG; "
+        "sys.set_int_max_str_digits(0); sys.argv[1:] = ['--score=__main__:score', '--seconds=1']; w.main()"
     )
     real = subprocess.Popen
     monkeypatch.setattr(
-        verifiers.subprocess, "Popen", lambda command, **rest: real([sys.executable, "-c", program], **rest)
+        scorer_pool.subprocess, "Popen", lambda command, **rest: real([sys.executable, "-c", program], **rest)
     )
     with Verifier(processes=1, seconds=1.0, end_of_thinking="") as verifier:
         assert verifier.judge("x", "7") is False
@@ -127,13 +156,13 @@ def test_a_worker_that_cannot_be_started_is_said_in_one_line(monkeypatch):
     with Verifier(processes=1, seconds=60.0) as verifier:
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", "/nowhere/python")
-            with pytest.raises(VerifierError, match="the verifier's worker cannot be started") as caught:
+            with pytest.raises(ScorerError, match="the verifier's worker cannot be started") as caught:
                 verifier.submit("</think>1", "1").result(60)
             assert "/nowhere/python" in str(caught.value) and "\n" not in str(caught.value)
             patched.setattr(sys, "executable", "/bin/false")
-            with pytest.raises(VerifierError, match="it ended with code 1"):
+            with pytest.raises(ScorerError, match="it ended with code 1"):
                 verifier.submit("</think>1", "1").result(60)
-        assert verifier.submit("</think>1", "1").result(600)  # the thread lives
+        assert verifier.submit("</think>1", "1").result(600).correct  # the thread lives
 
 
 def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
@@ -144,21 +173,21 @@ def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
             raise OSError(failures[-1], os.strerror(failures.pop()))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(verifiers.subprocess, "Popen", popen)
+    monkeypatch.setattr(scorer_pool.subprocess, "Popen", popen)
     with Verifier(processes=1, seconds=60.0) as verifier:
-        assert verifier.submit("</think>1", "1").result(600)
+        assert verifier.submit("</think>1", "1").result(600).correct
         assert not failures
 
 
 def test_any_fault_of_the_thread_reaches_whoever_waits(verifier, monkeypatch):
-    def broken(self, text, answer):
+    def broken(self, line):
         raise MemoryError("no room\nat all")
 
     with monkeypatch.context() as patched:
-        patched.setattr(verifiers._Worker, "ask", broken)
-        with pytest.raises(VerifierError, match=r"^the verifier failed: MemoryError: no room at all$"):
+        patched.setattr(scorer_pool._Worker, "ask", broken)
+        with pytest.raises(ScorerError, match=r"^the verifier failed: MemoryError: no room at all$"):
             verifier.submit("</think>41", "41").result(60)
-    assert verifier.submit("</think>41", "41").result(600)
+    assert verifier.submit("</think>41", "41").result(600).correct
 
 
 def test_an_answer_larger_than_a_pipe_holds_is_judged_by_its_end(verifier):
@@ -167,9 +196,9 @@ def test_an_answer_larger_than_a_pipe_holds_is_judged_by_its_end(verifier):
 
 
 def test_the_same_question_is_asked_once_while_it_is_judged(verifier):
-    judged = verifier.judged
-    assert all(f.result(600) for f in [verifier.submit("</think>x+1", "1+x") for _ in range(50)])
-    assert verifier.judged == judged + 1
+    judged = verifier.scored
+    assert all(f.result(600).correct for f in [verifier.submit("</think>x+1", "1+x") for _ in range(50)])
+    assert verifier.scored == judged + 1
 
 
 def test_a_killed_worker_is_replaced_and_the_question_asked_again(verifier):
@@ -180,11 +209,11 @@ def test_a_killed_worker_is_replaced_and_the_question_asked_again(verifier):
     assert verifier.restarts == restarts + 1
 
 
-def test_many_at_once_each_get_their_own_verdict():
+def test_many_at_once_each_get_their_own_score():
     with Verifier(processes=2, seconds=60.0, capacity=8) as verifier:
         futures = [verifier.submit(f"</think>{i % 50}", str(i % 40)) for i in range(400)]
-        assert [f.result(600) for f in futures] == [i % 50 == i % 40 for i in range(400)]
-        assert verifier.judged == 200  # different ones
+        assert [f.result(600).correct for f in futures] == [i % 50 == i % 40 for i in range(400)]
+        assert verifier.scored == 200  # different ones
 
 
 def test_closing_ends_the_workers_and_what_waits():
@@ -199,7 +228,7 @@ def test_closing_ends_the_workers_and_what_waits():
     verifier.close()
     assert time.monotonic() - began < 8
     assert waiting.cancelled()
-    with pytest.raises(VerifierError, match="closed"):
+    with pytest.raises(ScorerError, match="closed"):
         asked.result(1)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

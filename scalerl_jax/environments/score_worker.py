@@ -1,4 +1,4 @@
-"""The verifier's worker process: reads {"text", "answer"} lines, writes {"right": true | false | null} lines.
+"""A scoring process: reads {"row": {...}, "completion"} lines, writes {"reward", "correct", "metrics"} or null lines.
 
 null: its CPU time ran out. Where it cannot even interrupt itself (a computation in C), the kernel ends it with SIGXCPU
 GRACE_SECONDS later. The first line it writes says that it is ready. It ends at the end of its input, that is with the
@@ -7,6 +7,8 @@ process that started it.
 
 import argparse
 import contextlib
+import dataclasses
+import importlib
 import json
 import logging
 import math
@@ -14,8 +16,9 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 
-from scalerl_jax.environments.answers import right
+from scalerl_jax.environments.base import WRONG, Row, Score
 
 MEMORY_BYTES = 3 * 2**30  # address space: a number with 10^9 digits ends in MemoryError, not in the machine's memory
 GRACE_SECONDS = 1.0  # CPU time over the limit at which the kernel ends it; the kernel counts whole seconds
@@ -52,22 +55,32 @@ class Limit:
             raise OutOfTime
 
 
-def judge(text: str, answer: str, limit: Limit) -> bool | None:
-    """The verdict; None where the limit was reached. Raises nothing for any text."""
+def reply_to(question: str, score: Callable[[Row, str], Score], limit: Limit) -> str:
+    """Raises nothing for any text."""
+    asked = json.loads(question)
     try:
         with limit:
-            return right(text, answer)
+            return json.dumps(dataclasses.asdict(score(Row(**asked["row"]), asked["completion"])))
     except OutOfTime:
         limit.__exit__()  # it may have been interrupted itself
-        return None
+        return "null"
     except Exception:  # noqa: BLE001 (whatever parsers of arbitrary text may raise, the text is not the answer)
-        return False
+        return json.dumps(dataclasses.asdict(WRONG))
+
+
+def named(name: str) -> Callable:
+    """module:function"""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--score", type=named, required=True)
+    parser.add_argument("--prepare", type=named, default=lambda: None)
     parser.add_argument("--seconds", type=float, required=True)
-    limit = Limit(parser.parse_args().seconds)
+    options = parser.parse_args()
+    limit = Limit(options.seconds)
     logging.disable(logging.CRITICAL)  # math-verify logs every text it cannot read
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     # A size that the machine does not know, and no core file of a worker that the kernel ends.
@@ -75,14 +88,13 @@ def main() -> None:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (size, size))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    right("$x$", "y")  # the first question loads the grammars
+    options.prepare()
     replies.write("ready\n")
     with open(os.devnull, "wb") as nowhere:  # what a library prints is not a reply, and nobody reads it
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     for line in sys.stdin:
-        question = json.loads(line)
-        replies.write(json.dumps({"right": judge(question["text"], question["answer"], limit)}) + "\n")
+        replies.write(reply_to(line, options.score, limit) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scalerl_jax.config import PHRASE, Config
-from scalerl_jax.environments import arithmetic, prompts
+from scalerl_jax.environments import arithmetic
+from scalerl_jax.environments.load import load_rows, make_environment
 from scalerl_jax.environments.tokenizer import make_tokenizer
 
 
@@ -36,7 +37,7 @@ def test_training_and_held_out_problems_are_disjoint_whatever_the_seed(tokenizer
     config.evaluation.prompts = 300
     held_out, training = [], set()
     for config.seed in range(3):
-        train, validation = prompts.load(config, tokenizer)
+        train, validation = load_rows(config, tokenizer)
         assert [p.index for p in train] == list(range(config.environment.train_prompts))
         assert len({p.text for p in train}) == len(train) == config.environment.train_prompts
         held_out.append([p.text for p in validation])
@@ -47,7 +48,7 @@ def test_training_and_held_out_problems_are_disjoint_whatever_the_seed(tokenizer
 
 
 def test_the_prompt_is_its_tokens(tokenizer):
-    train, _ = prompts.load(Config(), tokenizer)
+    train, _ = load_rows(Config(), tokenizer)
     for prompt in train[:20]:
         assert prompt.token_ids.dtype == np.int32
         assert tokenizer.decode(prompt.token_ids.tolist()) == prompt.text
@@ -122,7 +123,7 @@ def test_a_prompt_over_the_limit_is_refused(tokenizer):
     with pytest.raises(
         ValueError, match=r"problem .*=: the prompt has 1\d tokens, config.rollout.max_prompt_tokens is 10"
     ):
-        prompts.load(config, tokenizer)
+        load_rows(config, tokenizer)
 
 
 def test_files(tokenizer, tmp_path):
@@ -132,7 +133,7 @@ def test_files(tokenizer, tmp_path):
         [{"prompt": f"{i}?", "answer": str(i), "task": "algebra"} for i in range(5)],
     )
     config.evaluation.prompts = 3
-    train, validation = prompts.load(config, tokenizer)
+    train, validation = load_rows(config, tokenizer)
     assert [(p.index, p.text, p.answer) for p in train] == [(0, "one?", "1"), (1, "half?", "0.5")]
     assert [p.text for p in validation] == ["0?", "1?", "2?"]
     assert {p.task for p in train} == {""} and {p.task for p in validation} == {"algebra"}
@@ -154,7 +155,7 @@ def test_files(tokenizer, tmp_path):
 def test_a_bad_row_is_named(tokenizer, tmp_path, row, message):
     config = file_config(tmp_path, [{"prompt": "one?", "answer": "1"}, row], [{"prompt": "two?", "answer": "2"}])
     with pytest.raises(ValueError, match=message):
-        prompts.load(config, tokenizer)
+        load_rows(config, tokenizer)
 
 
 def test_a_held_out_prompt_among_the_training_prompts_is_refused(tokenizer, tmp_path):
@@ -164,20 +165,27 @@ def test_a_held_out_prompt_among_the_training_prompts_is_refused(tokenizer, tmp_
         [{"prompt": "two?", "answer": "2"}, {"prompt": "one?", "answer": "1"}],
     )
     with pytest.raises(ValueError, match=r"validation\.jsonl row 2: the prompt is the same as in .*train\.jsonl row 1"):
-        prompts.load(config, tokenizer)
+        load_rows(config, tokenizer)
 
 
 def test_a_missing_or_empty_file_is_named(tokenizer, tmp_path):
     config = file_config(tmp_path, [], [])
     with pytest.raises(ValueError, match=r"train\.jsonl: no prompts there"):
-        prompts.load(config, tokenizer)
+        load_rows(config, tokenizer)
     config.environment.train_file = str(tmp_path / "absent.jsonl")
-    with pytest.raises(ValueError, match=r"config\.task\.train_file=.*absent\.jsonl: No such file"):
-        prompts.load(config, tokenizer)
+    with pytest.raises(ValueError, match=r"config\.environment\.train_file=.*absent\.jsonl: No such file"):
+        load_rows(config, tokenizer)
     config.environment.train_file = ""
-    with pytest.raises(ValueError, match=r"config\.task\.train_file: no file is given"):
-        prompts.load(config, tokenizer)
+    with pytest.raises(ValueError, match=r"config\.environment\.train_file: no file is given"):
+        load_rows(config, tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9", "answer": "1"}\n')
     config.environment.train_file = str(tmp_path / "latin.jsonl")
     with pytest.raises(ValueError, match=r"latin\.jsonl: is not UTF-8"):
-        prompts.load(config, tokenizer)
+        load_rows(config, tokenizer)
+
+
+def test_an_environment_that_there_is_not_is_named():
+    config = Config()
+    config.environment.name = "arithmatic"
+    with pytest.raises(ValueError, match=r"^config\.environment\.name='arithmatic': is not one of arithmetic, jsonl$"):
+        make_environment(config)

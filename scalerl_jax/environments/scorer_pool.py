@@ -1,19 +1,19 @@
-"""What an answer is worth, where it may be mathematics: the verdict on what follows the thinking, in worker processes.
+"""Scores from worker processes, each within a limit of time.
 
-A worker is `python -m scalerl_jax.environments.verify_worker`: a small process of its own without jax, spoken to in
+A worker is `python -m scalerl_jax.environments.score_worker`: a small process of its own without jax, spoken to in
 JSON lines over its pipes. It is never a fork of the trainer, whose threads a fork would break, and never a thread, as
 an expression like 9**9**9**9 computes in C and only a kill ends it.
 
-The limit of an answer is CPU time of its worker, so that a verdict does not depend on what else the machine does:
+The limit of a score is CPU time of its worker, so that it does not depend on what else the machine does:
 
-    seconds                   the worker interrupts itself; the answer is wrong
-    seconds + GRACE_SECONDS   the kernel kills a worker that could not; the answer is wrong
+    seconds                   the worker interrupts itself; the completion is wrong
+    seconds + GRACE_SECONDS   the kernel kills a worker that could not; the completion is wrong
     stuck_seconds, by clock   of a worker that sleeps or is stopped: it is killed as one that died
 
-The question of a worker that died is asked of a new one once more; if that dies too, the answer is wrong. Every verdict
-is remembered, and an answer that is being judged is not judged a second time beside that.
+The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. Every
+score is remembered, and a completion that is being scored is not scored a second time beside that.
 
-A worker that cannot be started, and any other fault here, is raised by the futures of the questions as VerifierError.
+A worker that cannot be started, and any other fault here, is raised by the futures of the questions as ScorerError.
 """
 
 import collections
@@ -30,11 +30,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+
+from scalerl_jax.environments.base import WRONG, Row, Score
 
 START_SECONDS = 300.0  # by clock: importing sympy on a busy machine
 STUCK_SECONDS = 120.0  # by clock, and ten times the limit: an answer took that long without using up its CPU time
-CACHE = 65_536  # verdicts remembered; completions of one group mostly end in one of a few answers
+CACHE = 65_536  # scores remembered; completions of one group mostly end in one of a few answers
 LONGEST = 100_000  # characters that are looked at, the last ones: answers come at the end
 START_TRIES = 6
 FIRST_PAUSE = 0.25  # seconds before a start is tried again, doubled each time
@@ -43,49 +46,44 @@ _SHORT_OF = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # what the
 Key = bytes
 
 
-class VerifierError(ValueError):
-    """No answer can be judged; the message is one line."""
+class ScorerError(ValueError):
+    """Nothing can be scored; the message is one line."""
 
 
-def after_thinking(text: str, end: str) -> str | None:
-    """What follows the last `end` of a completion's text ("": all of it); None where nothing does."""
-    if not end:
-        return text.strip() or None
-    _, found, answer = text.rpartition(end)
-    return (answer.strip() or None) if found else None
-
-
-class Verifier:
-    """Judges answers in `processes` workers.
+class ScorerPool:
+    """Scores in `processes` workers.
 
     Args:
+        score: a function of a module, by whose name the workers find it.
+        prepare: likewise; called once in each worker, before its first row.
         processes: workers, at least 1.
-        seconds: CPU time of one answer.
-        end_of_thinking: the answer is what follows the last one, and there is no answer without; "": all of the text.
-        capacity: answers that may wait; `submit` blocks while there are as many.
-        stuck_seconds: by clock, of one answer; None: as said above.
+        seconds: CPU time of one score.
+        capacity: completions that may wait; `submit` blocks while there are as many.
+        stuck_seconds: by clock, of one completion; None: as said above.
     """
 
     def __init__(
         self,
+        score: Callable[[Row, str], Score],
         *,
+        prepare: Callable[[], None] | None = None,
         processes: int,
         seconds: float,
-        end_of_thinking: str = "</think>",
         capacity: int = 65_536,
         stuck_seconds: float | None = None,
     ):
         assert processes > 0 and seconds > 0
-        self._end = end_of_thinking
         self._questions: queue.Queue[_Question | None] = queue.Queue(maxsize=capacity)
-        self._verdicts: collections.OrderedDict[Key, bool] = collections.OrderedDict()
-        self._asked: dict[Key, Future[bool]] = {}  # not judged yet
+        self._scores: collections.OrderedDict[Key, Score] = collections.OrderedDict()
+        self._asked: dict[Key, Future[Score]] = {}  # not scored yet
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        # How many answers a worker was asked about, how many of them got no verdict, how many workers died.
-        self.judged = self.given_up = self.restarts = 0
+        # How many completions a worker was asked about, how many of them got no score, how many workers died.
+        self.scored = self.given_up = self.restarts = 0
         stuck_seconds = STUCK_SECONDS + 10 * seconds if stuck_seconds is None else stuck_seconds
-        self._workers = [_Worker(seconds, stuck_seconds, self._closing) for _ in range(processes)]
+        options = [f"--score={_name(score)}", f"--seconds={seconds}"]
+        options += [f"--prepare={_name(prepare)}"] if prepare is not None else []
+        self._workers = [_Worker(options, stuck_seconds, self._closing) for _ in range(processes)]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"verifier-{i}", daemon=True)
             for i, worker in enumerate(self._workers)
@@ -95,37 +93,28 @@ class Verifier:
                 thread.start()
         except RuntimeError as error:
             self.close()
-            raise VerifierError(f"the verifier cannot start: {error}") from error
+            raise ScorerError(f"the verifier cannot start: {error}") from error
 
-    def submit(self, text: str, answer: str) -> "Future[bool]":
-        """Whether the completion `text` gives `answer`. The result raises VerifierError where it cannot be judged."""
+    def submit(self, row: Row, completion: str) -> "Future[Score]":
+        """What `completion` is worth. The result raises ScorerError where it cannot be scored."""
         assert not self._closing.is_set()
-        future: Future[bool] = Future()
-        said = after_thinking(text, self._end)
-        if said is None:
-            future.set_result(False)
-            return future
-        said = said[-LONGEST:]
-        key = _key(said, answer)
+        question = _Question(row, completion[-LONGEST:])
         with self._lock:
-            if key in self._asked:
-                return self._asked[key]
-            known = self._verdicts.get(key)
+            if question.key in self._asked:
+                return self._asked[question.key]
+            known = self._scores.get(question.key)
             if known is None:
-                self._asked[key] = future
+                self._asked[question.key] = question.future
             else:
-                self._verdicts.move_to_end(key)
+                self._scores.move_to_end(question.key)
         if known is None:
-            self._questions.put(_Question(key, said, answer, future))
+            self._questions.put(question)
         else:
-            future.set_result(known)
-        return future
-
-    def judge(self, text: str, answer: str) -> bool:
-        return self.submit(text, answer).result()
+            question.future.set_result(known)
+        return question.future
 
     def close(self) -> None:
-        """Ends the workers; answers not judged yet are cancelled."""
+        """Ends the workers; what is not scored yet is cancelled."""
         self._closing.set()
         with contextlib.suppress(queue.Empty):
             while (question := self._questions.get_nowait()) is not None:
@@ -138,12 +127,6 @@ class Verifier:
             if thread.is_alive():
                 thread.join(timeout=10)
 
-    def __enter__(self) -> "Verifier":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _serve(self, worker: "_Worker") -> None:
         """Whatever goes wrong with a question is its future's; the next one is tried all the same."""
         while (question := self._questions.get()) is not None:
@@ -151,50 +134,54 @@ class Verifier:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                verdict = self._verdict(worker, question)
-            except BaseException as error:  # noqa: BLE001 (carried over to whoever waits for the verdict)
+                score = self._score(worker, question)
+            except BaseException as error:  # noqa: BLE001 (carried over to whoever waits for the score)
                 with self._lock:
                     self._asked.pop(question.key, None)
-                future.set_exception(_as_verifier_error(error))
+                future.set_exception(_as_scorer_error(error))
             else:
-                future.set_result(verdict)
+                future.set_result(score)
         worker.end()
 
-    def _verdict(self, worker: "_Worker", question: "_Question") -> bool:
-        verdict = None
+    def _score(self, worker: "_Worker", question: "_Question") -> Score:
+        score = None
         for _ in range(2):
             try:
-                verdict = worker.ask(question.text, question.answer)
+                score = worker.ask(question.line)
                 break
             except _WorkerDied:
                 if self._closing.is_set():
-                    raise VerifierError("the verifier was closed") from None
+                    raise ScorerError("the verifier was closed") from None
                 with self._lock:
                     self.restarts += 1
         with self._lock:
-            self.judged += 1
-            self.given_up += verdict is None
-            self._verdicts[question.key] = bool(verdict)
+            self.scored += 1
+            self.given_up += score is None
+            self._scores[question.key] = score or WRONG
             self._asked.pop(question.key, None)
-            if len(self._verdicts) > CACHE:
-                self._verdicts.popitem(last=False)
-        return bool(verdict)
+            if len(self._scores) > CACHE:
+                self._scores.popitem(last=False)
+        return score or WRONG
 
 
 class _Question:
-    def __init__(self, key: Key, text: str, answer: str, future: "Future[bool]"):
-        self.key, self.text, self.answer, self.future = key, text, answer, future
+    """What a worker is to know of a row, and a completion. `key` is the same for the same question, and short."""
+
+    def __init__(self, row: Row, completion: str):
+        of_row = {"text": row.text, "answer": row.answer, "task": row.task, "extra": dict(row.extra)}
+        self.line = json.dumps({"row": of_row, "completion": completion})
+        self.key: Key = hashlib.blake2b(self.line.encode(), digest_size=20).digest()
+        self.future: Future[Score] = Future()
 
 
-def _key(text: str, answer: str) -> Key:
-    """The same for the same question; short, whatever the texts are."""
-    return hashlib.blake2b(json.dumps([text, answer]).encode(), digest_size=20).digest()
+def _name(function: Callable) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
 
 
-def _as_verifier_error(error: BaseException) -> VerifierError:
-    if isinstance(error, VerifierError):
+def _as_scorer_error(error: BaseException) -> ScorerError:
+    if isinstance(error, ScorerError):
         return error
-    made = VerifierError(f"the verifier failed: {' '.join(f'{type(error).__name__}: {error}'.split())}")
+    made = ScorerError(f"the verifier failed: {' '.join(f'{type(error).__name__}: {error}'.split())}")
     made.__cause__ = error
     return made
 
@@ -210,20 +197,20 @@ class _WorkerDied(Exception):
 class _Worker:
     """One worker process, started when first asked and again after it was ended."""
 
-    def __init__(self, seconds: float, stuck_seconds: float, closing: threading.Event):
-        self._seconds, self._stuck_seconds, self._closing = seconds, stuck_seconds, closing
+    def __init__(self, options: list[str], stuck_seconds: float, closing: threading.Event):
+        self._options, self._stuck_seconds, self._closing = options, stuck_seconds, closing
         self._running: _Running | None = None
         self._lock = threading.Lock()  # no process is started once it closes
 
-    def ask(self, text: str, answer: str) -> bool | None:
-        """The verdict, or None when its CPU time ran out. Raises _WorkerDied, or VerifierError when none can start."""
+    def ask(self, line: str) -> Score | None:
+        """The score, or None when its CPU time ran out. Raises _WorkerDied, or ScorerError when none can start."""
         if self._running is None:
             self._start()
         running = self._running
         if running is None:
             raise _WorkerDied
         try:
-            reply = running.exchange(json.dumps({"text": text, "answer": answer}), self._stuck_seconds)
+            reply = running.exchange(line, self._stuck_seconds)
         except _WorkerDied as death:
             self._running = None
             code = running.end(by_itself=death.ended)
@@ -233,7 +220,8 @@ class _Worker:
         except BaseException:
             self.end()  # what it says next would be taken for the answer to the next question
             raise
-        return json.loads(reply)["right"]
+        score = json.loads(reply)
+        return None if score is None else Score(**score)
 
     def interrupt(self) -> None:
         """From another thread, when it closes: the question being asked ends in _WorkerDied."""
@@ -248,7 +236,7 @@ class _Worker:
 
     def _start(self) -> None:
         """Starts the process; where the machine is short of something for a moment, it is tried again."""
-        command = [sys.executable, "-m", "scalerl_jax.environments.verify_worker", f"--seconds={self._seconds}"]
+        command = [sys.executable, "-m", "scalerl_jax.environments.score_worker", *self._options]
         # The worker must find this package however the trainer found it.
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
@@ -278,7 +266,7 @@ class _Worker:
                 why = f"it ended with code {code}: {said}" if said else f"it ended with code {code}"
                 if code >= 0:  # not killed: it will do the same again
                     break
-        raise VerifierError(f"the verifier's worker cannot be started ({why}): {' '.join(command)}")
+        raise ScorerError(f"the verifier's worker cannot be started ({why}): {' '.join(command)}")
 
 
 class _Running:
@@ -293,7 +281,7 @@ class _Running:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the trainer's, which may still want verdicts while it saves
+                start_new_session=True,  # Ctrl-C is the trainer's, which may still want scores while it saves
             )
         except BaseException:
             self._errors.close()
