@@ -219,3 +219,21 @@ def test_completions_whose_thinking_never_ended_are_measured():
     assert build(groups, ObjectiveConfig(), number=7, end_of_thinking=(103, 102)).metrics["no_end_of_thinking"] == 1
     assert build(groups, ObjectiveConfig(), number=7, end_of_thinking=(101,)).metrics["no_end_of_thinking"] == 1 / 8
     assert "no_end_of_thinking" not in build(groups, ObjectiveConfig(), number=7).metrics  # without thinking
+
+
+def test_the_reward_is_what_the_objective_sees_and_correct_what_filters():
+    """Two that are wrong with different rewards are no signal; with a right one among them the rewards are centred."""
+    row, completions = (
+        Row("", "", index=3, token_ids=np.arange(2, dtype=np.int32)),
+        [completion(i, 2) for i in range(3)],
+    )
+    wrong = (Score(0.0, False, {"length": 2.0}), Score(0.5, False), Score(0.75, False, {"length": 4.0}))
+    none = build([Group(row, tuple(completions), wrong)], ObjectiveConfig(), number=7)
+    assert none.segments == [] and none.metrics["pass_rate"] == 0 and none.outcomes == [(3, 0, 3)]
+    some = build([Group(row, tuple(completions), (Score(1.75, True), *wrong[1:]))], ObjectiveConfig(), number=7)
+    assert some.rewards.tolist() == [[1.75, 0.5, 0.75]] and some.outcomes == [(3, 1, 3)]
+    scale = np.sqrt((0.75**2 + 0.5**2 + 0.25**2) / 3)
+    found = [segment.advantages[-1] for segment in some.segments]
+    np.testing.assert_allclose(found, [0.75 / scale, -0.5 / scale, -0.25 / scale], rtol=1e-6)
+    # What the scores say besides is a mean over those that say it.
+    assert none.metrics["score/length"] == 3.0 and some.metrics["score/length"] == 4.0

@@ -161,11 +161,9 @@ def config(**changes: Any) -> Config:
     made.evaluation.servers = 1
     for name, value in changes.items():
         group, _, field = name.partition("_")
-        if not field:
-            setattr(made, group, value)
-        else:
-            assert hasattr(getattr(made, group), field)
-            setattr(getattr(made, group), field, value)
+        node, field = (made, name) if hasattr(made, name) else (getattr(made, group), field)
+        assert hasattr(node, field)
+        setattr(node, field, value)
     return made
 
 

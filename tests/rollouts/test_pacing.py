@@ -159,7 +159,7 @@ def test_a_fast_trainer_costs_the_servers_little(max_buffered_batches, idle_shar
 
 
 def test_bad_values_are_named():
-    with pytest.raises(ValueError, match=r"pacing\.k is 0"):
+    with pytest.raises(ValueError, match=r"pacing\.max_off_policy_steps is 0"):
         Pipeline(k=0, groups=1, batches=1)
     with pytest.raises(ValueError, match=r"pacing\.max_buffered_batches is -1"):
         Pipeline(k=1, groups=1, batches=1, max_buffered_batches=-1.0)
