@@ -92,7 +92,8 @@ def _replay_engine() -> Engine:
     describe: dict[str, Any] = {"tensors": {}}
     if given.MODEL.value:  # to pass for a server of this model: its tensors, its config, its tokenizer
         _check_model_folder(weights=False)
-        from scalerl_jax.model.hf import hf_tensors, read_config
+        from scalerl_jax.model.decoder_config import read_config
+        from scalerl_jax.model.tensor_layout import hf_tensors
 
         config = read_config(given.MODEL.value)
         describe = {

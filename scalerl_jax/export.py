@@ -15,7 +15,7 @@ from absl import flags
 from scalerl_jax import config_io, config_names
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.learner.checkpoint import read_newest
-from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.system import platforms
 

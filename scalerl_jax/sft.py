@@ -36,9 +36,9 @@ from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.packing import Segment, pack
 from scalerl_jax.learner.step import Layout, Learner
-from scalerl_jax.model import DecoderConfig, Precision, init_params, load_hf
-from scalerl_jax.model.decoder import Params
-from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.decoder import Params, Precision, init_params
+from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective.losses import cross_entropy

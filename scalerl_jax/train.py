@@ -28,7 +28,6 @@ from launch import accelerators
 from launch.local import LocalServers, StartError, serve_command, stop_seconds
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
 from scalerl_jax.environments.load import load_rows, make_environment
@@ -38,8 +37,9 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
 from scalerl_jax.learner.step import Layout, Learner
-from scalerl_jax.model import Precision, load_hf
-from scalerl_jax.model.hf import Tensors, read_config
+from scalerl_jax.model.decoder import Precision
+from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.model.hf import Tensors, load_hf
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import policy_loss
 from scalerl_jax.report import summary
@@ -194,15 +194,7 @@ def main(config: Config) -> None:
             ledger = Ledger(
                 folder.path("ledger.json"),
                 trainer_devices=jax.device_count(),
-                shape=ModelShape.decoder(
-                    vocab_size=decoder.vocab_size,
-                    hidden_size=decoder.hidden_size,
-                    layers=decoder.layers,
-                    heads=decoder.heads,
-                    kv_heads=decoder.kv_heads,
-                    head_dim=decoder.head_dim,
-                    intermediate_size=decoder.intermediate_size,
-                ),
+                shape=ModelShape.of(decoder),
             )
 
         # ---- 2. Local servers start while the update is compiled -----------------------------------------------------

@@ -12,13 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalerl_jax.config import OptimizerConfig
 from scalerl_jax.model.decoder import Params
+from scalerl_jax.model.families import FAMILIES
 
-_NORMS = ("attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm")
+# A leaf's name means the same weight in every family that has it.
+_KEPT = {row.leaf for family in FAMILIES.values() for row in family.ROWS if not row.decays}
 
 
 def decayed(params: Params) -> Params:
-    """True at the weights that decay: all but the norms' scales."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in _NORMS, params)
+    """True at the weights that decay, as their rows say: all but the norms' scales."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in _KEPT, params)
 
 
 def adamw(

@@ -23,10 +23,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.learner.optimizer import state_shardings
 from scalerl_jax.learner.packing import MicroBatch, Place, Segment, pack, plain
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward, param_shardings
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import ROWS

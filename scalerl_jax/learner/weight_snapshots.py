@@ -31,17 +31,18 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
-from scalerl_jax.contract.tensor_layout import LAYER_ROWS, OTHER_ROWS, Row, layout
 from scalerl_jax.contract.weight_delta import COLUMN_SALT, FINAL, MIX, ROW_SALT, Change, Sparse, WeightDelta, encode
-from scalerl_jax.model.decoder import Params, abstract_params, param_shardings
+from scalerl_jax.model.decoder import Params, abstract_params
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.hf import flat
+from scalerl_jax.model.tensor_layout import hf_tensors, layout, rows
 
 # A tensor's shard may always find so many, whatever share of it that is.
 SMALLEST_CAP = 64
 # `found` comes to the host in pieces that end at these shares of the cap, and only as many as are not empty.
 PIECES = (0.125, 0.25, 0.5, 1.0)
 
-_ROWS = {**LAYER_ROWS, **OTHER_ROWS}  # leaf -> its row in the table
 _CUTS = PartitionSpec("fsdp", "tensor")  # the mesh axes along which weights are cut
 Leaves = dict[str, Any]  # leaf of the parameter tree -> array
 
@@ -54,23 +55,23 @@ class WeightSnapshots:
         self._decoder = decoder
         self._sent: Leaves | None = None
         self._step: int | None = None
-        shardings, shapes = _flat(param_shardings(decoder, mesh)), _flat(abstract_params(decoder))
+        abstract, own = flat(abstract_params(decoder, mesh)), rows(decoder)
 
         def compare(params: Params, sent: Leaves) -> dict[str, Leaves]:
             out = {}
-            for leaf, new in _flat(params).items():
-                spec = shardings[leaf].spec
-                local = functools.partial(_compare, row=_ROWS[leaf], spec=spec, share=share)
+            for leaf, new in flat(params).items():
+                spec = abstract[leaf].sharding.spec
+                local = functools.partial(_compare, row=own[leaf], shape=new.shape, spec=spec, share=share)
                 outputs = {"bits": spec, "digest": _CUTS, "count": _CUTS, "places": _CUTS, "values": _CUTS}
                 mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=outputs, check_vma=False)
                 out[leaf] = mapped(new, sent[leaf])
             return out
 
         def nothing() -> Leaves:
-            return {leaf: jnp.zeros(shape.shape, jnp.uint16) for leaf, shape in shapes.items()}
+            return {leaf: jnp.zeros(struct.shape, jnp.uint16) for leaf, struct in abstract.items()}
 
         self._compare = jax.jit(compare)
-        self._nothing = jax.jit(nothing, out_shardings=shardings)
+        self._nothing = jax.jit(nothing, out_shardings={leaf: struct.sharding for leaf, struct in abstract.items()})
 
     def take(self, params: Params, step: int) -> "WeightSnapshot":
         """Version `step`: the parameters (float32, laid out as param_shardings says) as they are sent.
@@ -98,13 +99,13 @@ class WeightSnapshot:
     def _tensor(self, name: str) -> np.ndarray:
         """The bits of one tensor, put together from its shards on the host."""
         tensor = layout(self._decoder)[name]
-        row, layer = tensor.row, _layer(name, tensor.row)
+        row = tensor.row
         out = np.empty(tensor.shape, np.uint16)
         for shard in self._bits[row.leaf].addressable_shards:
             if shard.replica_id == 0:
                 block, index = np.asarray(shard.data), shard.index
                 if row.layered:
-                    block, index = block[layer], index[1:]
+                    block, index = block[tensor.layer], index[1:]
                 out[index[::-1] if row.transposed else index] = block.T if row.transposed else block
         return out
 
@@ -113,41 +114,43 @@ class WeightSnapshot:
         found, self._found = self._found, {}  # its memory is free when this returns
         tensors: dict[str, Sparse | np.ndarray] = {}
         digests: dict[str, int] = {}
-        shards = {leaf: list(_shards(self._bits[leaf], finds, _ROWS[leaf])) for leaf, finds in found.items()}
+        own = rows(self._decoder)
+        shards = {leaf: list(_shards(self._bits[leaf], finds, own[leaf])) for leaf, finds in found.items()}
         for name, tensor in layout(self._decoder).items():
-            row, layer = tensor.row, _layer(name, tensor.row)
-            finds = shards[row.leaf]
+            finds, layer = shards[tensor.row.leaf], tensor.layer or 0
             digests[name] = sum(int(shard.digests[layer]) for shard in finds) & 0xFFFFFFFF
             if self._base is None:
                 continue
             if any(shard.counts[layer] > shard.cap for shard in finds):
                 tensors[name] = self._tensor(name)
             else:
-                tensors[name] = encode(_change(finds, layer, tensor.shape, row.transposed))
-        shapes = {name: tensor.shape for name, tensor in layout(self._decoder).items()}
-        return WeightDelta(self._base, self.step, tensors, digests, shapes)
+                tensors[name] = encode(_change(finds, layer, tensor.shape, tensor.row.transposed))
+        return WeightDelta(self._base, self.step, tensors, digests, hf_tensors(self._decoder))
 
 
 # ------------------------------------------------------------------------------------------------- on the device
 
 
-def _compare(new: jax.Array, old: jax.Array, *, row: Row, spec: PartitionSpec, share: float) -> dict[str, Any]:
-    """One shard of one leaf: new float32, old uint16, both [layers, ...] or, outside of layers, [...].
+def _compare(
+    new: jax.Array, old: jax.Array, *, row: Row, shape: tuple[int, ...], spec: PartitionSpec, share: float
+) -> dict[str, Any]:
+    """One shard of one leaf of `shape`: new float32, old uint16, both [layers, ...] or, outside of layers, [...].
 
     Returns bits as old, and with two dimensions of size 1 in front, by which the mesh's shards are told apart:
     digest, count [layers] uint32; places, values: lists of pieces, [layers, piece] uint32 and uint16.
     """
-    sizes = new.shape[1:] if row.layered else new.shape
-    cuts = tuple(spec)[1:] if row.layered else tuple(spec)
-    starts = [0 if cut is None else jax.lax.axis_index(cut) * size for cut, size in itertools.zip_longest(cuts, sizes)]
-    # Row and column in the Hugging Face tensor, shaped to spread over the shard.
-    places = [jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(start) for start, size in zip(starts, sizes)]
-    if len(sizes) == 1:
-        of_row, of_column = jnp.zeros(1, jnp.uint32), places[0]
-    elif row.transposed:
-        of_row, of_column = places[1][None, :], places[0][:, None]
-    else:
-        of_row, of_column = places[0][:, None], places[1][None, :]
+    own = slice(int(row.layered), None)  # without the layers
+    sizes, whole, cuts = new.shape[own], shape[own], (*spec, *[None] * len(shape))[: len(shape)][own]
+    starts = [0 if cut is None else jax.lax.axis_index(cut) * size for cut, size in zip(cuts, sizes)]
+    # Where an element of the shard is in the Hugging Face tensor, by dimension, each shaped to spread over the shard.
+    places = [jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(start) for size, start in zip(sizes, starts)]
+    index = jnp.meshgrid(*places, indexing="ij", sparse=True)
+    if row.transposed:
+        index, whole = index[::-1], whole[::-1]
+    *before, of_column = index
+    of_row = jnp.zeros(1, jnp.uint32)
+    for places, size in zip(before, whole):
+        of_row = of_row * jnp.uint32(size) + places
     by_row = _final(of_row ^ jnp.uint32(ROW_SALT)) | jnp.uint32(1)
     by_column = _final(of_column ^ jnp.uint32(COLUMN_SALT))
     cap = _cap(math.prod(sizes), share)
@@ -232,6 +235,7 @@ class _Shard:
 
 
 def _shards(bits: jax.Array, finds: Leaves, row: Row) -> Iterator[_Shard]:
+    own = slice(int(row.layered), None)  # without the layers
     for shard in bits.addressable_shards:
         if shard.replica_id != 0:
             continue
@@ -248,10 +252,9 @@ def _shards(bits: jax.Array, finds: Leaves, row: Row) -> Iterator[_Shard]:
             places.append(here(piece))
             values.append(here(bits_there))
             got += piece.shape[-1]
-        index, size = (shard.index[1:], shard.data.shape[1:]) if row.layered else (shard.index, shard.data.shape)
         yield _Shard(
-            start=tuple(part.start or 0 for part in index),
-            size=size,
+            start=tuple(part.start or 0 for part in shard.index[own]),
+            size=shard.data.shape[own],
             cap=cap,
             digests=here(finds["digest"]),
             counts=counts,
@@ -266,29 +269,21 @@ def _change(shards: list[_Shard], layer: int, shape: tuple[int, ...], transposed
     # By the first column of each: then, of equal rows, columns ascend, and a stable sort by rows alone is enough.
     for shard in sorted(shards, key=lambda shard: shard.start[0 if transposed else -1]):
         found = int(shard.counts[layer])
-        places = shard.places[layer, :found]
+        rest, index = shard.places[layer, :found], []
+        for size in shard.size[:0:-1]:
+            rest, places = np.divmod(rest, np.uint32(size))
+            index.append(places)
+        index = [places + np.uint32(start) for places, start in zip([rest, *index[::-1]], shard.start)]
+        *before, column = index[::-1] if transposed else index
+        row = before[0] if before else np.zeros(found, np.uint32)
+        for places, size in zip(before[1:], shape[1:]):
+            row = row * np.uint32(size) + places
+        rows.append(row)
+        columns.append(column)
         values.append(shard.values[layer, :found])
-        if len(shape) == 1:
-            rows.append(np.zeros(found, np.uint32))
-            columns.append(places + np.uint32(shard.start[0]))
-            continue
-        first, last = np.divmod(places, np.uint32(shard.size[1]))
-        first += np.uint32(shard.start[0])
-        last += np.uint32(shard.start[1])
-        rows.append(last if transposed else first)
-        columns.append(first if transposed else last)
     row, column, value = np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
     if transposed or len(shards) > 1:
         # NumPy sorts 16 bits by radix.
-        order = np.argsort(row.astype(np.uint16) if shape[0] <= 2**16 else row, kind="stable")
+        order = np.argsort(row.astype(np.uint16) if math.prod(shape[:-1]) <= 2**16 else row, kind="stable")
         row, column, value = row[order], column[order], value[order]
     return Change(row.astype(np.int64) * shape[-1] + column, value)
-
-
-def _flat(tree: Params) -> Leaves:
-    return {**{leaf: value for leaf, value in tree.items() if leaf != "layers"}, **tree["layers"]}
-
-
-def _layer(name: str, row: Row) -> int:
-    """Of model.layers.N.; 0 outside of layers, where there is one of each."""
-    return int(name.split(".")[2]) if row.layered else 0

@@ -1,19 +1,25 @@
-"""The policy: parameters, forward pass, log-probabilities, Hugging Face names."""
+"""The policy: parameters, forward pass, log-probabilities, Hugging Face names.
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
-from scalerl_jax.model.decoder import Decoder, Precision, abstract_params, forward, init_params, param_shardings
-from scalerl_jax.model.head import logits, token_logprobs
-from scalerl_jax.model.hf import load_hf
+The names below are fetched when they are asked for: the model families' rows are read where there is no jax.
+"""
 
-__all__ = [
-    "Decoder",
-    "DecoderConfig",
-    "Precision",
-    "abstract_params",
-    "forward",
-    "init_params",
-    "load_hf",
-    "logits",
-    "param_shardings",
-    "token_logprobs",
-]
+import importlib
+from typing import Any
+
+_HOMES = {
+    "DecoderConfig": "decoder_config",
+    "Precision": "decoder",
+    "abstract_params": "decoder",
+    "forward": "decoder",
+    "init_params": "decoder",
+    "load_hf": "hf",
+    "logits": "head",
+    "param_shardings": "decoder",
+    "token_logprobs": "head",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,12 +1,11 @@
-"""The policy: a Llama 3 / Qwen3 decoder as one parameter tree and pure functions over it.
+"""The policy: a decoder as one parameter tree and pure functions over it.
 
     x = embed[token]
-    each layer:  x += output(attention(rope(norm(query(h))), rope(norm(key(h))), value(h)))   h = rms_norm(x)
-                 x += down(silu(gate(h)) * up(h))                                             h = rms_norm(x)
+    each layer:  x = layer(weights, x, attend)                 of its family, in families/
     hidden = rms_norm(x)                                       logits = head(hidden), in head.py
 
-Legend of shapes: R rows, L length, D width, H query heads, K key/value heads, h head size, F MLP width, V vocabulary,
-N layers. Weights are stored [in, out] and stacked over layers, so one compiled block serves all of them.
+Legend of shapes: D width, H query heads, K key/value heads, h head size, V vocabulary. Weights are stored [in, out]
+and stacked over layers, so one compiled block serves all of them.
 
 Precision. Masters are float32. Each use rounds a weight to the sync dtype, the policy that the generators run, and
 then casts to the compute dtype; the rounding is straight-through. `project` returns weight cotangents in float32
@@ -17,8 +16,9 @@ Left out on purpose: biases, sliding windows, dropout, and any state (caches liv
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,11 +26,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.model.attention import packed_attention
-from scalerl_jax.model.sharding import ROWS, Rules, constrain, spec
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.families import FAMILIES
+from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.sharding import ROWS, constrain, spec
+from scalerl_jax.model.tensor_layout import rows, sizes
 
 Params = Mapping[str, Any]
+Rotation = tuple[jax.Array, jax.Array]  # cos, sin [..., h/2] float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,58 +70,38 @@ def _round(weight: jax.Array, dtype: str) -> jax.Array:
 _round.defvjp(lambda weight, dtype: (_round(weight, dtype), None), lambda dtype, _, g: (g,))
 
 
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]  # logical, one per dimension: fields of sharding.Rules
-    scale: float  # standard deviation of the initial values; 0: all ones (norms)
-
-
-def weight_table(config: DecoderConfig) -> dict[str, Any]:
-    """Every weight's shape, axes and initialiser, in the layout of the parameter tree."""
-    c, n = config, config.layers
-    std = 1 / math.sqrt(c.hidden_size)
-    # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
-    residual = std / math.sqrt(2 * n)
-    layers = {
-        "attention_norm": Weight((n, c.hidden_size), ("layers", "none"), 0.0),
-        "query": Weight((n, c.hidden_size, c.heads * c.head_dim), ("layers", "width", "heads"), std),
-        "key": Weight((n, c.hidden_size, c.kv_heads * c.head_dim), ("layers", "width", "heads"), std),
-        "value": Weight((n, c.hidden_size, c.kv_heads * c.head_dim), ("layers", "width", "heads"), std),
-        "output": Weight((n, c.heads * c.head_dim, c.hidden_size), ("layers", "heads", "width"), residual),
-        "mlp_norm": Weight((n, c.hidden_size), ("layers", "none"), 0.0),
-        "gate": Weight((n, c.hidden_size, c.intermediate_size), ("layers", "width", "mlp"), std),
-        "up": Weight((n, c.hidden_size, c.intermediate_size), ("layers", "width", "mlp"), std),
-        "down": Weight((n, c.intermediate_size, c.hidden_size), ("layers", "mlp", "width"), residual),
-    }
-    if c.qk_norm:
-        layers["query_norm"] = Weight((n, c.head_dim), ("layers", "none"), 0.0)
-        layers["key_norm"] = Weight((n, c.head_dim), ("layers", "none"), 0.0)
-    table: dict[str, Any] = {
-        "embed": Weight((c.vocab_size, c.hidden_size), ("vocabulary", "width"), std),
-        "layers": layers,
-        "final_norm": Weight((c.hidden_size,), ("none",), 0.0),
-    }
-    if not c.tied_embeddings:
-        table["head"] = Weight((c.vocab_size, c.hidden_size), ("vocabulary", "width"), std)
-    return table
+def param_tree(config: DecoderConfig, make: Callable[[Row, tuple[int, ...]], Any]) -> dict[str, Any]:
+    """The parameter tree with make(row, shape) at its leaves."""
+    size = sizes(config)
+    tree: dict[str, Any] = {"layers": {}}
+    for row in rows(config).values():
+        place = tree["layers"] if row.layered else tree
+        place[row.leaf] = make(row, tuple(size[dimension] for dimension in row.tree_dimensions))
+    return tree
 
 
 class Decoder(nnx.Module):
     """Holds the parameters, and nothing else: the functions below take them as a plain tree (`params_of`)."""
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype: Any = jnp.float32):
-        def fill(module: nnx.Module, table: Mapping[str, Any], key: jax.Array) -> None:
-            for part, (name, weight) in zip(jax.random.split(key, len(table)), sorted(table.items()), strict=True):
-                if isinstance(weight, Weight):
-                    value = jax.random.normal(part, weight.shape, jnp.float32) * weight.scale
-                    setattr(module, name, nnx.Param((value if weight.scale else jnp.ones(weight.shape)).astype(dtype)))
-                else:
-                    child = nnx.Module()
-                    fill(child, weight, part)
-                    setattr(module, name, child)
+        std = 1 / math.sqrt(config.hidden_size)
+        # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
+        scales = {"normal": std, "residual": std / math.sqrt(2 * config.layers)}
 
-        fill(self, weight_table(config), key)
+        def fill(module: nnx.Module, tree: Mapping[str, Any], key: jax.Array) -> None:
+            for part, (name, weight) in zip(jax.random.split(key, len(tree)), sorted(tree.items()), strict=True):
+                if isinstance(weight, dict):
+                    setattr(module, name, child := nnx.Module())
+                    fill(child, weight, part)
+                    continue
+                initial, shape = weight
+                if initial == "ones":
+                    value = jnp.ones(shape)
+                else:
+                    value = jax.random.normal(part, shape, jnp.float32) * scales[initial]
+                setattr(module, name, nnx.Param(value.astype(dtype)))
+
+        fill(self, param_tree(config, lambda row, shape: (row.initial, shape)), key)
 
 
 def params_of(decoder: Decoder) -> Params:
@@ -138,18 +122,15 @@ def init_params(config: DecoderConfig, key: jax.Array, mesh: Mesh | None = None,
 def abstract_params(config: DecoderConfig, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> Params:
     """ShapeDtypeStructs, with shardings where there is a mesh: what a checkpoint is restored into."""
 
-    def one(weight: Weight) -> jax.ShapeDtypeStruct:
-        sharding = None if mesh is None else NamedSharding(mesh, spec(weight.shape, weight.axes, mesh))
-        return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
+    def one(row: Row, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else NamedSharding(mesh, spec(shape, row.tree_dimensions, mesh))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    return jax.tree.map(one, weight_table(config), is_leaf=lambda x: isinstance(x, Weight))
+    return param_tree(config, one)
 
 
-def param_shardings(config: DecoderConfig, mesh: Mesh, rules: Rules = Rules()) -> Params:
-    def one(weight: Weight) -> NamedSharding:
-        return NamedSharding(mesh, spec(weight.shape, weight.axes, mesh, rules))
-
-    return jax.tree.map(one, weight_table(config), is_leaf=lambda x: isinstance(x, Weight))
+def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
+    return jax.tree.map(lambda struct: struct.sharding, abstract_params(config, mesh))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -182,7 +163,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, precision: Precisio
     return (normed * precision.cast(scale, "float32")).astype(x.dtype)
 
 
-def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(config: DecoderConfig, positions: jax.Array) -> Rotation:
     """(cos, sin) [..., h/2] float32 of the rotation at each position; Llama 3.1's rescaling where the config has it."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_scaling is not None:
@@ -201,24 +182,39 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def qkv(
-    layer: Params, config: DecoderConfig, x: jax.Array, cos: jax.Array, sin: jax.Array, precision: Precision
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x [..., D] (normed) -> q [..., H, h], k [..., K, h], v [..., K, h]; q and k rotated. `layer`: of one layer."""
-    c, lead = config, x.shape[:-1]
-    q = project(x, layer["query"], precision).reshape(*lead, c.heads, c.head_dim)
-    k = project(x, layer["key"], precision).reshape(*lead, c.kv_heads, c.head_dim)
-    v = project(x, layer["value"], precision).reshape(*lead, c.kv_heads, c.head_dim)
-    if c.qk_norm:
-        q = rms_norm(q, layer["query_norm"], c.norm_epsilon, precision)
-        k = rms_norm(k, layer["key_norm"], c.norm_epsilon, precision)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+class Layer:
+    """The weights of one layer, and what a family's `layer` does with them (families/dense.py).
 
+    weights: of the parameter tree, without the layers' dimension; or of a generator, in which weights that are one
+    fused parameter of vLLM's lie side by side in one array, under their leaves' names joined by "_".
+    """
 
-def mlp(layer: Params, x: jax.Array, precision: Precision) -> jax.Array:
-    """down(silu(gate(x)) * up(x)) on x [..., D] (normed)."""
-    gated = jax.nn.silu(project(x, layer["gate"], precision)) * project(x, layer["up"], precision)
-    return project(gated, layer["down"], precision)
+    scope = staticmethod(jax.named_scope)
+    silu = staticmethod(jax.nn.silu)
+
+    def __init__(self, weights: Params, config: DecoderConfig, rotation: Rotation, precision: Precision):
+        self._weights, self._config, self._rotation, self._precision = weights, config, rotation, precision
+
+    def norm(self, x: jax.Array, leaf: str) -> jax.Array:
+        return rms_norm(x, self._weights[leaf], self._config.norm_epsilon, self._precision)
+
+    def project(self, x: jax.Array, *leaves: str) -> Any:
+        """x [..., in] times each of these matrices: [..., out], a list of them for several leaves."""
+        if (joined := "_".join(leaves)) not in self._weights:
+            return [project(x, self._weights[leaf], self._precision) for leaf in leaves]
+        product = project(x, self._weights[joined], self._precision)
+        if len(leaves) == 1:
+            return product
+        size, own = sizes(self._config), rows(self._config)
+        widths = [size[own[leaf].tree_dimensions[-1]] for leaf in leaves]
+        return jnp.split(product, list(itertools.accumulate(widths[:-1])), axis=-1)
+
+    def heads(self, x: jax.Array) -> jax.Array:
+        """[..., heads h] -> [..., heads, h]"""
+        return x.reshape(*x.shape[:-1], -1, self._config.head_dim)
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        return apply_rope(x, *self._rotation)
 
 
 def embed(params: Params, tokens: jax.Array, precision: Precision) -> jax.Array:
@@ -249,18 +245,15 @@ def forward(
 
     Returns: [rows, length, width] in the compute dtype, to be given to head.token_logprobs.
     """
-    cos, sin = rope_tables(config, positions)
+    layer, rotation = FAMILIES[config.family].layer, rope_tables(config, positions)
     x = constrain(embed(params, tokens, precision), mesh, ROWS, None, None)
 
-    def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        with jax.named_scope("attention"):
-            h = rms_norm(x, layer["attention_norm"], config.norm_epsilon, precision)
-            q, k, v = qkv(layer, config, h, cos, sin, precision)
-            mixed = packed_attention(q, k, v, segment_ids, max_segment=max_segment, precision=precision.dot)
-            x = x + project(mixed.reshape(*x.shape[:-1], -1), layer["output"], precision)
-        with jax.named_scope("mlp"):
-            h = rms_norm(x, layer["mlp_norm"], config.norm_epsilon, precision)
-            x = x + mlp(layer, h, precision)
+    attend = functools.partial(
+        packed_attention, segment_ids=segment_ids, max_segment=max_segment, precision=precision.dot
+    )  # fmt: skip
+
+    def block(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+        x = layer(Layer(weights, config, rotation, precision), x, attend)
         return constrain(x, mesh, ROWS, None, None), None
 
     x, _ = jax.lax.scan(jax.checkpoint(block) if remat else block, x, params["layers"])

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.model.decoder import Params, Precision
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.sharding import ROWS, constrain
 
 

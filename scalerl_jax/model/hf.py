@@ -1,7 +1,7 @@
 """The policy under its Hugging Face names, both directions, and folders of safetensors.
 
-Names and shapes are those of scalerl_jax/contract/tensor_layout.py, on which the generators stand too. Matrices of
-layers are [out, in] in the files and [in, out], stacked over layers, here.
+Names and shapes are those of tensor_layout.py, on which the generators stand too. Matrices of layers are [out, in] in
+the files and [in, out], stacked over layers, here.
 """
 
 import os
@@ -11,49 +11,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 
-from scalerl_jax.contract.decoder_config import DecoderConfig, read_config
-from scalerl_jax.contract.tensor_layout import LAYER_ROWS, OTHER_ROWS, hf_tensors, layer_name, layout
-from scalerl_jax.model.decoder import Params, abstract_params, weight_table
+from scalerl_jax.model.decoder import Params, param_tree
+from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.sharding import spec
+from scalerl_jax.model.tensor_layout import check_shapes, layout
+
+
+def flat(params: Params) -> dict[str, Any]:
+    """Leaf -> array, of layers and outside of them."""
+    return {**{leaf: value for leaf, value in params.items() if leaf != "layers"}, **params["layers"]}
 
 
 def to_hf(params: Params, config: DecoderConfig, dtype: Any) -> dict[str, jax.Array]:
     """The parameters under their names in `dtype`, in the order of hf_tensors. Pure: it may run inside jit."""
-    leaves: dict[str, jax.Array] = {}
-    for leaf, row in OTHER_ROWS.items():
-        if leaf in params:
-            leaves[row.name] = params[leaf].astype(dtype)
-    for leaf, stacked in params["layers"].items():
-        row = LAYER_ROWS[leaf]
-        for layer in range(config.layers):
-            weight = stacked[layer].astype(dtype)
-            leaves[layer_name(layer, row.name)] = weight.T if row.transposed else weight
-    return {name: leaves[name] for name in layout(config)}
-
-
-def from_hf(tensors: Mapping[str, Any], config: DecoderConfig, dtype: Any = np.float32) -> dict[str, Any]:
-    """Host arrays under their names -> the parameter tree, as host arrays. Raises ValueError naming a tensor."""
-    expected = hf_tensors(config)
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise ValueError(f"tensor {name} is missing")
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"tensor {name} has shape {tuple(tensors[name].shape)}, not {shape}")
-
-    def leaf(name: str, transposed: bool) -> np.ndarray:
-        value = np.asarray(tensors[name])
-        return (value.T if transposed else value).astype(dtype)
-
-    table = weight_table(config)
-    layers = {
-        key: np.stack([leaf(layer_name(i, row.name), row.transposed) for i in range(config.layers)])
-        for key, row in LAYER_ROWS.items()
-        if key in table["layers"]
-    }
-    rest = {key: leaf(row.name, False) for key, row in OTHER_ROWS.items() if key in table}
-    return {**rest, "layers": layers}
+    leaves, out = flat(params), {}
+    for name, tensor in layout(config).items():
+        weight = leaves[tensor.row.leaf]
+        weight = (weight if tensor.layer is None else weight[tensor.layer]).astype(dtype)
+        out[name] = weight.T if tensor.row.transposed else weight
+    return out
 
 
 class Tensors(Mapping[str, Any]):
@@ -97,29 +77,24 @@ def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tu
 
     Raises ValueError naming the folder, file or tensor that is missing, unsupported or of another shape.
     """
-    config = read_config(path)
-    tensors = Tensors(path)
-    for name, shape in hf_tensors(config).items():
-        if name not in tensors:
-            raise ValueError(f"{path}: tensor {name} is missing")
-        if tensors.shape(name) != shape:
-            raise ValueError(f"{path}: tensor {name} has shape {tensors.shape(name)}, not {shape}")
+    config, tensors = read_config(path), Tensors(path)
+    check_shapes(config, {name: tensors.shape(name) for name in tensors}, f"{path}: ")
+    names: dict[str, list[str]] = {}
+    for name, tensor in layout(config).items():
+        names.setdefault(tensor.row.leaf, []).append(name)
 
-    def part(name: str, transposed: bool, index: tuple[slice, ...]) -> np.ndarray:
-        value = tensors.read(name, index[::-1] if transposed else index)
-        return np.asarray(value.T if transposed else value).astype(dtype)
+    def make(row: Row, shape: tuple[int, ...]) -> jax.Array:
+        def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            value = tensors.read(name, index[::-1] if row.transposed else index)
+            return np.asarray(value.T if row.transposed else value).astype(dtype)
 
-    def make(leaf: str, struct: jax.ShapeDtypeStruct, stacked: bool) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            if not stacked:
-                return part(OTHER_ROWS[leaf].name, False, index)
-            row, layers = LAYER_ROWS[leaf], range(config.layers)[index[0]]
-            return np.stack([part(layer_name(i, row.name), row.transposed, index[1:]) for i in layers])
+            if not row.layered:
+                return part(names[row.leaf][0], index)
+            return np.stack([part(name, index[1:]) for name in names[row.leaf][index[0]]])
 
-        if struct.sharding is None:
-            return jnp.asarray(read((slice(None),) * len(struct.shape)))
-        return jax.make_array_from_callback(struct.shape, struct.sharding, read)
+        if mesh is None:
+            return jnp.asarray(read((slice(None),) * len(shape)))
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec(shape, row.tree_dimensions, mesh)), read)
 
-    abstract = abstract_params(config, mesh, dtype)
-    params = {k: make(k, s, False) for k, s in abstract.items() if k != "layers"}
-    return config, {**params, "layers": {k: make(k, s, True) for k, s in abstract["layers"].items()}}
+    return config, param_tree(config, make)

@@ -11,9 +11,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.model.decoder import Params
-from scalerl_jax.model.hf import hf_tensors, read_config, to_hf
+from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.model.hf import to_hf
+from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.system import files
 
 _SHARD_BYTES = 5 * 10**9

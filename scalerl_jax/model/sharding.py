@@ -1,11 +1,10 @@
 """Where each array lies on the mesh, said once.
 
 The mesh has three named axes: `replica` (whole copies, over the slower network), `fsdp` (each weight and the batch's
-rows are cut along it), `tensor` (heads, MLP columns and vocabulary are cut along it). A weight names its dimensions
-logically; `Rules` says which mesh axis each logical name lies on.
+rows are cut along it), `tensor` (heads, MLP columns and vocabulary are cut along it). The row of a weight names its
+dimensions; `RULES` says which mesh axis each of these names lies on.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +16,8 @@ MESH_AXES = ("replica", "fsdp", "tensor")
 ROWS = ("replica", "fsdp")
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """Logical dimension -> mesh axis (None: whole on every device)."""
-
-    layers: str | None = None
-    width: str | None = "fsdp"
-    heads: str | None = "tensor"
-    mlp: str | None = "tensor"
-    vocabulary: str | None = "tensor"
-    none: str | None = None
+# A dimension of the rows in families/ -> mesh axis; any other is whole on every device.
+RULES = {"width": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"}
 
 
 def make_mesh(*, replica: int = 1, fsdp: int = 0, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -45,11 +36,11 @@ def make_mesh(*, replica: int = 1, fsdp: int = 0, tensor: int = 1, devices: Sequ
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def spec(shape: Sequence[int], axes: Sequence[str], mesh: Mesh, rules: Rules = Rules()) -> PartitionSpec:
-    """The partition of a weight with these logical axes; a dimension that its mesh axis does not divide stays whole."""
+def spec(shape: Sequence[int], dimensions: Sequence[str], mesh: Mesh) -> PartitionSpec:
+    """The partition of a weight with these dimensions; one that its mesh axis does not divide stays whole."""
     parts: list[str | None] = []
-    for size, axis in zip(shape, axes, strict=True):
-        target = getattr(rules, axis)
+    for size, dimension in zip(shape, dimensions, strict=True):
+        target = RULES.get(dimension)
         parts.append(target if target is not None and size % mesh.shape[target] == 0 else None)
     return PartitionSpec(*parts)
 

@@ -26,11 +26,14 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.tensor_layout import layout
 from scalerl_jax.run import ledger_repair
 from scalerl_jax.system.files import write_whole
 
@@ -53,23 +56,12 @@ class ModelShape:
     head_dim: int
 
     @staticmethod
-    def decoder(
-        *,
-        vocab_size: int,
-        hidden_size: int,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-    ) -> "ModelShape":
-        """Of a grouped-query decoder with a SwiGLU MLP."""
-        block = (
-            2 * hidden_size * heads * head_dim
-            + 2 * hidden_size * kv_heads * head_dim
-            + 3 * hidden_size * intermediate_size
-        )
-        return ModelShape(layers * block + vocab_size * hidden_size, layers, heads, head_dim)
+    def of(decoder: DecoderConfig) -> "ModelShape":
+        """Of the rows of its family; the lookup in the embedding is no product."""
+        lookup = "" if decoder.tied_embeddings else "embed"
+        tensors = (tensor for tensor in layout(decoder).values() if len(tensor.shape) > 1)
+        products = sum(math.prod(tensor.shape) for tensor in tensors if tensor.row.leaf != lookup)
+        return ModelShape(products, decoder.layers, decoder.heads, decoder.head_dim)
 
     def forward_flops(self, *, tokens: float, context: float) -> float:
         """Of `tokens` tokens which together attend to `context` positions."""

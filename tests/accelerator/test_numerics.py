@@ -84,7 +84,7 @@ def decoder_of(sizes) -> DecoderConfig:
         kv_heads=width // 64,
         head_dim=32,
         intermediate_size=3 * width,
-        qk_norm=True,
+        family="qwen3",
         tied_embeddings=True,
     )
 

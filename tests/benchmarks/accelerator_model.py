@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.learner.packing import Segment
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.run.ledger import ModelShape
 
 # Dense bf16 products, FLOP/s, by a part of the device's name; the first that fits counts.
@@ -39,12 +39,12 @@ class Work:
 
 LLAMA_1B = DecoderConfig(
     vocab_size=128_256, hidden_size=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate_size=8192,
-    tied_embeddings=True, rope_theta=500_000.0, qk_norm=False,
+    tied_embeddings=True, rope_theta=500_000.0, family="llama",
 )  # fmt: skip
 FULL = Work(LLAMA_1B, (4096, 3072, 2560, 2048, 1536, 1280, 1024, 768), 1024, 5, 64, 128, 512)
 TINY = Work(
     DecoderConfig(vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=128,
-                  tied_embeddings=True, qk_norm=False),
+                  tied_embeddings=True, family="llama"),
     (96, 64, 48, 32, 16), 64, 3, 8, 16, 24,
 )  # fmt: skip
 
@@ -73,12 +73,7 @@ def update_flops(work: Work) -> float:
 
     What is computed a second time (remat) does not count.
     """
-    d = work.decoder
-    shape = ModelShape.decoder(
-        vocab_size=d.vocab_size, hidden_size=d.hidden_size, layers=d.layers, heads=d.heads, kv_heads=d.kv_heads,
-        head_dim=d.head_dim, intermediate_size=d.intermediate_size,
-    )  # fmt: skip
-    return shape.update_flops(work.lengths)
+    return ModelShape.of(work.decoder).update_flops(work.lengths)
 
 
 def peak_of(kind: str) -> float | None:

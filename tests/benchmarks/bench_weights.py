@@ -46,13 +46,13 @@ from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutServer
 from rollout_server.weight_store import WeightStore
 from scalerl_jax.contract import codec
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.security import connect
-from scalerl_jax.contract.tensor_layout import hf_tensors
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import init_params
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights import payload as payload_lib
 from scalerl_jax.rollouts.weights.publisher import Publisher

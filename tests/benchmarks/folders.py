@@ -11,8 +11,8 @@ from tokenizers.models import WordLevel
 
 from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.model import DecoderConfig, init_params
-from scalerl_jax.model.hf import hf_tensors
 from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 
 def write_folder(path: str, config: DecoderConfig) -> int:
@@ -45,7 +45,7 @@ def write_stopping_policy(folder: str, *, width: int, layers: int, stop_every: f
         kv_heads=2,
         head_dim=32,
         intermediate_size=3 * width,
-        qk_norm=True,
+        family="qwen3",
         tied_embeddings=False,
         stop_token_ids=tokenizer.stop_ids,
     )

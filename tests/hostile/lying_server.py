@@ -24,8 +24,8 @@ from rollout_server.engines.replay.scripts import Recorded
 from rollout_server.service import RolloutServer
 from scalerl_jax.contract.codec import Completion, GroupRequest, Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.contract.tensor_layout import hf_tensors
-from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.decoder_config import read_config
+from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.hostile.lies import LieInterceptor
 from tests.hostile.modes import MODES
 from tests.hostile.socket_lies import serving

@@ -20,8 +20,8 @@ import pytest
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import SERVICE
-from scalerl_jax.contract.tensor_layout import hf_tensors
-from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.decoder_config import read_config
+from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.hostile.rpc_generator import CANCEL, FIRST, READ, UNREAD, Call, Generator, group
 from tests.hostile.rpc_sender import CUT_SHORT, LAST, Outcome, Sender, send_all
 from tests.rollout_server.serving_process import Process

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
-from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.train import make_learner
 from tests.hostile import random_faults
 from tests.hostile.liars import Liars

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from scalerl_jax.model.hf import hf_tensors
+from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner import mesh_program
 from tests.learner.mesh_program import DECODER, LENGTHS, MESHES, MICRO_BATCHES, ORDERS
 from tests.support.paths import ROOT

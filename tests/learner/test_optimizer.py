@@ -13,7 +13,7 @@ from scalerl_jax.model.decoder import abstract_params
 DECODER = DecoderConfig(vocab_size=11, hidden_size=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate_size=12)
 NORMS = ("attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm")
 # Rates far from 0, so that every part of the formula shows within 20 steps.
-CONFIG = OptimizerConfig(learning_rate=1e-2, warmup=8, weight_decay=0.1)
+CONFIG = OptimizerConfig(learning_rate=1e-2, warmup_steps=8, weight_decay=0.1)
 STEPS = 20
 
 
@@ -54,7 +54,7 @@ def ours(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
 
 def rate(config: OptimizerConfig, step: int) -> float:
     """Of the update with this number, from 1: linear over the warm-up's updates, then constant."""
-    return config.learning_rate * min(1.0, step / config.warmup) if config.warmup else config.learning_rate
+    return config.learning_rate * min(1.0, step / config.warmup_steps) if config.warmup_steps else config.learning_rate
 
 
 def loop(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
@@ -103,8 +103,10 @@ def torch_steps(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
 
 CONFIGS = {
     "warm-up": CONFIG,
-    "constant": OptimizerConfig(learning_rate=1e-2, warmup=0),
-    "clipped": OptimizerConfig(learning_rate=1e-2, warmup=3, beta1=0.8, beta2=0.99, epsilon=1e-6, max_grad_norm=2.0),
+    "constant": OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+    "clipped": OptimizerConfig(
+        learning_rate=1e-2, warmup_steps=3, beta1=0.8, beta2=0.99, epsilon=1e-6, max_grad_norm=2.0
+    ),
 }
 
 
@@ -125,13 +127,13 @@ def test_equal_adamw_after_every_step(reference, config):
 
 def test_the_papers_numbers_are_the_defaults():
     config = OptimizerConfig()
-    assert (config.learning_rate, config.warmup, config.epsilon, config.weight_decay) == (5e-7, 100, 1e-15, 0.01)
+    assert (config.learning_rate, config.warmup_steps, config.epsilon, config.weight_decay) == (5e-7, 100, 1e-15, 0.01)
     assert config.max_grad_norm == 0
 
 
 def test_all_but_the_norms_scales_decay():
     """With no gradient only the decay moves a weight: by rate x decay x weight."""
-    made = optimizer.from_config(OptimizerConfig(learning_rate=0.1, warmup=0, weight_decay=0.5))
+    made = optimizer.from_config(OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5))
     params = draw(0)
     updates, _ = jax.jit(made.update)(jax.tree.map(np.zeros_like, params), made.init(params), params)
     for name, update in leaves(updates).items():

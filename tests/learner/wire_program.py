@@ -11,17 +11,17 @@ import sys
 import jax
 import numpy as np
 
-from scalerl_jax.contract.tensor_layout import hf_tensors
 from scalerl_jax.contract.weight_delta import Sparse, WeightDelta, decode
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import DecoderConfig
 from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner.mesh_program import XLA_FLAGS
 
 # The width divides over 8, the vocabulary over neither: embedding and head stay whole along it. `output` is square.
 DECODER = DecoderConfig(
-    vocab_size=41, hidden_size=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, qk_norm=True
+    vocab_size=41, hidden_size=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, family="qwen3"
 )
 MESHES = {
     "one": {"fsdp": 1},

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.model import forward
+from scalerl_jax.model.decoder_config import DecoderConfig
 from tests.model.toys import DECODER, packed, params_of, relative
 
 run = jax.jit(forward, static_argnames=("config", "max_segment", "remat"))
@@ -57,8 +57,8 @@ def test_remat_and_max_segment_change_nothing():
 def test_a_config_says_what_it_cannot_be():
     for change, words in (({"heads": 3}, "3 query heads"), ({"head_dim": 7}, "head size 7")):
         sizes = {
-            "vocabulary": 8,
-            "width": 8,
+            "vocab_size": 8,
+            "hidden_size": 8,
             "layers": 1,
             "heads": 4,
             "kv_heads": 2,

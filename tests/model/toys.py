@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalerl_jax.model import DecoderConfig, init_params
+from scalerl_jax.model.tensor_layout import layout, rows
 
 DECODER = DecoderConfig(vocab_size=61, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48)
 
@@ -17,6 +18,17 @@ def params_of(config: DecoderConfig = DECODER, *, spread: float = 0.2, seed: int
         lambda path, p: p * (1 + spread * rng.normal(size=p.shape).astype(np.float32)) if "norm" in str(path) else p,
         params,
     )
+
+
+def from_hf(tensors, config: DecoderConfig, dtype=np.float32):
+    """Host arrays under their Hugging Face names -> the parameter tree, as host arrays."""
+    leaves: dict[str, list[np.ndarray]] = {}
+    for name, tensor in layout(config).items():
+        value = np.asarray(tensors[name])
+        leaves.setdefault(tensor.row.leaf, []).append((value.T if tensor.row.transposed else value).astype(dtype))
+    own = rows(config)
+    tree = {leaf: values[0] for leaf, values in leaves.items() if not own[leaf].layered}
+    return {**tree, "layers": {leaf: np.stack(values) for leaf, values in leaves.items() if own[leaf].layered}}
 
 
 def packed(lengths: list[list[int]], seq_len: int, vocabulary: int = DECODER.vocab_size, seed: int = 0):

@@ -21,9 +21,9 @@ import tokenizers
 from rollout_server.engines.engine import Engine
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Script, Scripted
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.contract.tensor_layout import hf_tensors
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 # Seconds that an async test may take; one that hangs says where.
 ASYNC_TEST_SECONDS = 120

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.contract.tensor_layout import layout
+from scalerl_jax.model.tensor_layout import layout
 
 
 async def _replay(engine: Any) -> Mapping[str, np.ndarray]:
@@ -19,14 +19,13 @@ async def _jax(engine: Any) -> Mapping[str, np.ndarray]:
     # On the host: this is done after every version. From the dtype that the weights are computed in back to the wire's
     # is exact, since they were rounded to it.
     held = jax.device_get(engine._weights)
-    joined = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
-    columns: dict[tuple[int, str], int] = {}
+    joined = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
+    columns: dict[tuple[int | None, str], int] = {}
     out = {}
     for name, tensor in layout(engine._config).items():
-        leaf = tensor.row.leaf
-        layer = int(name.split(".")[2]) if tensor.row.layered else 0
+        leaf, layer = tensor.row.leaf, tensor.layer
         array = next((key for key, parts in joined.items() if leaf in parts), leaf)
-        whole = held["layers"][layer][array] if tensor.row.layered else held[array]
+        whole = held[array] if layer is None else held["layers"][layer][array]
         if tensor.row.transposed:
             start = columns.get((layer, array), 0)
             columns[layer, array] = start + tensor.shape[0]

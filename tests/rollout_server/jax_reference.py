@@ -15,14 +15,14 @@ from tokenizers.models import WordLevel
 
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.model import DecoderConfig
-from scalerl_jax.model.hf import hf_tensors
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 
 def tiny(*, kind: str = "qwen3", tied: bool = True, vocabulary: int = 48) -> DecoderConfig:
     """Two layers, three query heads on each of two key/value heads."""
     return DecoderConfig(
         vocab_size=vocabulary, hidden_size=24, layers=2, heads=6, kv_heads=2, head_dim=8, intermediate_size=40,
-        qk_norm=kind == "qwen3", tied_embeddings=tied, rope_theta=10_000.0 if kind == "qwen3" else 500_000.0,
+        family=kind, tied_embeddings=tied, rope_theta=10_000.0 if kind == "qwen3" else 500_000.0,
         rope_scaling=None if kind == "qwen3" else (8.0, 1.0, 4.0, 16.0),
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ class Reference:
             q = (w[at + "self_attn.q_proj.weight"] @ y).reshape(c.heads, c.head_dim)
             k = (w[at + "self_attn.k_proj.weight"] @ y).reshape(c.kv_heads, c.head_dim)
             v = (w[at + "self_attn.v_proj.weight"] @ y).reshape(c.kv_heads, c.head_dim)
-            if c.qk_norm:
+            if c.family == "qwen3":
                 q = self._norm(q, w[at + "self_attn.q_norm.weight"])
                 k = self._norm(k, w[at + "self_attn.k_norm.weight"])
             self.keys[i].append(self._rotate(k, position))

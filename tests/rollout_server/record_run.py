@@ -10,9 +10,9 @@ import sys
 
 import numpy as np
 
-from scalerl_jax.contract.decoder_config import read_config
-from scalerl_jax.contract.tensor_layout import hf_tensors
 from scalerl_jax.contract.weight_delta import Sparse, WeightDelta
+from scalerl_jax.model.decoder_config import read_config
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 UPDATES = 200
 EMPTY = 25  # every so many batches no prompt survives: the version differs in nothing

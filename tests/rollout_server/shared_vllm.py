@@ -14,7 +14,7 @@ import safetensors.numpy
 from rollout_server.engines.vllm.adapter import Vllm
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.shared_memory import SharedMemory
-from scalerl_jax.contract.tensor_layout import hf_tensors
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 
 class Shared:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.run.ledger import Ledger, ModelShape, ServerCounters
 from scalerl_jax.run.ledger_repair import read
 
-SHAPE = ModelShape.decoder(
-    vocab_size=384, hidden_size=96, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate_size=256
+SHAPE = ModelShape.of(
+    DecoderConfig(vocab_size=384, hidden_size=96, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate_size=256)
 )
 
 

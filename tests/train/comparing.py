@@ -13,7 +13,7 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
-from scalerl_jax.model.hf import read_config
+from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.train import make_learner
 from tests.train import helpers
 from tests.train.helpers import config_of

@@ -69,7 +69,7 @@ def write_model(folder: str, *, words: Sequence[str] = ("time is up",)) -> str:
         kv_heads=1,
         head_dim=16,
         intermediate_size=64,
-        qk_norm=True,
+        family="qwen3",
         tied_embeddings=False,
         stop_token_ids=tokenizer.stop_ids,
     )

@@ -21,8 +21,9 @@ from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.export import export
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.model import DecoderConfig, abstract_params, forward, load_hf, logits
-from scalerl_jax.model.hf import hf_tensors, to_hf
+from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.system import files
 from tests.support.paths import ROOT
@@ -36,10 +37,10 @@ SIZES = {
     "head_dim": 16,
     "intermediate_size": 48,
 }
-QWEN3_TIED = DecoderConfig(**SIZES, qk_norm=True, tied_embeddings=True, stop_token_ids=(2,))
+QWEN3_TIED = DecoderConfig(**SIZES, family="qwen3", tied_embeddings=True, stop_token_ids=(2,))
 LLAMA3_UNTIED = DecoderConfig(
     **SIZES,
-    qk_norm=False,
+    family="llama",
     tied_embeddings=False,
     rope_theta=500_000.0,
     rope_scaling=(8.0, 1.0, 4.0, 64.0),

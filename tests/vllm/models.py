@@ -13,8 +13,8 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
-from scalerl_jax.contract.tensor_layout import hf_tensors
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 MAXIMUM_TOKENS = 480
 SLOTS = 4
@@ -23,11 +23,11 @@ SLOTS = 4
 def config(kind: str = "qwen3", *, tied: bool = True, **sizes: Any) -> DecoderConfig:
     """Two layers, two query heads on each of two key/value heads; a vocabulary that vLLM pads."""
     small: dict[str, Any] = {
-        "vocabulary": 90, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 48,
-        "max_positions": 512,
+        "vocab_size": 90, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32,
+        "intermediate_size": 48, "max_positions": 512,
     }  # fmt: skip
     rope: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 64.0)} if kind == "llama" else {}
-    return DecoderConfig(qk_norm=kind == "qwen3", tied_embeddings=tied, **{**small, **rope, **sizes})
+    return DecoderConfig(family=kind, tied_embeddings=tied, **{**small, **rope, **sizes})
 
 
 def random_tensors(model: DecoderConfig, seed: int) -> dict[str, np.ndarray]:

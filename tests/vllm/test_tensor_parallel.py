@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from scalerl_jax.contract.codec import Version
-from scalerl_jax.contract.tensor_layout import pieces
 from scalerl_jax.contract.weight_delta import Change
+from scalerl_jax.model.tensor_layout import pieces
 from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, random_tensors, started
 from tests.vllm.reference import Reference, alone, swapped

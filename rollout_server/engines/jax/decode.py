@@ -23,7 +23,7 @@ whole cache, so the host keeps the cache as short as the longest slot allows, in
 between chunks: cutting a part out of a longer one would cost a copy per chunk.
 
 Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads, G query heads that share one, H = K G,
-h head size, D width, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of
+h head size, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of
 stop tokens.
 """
 
@@ -39,9 +39,11 @@ import numpy as np
 from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax.sampling import sample, uniforms
 from rollout_server.engines.jax.weights import DecodeWeights
-from scalerl_jax.model import DecoderConfig, Precision, logits
 from scalerl_jax.model.attention import packed_attention
-from scalerl_jax.model.decoder import apply_rope, rms_norm, rope_tables
+from scalerl_jax.model.decoder import Layer, Precision, Rotation, rms_norm, rope_tables
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.families import FAMILIES
+from scalerl_jax.model.head import logits
 
 THINK, PHRASE, ANSWER = 0, 1, 2
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -139,27 +141,6 @@ def empty_state(config: DecoderConfig, precision: Precision, *, slots: int, leng
 # ------------------------------------------------------------------------------------------------ the layers
 
 
-def _qkv(layer: Any, config: DecoderConfig, x: jax.Array, cos: jax.Array, sin: jax.Array, precision: Precision) -> Any:
-    """x [..., D] -> q [..., H, h], k and v [..., K, h], after norm, product, head norm and rotation."""
-    c, lead = config, x.shape[:-1]
-    x = rms_norm(x, layer["attention_norm"], c.norm_epsilon, precision)
-    joined = jnp.dot(x, layer["qkv"], precision=precision.dot)
-    joined = joined.reshape(*lead, c.heads + 2 * c.kv_heads, c.head_dim)
-    q, k, v = jnp.split(joined, [c.heads, c.heads + c.kv_heads], axis=-2)
-    if c.qk_norm:
-        q = rms_norm(q, layer["query_norm"], c.norm_epsilon, precision)
-        k = rms_norm(k, layer["key_norm"], c.norm_epsilon, precision)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
-
-
-def _rest(layer: Any, config: DecoderConfig, x: jax.Array, mixed: jax.Array, precision: Precision) -> jax.Array:
-    """x [..., D] and attention's output [..., H, h] -> the layer's output [..., D]."""
-    x = x + jnp.dot(mixed.reshape(*x.shape[:-1], -1), layer["output"], precision=precision.dot)
-    y = rms_norm(x, layer["mlp_norm"], config.norm_epsilon, precision)
-    gate, up = jnp.split(jnp.dot(y, layer["gate_up"], precision=precision.dot), 2, axis=-1)
-    return x + jnp.dot(jax.nn.silu(gate) * up, layer["down"], precision=precision.dot)
-
-
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, precision: Precision) -> jax.Array:
     """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions 0..position [B] count -> [B, H, h]."""
     slots, heads, size = q.shape
@@ -181,15 +162,19 @@ def prefill(
     weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: Precision
 ) -> tuple[Caches, Caches]:
     """Keys [K, h, P] and values [K, P, h] per layer of one prompt, tokens [P] int32. Padding at its end is harmless."""
-    cos, sin = rope_tables(config, jnp.arange(len(tokens))[None])
+    layer, rotation = FAMILIES[config.family].layer, rope_tables(config, jnp.arange(len(tokens))[None])
     segment_ids = jnp.ones((1, len(tokens)), jnp.int32)
     x = weights["embed"][tokens][None].astype(precision.compute)
-    keys, values = [], []
-    for layer in weights["layers"]:
-        q, k, v = _qkv(layer, config, x, cos, sin, precision)
+    keys: Caches = []
+    values: Caches = []
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         keys.append(jnp.moveaxis(k[0], 0, 2))
         values.append(jnp.swapaxes(v[0], 0, 1))
-        x = _rest(layer, config, x, packed_attention(q, k, v, segment_ids, precision=precision.dot), precision)
+        return packed_attention(q, k, v, segment_ids, precision=precision.dot)
+
+    for own in weights["layers"]:
+        x = layer(Layer(own, config, rotation, precision), x, attend)
     return keys, values
 
 
@@ -293,11 +278,11 @@ def decode_chunk(
         state = jax.tree.map(lambda rows: rows[:width], whole)
     # A live slot advances by one a step, so all angles and random numbers are known before the first.
     positions = state.position + jnp.arange(steps)[:, None]
-    per_step = (*rope_tables(config, positions), uniforms(state.settings.seed, positions))
+    per_step = (rope_tables(config, positions), uniforms(state.settings.seed, positions))
 
     def step(state: State, xs: Any) -> tuple[State, Any]:
-        cos, sin, u = xs
-        logit, keys, values = _feed(weights, state, cos, sin, config=config, precision=precision)
+        rotation, u = xs
+        logit, keys, values = _feed(weights, state, rotation, config=config, precision=precision)
         with jax.named_scope("sample"):
             s = state.settings
             # What an ended slot asked for must not keep the others searching.
@@ -312,23 +297,24 @@ def decode_chunk(
 
 
 def _feed(
-    weights: DecodeWeights, state: State, cos: jax.Array, sin: jax.Array, *, config: DecoderConfig, precision: Precision
+    weights: DecodeWeights, state: State, rotation: Rotation, *, config: DecoderConfig, precision: Precision
 ) -> tuple[jax.Array, Caches, Caches]:
     """Feeds each slot's token: (logits [B, V] float32, keys, values)."""
-    slots = jnp.arange(len(state.token))
+    layer, slots = FAMILIES[config.family].layer, jnp.arange(len(state.token))
     x = weights["embed"][state.token].astype(precision.compute)
-    keys, values = [], []
-    for layer, key, value in zip(weights["layers"], state.keys, state.values, strict=True):
-        with jax.named_scope("attention"):
-            q, k, v = _qkv(layer, config, x, cos, sin, precision)
-            # A slot that does not count may stand anywhere, also past the cache's end: then nothing is written.
-            key = key.at[slots, :, :, state.position].set(k, mode="drop", unique_indices=True)
-            value = value.at[slots, :, state.position].set(v, mode="drop", unique_indices=True)
-            mixed = _attend(q, key, value, state.position, precision)
-        with jax.named_scope("mlp"):
-            x = _rest(layer, config, x, mixed, precision)
+    keys: Caches = []
+    values: Caches = []
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        # A slot that does not count may stand anywhere, also past the cache's end: then nothing is written.
+        key = state.keys[len(keys)].at[slots, :, :, state.position].set(k, mode="drop", unique_indices=True)
+        value = state.values[len(values)].at[slots, :, state.position].set(v, mode="drop", unique_indices=True)
         keys.append(key)
         values.append(value)
+        return _attend(q, key, value, state.position, precision)
+
+    for own in weights["layers"]:
+        x = layer(Layer(own, config, rotation, precision), x, attend)
     x = rms_norm(x, weights["final_norm"], config.norm_epsilon, precision)
     return logits(weights, config, x, precision=precision), keys, values
 

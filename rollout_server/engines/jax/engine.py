@@ -35,8 +35,10 @@ from rollout_server.engines.jax.slots import Entry, Finished, Prefix, SlotPool
 from rollout_server.engines.jax.weights import DecodeWeights, changed_weights, decode_precision, decode_weights
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.model import Precision
-from scalerl_jax.model.hf import Tensors, hf_tensors, read_config
+from scalerl_jax.model.decoder import Precision
+from scalerl_jax.model.decoder_config import read_config
+from scalerl_jax.model.hf import Tensors
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 
 class _Group:

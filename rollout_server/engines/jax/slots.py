@@ -28,7 +28,8 @@ from rollout_server.engines.jax.decode import NO_TOKEN, Output, Settings
 from rollout_server.engines.jax.programs import Program, Programs, buckets, widths
 from rollout_server.engines.jax.weights import DecodeWeights
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
-from scalerl_jax.model import DecoderConfig, Precision
+from scalerl_jax.model.decoder import Precision
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.system import memory
 
 SMALLEST_PREFILL = 32

@@ -8,7 +8,9 @@ import numpy as np
 
 from rollout_server.engines.jax.slots import buckets
 from rollout_server.engines.jax.weights import DecodeWeights, model_params
-from scalerl_jax.model import DecoderConfig, Precision, forward, token_logprobs
+from scalerl_jax.model.decoder import Precision, forward
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.head import token_logprobs
 
 SMALLEST = 256
 

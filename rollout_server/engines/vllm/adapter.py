@@ -27,8 +27,8 @@ from rollout_server.engines.engine import Changes
 from rollout_server.engines.thinking_budget import Phases
 from rollout_server.engines.vllm.shared_memory import SharedMemory
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
-from scalerl_jax.contract.decoder_config import DecoderConfig, read_config
-from scalerl_jax.contract.tensor_layout import check_workers, hf_tensors
+from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.model.tensor_layout import check_workers, hf_tensors
 
 SUPPORTED = ((0, 26), (0, 34))  # from, and below
 _RANGE = "vllm>=0.26,<0.34"

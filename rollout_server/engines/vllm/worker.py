@@ -2,7 +2,7 @@
 
 WeightAccess is mixed into vLLM's worker (worker_extension_cls); its methods are called through collective_rpc.
 The server stages a version in memory that it shares with the workers (shared_memory.py). Each worker takes its own part
-of each tensor, where contract/hf_layout.py says it lies in vLLM's fused parameters, and writes it there: a whole part,
+of each tensor, where model/tensor_layout.py says it lies in vLLM's fused parameters, and writes it there: a whole part,
 or the positions that changed. Nothing is made anew, so compiled graphs and tied embeddings go on with what they hold.
 
 A call that raises may have written in part. It is repeated, whole, before anything is sampled again.
@@ -17,8 +17,8 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from rollout_server.engines.vllm import exit_with_parent, shared_memory
-from scalerl_jax.contract.decoder_config import read_config
-from scalerl_jax.contract.tensor_layout import Piece, pieces
+from scalerl_jax.model.decoder_config import read_config
+from scalerl_jax.model.tensor_layout import Piece, pieces
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,19 +45,19 @@ class WeightAccess:
         self._scalerl_pieces: dict[str, Piece] = pieces(config, rank, workers)
         self._scalerl_parameters = {name: p.data for name, p in self.model_runner.model.named_parameters()}
         self._scalerl_memory: tuple[tuple[str, int], mmap.mmap] | None = None
-        filled: dict[str, int] = {}
         for name, piece in self._scalerl_pieces.items():
             parameter = self._scalerl_parameters.get(piece.parameter)
             if parameter is None:
                 raise ValueError(f"tensor {name}: this vLLM has no parameter {piece.parameter}")
-            fits = parameter.is_contiguous() and math.prod(parameter.shape[1:]) == piece.columns
-            if not fits or piece.target[0].stop > len(parameter):
-                raise ValueError(f"tensor {name}: {piece.parameter} has shape {list(parameter.shape)} in this vLLM")
-            filled[piece.parameter] = piece.target[0].stop
-        for name, parameter in self._scalerl_parameters.items():
+            rows, *rest = parameter.shape
             # What is left over may only be the padding of the vocabulary.
-            if name not in filled or (filled[name] != len(parameter) and "embed" not in name and "head" not in name):
-                raise ValueError(f"parameter {name} of this vLLM: rows from {filled.get(name, 0)} on are no tensor's")
+            padded = rows > piece.size[0] and ("embed" in name or "head" in name)
+            if not parameter.is_contiguous() or (rows != piece.size[0] and not padded) or tuple(rest) != piece.size[1:]:
+                raise ValueError(f"tensor {name}: {piece.parameter} has shape {list(parameter.shape)} in this vLLM")
+        held = {piece.parameter for piece in self._scalerl_pieces.values()}
+        for name, parameter in self._scalerl_parameters.items():
+            if name not in held:
+                raise ValueError(f"parameter {name} of this vLLM is no tensor's")
             parameter.copy_(parameter.to(self._scalerl_sync_dtype))
 
     def scalerl_load(self, weights_path: str, positions_path: str | None, entries: list[Entry]) -> None:

@@ -14,7 +14,7 @@ from rollout_server.engines.jax.programs import Programs, buckets
 from rollout_server.engines.jax.slots import Entry, SlotPool
 from rollout_server.engines.jax.weights import decode_precision, decode_weights, model_params
 from scalerl_jax.model import Precision, forward, token_logprobs
-from scalerl_jax.model.hf import from_hf
+from tests.model.toys import from_hf
 from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tensors, tiny
 
 LENGTH = 48

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from rollout_server.engines.jax.weights import changed_weights, decode_weights
-from scalerl_jax.contract.tensor_layout import hf_tensors
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model import DecoderConfig, Precision
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 # Query heads fill the width, so that `output` is square: its transposition shows in nothing but the values.
 CONFIG = DecoderConfig(
-    vocab_size=40, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, qk_norm=True
+    vocab_size=40, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, family="qwen3"
 )
 
 

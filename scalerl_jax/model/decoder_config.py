@@ -1,6 +1,6 @@
-"""The decoder's shape, read from and written to a Hugging Face config.json (llama and qwen3).
+"""The decoder's shape, read from and written to a Hugging Face config.json.
 
-Part of the contract because both sides must run the same function: they compare its canonical JSON when they meet.
+Both sides must run the same function: they compare its canonical JSON when they meet. No jax: a generator reads it too.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+from scalerl_jax.model.families import FAMILIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DecoderConfig:
     # Llama 3.1's rescaled frequencies: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings).
     rope_scaling: tuple[float, float, float, float] | None = None
     norm_epsilon: float = 1e-6
-    qk_norm: bool = True  # RMSNorm on each head's query and key (Qwen3)
+    family: str = "qwen3"  # of FAMILIES
     tied_embeddings: bool = False
     max_positions: int = 32_768
     stop_token_ids: tuple[int, ...] = ()
@@ -48,8 +48,8 @@ class DecoderConfig:
     def from_hf(config: Mapping[str, Any]) -> "DecoderConfig":
         """From the contents of config.json. Raises ValueError naming the key that is missing or not supported."""
         kind = config.get("model_type")
-        if kind not in _ARCHITECTURES:
-            raise ValueError(f"model_type {kind!r} is not one of {', '.join(_ARCHITECTURES)}")
+        if kind not in FAMILIES:
+            raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             if config.get(key):
                 raise ValueError(f"{key}={config[key]!r} is not supported")
@@ -82,7 +82,7 @@ class DecoderConfig:
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
             rope_scaling=scaling,
             norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            qk_norm=kind == "qwen3",
+            family=kind,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             max_positions=int(config.get("max_position_embeddings", 32_768)),
             stop_token_ids=stops,
@@ -90,7 +90,6 @@ class DecoderConfig:
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The contents of a config.json that transformers and vLLM read."""
-        kind = "qwen3" if self.qk_norm else "llama"
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_scaling is not None:
             factor, low, high, original = self.rope_scaling
@@ -98,8 +97,8 @@ class DecoderConfig:
             rope["original_max_position_embeddings"] = int(original)
         stops = list(self.stop_token_ids)
         return {
-            "architectures": [_ARCHITECTURES[kind]],
-            "model_type": kind,
+            "architectures": [FAMILIES[self.family].ARCHITECTURE],
+            "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.layers,

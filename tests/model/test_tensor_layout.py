@@ -5,14 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from scalerl_jax.contract.decoder_config import DecoderConfig
-from scalerl_jax.contract.tensor_layout import check_workers, hf_tensors, pieces
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.tensor_layout import check_workers, hf_tensors, pieces
 
 
-def config(*, tied: bool = True, qk_norm: bool = True, vocabulary: int = 150, kv_heads: int = 4) -> DecoderConfig:
+def config(*, tied: bool = True, family: str = "qwen3", vocabulary: int = 150, kv_heads: int = 4) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocabulary, hidden_size=6, layers=2, heads=8, kv_heads=kv_heads, head_dim=2, intermediate_size=12,
-        qk_norm=qk_norm, tied_embeddings=tied,
+        family=family, tied_embeddings=tied,
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def expected(model: DecoderConfig, tensors: dict[str, np.ndarray], rank: int, wo
 
 CASES = [
     pytest.param(config(), 1, id="alone"),
-    pytest.param(config(tied=False, qk_norm=False), 1, id="alone-untied-llama"),
+    pytest.param(config(tied=False, family="llama"), 1, id="alone-untied-llama"),
     pytest.param(config(), 2, id="two"),
     pytest.param(config(tied=False), 4, id="a-head-each"),
     pytest.param(config(kv_heads=2), 4, id="heads-are-copied"),

@@ -1,0 +1,52 @@
+"""The weights and the two halves of a dense layer, for the families that have them.
+
+x += output(attend(rope(norm(query(h))), rope(norm(key(h))), value(h)))   h = rms_norm(x)
+x += down(silu(gate(h)) * up(h))                                          h = rms_norm(x)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from scalerl_jax.model.families.rows import Row, norm
+
+_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+
+EMBED = (Row("embed", "model.embed_tokens.weight", ("vocabulary", "width"), layered=False),)
+ATTENTION = (
+    norm("attention_norm", "input_layernorm.weight"),
+    Row("query", "self_attn.q_proj.weight", ("heads", "width"), fused=_QKV),
+    Row("key", "self_attn.k_proj.weight", ("kv_heads", "width"), fused=_QKV),
+    Row("value", "self_attn.v_proj.weight", ("kv_heads", "width"), fused=_QKV),
+    Row("output", "self_attn.o_proj.weight", ("width", "heads"), "residual"),
+)
+HEAD_NORMS = (
+    norm("query_norm", "self_attn.q_norm.weight", "head"),
+    norm("key_norm", "self_attn.k_norm.weight", "head"),
+)
+MLP = (
+    norm("mlp_norm", "post_attention_layernorm.weight"),
+    Row("gate", "mlp.gate_proj.weight", ("mlp", "width"), fused=_GATE_UP),
+    Row("up", "mlp.up_proj.weight", ("mlp", "width"), fused=_GATE_UP),
+    Row("down", "mlp.down_proj.weight", ("width", "mlp"), "residual"),
+)
+AFTER = (
+    norm("final_norm", "model.norm.weight", layered=False),
+    Row("head", "lm_head.weight", ("vocabulary", "width"), layered=False),
+)
+
+
+def attention(w: Any, x: Any, attend: Callable[..., Any], *, head_norms: bool) -> Any:
+    """x [..., width] -> like x. head_norms: RMSNorm on each head's query and key."""
+    with w.scope("attention"):
+        q, k, v = (w.heads(y) for y in w.project(w.norm(x, "attention_norm"), "query", "key", "value"))
+        if head_norms:
+            q, k = w.norm(q, "query_norm"), w.norm(k, "key_norm")
+        mixed = attend(w.rotate(q), w.rotate(k), v)
+        return x + w.project(mixed.reshape(*x.shape[:-1], -1), "output")
+
+
+def mlp(w: Any, x: Any) -> Any:
+    """x [..., width] -> like x."""
+    with w.scope("mlp"):
+        gate, up = w.project(w.norm(x, "mlp_norm"), "gate", "up")
+        return x + w.project(w.silu(gate) * up, "down")

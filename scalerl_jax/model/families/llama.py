@@ -1,0 +1,13 @@
+"""Llama 3.x; the rescaled frequencies of 3.1 are the config's."""
+
+from collections.abc import Callable
+from typing import Any
+
+from scalerl_jax.model.families import dense
+
+ARCHITECTURE = "LlamaForCausalLM"
+ROWS = (*dense.EMBED, *dense.ATTENTION, *dense.MLP, *dense.AFTER)
+
+
+def layer(w: Any, x: Any, attend: Callable[..., Any]) -> Any:
+    return dense.mlp(w, dense.attention(w, x, attend, head_norms=False))

@@ -1,0 +1,13 @@
+"""Qwen3: as Llama, with an RMSNorm on each head's query and key."""
+
+from collections.abc import Callable
+from typing import Any
+
+from scalerl_jax.model.families import dense
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+ROWS = (*dense.EMBED, *dense.ATTENTION, *dense.HEAD_NORMS, *dense.MLP, *dense.AFTER)
+
+
+def layer(w: Any, x: Any, attend: Callable[..., Any]) -> Any:
+    return dense.mlp(w, dense.attention(w, x, attend, head_norms=True))
