@@ -8,10 +8,10 @@ import optax
 from jax.sharding import Mesh
 
 from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
-from scalerl_jax.contract.decoder_config import DecoderConfig
 from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import Precision
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import policy_loss
 
