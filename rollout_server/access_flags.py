@@ -4,13 +4,13 @@
     any other --host         TLS and a token, or --insecure
 
 With --tls_client_authority a client must show a certificate too, beside the token. Whom weights are passed on to, and
-shown the token: hops.py.
+shown the token: reach.py.
 """
 
 import dataclasses
 from collections.abc import Iterator
 
-from rollout_server import hops
+from rollout_server import reach
 from rollout_server import serve_flags as given
 from scalerl_jax.contract import security
 
@@ -45,7 +45,7 @@ def read(host: str) -> security.Access:
     beyond = None
     if given.RELAY_TO.value is not None:
         try:
-            beyond = hops.parse_beyond(given.RELAY_TO.value)
+            beyond = reach.parse_beyond(given.RELAY_TO.value)
         except ValueError as error:
             raise ValueError(f"--relay_to={given.RELAY_TO.value}: {error}") from None
     return dataclasses.replace(access, beyond=beyond, warnings=tuple(_warnings(access, host)))

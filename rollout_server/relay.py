@@ -3,7 +3,7 @@
     trainer ─chunks→ this server ─chunks→ those that the header names, and they to those behind them
             ←relayed─             ←relayed─
 
-    meeting   is it one that may be dialled (hops.py)? does its Status tell the server_id that the header names? Only
+    meeting   is it one that may be dialled (reach.py)? does its Status tell the server_id that the header names? Only
               then is it sent the header; and `applied` counts from that server_id alone
 
 What is sent comes from where this server stages the version, so passing on costs no memory. A server that cannot be
@@ -23,14 +23,15 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import grpc
 
-from rollout_server.hops import LOOPBACK, Reach
 from rollout_server.quiet_log import QuietLog
+from rollout_server.reach import LOOPBACK, Reach
 from rollout_server.staging import Staging
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.peer_text import said
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.security import connect
+from scalerl_jax.contract.weight_stream import PushRefused, WeightStream
 
 # A server that takes nothing for so long is given up, and so is one that does not answer at the meeting.
 PATIENCE_SECONDS = 3.0
@@ -41,9 +42,6 @@ PATIENCE_SECONDS = 3.0
 MOST_BEHIND = 16
 HOLD_SECONDS = 1.0
 
-# A chunk is sent again this many times on average before the link counts as broken.
-RESENDS = 3
-
 NOT_MET = "not reached, or not the server that it should be"
 
 log = logging.getLogger(__name__)
@@ -52,27 +50,27 @@ quiet = QuietLog(log)
 Reply = Callable[[pb.WeightReply], Awaitable[None]]
 
 
-def behind(hop: pb.Relay) -> Iterator[str]:
-    """The addresses of a hop and of all those behind it."""
-    yield hop.address
-    for further in hop.relays:
+def behind(server: pb.Relay) -> Iterator[str]:
+    """The addresses of a server and of all those behind it."""
+    yield server.address
+    for further in server.relays:
         yield from behind(further)
 
 
-def lost(hop: pb.Relay, why: str) -> Iterator[pb.WeightReply]:
-    for address in behind(hop):
+def lost(server: pb.Relay, why: str) -> Iterator[pb.WeightReply]:
+    for address in behind(server):
         yield pb.WeightReply(relayed=pb.WeightReply.Relayed(address=address, lost=why))
 
 
-class PassOn:
-    """One version to one server. `news()` says that there are more chunks, or the commit.
+class Relay:
+    """One version to one server.
 
-    staging: its header names nobody to pass it on to; those behind the hop are added. own_id: this server's.
+    staging: its header names nobody to pass it on to; those behind the server are added. own_id: this server's.
     """
 
     def __init__(
         self,
-        hop: pb.Relay,
+        server: pb.Relay,
         staging: Staging,
         *,
         reply: Reply,
@@ -80,20 +78,20 @@ class PassOn:
         reach: Reach = LOOPBACK,
         own_id: str = "",
     ):
-        self._hop, self._staging, self._reply, self._timeout = hop, staging, reply, timeout
+        self._server, self._staging, self._reply, self._timeout = server, staging, reply, timeout
         self._reach, self._own_id = reach, own_id
-        self._resends = 0
         self._staged: set[str] = set()  # who has all of it
         self._news = asyncio.Event()
-        self._again: asyncio.Queue[int] = asyncio.Queue()
-        self._open = set(behind(hop))  # whose outcome is not known
+        self._open = set(behind(server))  # whose outcome is not known
         self._written = 0  # chunks, in order
         self._wrote_at, self._wrote = time.monotonic(), asyncio.Event()
-        self.committed = False
+        self._committed = False
         self.task = asyncio.create_task(self._run())
         self.task.add_done_callback(self._ended)
 
-    def news(self) -> None:
+    def news(self, committed: bool) -> None:
+        """There are more chunks, or the commit."""
+        self._committed = committed
         self._news.set()
 
     @property
@@ -119,16 +117,16 @@ class PassOn:
         self._wrote.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             why = f"{type(error).__name__}: {said(error)}"
-            quiet.say("failed", logging.WARNING, "passing on to %s failed: %s", said(self._hop.address), why)
+            quiet.say("failed", logging.WARNING, "passing on to %s failed: %s", said(self._server.address), why)
 
     async def _run(self) -> None:
-        if why := self._reach.why_not(self._hop.address):
+        if why := self._reach.why_not(self._server.address):
             await self.give_up(why)
             return
         assert self._reach.credentials is not None
         why = "the connection ended"
         async with contextlib.AsyncExitStack() as stack:
-            channel = connect(self._hop.address, self._reach.credentials)
+            channel = connect(self._server.address, self._reach.credentials)
             stack.push_async_callback(channel.close)
             stub = Stub(channel)
             if not await self._met(stub):
@@ -136,20 +134,21 @@ class PassOn:
                 return
             header = pb.WeightHeader()
             header.CopyFrom(self._staging.header)
-            header.relays.extend(self._hop.relays)
+            header.relays.extend(self._server.relays)
             call = stub.PushWeights(timeout=self._timeout)
             stack.callback(call.cancel)
-            reader = asyncio.create_task(self._read(call))
-            writer = asyncio.create_task(self._write(call, header))
+            stream = WeightStream(call, self._staging)
+            reader = asyncio.create_task(self._read(stream))
+            writer = asyncio.create_task(self._write(call, stream, header))
             try:
-                await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_EXCEPTION)
+                await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
                 for task in (writer, reader):
                     error = task.exception() if task.done() else None
                     if isinstance(error, TimeoutError):
                         why = f"it took nothing for {PATIENCE_SECONDS:g} s"
                     elif isinstance(error, grpc.aio.AioRpcError):
                         why = f"{error.code().name}: {said(error.details() or '')}"
-                    elif isinstance(error, Over) and str(error):
+                    elif isinstance(error, PushRefused):
                         why = str(error)
             finally:
                 for task in (reader, writer):
@@ -169,11 +168,11 @@ class PassOn:
                 why = "its Status cannot be decoded"
             elif status.server_id == self._own_id:
                 why = "it is this server itself"
-            elif self._hop.server_id and status.server_id != self._hop.server_id:
-                why = f"it is server {said(status.server_id)}, not {said(self._hop.server_id)}"
+            elif self._server.server_id and status.server_id != self._server.server_id:
+                why = f"it is server {said(status.server_id)}, not {said(self._server.server_id)}"
         if not why:
             return True
-        quiet.say("not met", logging.WARNING, "not passed on to %s: %s", said(self._hop.address), said(why))
+        quiet.say("not met", logging.WARNING, "not passed on to %s: %s", said(self._server.address), said(why))
         if self._reach.tls:
             await asyncio.sleep(PATIENCE_SECONDS - (time.monotonic() - began))
         return False
@@ -201,58 +200,39 @@ class PassOn:
     async def _tell(self, relayed: pb.WeightReply.Relayed) -> None:
         await self._reply(pb.WeightReply(relayed=relayed))
 
-    async def _write(self, call: grpc.aio.StreamStreamCall, header: pb.WeightHeader) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall, stream: WeightStream, header: pb.WeightHeader) -> None:
         """Raises TimeoutError where the other side takes nothing."""
+        async with contextlib.aclosing(stream.messages(header, self._ready)) as messages:
+            async for message in messages:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await call.write(message)
+                if isinstance(message, Chunk):
+                    self._written, self._wrote_at = max(self._written, message.index + 1), time.monotonic()
+                    self._wrote.set()
+                elif message.commit:
+                    await self._tell(pb.WeightReply.Relayed(address=self._server.address, staged=True))
 
-        async def write(message: pb.WeightMessage | Chunk) -> None:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                await call.write(message)
-
-        await write(pb.WeightMessage(header=header))
-        for index in range(self._staging.chunks):
-            while not self._staging.has(index):
-                self._news.clear()
-                await self._news.wait()
-            await write(self._staging.chunk(index))
-            self._written, self._wrote_at = index + 1, time.monotonic()
-            self._wrote.set()
-        while not self.committed:
+    async def _ready(self, index: int) -> None:
+        """Returns when the chunk is here; after the last of them, the commit."""
+        while not (self._committed if index == self._staging.chunks else self._staging.has(index)):
             self._news.clear()
             await self._news.wait()
-        await write(pb.WeightMessage(commit=True))
-        await self._tell(pb.WeightReply.Relayed(address=self._hop.address, staged=True))
-        while True:
-            await write(self._staging.chunk(await self._again.get()))
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(self, stream: WeightStream) -> None:
         """Returns when the outcome of all is known, or the call is over."""
-        while self._open and (reply := await call.read()) is not grpc.aio.EOF:
-            if reply is None:
-                raise Over("it answers what cannot be decoded")
-            kind = reply.WhichOneof("kind")
-            if kind == "resend":
-                self._resends += 1
-                if reply.resend >= self._staging.chunks or self._resends > RESENDS * self._staging.chunks:
-                    raise Over("it asks for chunks without end, or for one that there is not")
-                self._again.put_nowait(reply.resend)
-            elif kind == "relayed":
-                if reply.relayed.address not in self._open:
-                    continue  # it speaks of one that is not behind it, or for the second time
-                await self._relay(reply.relayed)
-            elif kind is None:
-                raise Over("it answers in a way that this server does not know")
-            else:
-                if kind == "applied" and self._hop.server_id and reply.applied.server_id != self._hop.server_id:
-                    raise Over("another process took it")
-                self._open.discard(self._hop.address)
-                relayed = pb.WeightReply.Relayed(address=self._hop.address)
-                if kind == "applied":
-                    relayed.applied.CopyFrom(reply.applied)
-                else:
-                    setattr(relayed, kind, said(getattr(reply, kind)))
-                await self._tell(relayed)
-        raise Over
-
-
-class Over(Exception):
-    """Nothing more will come; says why where it should have."""
+        async with contextlib.aclosing(stream.replies()) as replies:
+            async for kind, reply in replies:
+                if kind == "relayed":
+                    if reply.relayed.address in self._open:  # else it is not behind it, or is told for the second time
+                        await self._relay(reply.relayed)
+                elif kind != "resend":
+                    if kind == "applied" and self._server.server_id not in ("", reply.applied.server_id):
+                        raise PushRefused("another process took it")
+                    own = pb.WeightReply.Relayed(address=self._server.address)
+                    if kind == "applied":
+                        own.applied.CopyFrom(reply.applied)
+                    else:
+                        setattr(own, kind, getattr(reply, kind))
+                    await self._relay(own)
+                if not self._open:
+                    return

@@ -29,7 +29,7 @@ from rollout_server.activity import Activity
 from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import Engine, EngineInfo, QueueFull, WrongVersion
 from rollout_server.guard import MOST_CALLS, Guard
-from rollout_server.hops import LOOPBACK, Reach
+from rollout_server.reach import LOOPBACK, Reach
 from rollout_server.weight_push import WeightReceiver
 from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc
 from scalerl_jax.contract import rollout_pb2 as pb
@@ -292,7 +292,7 @@ def longest_header(info: EngineInfo) -> int:
     """Bytes of the header of a version of this model."""
     tensors = sum(len(name.encode()) + 32 + 12 * len(shape) + 64 for name, shape in info.tensors.items())
     hop = limits.MAXIMUM_ADDRESS_BYTES + limits.MAXIMUM_ID_BYTES + 16
-    return 2**12 + tensors + limits.MAXIMUM_HOPS * hop
+    return 2**12 + tensors + limits.MAXIMUM_RELAYS * hop
 
 
 class _Health(health.aio.HealthServicer):

@@ -21,12 +21,12 @@ from typing import Any
 
 import grpc
 
-from rollout_server import hops
+from rollout_server import reach
 from rollout_server.activity import Activity
 from rollout_server.engines.engine import Engine
-from rollout_server.hops import LOOPBACK, Reach
 from rollout_server.quiet_log import QuietLog
-from rollout_server.relay import PassOn, Reply, lost
+from rollout_server.reach import LOOPBACK, Reach
+from rollout_server.relay import Relay, lost
 from rollout_server.staging import Staging
 from rollout_server.weight_store import FullSyncNeeded, WeightStore
 from scalerl_jax.contract import codec, peer_text
@@ -59,11 +59,11 @@ class WeightReceiver:
         self._activity = activity or Activity()
         self._reach, self._server_id = reach, server_id
         self._quiet = QuietLog(log)
-        self._passing: list[PassOn] = []  # what they send lies in the host copy
+        self._relays: list[Relay] = []  # what they send lies in the host copy
         self.store = WeightStore(engine.info, engine.weight_buffer)
         self.versions_applied = 0
         self._engine = engine
-        self._receiving: _Messages | None = None  # of the push that may write to the store
+        self._receiving: _Push | None = None  # of the push that may write to the store
         self._receiving_version = codec.Version(0, 0)  # what it brings
         self._applying: asyncio.Task[tuple[float, float]] | None = None
         self._applying_since = 0.0
@@ -75,32 +75,15 @@ class WeightReceiver:
 
     async def push(self, context: grpc.aio.ServicerContext) -> None:
         """One call, from header to last reply."""
-        messages = _Messages(context)  # those of the call in self._receiving are taken
-        passing: list[PassOn] = []
-        writing = asyncio.Lock()
-
-        async def in_turn(reply: pb.WeightReply) -> None:
-            async with writing:
-                await context.write(reply)
-
-        async def write(reply: pb.WeightReply) -> None:
-            # Whoever passes on may be cancelled under it: gRPC writes on, and refuses the next one until it is through.
-            going = asyncio.ensure_future(in_turn(reply))
-            going.add_done_callback(_seen)
-            await asyncio.shield(going)
-
+        push = _Push(context)
         try:
-            await self._push(messages, context, write, passing)
+            await self._push(push)
         finally:
-            messages.close()
-            for one in passing:
-                one.task.cancel()
+            push.close()
 
-    async def _push(
-        self, messages: "_Messages", context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
-    ) -> None:
+    async def _push(self, push: "_Push") -> None:
         try:
-            reply = pb.WeightReply(applied=await self._receive(messages, context, write, passing))
+            reply = pb.WeightReply(applied=await self._receive(push))
         except FullSyncNeeded as error:
             why = peer_text.details(error)
             self._quiet.say("full_sync", logging.WARNING, "a dense version is needed: %s", why)
@@ -110,69 +93,71 @@ class WeightReceiver:
             self._quiet.say("refused", logging.WARNING, "weights refused: %s", why)
             reply = pb.WeightReply(refused=why)
         finally:
-            if self._receiving is messages:
+            if self._receiving is push:
                 self._receiving = None
-        await write(reply)
-        if reply.WhichOneof("kind") == "applied" and passing:
-            await asyncio.wait({one.task for one in passing})
-            for one in passing:
-                await one.give_up("the server that was to pass it on went on to another version")
+        await push.write(reply)
+        if reply.WhichOneof("kind") == "applied" and push.relays:
+            await asyncio.wait({relay.task for relay in push.relays})
+            for relay in push.relays:
+                await relay.give_up("the server that was to pass it on went on to another version")
         # A call that ends under a client's write loses the reply that explains it, so the client ends it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                while await messages.next(DRAIN_SECONDS) is not grpc.aio.EOF:
+                while await push.next(DRAIN_SECONDS) is not grpc.aio.EOF:
                     pass
 
-    async def _receive(
-        self, messages: "_Messages", context: grpc.aio.ServicerContext, write: Reply, passing: list[PassOn]
-    ) -> pb.WeightReply.Applied:
+    async def _receive(self, push: "_Push") -> pb.WeightReply.Applied:
         """Raises ValueError where the version is refused; the weights are then as they were."""
-        message = await messages.next_in_time()
+        message = await push.next_in_time()
         if message is grpc.aio.EOF or isinstance(message, Chunk) or message.WhichOneof("kind") != "header":
             raise ValueError("the first message is not a header")
         header = message.header
-        hops.check(header.relays)
+        reach.check(header.relays)
         onward = list(header.relays)
         del header.relays[:]  # each of them is sent its own part
         target = codec.version_from_proto(header.target)
 
         def still_welcome() -> None:
-            if self._receiving is not messages:
+            if self._receiving is not push:
                 raise ValueError(f"another push of step {self._receiving_version.step} took its place")
 
         # 1. The whole header is checked, and the newest of those that want to send goes on.
         self.store.check(header, self._engine.status().version)
         if self._receiving is not None and target < self._receiving_version:
             raise ValueError(f"step {self._receiving_version.step}, which is newer, is being received")
-        self._activity.welcome(target.incarnation, context.peer())
+        self._activity.welcome(target.incarnation, push.peer)
         if self._receiving is not None:
             self._receiving.displace()
-        self._receiving, self._receiving_version = messages, target
+        self._receiving, self._receiving_version = push, target
 
         # 2. The host copy is the engine's until the version before this one is applied.
         while self._applying is not None:
             left = self._applying_since + 2 * APPLY_SECONDS - time.monotonic()
-            either: set[asyncio.Future[Any]] = {self._applying, messages.displaced}
+            either: set[asyncio.Future[Any]] = {self._applying, push.displaced}
             await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             still_welcome()
             if self._applying is not None and time.monotonic() - self._applying_since >= 2 * APPLY_SECONDS:
                 raise ValueError(f"the version before it is not applied after {2 * APPLY_SECONDS:g} s")
-        await self._stop_passing()
+        await self._stop_relaying()
         still_welcome()
         self.store.check(header, self._engine.status().version)
         if self.store.holds(header):
-            await self._tell_lost(onward, write, "the version was here already")
+            for server in onward:
+                for reply in lost(server, "the version was here already"):
+                    await push.write(reply)
             return pb.WeightReply.Applied(version=header.target, server_id=self._server_id)
         self.store.check_base(header)
 
         # 3. Chunks, in any order, until commit and the last of them are there.
         staging, committed = self.store.stage(header), False
-        await self._pass_on(onward, staging, context, write, passing)
+        push.relay_to(onward, staging, reach=self._reach, own_id=self._server_id)
+        if not staging.is_delta:  # those have memory of their own
+            self._relays = push.relays
         until = time.monotonic() + RECEIVE_SECONDS + header.payload_bytes / SLOWEST_BYTES
         while not (committed and staging.complete):
-            for one in passing:
-                await one.keep_pace()
-            message = await messages.next_in_time()
+            for relay in push.relays:
+                await relay.keep_pace()
+            message = await push.next_in_time()
             still_welcome()
             if time.monotonic() > until:
                 raise ValueError(f"it came too slowly: {staging.waiting} of {staging.chunks} chunks are missing")
@@ -185,10 +170,9 @@ class WeightReceiver:
             else:
                 raise ValueError(f"a {message.WhichOneof('kind')} in the middle of a version")
             for index in again:
-                await write(pb.WeightReply(resend=index))
-            for one in passing:
-                one.committed = committed
-                one.news()
+                await push.write(pb.WeightReply(resend=index))
+            for relay in push.relays:
+                relay.news(committed)
 
         # 4. The engine takes it. From here on the client's going away changes nothing: all tensors or none.
         self._receiving = None
@@ -204,35 +188,14 @@ class WeightReceiver:
             server_id=self._server_id,
         )
 
-    async def _pass_on(
-        self,
-        onward: Sequence[pb.Relay],
-        staging: Staging,
-        context: grpc.aio.ServicerContext,
-        write: Reply,
-        passing: list[PassOn],
-    ) -> None:
-        timeout = context.time_remaining()
-        passing += [
-            PassOn(hop, staging, reply=write, timeout=timeout, reach=self._reach, own_id=self._server_id)
-            for hop in onward
-        ]
-        if not staging.is_delta:  # those have memory of their own
-            self._passing = passing
-
-    async def _stop_passing(self) -> None:
+    async def _stop_relaying(self) -> None:
         """The host copy, from which a dense version is passed on, is about to be written to."""
-        tasks = {one.task for one in self._passing}
+        tasks = {relay.task for relay in self._relays}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        self._passing = []
-
-    async def _tell_lost(self, onward: Sequence[pb.Relay], write: Reply, why: str) -> None:
-        for hop in onward:
-            for reply in lost(hop, why):
-                await write(reply)
+        self._relays = []
 
     async def _apply(self, staging: Staging) -> tuple[float, float]:
         """Seconds: until the host copy was the version; that decoding stood still."""
@@ -257,16 +220,34 @@ class WeightReceiver:
         return checking, pause
 
 
-class _Messages:
-    """What one client sends, one message after another, and whether it still has the word.
+class _Push:
+    """One call: what its client sends, one message after another, and whether it still has the word; and its relays.
 
     A read is never cancelled: gRPC would refuse the next one. It is left waiting, and gone on with.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext):
-        self._context = context
+        self._context, self.peer = context, context.peer()
+        self._writing = asyncio.Lock()
         self._reading: asyncio.Future[Any] | None = None
+        self.relays: list[Relay] = []
         self.displaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def write(self, reply: pb.WeightReply) -> None:
+        async def in_turn() -> None:
+            async with self._writing:
+                await self._context.write(reply)
+
+        # A relay may be cancelled under it: gRPC writes on, and refuses the next one until it is through.
+        going = asyncio.ensure_future(in_turn())
+        going.add_done_callback(_seen)
+        await asyncio.shield(going)
+
+    def relay_to(self, servers: Sequence[pb.Relay], staging: Staging, *, reach: Reach, own_id: str) -> None:
+        timeout = self._context.time_remaining()
+        self.relays += [
+            Relay(server, staging, reply=self.write, timeout=timeout, reach=reach, own_id=own_id) for server in servers
+        ]
 
     def displace(self) -> None:
         """Another push takes its place: who waits for its next message is woken."""
@@ -296,6 +277,8 @@ class _Messages:
         if self._reading is not None:
             self._reading.cancel()
             self._reading.add_done_callback(_seen)
+        for relay in self.relays:
+            relay.task.cancel()
 
 
 def _seen(task: asyncio.Future) -> None:

@@ -11,8 +11,8 @@ MAXIMUM_REQUEST_BYTES = MAXIMUM_CHUNK_BYTES + 2**16
 
 # Whom one version may be passed on to, see WeightHeader.relays: by one server at once; one behind the other; in all.
 MAXIMUM_FAN_OUT = 8
-MAXIMUM_HOPS_DEEP = 16
-MAXIMUM_HOPS = 4096
+MAXIMUM_RELAY_DEPTH = 16
+MAXIMUM_RELAYS = 4096
 MAXIMUM_ADDRESS_BYTES = 262  # a host name of 253 and a port
 MAXIMUM_ID_BYTES = 128  # of a server_id
 

@@ -65,7 +65,7 @@ class Access:
     token: str = dataclasses.field(default="", repr=False)
     # What servers that weights are passed on to are shown; None: they are not passed on.
     passing: Credentials | None = dataclasses.field(default=Credentials(), repr=False)
-    beyond: tuple[Any, ...] | None = None  # hosts and networks beyond loopback that they are passed on to, see hops.py
+    beyond: tuple[Any, ...] | None = None  # hosts and networks beyond loopback that they are passed on to, see reach.py
     warnings: tuple[str, ...] = ()  # what whoever starts the server should know, a line each
 
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:

@@ -15,7 +15,8 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.weight_delta import Change, WeightDelta, digest, encode
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.weights.publisher import Publisher, PushReport
+from scalerl_jax.rollouts.weights.publisher import Publisher
+from scalerl_jax.rollouts.weights.push import PushReport
 from tests.rollout_server.client import INCARNATION, Served, serving
 
 MakeReplay = Callable[..., ReplayEngine]

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rollout_server import hops as hops_lib
+from rollout_server import reach
 from scalerl_jax.contract.security import PLAIN, Credentials
 
-BEYOND = hops_lib.parse_beyond("10.0.0.0/8, fd00::/8, gen.example, .pods.example, 192.0.2.7")
+BEYOND = reach.parse_beyond("10.0.0.0/8, fd00::/8, gen.example, .pods.example, 192.0.2.7")
 TLS = Credentials(b"an authority", token="a token")
 
 
@@ -34,12 +34,12 @@ TLS = Credentials(b"an authority", token="a token")
     ],
 )
 def test_whom_a_server_dials(credentials: Credentials | None, beyond: Any, yes: str, no: str) -> None:
-    reach = hops_lib.Reach(credentials, beyond)
-    assert [reach.why_not(address) for address in yes.split()] == [""] * len(yes.split())
-    assert all(reach.why_not(address) for address in no.split())
+    dialled = reach.Reach(credentials, beyond)
+    assert [dialled.why_not(address) for address in yes.split()] == [""] * len(yes.split())
+    assert all(dialled.why_not(address) for address in no.split())
 
 
 @pytest.mark.parametrize("text", ["10.0.0.0/33", "10.0.0.1/8", "a b", "host:80", "1.2.3", "-x", "*.example"])
 def test_hosts_that_cannot_be(text: str) -> None:
     with pytest.raises(ValueError, match="neither a host name nor a network"):
-        hops_lib.parse_beyond(text)
+        reach.parse_beyond(text)

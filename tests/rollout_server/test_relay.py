@@ -8,12 +8,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from rollout_server import hops as hops_lib
-from rollout_server import relay, weight_push
+from rollout_server import reach, relay, weight_push
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.security import Access, Credentials, server_credentials
+from scalerl_jax.contract.weight_stream import FullSyncNeeded, PushRefused
 from scalerl_jax.rollouts.weights import relay_tree
-from scalerl_jax.rollouts.weights.publisher import FullSyncNeeded, PushRefused
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import serving
 from tests.rollout_server.passing import MakeReplay, all_of, fate, fleet, header_to, published
@@ -63,7 +62,7 @@ async def test_servers_show_each_other_certificate_and_token(
 
 def test_the_tree_has_everyone_once_and_is_not_deep() -> None:
     async def build(count: int) -> tuple[list[str], int]:
-        tree = relay_tree.Tree([relay_tree.Place(f"s{i}") for i in range(count)])
+        tree = relay_tree.Tree([relay_tree.Member(f"s{i}") for i in range(count)])
 
         def depth(hop) -> int:
             return 1 + max((depth(further) for further in hop.relays), default=0)
@@ -72,8 +71,8 @@ def test_the_tree_has_everyone_once_and_is_not_deep() -> None:
             assert len(hop.relays) <= relay_tree.FAN_OUT
             return [hop.address, *itertools.chain(*(names(further) for further in hop.relays))]
 
-        found = list(itertools.chain(*(names(hop) for hop in tree.hops)))
-        return found, max((depth(hop) for hop in tree.hops), default=0)
+        found = list(itertools.chain(*(names(hop) for hop in tree.relays)))
+        return found, max((depth(hop) for hop in tree.relays), default=0)
 
     for count in (1, 2, 3, 8, 64):
         found, deep = asyncio.run(build(count))
@@ -325,7 +324,7 @@ def bush(fan_out: int, depth: int) -> list[pb.Relay]:
 async def test_a_header_with_too_many_hops_is_refused_before_anything_is_made_of_it(
     make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, hops: list[pb.Relay], told: str
 ) -> None:
-    monkeypatch.setattr("rollout_server.weight_push.PassOn", lambda *_, **__: pytest.fail("made"))
+    monkeypatch.setattr("rollout_server.weight_push.Relay", lambda *_, **__: pytest.fail("made"))
     async with fleet(make_replay, 1) as (servers, run):
         await published(run, servers)
         replies = await header_to(servers[0], run, *hops)
@@ -336,8 +335,10 @@ async def test_a_header_with_too_many_hops_is_refused_before_anything_is_made_of
 
 def test_the_largest_tree_that_a_trainer_makes_is_within_the_bounds() -> None:
     async def build() -> list[pb.Relay]:
-        return relay_tree.Tree([relay_tree.Place(f"server-{i}.fleet.example:8000", "f" * 32) for i in range(4000)]).hops
+        return relay_tree.Tree(
+            [relay_tree.Member(f"server-{i}.fleet.example:8000", "f" * 32) for i in range(4000)]
+        ).relays
 
-    hops_lib.check(asyncio.run(build()))
-    hops_lib.check(chain(16))
-    hops_lib.check(bush(8, 3))
+    reach.check(asyncio.run(build()))
+    reach.check(chain(16))
+    reach.check(bush(8, 3))

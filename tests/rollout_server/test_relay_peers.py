@@ -101,7 +101,7 @@ async def test_a_client_that_reads_nothing_leaves_no_exception_behind(
 
     async with fleet(make_replay, 1) as (servers, run):
         await published(run, servers)
-        one = relay.PassOn(pb.Relay(address="192.0.2.1:80"), None, reply=unread, timeout=60)
+        one = relay.Relay(pb.Relay(address="192.0.2.1:80"), None, reply=unread, timeout=60)
         await asyncio.wait({one.task})
         del one
     gc.collect()
@@ -122,14 +122,14 @@ async def test_one_that_no_header_may_name_is_sent_to_directly(address: str, ser
             *(stack.enter_async_context(gathered.join((0, 1), *one)) for one in joining), return_exceptions=False
         )
         alone = places[2]
-        assert alone.tree is not None and not alone.tree.hops
-        assert [hop.address for hop in places[1].tree.hops] == ["c:1"]  # the first of all had nobody to wait for
+        assert alone.tree is not None and not alone.tree.relays
+        assert [hop.address for hop in places[1].tree.relays] == ["c:1"]  # the first of all had nobody to wait for
         for place in (places[0], places[1]):
             place.tree.end()
 
 
 async def test_a_tree_hears_nothing_in_what_says_nothing() -> None:
-    places = [relay_tree.Place("a:1"), relay_tree.Place("b:1")]
+    places = [relay_tree.Member("a:1"), relay_tree.Member("b:1")]
     tree = relay_tree.Tree(places)
     tree.relayed(pb.WeightReply.Relayed(address="b:1"))
     assert not tree.over and not places[1].outcome.done()

@@ -14,6 +14,7 @@ import grpc
 from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.contract.weight_stream import FullSyncNeeded, PushRefused
 from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers.calls import Calls, said
@@ -21,7 +22,6 @@ from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.probe_samples import Sample, sample
 from scalerl_jax.rollouts.servers.server_state import ServerState
 from scalerl_jax.rollouts.servers.states import ACTIVE, CANDIDATE, PROBING, UPDATING
-from scalerl_jax.rollouts.weights.publisher import FullSyncNeeded, PushRefused
 
 _log = logging.getLogger(__name__)
 

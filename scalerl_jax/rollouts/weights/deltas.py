@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, WeightDelta, merge
+from scalerl_jax.rollouts.loop_thread import watched
 
 # What travels in a dense version for each element: deltas are of bfloat16 tensors.
 ITEM_BYTES = 2
@@ -35,12 +36,7 @@ class DeltaCache:
     def record(self, step: int, find: Callable[[], WeightDelta]) -> None:
         """`find` brings what version `step` changed to the host; called at once, on a thread of its own."""
         assert step not in self._deltas
-        task = self._deltas[step] = asyncio.ensure_future(self._find(step, find))
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+        self._deltas[step] = watched(self._find(step, find), self._fail)
 
     async def _find(self, step: int, find: Callable[[], WeightDelta]) -> WeightDelta:
         def timed() -> tuple[WeightDelta, float]:

@@ -28,7 +28,7 @@ import grpc
 
 from scalerl_jax.contract import addresses, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.rollouts.weights.refusals import FullSyncNeeded, PushRefused
+from scalerl_jax.contract.weight_stream import refusal
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +44,21 @@ Key = tuple[int | None, int]  # base, step
 class Tree:
     """What the leader is asked to pass on, and what became of it."""
 
-    def __init__(self, members: "list[Place]"):
+    def __init__(self, members: "list[Member]"):
         """The first of them leads."""
-        self._waiting = {place.address: place for place in members[1:]}
-        self.hops = [_hop(members, child) for child in _children(0, len(members))]
+        self._waiting = {member.address: member for member in members[1:]}
+        self.relays = [_relay(members, child) for child in _children(0, len(members))]
         self._moved_at = time.monotonic()
-        self.streaming = False  # whoever streams ends it
+        self._streamed = False
+
+    def begin(self) -> None:
+        """The version is streamed to the leader; whoever does that ends it."""
+        self._streamed = True
+
+    def give_up(self) -> None:
+        """The leader is gone; it ends where nobody streams to it."""
+        if not self._streamed:
+            self.end()
 
     def moved(self) -> None:
         """Something went out, or came back."""
@@ -62,22 +71,22 @@ class Tree:
 
     def relayed(self, relayed: pb.WeightReply.Relayed) -> None:
         self.moved()
-        place, kind = self._waiting.get(relayed.address), relayed.WhichOneof("kind")
-        if place is None or kind is None:
+        member, kind = self._waiting.get(relayed.address), relayed.WhichOneof("kind")
+        if member is None or kind is None:
             return
         if kind == "staged":
-            place.staged = True
+            member.staged = True
             return
         del self._waiting[relayed.address]
-        place.outcome.set_result(relayed)
+        member.outcome.set_result(relayed)
 
-    def leave(self, place: "Place") -> None:
-        self._waiting.pop(place.address, None)
+    def leave(self, member: "Member") -> None:
+        self._waiting.pop(member.address, None)
 
     def end(self) -> None:
         """The leader's stream is over: whoever still waits is served in another way."""
-        for place in list(self._waiting.values()):
-            self.relayed(pb.WeightReply.Relayed(address=place.address, lost=LEADER_OVER))
+        for member in list(self._waiting.values()):
+            self.relayed(pb.WeightReply.Relayed(address=member.address, lost=LEADER_OVER))
 
     @property
     def still_for(self) -> float:
@@ -86,7 +95,7 @@ class Tree:
 
 
 @dataclasses.dataclass(eq=False)
-class Place:
+class Member:
     """One server's place in a tree."""
 
     address: str
@@ -128,10 +137,8 @@ class Place:
                 self._not_this_way("it was not this server that took it")
                 return None
             return relayed.applied
-        if kind == "refused":
-            raise PushRefused(relayed.refused)
-        if kind == "full_sync":
-            raise FullSyncNeeded(relayed.full_sync)
+        if kind != "lost":
+            raise refusal(kind, relayed)
         if relayed.lost != LEADER_OVER:
             self._not_this_way(relayed.lost)
         return None
@@ -151,38 +158,40 @@ class Trees:
     def __init__(self, *, fail: Callable[[BaseException], None] | None = None) -> None:
         """fail: told of a fault of ours that nobody waits for; else the loop logs it."""
         self._fail = fail
-        self._gathering: dict[Key, list[Place]] = {}
+        self._gathering: dict[Key, list[Member]] = {}
         self._avoided: dict[str, float] = {}  # address -> until when
         self._seen: set[str] = set()
 
     @contextlib.asynccontextmanager
-    async def join(self, key: Key, address: str, server_id: str = "") -> AsyncIterator[Place]:
+    async def join(self, key: Key, address: str, server_id: str = "") -> AsyncIterator[Member]:
         """The server's place; with a tree (one of nobody else, perhaps) where it is to be sent to from here."""
-        place = Place(address, server_id)
+        member = Member(address, server_id)
         self._seen.add(address)
         avoided = self._avoided.get(address, 0.0) > time.monotonic()
-        if len(self._seen) == 1 or avoided or not _may_be_named(place):
-            place.tree = Tree([place])
-            place.ready.set()
+        if len(self._seen) == 1 or avoided or not _may_be_named(member):
+            member.tree = Tree([member])
+            member.ready.set()
         elif key in self._gathering:
-            self._gathering[key].append(place)
+            self._gathering[key].append(member)
         else:
-            self._gathering[key] = [place]
+            self._gathering[key] = [member]
             asyncio.get_running_loop().call_later(GATHER_SECONDS, self._plant, key)
         try:
-            await place.ready.wait()
-            yield place
+            await member.ready.wait()
+            yield member
         except (grpc.RpcError, asyncio.CancelledError):
-            place.avoid = place.avoid or place.tree is not None  # whoever fails as a leader does not lead again at once
+            member.avoid = (
+                member.avoid or member.tree is not None
+            )  # whoever fails as a leader does not lead again at once
             raise
         finally:
-            if place.tree is not None and not place.tree.streaming:
-                place.tree.end()
-            if place.of is not None:
-                place.of.leave(place)
-            if key in self._gathering and place in self._gathering[key]:
-                self._gathering[key].remove(place)
-            if place.avoid:
+            if member.tree is not None:
+                member.tree.give_up()
+            if member.of is not None:
+                member.of.leave(member)
+            if key in self._gathering and member in self._gathering[key]:
+                self._gathering[key].remove(member)
+            if member.avoid:
                 self._avoided[address] = time.monotonic() + AVOID_SECONDS
 
     def _plant(self, key: Key) -> None:
@@ -199,16 +208,16 @@ class Trees:
             return
         tree = Tree(members)
         members[0].tree = tree
-        for place in members[1:]:
-            place.of = tree
-        for place in members:
-            place.ready.set()
+        for member in members[1:]:
+            member.of = tree
+        for member in members:
+            member.ready.set()
 
 
-def _may_be_named(place: Place) -> bool:
+def _may_be_named(member: Member) -> bool:
     """One name that is none (dns:..., ipv4:..., an interface behind a %) would have the leader refuse the version."""
     try:
-        addresses.check(pb.Relay(address=place.address, server_id=place.server_id))
+        addresses.check(pb.Relay(address=member.address, server_id=member.server_id))
     except ValueError:
         return False
     return True
@@ -218,8 +227,8 @@ def _children(index: int, count: int) -> range:
     return range(FAN_OUT * index + 1, min(count, FAN_OUT * index + FAN_OUT + 1))
 
 
-def _hop(members: list[Place], index: int) -> pb.Relay:
-    further = [_hop(members, child) for child in _children(index, len(members))]
+def _relay(members: list[Member], index: int) -> pb.Relay:
+    further = [_relay(members, child) for child in _children(index, len(members))]
     return pb.Relay(address=members[index].address, relays=further, server_id=members[index].server_id)
 
 

@@ -1,6 +1,6 @@
 """What the publisher reports between two rows of metrics, summed up.
 
-push      one version applied by one server: publisher.PushReport
+push      one version applied by one server: push.PushReport
 version   one delta that was made: deltas.DeltaCache
 """
 
@@ -36,7 +36,7 @@ class SyncStats:
     def take(self) -> dict[str, float]:
         """Sums since the last call: of the versions applied, by all servers, and of the deltas that were made.
 
-        sparse: pushes that were deltas. transfer, staging, pause: see publisher.PushReport. delta_bytes, dense_bytes,
+        sparse: pushes that were deltas. transfer, staging, pause: see push.PushReport. delta_bytes, dense_bytes,
         changed, elements: of the versions that were compared with the one before them; encode: comparison, transfer to
         the host and encoding of those.
         """

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from scalerl_jax.rollouts.weights.publisher import PushReport
+from scalerl_jax.rollouts.weights.push import PushReport
 from scalerl_jax.rollouts.weights.sync_stats import SyncStats
 
 

@@ -1,7 +1,7 @@
 """Whom a version may be passed on to: what a header may say, and whom this server then dials.
 
-    header   at most MAXIMUM_FAN_OUT servers behind one, MAXIMUM_HOPS_DEEP behind each other, MAXIMUM_HOPS in all, each
-             a host:port. Looked at before anything is made of it
+    header   at most MAXIMUM_FAN_OUT servers behind one, MAXIMUM_RELAY_DEPTH behind each other, MAXIMUM_RELAYS in all,
+             each a host:port. Looked at before anything is made of it
 
     dialled by a server    without TLS   loopback addresses
                            with TLS      any host, by TLS alone; the certificate must be for that host and signed by
@@ -29,26 +29,26 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
-def check(hops: Iterable[pb.Relay]) -> None:
+def check(relays: Iterable[pb.Relay]) -> None:
     """Raises ValueError where a header names more servers than it may, or one that is not host:port."""
-    total, rows = 0, [hops]
-    for depth in range(limits.MAXIMUM_HOPS_DEEP + 1):
+    total, rows = 0, [relays]
+    for depth in range(limits.MAXIMUM_RELAY_DEPTH + 1):
         below: list[Iterable[pb.Relay]] = []
         for row in rows:
             size = len(row)  # type: ignore[arg-type]
             total += size
             if size > limits.MAXIMUM_FAN_OUT:
                 raise ValueError(f"relays names {size} servers behind one, at most {limits.MAXIMUM_FAN_OUT} may be")
-            if total > limits.MAXIMUM_HOPS:
-                raise ValueError(f"relays names more than {limits.MAXIMUM_HOPS} servers")
-            for hop in row:
-                addresses.check(hop)
-                if len(hop.relays):
-                    below.append(hop.relays)
+            if total > limits.MAXIMUM_RELAYS:
+                raise ValueError(f"relays names more than {limits.MAXIMUM_RELAYS} servers")
+            for relay in row:
+                addresses.check(relay)
+                if len(relay.relays):
+                    below.append(relay.relays)
         if not below:
             return
-        if depth + 1 == limits.MAXIMUM_HOPS_DEEP:
-            raise ValueError(f"relays names servers behind each other, more than {limits.MAXIMUM_HOPS_DEEP} of them")
+        if depth + 1 == limits.MAXIMUM_RELAY_DEPTH:
+            raise ValueError(f"relays names servers behind each other, more than {limits.MAXIMUM_RELAY_DEPTH} of them")
         rows = below
 
 
