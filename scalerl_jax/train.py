@@ -46,7 +46,8 @@ from scalerl_jax.report import summary
 from scalerl_jax.report.writer import ReportWriter
 from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
-from scalerl_jax.rollouts.fleet import Fleet
+from scalerl_jax.rollouts.fleet import Fleet, Servers
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials as credentials_lib
@@ -164,7 +165,7 @@ def main(config: Config) -> None:
             Tensors(config.model.path)  # a folder without weights is found before anything is started
             tokenizer = Tokenizer(config.model.path)
             train_prompts, validation_prompts = load_rows(config, tokenizer)
-            requests = Requests(config, tokenizer, incarnation=folder.incarnation)
+            requests = Requests(config, tokenizer)
             listed = Addresses(FLAGS.servers) if FLAGS.servers else None
             given = listed.look() if listed is not None else ()
             credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
@@ -263,21 +264,20 @@ def main(config: Config) -> None:
             stack.enter_context(scorer)
         fleet = Fleet(
             config,
-            addresses=given,
-            look=listed.look if listed is not None and listed.changes else None,
-            credentials=credentials,
-            vocabulary=decoder.vocab_size,
-            pacing=make_pacing(config, start=start),
-            incarnation=folder.incarnation,
-            raised=lambda value: folder.outrank(value - 1),
-            draw=draws.draw,
+            servers=Servers(
+                given,
+                probe_prompts=train_prompts,
+                look=listed.look if listed is not None and listed.changes else None,
+                credentials=credentials,
+                vocabulary=decoder.vocab_size,
+                check=probe.check,
+            ),
+            requests=requests,
+            buffer=requests.training_groups(make_pacing(config, start=start), draws.draw, trained=start),
+            incarnation=Incarnation(folder.incarnation, lambda value: folder.outrank(value - 1)),
             score=scorer.score,
-            tokenizer=tokenizer,
-            probe_prompts=train_prompts,
-            check=probe.check,
             on_event=pushes.event,
             observe=functools.partial(observe, ledger),
-            approve_evaluations=True,
         )
         stack.callback(fleet.close)
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
@@ -310,7 +310,7 @@ def main(config: Config) -> None:
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
         with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, ScorerError, StartError):
-            fleet.start(start * config.rollout.prompts_per_step)
+            fleet.start()
             # From here on a signal is only noted, and looked at where the state is that of a whole number of updates.
             signals.be(signals.HOLD)
             stack.enter_context(trainer.saved_when_interrupted())

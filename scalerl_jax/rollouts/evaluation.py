@@ -32,28 +32,27 @@ class Evaluation:
         samples: int,
         servers: int,
         requests: Requests,
-        approved: bool = True,
     ):
-        """servers: how many of the fleet's; 0: all. approved: False: it does not end before somebody has set this."""
+        """servers: how many of the fleet's; 0: all."""
         assert len({row.index for row in rows}) == len(rows) > 0
-        self.version, self._servers, self.approved = version, servers, approved
+        self.version, self._servers = version, servers
+        self.approved = False  # it does not end before the trainer has said that it counts, see Trust
         self.future: concurrent.futures.Future[list[FinishedGroup]] = concurrent.futures.Future()
         self.asked_at = time.monotonic()
-        self.book = GroupBuffer(
+        self.buffer = GroupBuffer(
             pacing=Pinned(version=version, groups=len(rows)),
             open_group=lambda n: requests.evaluation(n, rows[n], version=version, samples=samples),
             group_size=samples,
-            first=0,
             trained=0,
         )
         self._orphaned_at: float | None = None
 
-    def assign(self, connections: Sequence[ServerClient], *, latest: int, done: Sequence[ServerClient] = ()) -> None:
+    def assign(self, clients: Sequence[ServerClient], *, latest: int, done: Sequence[ServerClient] = ()) -> None:
         """Makes servers evaluate until there are enough.
 
         done: those whose last evaluation has ended just now, so that no newer version is on its way to them yet.
         """
-        active = [c for c in connections if c.state == states.ACTIVE]
+        active = [c for c in clients if c.state == states.ACTIVE]
         for c in active:
             if c.evaluation is self and c.step is not None and c.step > self.version:
                 c.release()  # a newer version was on its way when it was chosen
@@ -66,9 +65,9 @@ class Evaluation:
         for c in sorted(free, key=lambda c: c.in_flight)[: max(0, wanted)]:
             c.assign(self)
 
-    def lost(self, connections: Sequence[ServerClient], *, latest: int, patience: float) -> bool:
+    def lost(self, clients: Sequence[ServerClient], *, latest: int, patience: float) -> bool:
         """Whether no server has been left for it for `patience` seconds, and none can come."""
-        if latest == self.version or any(c.evaluation is self for c in connections):
+        if latest == self.version or any(c.evaluation is self for c in clients):
             self._orphaned_at = None
             return False
         now = time.monotonic()
@@ -93,7 +92,7 @@ class Evaluations:
         for evaluation in self._queue:
             evaluation.future.cancel()
 
-    def advance(self, connections: Sequence[ServerClient], *, latest: int, patience: float) -> list[Evaluation]:
+    def advance(self, clients: Sequence[ServerClient], *, latest: int, patience: float) -> list[Evaluation]:
         """Assigns servers to the current one, ends those that are done or lost, and returns what it ended.
 
         latest: the version that every server is to hold. patience: seconds, see Evaluation.lost.
@@ -102,17 +101,17 @@ class Evaluations:
         done: list[ServerClient] = []
         while self._queue:
             evaluation = self._queue[0]
-            whole = evaluation.book.ready(0)
-            groups = evaluation.book.take(0) if whole and evaluation.approved else None
+            whole = evaluation.buffer.is_ready(0)
+            groups = evaluation.buffer.take(0) if whole and evaluation.approved else None
             # Whole and not approved of: its servers stay, for what may have to be asked for again.
-            if groups is None and (whole or not evaluation.lost(connections, latest=latest, patience=patience)):
-                evaluation.assign(connections, latest=latest, done=done)
+            if groups is None and (whole or not evaluation.lost(clients, latest=latest, patience=patience)):
+                evaluation.assign(clients, latest=latest, done=done)
                 break
             ended.append(self._queue.popleft())
-            for connection in connections:
-                if connection.evaluation is evaluation:
-                    connection.release()
-                    done.append(connection)
+            for client in clients:
+                if client.evaluation is evaluation:
+                    client.release()
+                    done.append(client)
             if groups is not None:
                 evaluation.future.set_result([finished(group) for group in groups])
             else:

@@ -1,8 +1,8 @@
-"""Which groups are open, who was asked for which completion, what is finished. Pure: no IO, no clock.
+"""Which groups are in flight, who was asked for which completion, what is ready. Pure: no IO, no clock.
 
-A group is *open* from its admission (its prompt is drawn) until every completion has arrived and is scored; then it
-is *finished* and waits in the store for its batch. A *lease* is some completions of one group asked of one server in
-one call; when the call ends, completions that did not come are *unasked* again, under the same ids. So are those that
+A group is *in flight* from its admission (its row is drawn) until every completion has arrived and is scored; then it
+is *ready*, and waits in the store for its batch. A *request* is some completions of one group asked of one server in
+one call; when the call ends, completions that did not come are *pending* again, under the same ids. So are those that
 are *taken back*, because what delivered them turned out not to run the policy; a group taken for its batch can be put
 back for that until the next one is taken. Whatever happens, every group is handed out whole, and trained once.
 """
@@ -40,7 +40,7 @@ class FinishedGroup:
 
 
 @dataclasses.dataclass
-class OpenGroup:
+class GroupInFlight:
     """A group being sampled; `group_id` and `requests` never change, whoever is asked."""
 
     number: int
@@ -49,7 +49,7 @@ class OpenGroup:
     requests: tuple[CompletionRequest, ...]  # by index
     opened_at: float = 0.0  # seconds, as the caller of GroupBuffer counts them
     finished_at: float = 0.0
-    unasked: set[int] = dataclasses.field(default_factory=set)
+    pending: set[int] = dataclasses.field(default_factory=set)
     asked: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> server
     completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
     servers: dict[int, Process] = dataclasses.field(default_factory=dict)  # of the completions
@@ -61,7 +61,7 @@ class OpenGroup:
 class RolloutRequest:
     """Completions `left` of `group`, asked of `server` in one call."""
 
-    group: OpenGroup
+    group: GroupInFlight
     server: str
     minimum_step: int
     pinned_step: int | None
@@ -69,9 +69,9 @@ class RolloutRequest:
     server_id: str = ""  # of the process there
 
 
-def finished(group: OpenGroup) -> FinishedGroup:
+def finished(group: GroupInFlight) -> FinishedGroup:
     """What is handed out of a group that has all its completions and scores."""
-    indices = [request.index for request in group.requests]
+    indices = [wanted.index for wanted in group.requests]
     return FinishedGroup(
         number=group.number,
         row=group.row,
@@ -89,27 +89,25 @@ class GroupBuffer:
     Args:
         pacing: what may be asked when.
         open_group: makes group n; called with consecutive numbers, each once. It may raise ValueError (no prompt is
-            left): what is open goes on, and `take` raises the error when it comes to that group.
+            left): what is in flight goes on, and `take` raises the error when it comes to that group.
         group_size: completions of a group.
-        first: the number to begin with.
-        trained: batches trained before.
+        trained: batches trained before; the groups begin with those of the next one.
     """
 
     def __init__(
         self,
         *,
         pacing: pacing_lib.Pacing,
-        open_group: Callable[[int], OpenGroup],
+        open_group: Callable[[int], GroupInFlight],
         group_size: int,
-        first: int,
         trained: int,
     ):
         self.pacing, self.group_size = pacing, group_size
         self.trained = trained
-        self.open: dict[int, OpenGroup] = {}  # in order of number
-        self.finished: dict[int, OpenGroup] = {}
-        self.next_number = first
-        self._taken: list[OpenGroup] = []  # by the last `take`
+        self.in_flight: dict[int, GroupInFlight] = {}  # in order of number
+        self.ready: dict[int, GroupInFlight] = {}
+        self.next_number = trained * pacing.groups
+        self._taken: list[GroupInFlight] = []  # by the last `take`
         self._open_group = open_group
         self._error: ValueError | None = None
 
@@ -118,14 +116,14 @@ class GroupBuffer:
 
         They count before they are scored: a slow scorer must not let the generators run ahead.
         """
-        sampled = [n for n, group in self.open.items() if len(group.completions) == len(group.requests)]
-        return sum(self.pacing.batch(number) > self.trained for number in (*self.finished, *sampled))
+        sampled = [n for n, group in self.in_flight.items() if len(group.completions) == len(group.requests)]
+        return sum(self.pacing.batch(number) > self.trained for number in (*self.ready, *sampled))
 
-    def unasked(self) -> int:
-        """Completions of open groups that nobody is asked for."""
-        return sum(len(group.unasked) for group in self.open.values())
+    def pending(self) -> int:
+        """Completions that nobody is asked for."""
+        return sum(len(group.pending) for group in self.in_flight.values())
 
-    def lease(
+    def request(
         self, *, server: str, step: int, room: int, split: bool, alone: bool, now: float, server_id: str = ""
     ) -> RolloutRequest | None:
         """What to ask next of a server that holds version `step` and has room for `room` more completions.
@@ -134,8 +132,8 @@ class GroupBuffer:
         `room` may be asked for in parts. alone: no other server could be asked, so even what this one failed to deliver
         the last time is asked of it again.
         """
-        for group in self.open.values():
-            if not group.unasked or (group.failed_at == server and not alone):
+        for group in self.in_flight.values():
+            if not group.pending or (group.failed_at == server and not alone):
                 continue
             if pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
                 return self._ask(group, Process(server, server_id), room, split)
@@ -152,46 +150,46 @@ class GroupBuffer:
         assert group.number == number and len(group.requests) == self.group_size
         self.next_number = number + 1
         group.opened_at = now
-        group.unasked = {request.index for request in group.requests}
-        self.open[number] = group
+        group.pending = {wanted.index for wanted in group.requests}
+        self.in_flight[number] = group
         return self._ask(group, Process(server, server_id), room, split)
 
-    def _ask(self, group: OpenGroup, process: Process, room: int, split: bool) -> RolloutRequest | None:
-        if room < 1 or (len(group.unasked) > room and not split):
+    def _ask(self, group: GroupInFlight, process: Process, room: int, split: bool) -> RolloutRequest | None:
+        if room < 1 or (len(group.pending) > room and not split):
             return None
-        indices = set(sorted(group.unasked)[:room])
-        group.unasked -= indices
+        indices = set(sorted(group.pending)[:room])
+        group.pending -= indices
         group.asked.update(dict.fromkeys(indices, process.address))
         pinned = pacing_lib.pinned(self.pacing, group.number, trained=self.trained)
         return RolloutRequest(
             group, process.address, self.pacing.minimum_step(group.number), pinned, indices, process.server_id
         )
 
-    def arrived(self, lease: RolloutRequest, completion: Completion) -> bool:
-        """Enters a completion that came on a lease. False: the lease no longer waits for it, it changes nothing."""
+    def arrived(self, request: RolloutRequest, completion: Completion) -> bool:
+        """Enters a completion that came on a request. False: the request no longer waits for it, it changes nothing."""
         index = completion.index
-        if index not in lease.left:
+        if index not in request.left:
             return False
-        lease.left.discard(index)
-        del lease.group.asked[index]
-        assert index not in lease.group.completions
-        lease.group.completions[index] = completion
-        lease.group.servers[index] = Process(lease.server, lease.server_id)
+        request.left.discard(index)
+        del request.group.asked[index]
+        assert index not in request.group.completions
+        request.group.completions[index] = completion
+        request.group.servers[index] = Process(request.server, request.server_id)
         return True
 
-    def returned(self, lease: RolloutRequest, *, failed: bool) -> int:
+    def returned(self, request: RolloutRequest, *, failed: bool) -> int:
         """The call has ended: what did not come is to be asked again. Returns how many that is."""
-        left = len(lease.left)
-        for index in lease.left:
-            del lease.group.asked[index]
-        lease.group.unasked |= lease.left
-        lease.left = set()
+        left = len(request.left)
+        for index in request.left:
+            del request.group.asked[index]
+        request.group.pending |= request.left
+        request.left = set()
         if left and failed:
-            lease.group.failed_at = lease.server
+            request.group.failed_at = request.server
         return left
 
-    def scored(self, group: OpenGroup, completion: Completion, score: Score, *, now: float) -> bool:
-        """Enters a score. True: the group is finished by it. That of a completion taken back changes nothing."""
+    def scored(self, group: GroupInFlight, completion: Completion, score: Score, *, now: float) -> bool:
+        """Enters a score. True: the group is ready by it. That of a completion taken back changes nothing."""
         index = completion.index
         if group.completions.get(index) is not completion:
             return False
@@ -200,7 +198,7 @@ class GroupBuffer:
         if len(group.scores) < len(group.requests):
             return False
         group.finished_at = now
-        self.finished[group.number] = self.open.pop(group.number)
+        self.ready[group.number] = self.in_flight.pop(group.number)
         return True
 
     def take_back(self, process: Process, numbers: Collection[int] | None = None) -> int:
@@ -208,7 +206,7 @@ class GroupBuffer:
 
         It is to be asked for again, elsewhere if there is somebody else. Returns how many completions that is.
         """
-        groups = {**self.open, **self.finished, **{group.number: group for group in self._taken}}
+        groups = {**self.in_flight, **self.ready, **{group.number: group for group in self._taken}}
         back = 0
         for number, group in groups.items():
             lost = [i for i, by in group.servers.items() if by == process]
@@ -217,46 +215,46 @@ class GroupBuffer:
             for index in lost:
                 del group.completions[index], group.servers[index]
                 group.scores.pop(index, None)
-            group.unasked.update(lost)
+            group.pending.update(lost)
             group.failed_at = process.address
-            self.finished.pop(number, None)
-            self.open[number] = group
+            self.ready.pop(number, None)
+            self.in_flight[number] = group
             back += len(lost)
         # What was taken and is whole waits in the store again; nothing of that batch has been trained.
-        if any(group.number in self.open for group in self._taken):
-            whole = [group for group in self._taken if group.number not in self.open]
-            self.finished.update({group.number: group for group in whole})
+        if any(group.number in self.in_flight for group in self._taken):
+            whole = [group for group in self._taken if group.number not in self.in_flight]
+            self.ready.update({group.number: group for group in whole})
             self._taken = []
-        self.open = dict(sorted(self.open.items()))
+        self.in_flight = dict(sorted(self.in_flight.items()))
         return back
 
-    def missing(self, batch: int) -> list[OpenGroup]:
-        """The open groups that `batch` waits for, oldest first."""
+    def missing(self, batch: int) -> list[GroupInFlight]:
+        """The groups in flight that `batch` waits for, oldest first."""
         last = self.pacing.last_needed(batch)
-        return [group for group in self.open.values() if group.number <= last]
+        return [group for group in self.in_flight.values() if group.number <= last]
 
     def free_of_pins(self) -> bool:
         """Whether something is to be asked for, and all of that from any version that the trainer has reached."""
-        waiting = [group.number for group in self.open.values() if group.unasked]
+        waiting = [group.number for group in self.in_flight.values() if group.pending]
         return bool(waiting) and all(
             pacing_lib.pinned(self.pacing, number, trained=self.trained) is None for number in waiting
         )
 
-    def ready(self, batch: int) -> bool:
-        """Whether all that `batch` waits for is finished."""
+    def is_ready(self, batch: int) -> bool:
+        """Whether all that `batch` waits for is ready."""
         return self.pacing.last_needed(batch) < self.next_number and not self.missing(batch)
 
-    def take(self, batch: int) -> list[OpenGroup] | None:
+    def take(self, batch: int) -> list[GroupInFlight] | None:
         """The batch's groups in order of number, out of the store; None while it is not ready.
 
         Raises ValueError where open_group could not make a group that the batch needs.
         """
-        if not self.ready(batch):
+        if not self.is_ready(batch):
             if self._error is not None and not self.missing(batch):
                 raise self._error
             return None
         numbers = range(batch * self.pacing.groups, (batch + 1) * self.pacing.groups)
-        self._taken = [self.finished.pop(number) for number in numbers]
+        self._taken = [self.ready.pop(number) for number in numbers]
         return list(self._taken)
 
     def trained_to(self, version: int) -> None:

@@ -2,14 +2,26 @@
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 CALL_SECONDS = 60.0  # the loop answers a call within this, or something is badly wrong
+
+
+def on_loop(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method that runs on `self._thread`, a LoopThread, whoever calls it, and is waited for; see LoopThread.call."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._thread.call(method, self, *args, **kwargs)
+
+    return called
 
 
 def watched(coroutine: Coroutine[Any, Any, T], fail: Callable[[BaseException], None]) -> "asyncio.Task[T]":
@@ -51,7 +63,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CALL_SECONDS)
 
-    def call(self, function: Callable[..., T], *args: Any) -> T:
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs `function` on the loop's thread. Raises what it raises, or the failure reported earlier."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -59,7 +71,7 @@ class LoopThread:
             try:
                 if self._failure is not None:
                     raise self._failure
-                future.set_result(function(*args))
+                future.set_result(function(*args, **kwargs))
             except BaseException as error:  # noqa: BLE001  carried over to the caller's thread
                 future.set_exception(error)
 

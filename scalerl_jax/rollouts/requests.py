@@ -9,13 +9,14 @@ whatever day, is the same request.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.environments import Row
-from scalerl_jax.rollouts.group_buffer import OpenGroup, RolloutRequest
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, RolloutRequest
+from scalerl_jax.rollouts.pacing import Pacing
 
 PROBE_SAMPLES = 4  # of one prompt
 PROBE_TOKENS = 64  # thinking and answer of a probe: enough for p99, and seconds even on a slow server
@@ -37,9 +38,9 @@ def stable_hash(*parts: object) -> int:
 class Requests:
     """Makes the requests of one run. Raises ValueError where the interruption phrase does not end thinking."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, *, incarnation: int):
+    def __init__(self, config: Config, tokenizer: Tokenizer):
         rollout = config.rollout
-        self._seed, self._group_size, self.incarnation = config.seed, rollout.group_size, incarnation
+        self._seed, self._group_size = config.seed, rollout.group_size
         # On the wire a budget of 0 means that there is no thinking at all.
         high = rollout.thinking_budget_max
         self._thinking = (max(1, rollout.thinking_budget_min), high) if high else (0, 0)
@@ -74,30 +75,45 @@ class Requests:
         thinking = max(wanted.thinking_budget for wanted in request.completions)
         return thinking + len(request.interruption.text_token_ids) + request.sampling.answer_budget
 
-    def train(self, number: int, row: Row) -> OpenGroup:
-        """Group `number` of the run."""
-        group_id = f"train/{number}"
-        return OpenGroup(number, group_id, row, self._completions(group_id, self._group_size))
+    def training_groups(self, pacing: Pacing, draw: Callable[[int], Row], *, trained: int) -> GroupBuffer:
+        """Those of the run from batch `trained` on.
 
-    def evaluation(self, number: int, row: Row, *, version: int, samples: int) -> OpenGroup:
-        """The samples of one held-out prompt, the `number`-th of the evaluation of `version`."""
-        named = self._completions(f"eval/{row.index}", samples)
-        return OpenGroup(number, f"eval/{version}/{row.index}", row, named)
-
-    def of_lease(self, lease: RolloutRequest) -> GroupRequest:
-        group = lease.group
-        return GroupRequest(
-            incarnation=self.incarnation,
-            group_id=group.group_id,
-            prompt=group.row.token_ids,
-            completions=tuple(r for r in group.requests if r.index in lease.left),
-            sampling=self.sampling,
-            interruption=self.interruption,
-            minimum_step=lease.minimum_step,
-            pinned_step=lease.pinned_step,
+        draw: the row of group n. ValueError: there is none; raised by the batch that needs it.
+        """
+        return GroupBuffer(
+            pacing=pacing,
+            open_group=lambda number: self.train(number, draw(number)),
+            group_size=self._group_size,
+            trained=trained,
         )
 
-    def probe(self, server: str, row: Row, *, samples: int, version: int, pinned: bool = True) -> GroupRequest:
+    def train(self, number: int, row: Row) -> GroupInFlight:
+        """Group `number` of the run."""
+        group_id = f"train/{number}"
+        return GroupInFlight(number, group_id, row, self._completions(group_id, self._group_size))
+
+    def evaluation(self, number: int, row: Row, *, version: int, samples: int) -> GroupInFlight:
+        """The samples of one held-out prompt, the `number`-th of the evaluation of `version`."""
+        named = self._completions(f"eval/{row.index}", samples)
+        return GroupInFlight(number, f"eval/{version}/{row.index}", row, named)
+
+    def of(self, rollout: RolloutRequest, *, incarnation: int) -> GroupRequest:
+        """As it is sent, by the trainer of that incarnation."""
+        group = rollout.group
+        return GroupRequest(
+            incarnation=incarnation,
+            group_id=group.group_id,
+            prompt=group.row.token_ids,
+            completions=tuple(r for r in group.requests if r.index in rollout.left),
+            sampling=self.sampling,
+            interruption=self.interruption,
+            minimum_step=rollout.minimum_step,
+            pinned_step=rollout.pinned_step,
+        )
+
+    def probe(
+        self, server: str, row: Row, *, incarnation: int, samples: int, version: int, pinned: bool = True
+    ) -> GroupRequest:
         """Short completions at temperature 1, every second one with so little to think that it is interrupted.
 
         pinned: by `version` alone; else by it or a later one.
@@ -106,7 +122,7 @@ class Requests:
         high = min(self._thinking[1], PROBE_TOKENS)
         budgets = [high if i % 2 else min(high, 1 + i) for i in range(samples)]
         return GroupRequest(
-            incarnation=self.incarnation,
+            incarnation=incarnation,
             group_id=group_id,
             prompt=row.token_ids,
             completions=tuple(

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight
 
 ScoreFuture: TypeAlias = "concurrent.futures.Future[Score]"
 
@@ -41,23 +41,23 @@ class Scoring:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, book: GroupBuffer, group: OpenGroup, completion: Completion) -> None:
+    def submit(self, buffer: GroupBuffer, group: GroupInFlight, completion: Completion) -> None:
         self.waiting += 1
-        self._thread.submit(self._ask, book, group, completion)
+        self._thread.submit(self._ask, buffer, group, completion)
 
-    def _ask(self, book: GroupBuffer, group: OpenGroup, completion: Completion) -> None:
+    def _ask(self, buffer: GroupBuffer, group: GroupInFlight, completion: Completion) -> None:
         try:
             score = self._score(group.row, completion)
         except BaseException as error:  # noqa: BLE001  raised by the trainer's next call
             self._post(self._fail, error)
             return
-        score.add_done_callback(lambda done: self._post(self._scored, book, group, completion, done))
+        score.add_done_callback(lambda done: self._post(self._scored, buffer, group, completion, done))
 
-    def _scored(self, book: GroupBuffer, group: OpenGroup, completion: Completion, score: ScoreFuture) -> None:
+    def _scored(self, buffer: GroupBuffer, group: GroupInFlight, completion: Completion, score: ScoreFuture) -> None:
         self.waiting -= 1
         error = RuntimeError("a score was cancelled") if score.cancelled() else score.exception()
         if error is not None:
             self._fail(error)
             return
-        if book.scored(group, completion, score.result(), now=time.monotonic()):
+        if buffer.scored(group, completion, score.result(), now=time.monotonic()):
             self._finished()

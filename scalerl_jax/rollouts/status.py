@@ -7,43 +7,43 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalerl_jax.rollouts.evaluation import Evaluation
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.client import ServerClient
 
 
 @dataclasses.dataclass(frozen=True)
-class Waits:
+class BatchWait:
     """The trainer waits for a batch."""
 
     batch: int
     since: float  # time.monotonic()
 
 
-def waiting(waits: Waits | None, book: GroupBuffer, connections: Sequence[ServerClient], unscored: int) -> str:
+def waiting(waits: BatchWait | None, buffer: GroupBuffer, clients: Sequence[ServerClient], unscored: int) -> str:
     """One line on what the trainer waits for; empty where it does not wait."""
     if waits is None:
         return ""
     now = time.monotonic()
-    missing = book.missing(waits.batch)
-    unopened = max(0, book.pacing.last_needed(waits.batch) + 1 - book.next_number)
+    missing = buffer.missing(waits.batch)
+    unopened = max(0, buffer.pacing.last_needed(waits.batch) + 1 - buffer.next_number)
     text = f"batch {waits.batch}, {now - waits.since:.0f} s: {len(missing) + unopened} groups missing"
     if missing:
         text += f"; oldest {_group(missing[0], now)}"
     elif unopened:
-        text += f"; group {book.next_number} not asked for yet"
-    in_flight = sum(c.in_flight for c in connections)
-    queued = sum(c.status.queued for c in connections if c.state == states.ACTIVE)
-    text += f"; in flight {in_flight} completions, queued {queued}, unasked {book.unasked()}, unscored {unscored}"
-    counts = collections.Counter(c.state for c in connections)
+        text += f"; group {buffer.next_number} not asked for yet"
+    in_flight = sum(c.in_flight for c in clients)
+    queued = sum(c.status.queued for c in clients if c.state == states.ACTIVE)
+    text += f"; in flight {in_flight} completions, queued {queued}, pending {buffer.pending()}, unscored {unscored}"
+    counts = collections.Counter(c.state for c in clients)
     text += "; servers " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-    away = [c for c in connections if c.state not in states.ANSWERING]
+    away = [c for c in clients if c.state not in states.ANSWERING]
     if away:
         text += " (" + "; ".join(f"{c.address} {now - c.state_since:.0f} s: {c.reason}" for c in away) + ")"
     return text
 
 
-def waits_for(waits: Waits | None, book: GroupBuffer) -> list[str]:
+def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
     """Who has the oldest group that the trainer waits for: server addresses, or one of the names below. [] no wait.
 
     "verifier": every completion has come, a score is missing
@@ -52,33 +52,33 @@ def waits_for(waits: Waits | None, book: GroupBuffer) -> list[str]:
     """
     if waits is None:
         return []
-    missing = book.missing(waits.batch)
+    missing = buffer.missing(waits.batch)
     if not missing:
-        return [] if book.ready(waits.batch) else ["new weights"]
+        return [] if buffer.is_ready(waits.batch) else ["new weights"]
     if missing[0].asked:
         return sorted(set(missing[0].asked.values()))
-    return ["a free server"] if missing[0].unasked else ["verifier"]
+    return ["a free server"] if missing[0].pending else ["verifier"]
 
 
-def held_back(book: GroupBuffer) -> str:
+def held_back(buffer: GroupBuffer) -> str:
     """Why no server may begin another group, even one that holds the newest weights; empty where it may."""
-    pacing, number = book.pacing, book.next_number
-    stored = book.stored()
-    if pacing.admits(number, step=book.trained, trained=book.trained, stored=stored):
+    pacing, number, trained = buffer.pacing, buffer.next_number, buffer.trained
+    stored = buffer.stored()
+    if pacing.admits(number, step=trained, trained=trained, stored=stored):
         return ""
     batch = pacing.batch(number)
     if batch >= pacing.batches:
         return "the run's last group is asked for"
-    if pacing.admits(number, step=book.trained, trained=book.trained, stored=0):
-        return f"{stored} finished groups wait for the trainer, which has trained {book.trained} batches"
-    return f"batch {batch} is too far ahead of the trainer, which has trained {book.trained} batches (k is {pacing.k})"
+    if pacing.admits(number, step=trained, trained=trained, stored=0):
+        return f"{stored} finished groups wait for the trainer, which has trained {trained} batches"
+    return f"batch {batch} is too far ahead of the trainer, which has trained {trained} batches (k is {pacing.k})"
 
 
-def _group(group: OpenGroup, now: float) -> str:
+def _group(group: GroupInFlight, now: float) -> str:
     text = f"{group.group_id} ({len(group.completions)} of {len(group.requests)}, {now - group.opened_at:.0f} s"
     if group.asked:
         text += f", on {', '.join(sorted(set(group.asked.values())))}"
-    elif group.unasked:
+    elif group.pending:
         text += ", on no server"
     else:
         text += ", with the verifier"
@@ -86,39 +86,39 @@ def _group(group: OpenGroup, now: float) -> str:
 
 
 def status(
-    waits: Waits | None,
-    book: GroupBuffer,
-    connections: Sequence[ServerClient],
-    unscored: int,
+    waits: BatchWait | None,
+    buffer: GroupBuffer,
+    clients: Sequence[ServerClient],
     *,
+    unscored: int,
     evaluation: Evaluation | None,
 ) -> dict[str, Any]:
     """Plain values for metrics and the progress line."""
     now = time.monotonic()
     return {
-        "waiting": waiting(waits, book, connections, unscored),
-        "waits_for": waits_for(waits, book),
-        "held_back": held_back(book),
-        "trained": book.trained,
-        "next_group": book.next_number,
-        "open_groups": len(book.open),
-        "finished_groups": len(book.finished),
-        "in_flight": sum(c.in_flight for c in connections),
-        "unasked": book.unasked(),
+        "waiting": waiting(waits, buffer, clients, unscored),
+        "waits_for": waits_for(waits, buffer),
+        "held_back": held_back(buffer),
+        "trained": buffer.trained,
+        "next_group": buffer.next_number,
+        "groups_in_flight": len(buffer.in_flight),
+        "groups_ready": len(buffer.ready),
+        "in_flight": sum(c.in_flight for c in clients),
+        "pending": buffer.pending(),
         "unscored": unscored,
         "evaluation": None if evaluation is None else _evaluation(evaluation),
-        "servers": {c.address: _server(c, now) for c in connections},
+        "servers": {c.address: _server(c, now) for c in clients},
     }
 
 
 def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    book = evaluation.book
+    buffer = evaluation.buffer
     return {
         "version": evaluation.version,
         "seconds": time.monotonic() - evaluation.asked_at,
-        "prompts": book.pacing.groups,
-        "finished": len(book.finished),
-        "open": len(book.open),
+        "prompts": buffer.pacing.groups,
+        "ready": len(buffer.ready),
+        "in_flight": len(buffer.in_flight),
     }
 
 

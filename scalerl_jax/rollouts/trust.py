@@ -9,16 +9,15 @@ Its methods are called by the trainer's thread and run on the fleet's event loop
 """
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from scalerl_jax.contract import codec
 from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.evaluation import Evaluations
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, Process, finished
+from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.pool import ServerPool
-
-T = TypeVar("T")
 
 
 class Probed(NamedTuple):
@@ -30,96 +29,78 @@ class Probed(NamedTuple):
 
 class Trust:
     """Args:
-    call: runs a function on the loop and returns what it returns.
-    book: of the groups to be trained on.
+    buffer: of the groups to be trained on.
     changed: there may be something to ask for.
     event: as Fleet's on_event: ("parity", {server, found, completions, sent_away}).
     """
 
     def __init__(
         self,
-        *,
-        call: Callable[[Callable[[], Any]], Any],
-        members: ServerPool,
+        thread: LoopThread,
+        pool: ServerPool,
+        buffer: GroupBuffer,
         evaluations: Evaluations,
-        book: Callable[[], GroupBuffer],
+        *,
         changed: Callable[[], None],
         event: Callable[[str, dict[str, Any]], None],
     ):
-        self._call, self._pool, self._evaluations, self._book = call, members, evaluations, book
+        self._thread, self._pool, self._buffer, self._evaluations = thread, pool, buffer, evaluations
         self._changed, self._event = changed, event
 
+    @on_loop
     def dismiss(self, process: Process, why: str, numbers: Collection[int] | None = None) -> int:
         """Takes back what the process delivered to training groups `numbers`; None: everything, and it is sent away.
 
         Returns how many completions are asked for again.
         """
+        buffers = [self._buffer]
+        if numbers is None and self._evaluations.current is not None:
+            buffers.append(self._evaluations.current.buffer)
+        back = sum(buffer.take_back(process, numbers) for buffer in buffers)
+        client = self._pool.named(process.address)
+        # Another process may have come to its address since.
+        if client is not None and client.status.server_id == process.server_id:
+            if numbers is None:
+                client.reject(f"server {process.address}: {why}")
+            else:
+                client.offend("its log-probs are not the policy's", why)
+        fields = {"server": process.address, "found": why, "completions": back, "sent_away": numbers is None}
+        self._event("parity", fields)
+        self._changed()
+        return back
 
-        def dismiss() -> int:
-            books = [self._book()]
-            if numbers is None and self._evaluations.current is not None:
-                books.append(self._evaluations.current.book)
-            back = sum(book.take_back(process, numbers) for book in books)
-            connection = self._pool.named(process.address)
-            # Another process may have come to its address since.
-            if connection is not None and connection.status.server_id == process.server_id:
-                if numbers is None:
-                    connection.reject(f"server {process.address}: {why}")
-                else:
-                    connection.offend("its log-probs are not the policy's", why)
-            fields = {"server": process.address, "found": why, "completions": back, "sent_away": numbers is None}
-            self._event("parity", fields)
-            self._changed()
-            return back
-
-        return self._call(dismiss)
-
+    @on_loop
     def working(self) -> list[Process]:
         """The servers that have groups."""
+        return [Process(c.address, c.status.server_id) for c in self._pool.in_state(states.ACTIVE)]
 
-        def working() -> list[Process]:
-            return [Process(c.address, c.status.server_id) for c in self._pool.in_state(states.ACTIVE)]
-
-        return self._call(working)
-
+    @on_loop
     def probe(self, processes: Collection[Process]) -> None:
         """Those of these that have groups are to sample once more for the probe."""
+        for client in self._pool.in_state(states.ACTIVE):
+            if Process(client.address, client.status.server_id) in processes:
+                client.probe_again()
 
-        def probe() -> None:
-            for connection in self._pool.in_state(states.ACTIVE):
-                if Process(connection.address, connection.status.server_id) in processes:
-                    connection.probe_again()
-
-        self._call(probe)
-
+    @on_loop
     def probed(self) -> list[Probed]:
         """What has come of that since the last call."""
+        out = []
+        for client in self._pool.in_state(states.ACTIVE):
+            if client.samples:
+                process = Process(client.address, client.status.server_id)
+                out.append(Probed(process, client.take_samples()))
+        return out
 
-        def probed() -> list[Probed]:
-            out = []
-            for connection in self._pool.in_state(states.ACTIVE):
-                if connection.samples:
-                    process = Process(connection.address, connection.status.server_id)
-                    out.append(Probed(process, connection.take_samples()))
-            return out
-
-        return self._call(probed)
-
+    @on_loop
     def evaluation(self) -> list[FinishedGroup] | None:
         """The groups of an evaluation that is sampled whole and waits to be approved of; None: there is none."""
+        current = self._evaluations.current
+        if current is None or current.approved or not current.buffer.is_ready(0):
+            return None
+        return [finished(group) for _, group in sorted(current.buffer.ready.items())]
 
-        def evaluation() -> list[FinishedGroup] | None:
-            current = self._evaluations.current
-            if current is None or current.approved or not current.book.ready(0):
-                return None
-            return [finished(group) for _, group in sorted(current.book.finished.items())]
-
-        return self._call(evaluation)
-
+    @on_loop
     def approve_evaluation(self) -> None:
-        def approve() -> None:
-            if self._evaluations.current is not None:
-                self._evaluations.current.approved = True
-                self._changed()
-
-        self._call(approve)
+        if self._evaluations.current is not None:
+            self._evaluations.current.approved = True
+            self._changed()

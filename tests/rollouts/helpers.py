@@ -18,9 +18,11 @@ from scalerl_jax.contract.codec import Completion, Version
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.fleet import Fleet
+from scalerl_jax.rollouts.fleet import Fleet, Servers
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity.handshake import Expected, Probe
+from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.replay_server import hold_file, read_dump
 from tests.support.paths import ROOT
 
@@ -175,8 +177,20 @@ def score(of: Row, completion: Completion) -> Score:
 class Trainer:
     """Trains nothing, but takes every batch, publishes every version and keeps what it saw."""
 
-    def __init__(self, made: Config, servers: Sequence[ReplayServer], *, start: int = 0, logprobs=None, **kwargs: Any):
-        """kwargs: of Fleet."""
+    def __init__(
+        self,
+        made: Config,
+        servers: Sequence[ReplayServer],
+        *,
+        start: int = 0,
+        incarnation: int = 0,
+        raised: Callable[[int], None] = lambda value: None,
+        draw: Callable[[int], Row] | None = None,
+        scorer: Callable[[Row, Completion], "concurrent.futures.Future[Score]"] | None = None,
+        logprobs=None,
+        **kwargs: Any,
+    ):
+        """logprobs: of completions, as the trainer's policy has them. kwargs: of Servers."""
         self.config, self.version, self.servers = made, start, servers
         common = {
             "k": made.pacing.max_off_policy_steps,
@@ -193,6 +207,7 @@ class Trainer:
         self.anew: list[bool] = []  # of each of them
         self.batches: list[list[FinishedGroup]] = []
         self.admitted: list[str] = []
+        self.approves = True  # of every evaluation
         self.scorers = concurrent.futures.ThreadPoolExecutor(2)
         script = Scripted(vocabulary=VOCABULARY)
         expected = Expected(tokenizer_fingerprint="replay", model_config="{}", sync_dtype="float32")
@@ -202,24 +217,26 @@ class Trainer:
             return [scores[len(ids) :] for scores, (ids, _) in zip(whole, samples)]
 
         self.probe = Probe(made.parity, expected=expected, score=logprobs or own_logprobs, dtype="float32")
+        requests = Requests(made, ByteTokenizer())
         self.fleet = Fleet(
             made,
-            addresses=kwargs.pop("addresses", None) or [s.address for s in servers],
-            vocabulary=VOCABULARY,
-            pacing=self.pacing,
-            incarnation=kwargs.pop("incarnation", time.time_ns()),
-            draw=kwargs.pop("draw", self.draw),
-            score=kwargs.pop("score", lambda row, completion: self.scorers.submit(score, row, completion)),
-            tokenizer=ByteTokenizer(),
-            probe_prompts=[row(1000), row(1001)],
-            check=self.probe.check,
+            servers=Servers(
+                kwargs.pop("addresses", None) or [s.address for s in servers],
+                probe_prompts=[row(1000), row(1001)],
+                vocabulary=VOCABULARY,
+                check=self.probe.check,
+                **kwargs,
+            ),
+            requests=requests,
+            buffer=requests.training_groups(self.pacing, draw or self.draw, trained=start),
+            incarnation=Incarnation(incarnation or time.time_ns(), raised),
+            score=scorer or (lambda row, completion: self.scorers.submit(score, row, completion)),
             on_event=lambda kind, fields: self.events.append((kind, fields)),
             observe=self.observe,
-            **kwargs,
         )
 
     def __enter__(self) -> "Trainer":
-        self.fleet.start(self.version * self.config.rollout.prompts_per_step)
+        self.fleet.start()
         self.fleet.publish(self.version, weights(self.version))
         return self
 
@@ -237,6 +254,8 @@ class Trainer:
 
     def wait(self) -> None:
         self.admitted += [server for server, _ in self.probe.admit_candidates(self.fleet)]
+        if self.approves and self.fleet.trust.evaluation() is not None:
+            self.fleet.trust.approve_evaluation()
 
     def update(self, wait: Callable[[], None] | None = None) -> list[FinishedGroup]:
         """One batch: taken, "trained", and the next version published where the pacing wants it."""

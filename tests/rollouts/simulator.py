@@ -19,7 +19,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup, RolloutRequest
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
 CHUNK = 4  # tokens
@@ -29,7 +29,7 @@ CHUNK = 4  # tokens
 class Faults:
     death: float = 0.0  # per completion finished: the server is gone and comes back later
     hang: float = 0.0  # per completion finished: the server stands still until its calls time out
-    refuse: float = 0.0  # per lease: the server has no room after all
+    refuse: float = 0.0  # per request: the server has no room after all
     lie: float = 0.0  # per batch taken: what one process delivered is taken back, of all groups or of some
     evaluate: float = 0.0  # per batch trained: its version goes out, whatever the pacing says
 
@@ -39,7 +39,7 @@ NO_FAULTS = Faults()
 
 @dataclasses.dataclass(eq=False)
 class Lane:
-    lease: RolloutRequest
+    request: RolloutRequest
     index: int
     chunks: int
     steps: list[int] = dataclasses.field(default_factory=list)  # version of each chunk
@@ -84,13 +84,11 @@ class Simulation:
         self.pacing, self.group_size, self.mean_chunks, self.faults = pacing, group_size, mean_chunks, faults
         self.update_seconds, self.push_seconds, self.maximum_events = update_seconds, push_seconds, maximum_events
         self.servers = [Server(f"s{i}", slots=n, chunk_seconds=s) for i, (n, s) in enumerate(zip(slots, chunk_seconds))]
-        self.book = GroupBuffer(
-            pacing=pacing, open_group=self.open_group, group_size=group_size, first=start * pacing.groups, trained=start
-        )
+        self.buffer = GroupBuffer(pacing=pacing, open_group=self.open_group, group_size=group_size, trained=start)
         self.drawn: list[int] = []
         self.latest, self.meetings = start, meetings
         self.training: int | None = None
-        self.trained: list[list[OpenGroup]] = []
+        self.trained: list[list[GroupInFlight]] = []
         self.idle_checks = self.taken_back = 0
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -106,39 +104,41 @@ class Simulation:
             self.trainer_looks()
             self.pump()
             self.check_slots()
-            if self.book.trained == self.pacing.batches:
+            if self.buffer.trained == self.pacing.batches:
                 return
-            assert self._events, f"nothing will ever happen again: {self.book.trained} of {self.pacing.batches} batches"
+            assert self._events, (
+                f"nothing will ever happen again: {self.buffer.trained} of {self.pacing.batches} batches"
+            )
             when, _, action, args = heapq.heappop(self._events)
             for server in self.servers:
                 server.idle_slot_seconds += (when - self.now) * (server.slots - len(server.lanes))
             self.now = when
             action(*args)
-        raise AssertionError(f"only {self.book.trained} of {self.pacing.batches} batches after {self.now:.0f} s")
+        raise AssertionError(f"only {self.buffer.trained} of {self.pacing.batches} batches after {self.now:.0f} s")
 
     # ---- trainer
 
-    def open_group(self, number: int) -> OpenGroup:
+    def open_group(self, number: int) -> GroupInFlight:
         # What the curriculum relies on: consecutive numbers, and batches up to b - k - 1 recorded.
-        assert number == (self.drawn[-1] + 1 if self.drawn else self.book.next_number)
-        assert self.book.trained >= self.pacing.batch(number) - self.pacing.k
+        assert number == (self.drawn[-1] + 1 if self.drawn else self.buffer.next_number)
+        assert self.buffer.trained >= self.pacing.batch(number) - self.pacing.k
         self.drawn.append(number)
         requests = tuple(CompletionRequest(i, seed=number * 100 + i) for i in range(self.group_size))
-        return OpenGroup(number, f"train/{number}", None, requests)
+        return GroupInFlight(number, f"train/{number}", None, requests)
 
     def trainer_looks(self) -> None:
         if self.training is None:
             for server in self.servers:
-                server.met = server.met or (server.alive and server.step == self.book.trained)
-        if self.training is None and self.book.trained < self.pacing.batches:
-            groups = self.book.take(self.book.trained)
+                server.met = server.met or (server.alive and server.step == self.buffer.trained)
+        if self.training is None and self.buffer.trained < self.pacing.batches:
+            groups = self.buffer.take(self.buffer.trained)
             lied = groups is not None and self.random.random() < self.faults.lie and self.take_back(groups)
             if groups is not None and not lied:
-                self.training = self.book.trained
+                self.training = self.buffer.trained
                 self.trained.append(groups)
                 self.at(self.update_seconds * self.random.uniform(0.5, 1.5), self.updated)
 
-    def take_back(self, groups: list[OpenGroup]) -> bool:
+    def take_back(self, groups: list[GroupInFlight]) -> bool:
         """Whether that takes the batch away."""
         process = self.random.choice(sorted({by for group in groups for by in group.servers.values()}))
         numbers = (
@@ -147,23 +147,23 @@ class Simulation:
         of_it = sum(
             by == process for g in groups if numbers is None or g.number in numbers for by in g.servers.values()
         )
-        back = self.book.take_back(process, numbers)
+        back = self.buffer.take_back(process, numbers)
         self.taken_back += back
         assert back >= of_it and (numbers is None or back == of_it)
         for server in self.servers:
             if self.meetings and numbers is None and (server.name, str(server.epoch)) == process:
                 self.gone(server)  # sent away
                 self.at(self.random.uniform(0.1, 20), self.back, server)
-        return back > 0 and not self.book.ready(self.book.trained)
+        return back > 0 and not self.buffer.is_ready(self.buffer.trained)
 
     def updated(self) -> None:
         self.training = None
-        self.book.trained_to(self.book.trained + 1)
-        if self.pacing.publishes(self.book.trained) or self.random.random() < self.faults.evaluate:
+        self.buffer.trained_to(self.buffer.trained + 1)
+        if self.pacing.publishes(self.buffer.trained) or self.random.random() < self.faults.evaluate:
             self.publish()
 
     def publish(self) -> None:
-        self.latest = self.book.trained
+        self.latest = self.buffer.trained
         for server in self.servers:
             self.receive(server)
 
@@ -185,13 +185,13 @@ class Simulation:
     def pump(self) -> None:
         live = [s for s in self.servers if s.alive and s.step is not None and (s.met or not self.meetings)]
         # As the fleet does for candidates.
-        if not live and self.training is None and self.latest < self.book.trained and self.book.free_of_pins():
+        if not live and self.training is None and self.latest < self.buffer.trained and self.buffer.free_of_pins():
             self.publish()
         ready = list(live)
         while ready:
             server = min(ready, key=lambda s: s.in_flight / s.slots)
             room = server.slots + self.group_size + server.slots // 4 - server.in_flight
-            lease = self.book.lease(
+            request = self.buffer.request(
                 server=server.name,
                 server_id=str(server.epoch),
                 step=server.step,
@@ -200,17 +200,17 @@ class Simulation:
                 alone=len(live) == 1,
                 now=self.now,
             )
-            if lease is None:
+            if request is None:
                 ready.remove(server)
                 continue
             if self.random.random() < self.faults.refuse:
-                self.book.returned(lease, failed=False)
+                self.buffer.returned(request, failed=False)
                 ready.remove(server)
                 self.at(0.1, lambda: None)
                 continue
-            for index in sorted(lease.left):
+            for index in sorted(request.left):
                 chunks = 1 + int(self.random.expovariate(1 / self.mean_chunks))
-                server.queue.append(Lane(lease, index, chunks))
+                server.queue.append(Lane(request, index, chunks))
             self.fill(server)
 
     def fill(self, server: Server) -> None:
@@ -231,9 +231,9 @@ class Simulation:
             return
         server.lanes.remove(lane)
         completion = self.completion(lane)
-        assert self.book.arrived(lane.lease, completion)
-        assert not self.book.arrived(lane.lease, completion), "a late duplicate must change nothing"
-        self.at(self.random.uniform(0, 0.2), self.score, lane.lease.group, completion)
+        assert self.buffer.arrived(lane.request, completion)
+        assert not self.buffer.arrived(lane.request, completion), "a late duplicate must change nothing"
+        self.at(self.random.uniform(0, 0.2), self.score, lane.request.group, completion)
         dice = self.random.random()
         if dice < self.faults.death:
             self.gone(server)
@@ -245,16 +245,16 @@ class Simulation:
         else:
             self.fill(server)
 
-    def score(self, group: OpenGroup, completion: Completion) -> None:
-        self.book.scored(group, completion, RIGHT if self.random.random() < 0.5 else WRONG, now=self.now)
+    def score(self, group: GroupInFlight, completion: Completion) -> None:
+        self.buffer.scored(group, completion, RIGHT if self.random.random() < 0.5 else WRONG, now=self.now)
 
     def gone(self, server: Server) -> None:
         server.alive, server.hanging, server.receiving, server.met, server.step = False, False, False, False, None
         server.epoch += 1
-        leases = {id(lane.lease): lane.lease for lane in (*server.lanes, *server.queue)}
+        requests = {id(lane.request): lane.request for lane in (*server.lanes, *server.queue)}
         server.lanes, server.queue = [], []
-        for lease in leases.values():
-            self.book.returned(lease, failed=True)
+        for request in requests.values():
+            self.buffer.returned(request, failed=True)
 
     def timed_out(self, server: Server) -> None:
         self.gone(server)
@@ -274,7 +274,7 @@ class Simulation:
         tokens = len(lane.steps) * CHUNK
         return Completion(
             incarnation=1,
-            group_id=lane.lease.group.group_id,
+            group_id=lane.request.group.group_id,
             index=lane.index,
             token_ids=np.ones(tokens, np.int32),
             logprobs=np.zeros(tokens, np.float32),
@@ -289,7 +289,7 @@ class Simulation:
         """A server at the latest version has an empty slot only where k, the store bound or the end forbid more."""
         for server in self.servers:
             if server.alive and not server.hanging and server.step == self.latest and len(server.lanes) < server.slots:
-                batch = self.book.next_number // self.pacing.groups
+                batch = self.buffer.next_number // self.pacing.groups
                 self.idle_checks += 1
                 self.slot_may_be_empty(server, batch)
 

@@ -143,7 +143,7 @@ def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
         groups = trainer.fleet.batch(trainer.version, trainer.wait)
         late.launch()
         eventually(lambda: trainer.states()[late.address] == "candidate")
-        assert trainer.fleet.candidates() == []  # it holds the phase's version
+        assert trainer.fleet.admission.candidates() == []  # it holds the phase's version
         assert trainer.fleet.trust.dismiss(groups[0].servers[0], WHY) > 0
         again = trainer.fleet.batch(trainer.version, trainer.wait)
         assert names(again) == names(groups)
@@ -155,7 +155,8 @@ def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
 
 def test_an_evaluation_counts_when_it_is_approved_of(start):
     servers = start(BRISK, BRISK)
-    with Trainer(config(evaluation_servers=0), servers, approve_evaluations=True) as trainer:
+    with Trainer(config(evaluation_servers=0), servers) as trainer:
+        trainer.approves = False
         wait(trainer)
         version = trainer.version
         future = trainer.fleet.evaluate(version, HELD_OUT, 3)

@@ -17,32 +17,32 @@ class Server:
         self.address, self.step, self.free_at = address, step, free_at
         self.status = SimpleNamespace(server_id="1")
         self.asked: list[int] = []
-        self.leases: list = []
+        self.requests: list = []
         self.calls = self
 
     @property
     def load(self) -> float:
-        return float(len(self.leases))
+        return float(len(self.requests))
 
     def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
-        return (0 if self.leases else group_size), False
+        return (0 if self.requests else group_size), False
 
-    def ask(self, book, lease) -> None:
-        self.asked.append(lease.group.number)
-        self.leases.append(lease)
+    def ask(self, buffer, request) -> None:
+        self.asked.append(request.group.number)
+        self.requests.append(request)
 
-    def fail(self, book) -> None:
-        book.returned(self.leases.pop(), failed=True)
-
-
-def run(book, *servers: Server, now: float = NOW) -> None:
-    dispatch(servers, lambda server: book, typical_seconds=1.0, now=now)
+    def fail(self, buffer) -> None:
+        buffer.returned(self.requests.pop(), failed=True)
 
 
-def failed_once(book, server: Server) -> int:
+def run(buffer, *servers: Server, now: float = NOW) -> None:
+    dispatch(servers, lambda server: buffer, typical_seconds=1.0, now=now)
+
+
+def failed_once(buffer, server: Server) -> int:
     """The group that it was asked for and did not deliver."""
-    run(book, server)
-    server.fail(book)
+    run(buffer, server)
+    server.fail(buffer)
     return server.asked[-1]
 
 
@@ -50,14 +50,14 @@ def failed_once(book, server: Server) -> int:
     "other", [Server("b:2", free_at=NOW + 600), Server("b:2", step=-5)], ids=["in back-off", "with older weights"]
 )
 def test_a_group_does_not_wait_for_who_cannot_have_it(other):
-    book, server = make(), Server("a:1")
-    number = failed_once(book, server)
-    run(book, server, other)
+    buffer, server = make(), Server("a:1")
+    number = failed_once(buffer, server)
+    run(buffer, server, other)
     assert server.asked[-1] == number and not other.asked
 
 
 def test_a_group_is_left_to_another_one_that_may_have_it():
-    book, server, other = make(), Server("a:1"), Server("b:2", free_at=NOW)
-    number = failed_once(book, server)
-    run(book, server, other)
+    buffer, server, other = make(), Server("a:1"), Server("b:2", free_at=NOW)
+    number = failed_once(buffer, server)
+    run(buffer, server, other)
     assert other.asked == [number] and server.asked[-1] != number

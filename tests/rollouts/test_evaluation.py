@@ -39,7 +39,7 @@ def let_go(servers) -> None:
 def half_way(trainer: Trainer) -> bool:
     """Whether some prompts of an evaluation that is held back are finished."""
     evaluation = trainer.fleet.status()["evaluation"]
-    return evaluation is not None and evaluation["finished"] > 0
+    return evaluation is not None and evaluation["ready"] > 0
 
 
 def test_one_server_evaluates_while_the_others_train(start):

@@ -25,7 +25,7 @@ def run(trainer: Trainer, updates: int) -> None:
 def check_against_the_script(trainer: Trainer) -> None:
     """Every completion trained on is the one that an honest server gives, bit by bit."""
     script = Scripted(vocabulary=VOCABULARY, mean_tokens=BRISK["mean_tokens"])
-    requests = Requests(trainer.config, ByteTokenizer(), incarnation=1)
+    requests = Requests(trainer.config, ByteTokenizer())
     for groups in trainer.batches:
         for group in groups:
             opened = requests.train(group.number, group.row)

@@ -203,10 +203,10 @@ def test_the_store_stays_short_while_the_trainer_is_busy(start):
         def idle() -> bool:
             status = trainer.fleet.status()
             full = "finished groups wait for the trainer" in status["held_back"]
-            return full and status["in_flight"] == status["unasked"] == status["unscored"] == 0
+            return full and status["in_flight"] == status["pending"] == status["unscored"] == 0
 
         eventually(idle)
-        finished = trainer.fleet.status()["finished_groups"]
+        finished = trainer.fleet.status()["groups_ready"]
         # The next batch, one stored beyond it, and the groups in flight when the store was full; not the 32 of k.
         assert 2 * size <= finished <= 2 * size + 8
 
@@ -225,9 +225,9 @@ def test_generators_stop_at_the_pacing_limit(start, kind):
 
         def stopped() -> bool:
             status = trainer.fleet.status()
-            return status["in_flight"] == status["unasked"] == status["unscored"] == 0
+            return status["in_flight"] == status["pending"] == status["unscored"] == 0
 
-        eventually(lambda: stopped() and trainer.fleet.status()["finished_groups"] == limit)
+        eventually(lambda: stopped() and trainer.fleet.status()["groups_ready"] == limit)
         time.sleep(0.3)
         status = trainer.fleet.status()
         assert stopped() and status["next_group"] == limit
@@ -276,12 +276,12 @@ def test_no_prompt_is_left(start):
 
 
 def test_a_failing_scorer_stops_the_run(start):
-    def score(row, completion):
+    def scorer(row, completion):
         future = concurrent.futures.Future()
         future.set_exception(RuntimeError("the verifier is broken"))
         return future
 
-    with Trainer(config(), start({}), score=score) as trainer:
+    with Trainer(config(), start({}), scorer=scorer) as trainer:
         with pytest.raises(RuntimeError, match="the verifier is broken"):
             trainer.update()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup, Process, RolloutRequest, finished
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest, finished
 from scalerl_jax.rollouts.pacing import Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation
 
@@ -15,26 +15,26 @@ SIZE = 2
 
 
 def make(batches: int = 3) -> GroupBuffer:
-    def open_group(number: int) -> OpenGroup:
-        return OpenGroup(number, f"train/{number}", None, tuple(CompletionRequest(i, i) for i in range(SIZE)))
+    def open_group(number: int) -> GroupInFlight:
+        return GroupInFlight(number, f"train/{number}", None, tuple(CompletionRequest(i, i) for i in range(SIZE)))
 
     pacing = Pipeline(k=2, groups=2, batches=batches)
-    return GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, first=0, trained=0)
+    return GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, trained=0)
 
 
-def ask(book: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False) -> RolloutRequest | None:
-    return book.lease(server=server, server_id="1", step=0, room=room, split=True, alone=alone, now=0.0)
+def ask(buffer: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False) -> RolloutRequest | None:
+    return buffer.request(server=server, server_id="1", step=0, room=room, split=True, alone=alone, now=0.0)
 
 
-def deliver(book: GroupBuffer, lease: RolloutRequest, *, scored: bool = True) -> list[Completion]:
+def deliver(buffer: GroupBuffer, request: RolloutRequest, *, scored: bool = True) -> list[Completion]:
     made = []
-    for index in sorted(lease.left):
+    for index in sorted(request.left):
         ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
-        group_id = lease.group.group_id
+        group_id = request.group.group_id
         made.append(Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop"))
-        assert book.arrived(lease, made[-1])
+        assert buffer.arrived(request, made[-1])
         if scored:
-            book.scored(lease.group, made[-1], RIGHT, now=1.0)
+            buffer.scored(request.group, made[-1], RIGHT, now=1.0)
     return made
 
 
@@ -42,63 +42,63 @@ A, B = Process("a:1", "1"), Process("b:2", "1")
 
 
 def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
-    book = make()
+    buffer = make()
     for server in ("a:1", "b:2", "b:2"):
-        deliver(book, ask(book, server))
-    open_ones = ask(book, "a:1", room=1)
-    deliver(book, open_ones, scored=False)
-    first = book.take(0)
+        deliver(buffer, ask(buffer, server))
+    open_ones = ask(buffer, "a:1", room=1)
+    deliver(buffer, open_ones, scored=False)
+    first = buffer.take(0)
     assert [group.number for group in first] == [0, 1]
     assert finished(first[0]).servers == (A, A)
 
-    assert book.take_back(A) == 3
-    assert book.take(0) is None and [group.number for group in book.missing(0)] == [0]
-    assert sorted(book.finished) == [1, 2] and list(book.open) == [0, 3]
-    again = ask(book, "b:2")
+    assert buffer.take_back(A) == 3
+    assert buffer.take(0) is None and [group.number for group in buffer.missing(0)] == [0]
+    assert sorted(buffer.ready) == [1, 2] and list(buffer.in_flight) == [0, 3]
+    again = ask(buffer, "b:2")
     assert (again.group.number, again.left) == (0, {0, 1})  # the same names
-    assert ask(book, "a:1").group.number != 0
-    deliver(book, again)
-    second = book.take(0)
+    assert ask(buffer, "a:1").group.number != 0
+    deliver(buffer, again)
+    second = buffer.take(0)
     assert [group.number for group in second] == [0, 1]
     assert {by for group in second for by in finished(group).servers} == {B}
-    book.trained_to(1)
-    assert book.take_back(B) == 2  # of group 2: what has been trained stays
+    buffer.trained_to(1)
+    assert buffer.take_back(B) == 2  # of group 2: what has been trained stays
     assert [group.number for group in second if len(group.completions) == SIZE] == [0, 1]
 
 
 def test_only_some_groups_are_taken_back():
-    book = make()
+    buffer = make()
     for _ in range(2):
-        deliver(book, ask(book, "a:1"))
-    book.take(0)
-    assert book.take_back(A, {1}) == SIZE
-    assert sorted(book.finished) == [0] and list(book.open) == [1]
+        deliver(buffer, ask(buffer, "a:1"))
+    buffer.take(0)
+    assert buffer.take_back(A, {1}) == SIZE
+    assert sorted(buffer.ready) == [0] and list(buffer.in_flight) == [1]
     # Somebody else first; where there is nobody else, the same one again.
-    assert ask(book, "a:1").group.number == 2
-    assert ask(book, "a:1", alone=True).group.number == 1
+    assert ask(buffer, "a:1").group.number == 2
+    assert ask(buffer, "a:1", alone=True).group.number == 1
 
 
 def test_nothing_taken_back_changes_nothing():
-    book = make()
+    buffer = make()
     for _ in range(2):
-        deliver(book, ask(book, "a:1"))
-    book.take(0)
-    assert book.take_back(B) == 0
-    assert not book.open and not book.finished
-    book.trained_to(1)
+        deliver(buffer, ask(buffer, "a:1"))
+    buffer.take(0)
+    assert buffer.take_back(B) == 0
+    assert not buffer.in_flight and not buffer.ready
+    buffer.trained_to(1)
 
 
 def test_a_score_of_what_was_taken_back_changes_nothing():
-    book = make()
-    lease = ask(book, "a:1")
-    (old, _) = deliver(book, lease, scored=False)
-    assert book.take_back(A) == 2
-    new, other = deliver(book, ask(book, "b:2"), scored=False)
-    assert not book.scored(lease.group, old, WRONG, now=1.0)
-    assert not lease.group.scores
-    assert not book.scored(lease.group, new, RIGHT, now=1.0)
-    assert book.scored(lease.group, other, RIGHT, now=1.0)
-    assert lease.group.scores == {0: RIGHT, 1: RIGHT}
+    buffer = make()
+    request = ask(buffer, "a:1")
+    (old, _) = deliver(buffer, request, scored=False)
+    assert buffer.take_back(A) == 2
+    new, other = deliver(buffer, ask(buffer, "b:2"), scored=False)
+    assert not buffer.scored(request.group, old, WRONG, now=1.0)
+    assert not request.group.scores
+    assert not buffer.scored(request.group, new, RIGHT, now=1.0)
+    assert buffer.scored(request.group, other, RIGHT, now=1.0)
+    assert request.group.scores == {0: RIGHT, 1: RIGHT}
 
 
 @settings(max_examples=80, deadline=None)
@@ -127,13 +127,13 @@ def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, ser
         made = finished(group)
         assert [c.index for c in made.completions] == [0, 1] and len(made.scores) == len(made.servers) == 2
     assert max(simulation.lags()) <= k
-    assert not simulation.book.open and not simulation.book.finished
+    assert not simulation.buffer.in_flight and not simulation.buffer.ready
 
 
 def test_what_was_trained_cannot_be_trained_again():
-    book = make()
+    buffer = make()
     for _ in range(2):
-        deliver(book, ask(book, "a:1"))
-    book.take(0)
+        deliver(buffer, ask(buffer, "a:1"))
+    buffer.take(0)
     with pytest.raises(AssertionError):
-        book.trained_to(2)
+        buffer.trained_to(2)

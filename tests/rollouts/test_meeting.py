@@ -20,7 +20,7 @@ def test_nobody_listens(start):
     server.reserve()
     trainer = Trainer(config(fleet_connect_seconds=0.5), [server])
     with pytest.raises(FleetError) as error:
-        trainer.fleet.start(0)
+        trainer.fleet.start()
     assert server.address in str(error.value)
     assert "scalerl-serve" in str(error.value)
     assert "\n" not in str(error.value)
@@ -139,7 +139,7 @@ def test_a_trainer_whose_clock_is_behind_takes_the_servers_over(start, caplog):
             assert str(first) in said[0] and str(first + 1) in said[0]
             # Neither takes them back.
             assert told == [first + 1] and set(new.states().values()) == {"active"}
-            old.fleet._thread.call(old.fleet._begin_wait, old.version)
+            old.fleet._begin_wait(old.version)
             assert "2 superseded" in old.fleet.waiting() and servers[0].address in old.fleet.waiting()
     assert {completion.incarnation for groups in new.batches for g in groups for completion in g.completions} == {
         first + 1
@@ -176,7 +176,7 @@ def test_no_name_is_above_the_largest(told):
         with pytest.raises(
             FleetError, match=f"rollout server {liar.address} is superseded: it holds weights of a trainer"
         ):
-            Trainer(config(), [liar], raised=raised.append).fleet.start(0)
+            Trainer(config(), [liar], raised=raised.append).fleet.start()
     assert not raised
 
 
@@ -189,13 +189,13 @@ def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
         on_loop, fleet = trainer.fleet._thread.call, trainer.fleet
         on_loop(fleet._pool.update, [s.address for s in servers])
         eventually(lambda: trainer.states()[servers[1].address] == "candidate")
-        assert all(on_loop(fleet._wait_for_newcomer) for _ in range(1000))
+        assert all(on_loop(fleet.admission.holds_batch) for _ in range(1000))
         candidate = on_loop(fleet._pool.named, servers[1].address)
         candidate.patience = 1.0
-        on_loop(fleet._wait_for_newcomer)
+        on_loop(fleet.admission.holds_batch)
         time.sleep(1.1)
-        on_loop(fleet._wait_for_newcomer)  # the time since the look before is counted
-        assert not on_loop(fleet._wait_for_newcomer)
+        on_loop(fleet.admission.holds_batch)  # the time since the look before is counted
+        assert not on_loop(fleet.admission.holds_batch)
 
 
 def made(versions, *, error: float = 0.0, at: int = 0):

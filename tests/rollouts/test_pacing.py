@@ -1,4 +1,4 @@
-"""The promises of pacing and book, driven by a simulated fleet that dies, hangs, crawls and comes back."""
+"""The promises of pacing and buffer, driven by a simulated fleet that dies, hangs, crawls and comes back."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def check_order(simulation: Simulation, start: int) -> None:
         for group in groups:
             assert sorted(group.completions) == list(range(simulation.group_size)) == sorted(group.scores)
             assert all(c.group_id == group.group_id and c.index == i for i, c in group.completions.items())
-    assert not simulation.book.finished
+    assert not simulation.buffer.ready
 
 
 @SETTINGS
@@ -96,10 +96,10 @@ class Watched(Simulation):
     """With room for everything asked for, an empty slot needs a reason."""
 
     def slot_may_be_empty(self, server: Server, batch: int) -> None:
-        pacing, book = self.pacing, self.book
-        sampled = [n for n, g in (book.open | book.finished).items() if len(g.completions) == self.group_size]
-        beyond = [n for n in sampled if n // pacing.groups > book.trained]
-        over_k = batch > book.trained + pacing.k or batch > server.step + pacing.k
+        pacing, buffer = self.pacing, self.buffer
+        sampled = [n for n, g in (buffer.in_flight | buffer.ready).items() if len(g.completions) == self.group_size]
+        beyond = [n for n in sampled if n // pacing.groups > buffer.trained]
+        over_k = batch > buffer.trained + pacing.k or batch > server.step + pacing.k
         store_full = len(beyond) >= pacing.groups  # max_buffered_batches = 1
         assert batch >= pacing.batches or over_k or store_full
 

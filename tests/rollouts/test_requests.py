@@ -10,7 +10,7 @@ from tests.rollouts.helpers import ByteTokenizer, config, row
 
 
 def make(**changes) -> Requests:
-    return Requests(config(**changes), ByteTokenizer(), incarnation=7)
+    return Requests(config(**changes), ByteTokenizer())
 
 
 def test_the_hash_does_not_depend_on_process_or_machine():
@@ -41,8 +41,8 @@ def test_without_thinking():
     requests = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=0)
     group = requests.train(0, row(0))
     assert {r.thinking_budget for r in group.requests} == {0}
-    lease = RolloutRequest(group, "server", 3, None, {0, 2})
-    sent = request_from_proto(request_to_proto(requests.of_lease(lease)))
+    rollout = RolloutRequest(group, "server", 3, None, {0, 2})
+    sent = request_from_proto(request_to_proto(requests.of(rollout, incarnation=7)))
     assert sent.interruption.text_token_ids == ()
     assert [c.index for c in sent.completions] == [0, 2]
     assert (sent.incarnation, sent.minimum_step, sent.pinned_step) == (7, 3, None)

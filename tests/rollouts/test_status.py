@@ -4,25 +4,23 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, OpenGroup
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight
 from scalerl_jax.rollouts.pacing import Pipeline
-from scalerl_jax.rollouts.status import Waits, waits_for
+from scalerl_jax.rollouts.status import BatchWait, waits_for
 from tests.rollouts.helpers import row
 
-WAITS = Waits(batch=0, since=0.0)
+WAITS = BatchWait(batch=0, since=0.0)
 
 
-def book() -> GroupBuffer:
-    def open_group(number: int) -> OpenGroup:
-        return OpenGroup(number, f"g{number}", row(number), tuple(CompletionRequest(i, i) for i in range(2)))
+def buffer() -> GroupBuffer:
+    def open_group(number: int) -> GroupInFlight:
+        return GroupInFlight(number, f"g{number}", row(number), tuple(CompletionRequest(i, i) for i in range(2)))
 
-    return GroupBuffer(
-        pacing=Pipeline(k=1, groups=2, batches=3), open_group=open_group, group_size=2, first=0, trained=0
-    )
+    return GroupBuffer(pacing=Pipeline(k=1, groups=2, batches=3), open_group=open_group, group_size=2, trained=0)
 
 
-def lease(book: GroupBuffer, server: str, room: int):
-    return book.lease(server=server, step=0, room=room, split=True, alone=True, now=0.0)
+def request(buffer: GroupBuffer, server: str, room: int):
+    return buffer.request(server=server, step=0, room=room, split=True, alone=True, now=0.0)
 
 
 def completion(group_id: str, index: int) -> Completion:
@@ -31,11 +29,11 @@ def completion(group_id: str, index: int) -> Completion:
 
 
 def test_who_has_the_oldest_missing_group():
-    groups = book()
+    groups = buffer()
     assert waits_for(None, groups) == []
     assert waits_for(WAITS, groups) == ["new weights"]  # nothing may be opened yet
-    first, second = lease(groups, "b:2", 1), lease(groups, "a:1", 1)
-    later = lease(groups, "c:3", 2)
+    first, second = request(groups, "b:2", 1), request(groups, "a:1", 1)
+    later = request(groups, "c:3", 2)
     assert [one.group.number for one in (first, second, later)] == [0, 0, 1]
     assert waits_for(WAITS, groups) == ["a:1", "b:2"]
 
@@ -48,4 +46,4 @@ def test_who_has_the_oldest_missing_group():
     assert waits_for(WAITS, groups) == ["c:3"]
     groups.returned(later, failed=True)
     assert waits_for(WAITS, groups) == ["a free server"]
-    assert waits_for(Waits(batch=1, since=0.0), groups) == ["a free server"]
+    assert waits_for(BatchWait(batch=1, since=0.0), groups) == ["a free server"]

@@ -124,16 +124,16 @@ class Probe:
         call raises ProbeError.
         """
         admitted = []
-        for candidate in fleet.candidates():
+        for candidate in fleet.admission.candidates():
             samples = [(prompt.token_ids, completion) for prompt, completion in candidate.samples]
             found = mismatch(samples, self.score(samples))
             what = self._too_far(found)
             if not what:
                 admitted.append((candidate.server, found))
-                fleet.admit(candidate.server)
+                fleet.admission.admit(candidate.server)
                 continue
             why = f"server {candidate.server}: {what}"
-            fleet.reject(candidate.server, why)
+            fleet.admission.reject(candidate.server, why)
         return admitted
 
     def compare_again(

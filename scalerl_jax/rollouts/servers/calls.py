@@ -134,7 +134,7 @@ class Calls:
             self._finished()
 
     async def _serve(self, rollout: RolloutRequest) -> None:
-        request = self._context.requests.of_lease(rollout)
+        request = self._context.requests.of(rollout, incarnation=self._context.incarnation.value)
         call = self._stub.Generate(codec.request_to_proto(request))  # without a deadline: see the module
         failed = True
         try:

@@ -98,7 +98,7 @@ class ServerClient(ServerState):
         self.calls.end()
 
     def _call_finished(self) -> None:
-        if self.evaluation is not None and not self._evaluates and self.calls.only(self.evaluation.book):
+        if self.evaluation is not None and not self._evaluates and self.calls.only(self.evaluation.buffer):
             self.hurry()  # drained: from here on its time is the evaluation's
 
     # ---- heartbeat
@@ -195,7 +195,7 @@ class ServerClient(ServerState):
         else:
             self._events.observe(status, self._evaluates and not another_process, self._book_from_here)
             self._book_from_here = False
-        self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.book)
+        self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.buffer)
         if not another_process and self._held:  # all the time since the last status
             self.record.sample(status.sampled_tokens - self.status.sampled_tokens, held=self.in_flight)
         self._held = self.in_flight > 0

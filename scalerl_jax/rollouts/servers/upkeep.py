@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from typing import Any
 
 import grpc
 
@@ -149,8 +150,9 @@ class Upkeep:
         room: completions asked for at once. Raises Full where it has no room now and may_be_full.
         """
         server, context = self._server, self._context
+        how: dict[str, Any] = {"incarnation": context.incarnation.value, "version": step, "pinned": pinned}
         requests: list[tuple[Row, codec.GroupRequest]] = [
-            (row, context.requests.probe(server.address, row, samples=samples, version=step, pinned=pinned))
+            (row, context.requests.probe(server.address, row, samples=samples, **how))
             for row, samples in context.probe_prompts
         ]
         tokens = max(context.requests.most_tokens(request) for _, request in requests)
