@@ -29,8 +29,8 @@ def check_against_the_script(trainer: Trainer) -> None:
     for groups in trainer.batches:
         for group in groups:
             opened = requests.train(group.number, group.row)
-            lease = RolloutRequest(opened, "", 0, None, {wanted.index for wanted in opened.requests})
-            asked = requests.of_lease(lease)
+            rollout = RolloutRequest(opened, "", 0, None, {wanted.index for wanted in opened.requests})
+            asked = requests.of(rollout, incarnation=1)
             for wanted, completion in zip(asked.completions, group.completions, strict=True):
                 rollout = script.rollout(asked, wanted)
                 np.testing.assert_array_equal(completion.token_ids, rollout.token_ids)

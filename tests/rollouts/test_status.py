@@ -37,7 +37,7 @@ def test_who_has_the_oldest_missing_group():
     assert [one.group.number for one in (first, second, later)] == [0, 0, 1]
     assert waits_for(WAITS, groups) == ["a:1", "b:2"]
 
-    zero = groups.open[0]
+    zero = groups.in_flight[0]
     made = {index: completion("g0", index) for one in (first, second) for index in one.left}
     assert all(groups.arrived(one, made[index]) for one in (first, second) for index in list(one.left))
     assert waits_for(WAITS, groups) == ["verifier"]
