@@ -37,7 +37,7 @@ from absl import app, flags
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import parse_argv
-from scalerl_jax.environments import prompts as tasks
+from scalerl_jax.environments.load import load_rows
 from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.benchmarks.folders import write_stopping_policy
 from tests.support.paths import ROOT
@@ -56,7 +56,7 @@ SKEWED = {
     "rollout.thinking_budget_min": 0,
     "rollout.thinking_budget_max": 0,
     "rollout.answer_budget": 320,
-    "objective.truncated": "fail",
+    "objective.truncated": "penalize",
     "objective.filter_zero_variance": False,
     "curriculum.no_positive_resampling_at": 1.1,
     "learner.micro_batch_rows": 8,
@@ -118,7 +118,7 @@ def trl(asked: dict, steps: int) -> tuple[list[float], list[float], float]:
 
 
 def specification(model: str, config: Config) -> dict:
-    train, _ = tasks.load(config, Tokenizer(model))
+    train, _ = load_rows(config, Tokenizer(model))
     return {
         "model": model,
         "prompts": [{"prompt": one.text, "ids": one.token_ids.tolist(), "answer": one.answer} for one in train[:512]],
