@@ -7,6 +7,7 @@ import pytest
 
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import check_workers, hf_tensors, pieces
+from tests.model import experts  # noqa: F401 (adds its family)
 
 
 def config(*, tied: bool = True, family: str = "qwen3", vocabulary: int = 150, kv_heads: int = 4) -> DecoderConfig:
@@ -53,6 +54,11 @@ def expected(model: DecoderConfig, tensors: dict[str, np.ndarray], rank: int, wo
         for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
             if f"{at}{name}.weight" in tensors:
                 out[f"{at}{name}.weight"] = tensors[f"{at}{name}.weight"]
+        if model.family == "experts":
+            at += "mlp.experts."
+            split = [np.split(tensors[f"{at}{part}_proj"], workers, axis=2)[rank] for part in ("gate", "up")]
+            out[f"{at}gate_up_proj"] = np.concatenate(split, axis=2)
+            out[f"{at}down_proj"] = np.split(tensors[f"{at}down_proj"], workers, axis=1)[rank]
     out["model.norm.weight"] = tensors["model.norm.weight"]
     if "lm_head.weight" in tensors:
         out["lm_head.weight"] = vocabulary(tensors["lm_head.weight"])
@@ -66,6 +72,8 @@ CASES = [
     pytest.param(config(tied=False), 4, id="a-head-each"),
     pytest.param(config(kv_heads=2), 4, id="heads-are-copied"),
     pytest.param(config(vocabulary=65, tied=False), 4, id="a-worker-with-padding-only"),
+    pytest.param(config(family="experts"), 1, id="experts-alone"),
+    pytest.param(config(family="experts"), 4, id="experts-are-cut-inside"),
 ]
 
 

@@ -5,14 +5,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rollout_server.engines.jax.weights import changed_weights, decode_weights
+from rollout_server.engines.jax.weights import changed_weights, decode_weights, model_params
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model import DecoderConfig, Precision
 from scalerl_jax.model.tensor_layout import hf_tensors
+from tests.model import experts  # noqa: F401 (adds its family)
+from tests.model.toys import from_hf
 
 # Query heads fill the width, so that `output` is square: its transposition shows in nothing but the values.
 CONFIG = DecoderConfig(
-    vocab_size=40, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, family="qwen3"
+    vocab_size=40, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, family="experts"
 )
 
 
@@ -59,3 +61,9 @@ def test_nothing_changed_is_the_same_arrays() -> None:
     held = decode_weights(tensors, CONFIG, precision)
     made = changed_weights(held, tensors, {}, config=CONFIG, precision=precision)
     assert all(x is y for x, y in zip(jax.tree.leaves(held), jax.tree.leaves(made)))
+
+
+def test_the_trainers_tree_of_decode_weights() -> None:
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in hf_tensors(CONFIG).items()}
+    same_bits(model_params(decode_weights(tensors, CONFIG, Precision()), CONFIG), from_hf(tensors, CONFIG))
