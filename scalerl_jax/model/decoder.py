@@ -88,20 +88,18 @@ class Decoder(nnx.Module):
         # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
         scales = {"normal": std, "residual": std / math.sqrt(2 * config.layers)}
 
-        def fill(module: nnx.Module, tree: Mapping[str, Any], key: jax.Array) -> None:
-            for part, (name, weight) in zip(jax.random.split(key, len(tree)), sorted(tree.items()), strict=True):
-                if isinstance(weight, dict):
-                    setattr(module, name, child := nnx.Module())
-                    fill(child, weight, part)
-                    continue
-                initial, shape = weight
-                if initial == "ones":
-                    value = jnp.ones(shape)
-                else:
-                    value = jax.random.normal(part, shape, jnp.float32) * scales[initial]
-                setattr(module, name, nnx.Param(value.astype(dtype)))
+        def value(row: Row, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+            if row.initial == "ones":
+                return lambda key: jnp.ones(shape)
+            return lambda key: jax.random.normal(key, shape, jnp.float32) * scales[row.initial]
 
-        fill(self, param_tree(config, lambda row, shape: (row.initial, shape)), key)
+        def fill(module: nnx.Module, tree: Mapping[str, Any], key: jax.Array) -> nnx.Module:
+            for part, (name, make) in zip(jax.random.split(key, len(tree)), sorted(tree.items()), strict=True):
+                inner = isinstance(make, dict)
+                setattr(module, name, fill(nnx.Module(), make, part) if inner else nnx.Param(make(part).astype(dtype)))
+            return module
+
+        fill(self, param_tree(config, value), key)
 
 
 def params_of(decoder: Decoder) -> Params:

@@ -11,6 +11,17 @@ from typing import Any
 
 from scalerl_jax.model.families import FAMILIES
 
+_SIZES = {  # field -> its key in config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+}
+_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -55,30 +66,23 @@ class DecoderConfig:
                 raise ValueError(f"{key}={config[key]!r} is not supported")
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported")
-        needed = "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size".split()
-        missing = [key for key in needed if key not in config]
+        optional = ("num_key_value_heads", "head_dim")
+        missing = [key for key in _SIZES.values() if key not in config and key not in optional]
         if missing:
             raise ValueError(f"{missing[0]} is missing")
+        heads = int(config["num_attention_heads"])
+        defaults = dict(zip(optional, (heads, int(config["hidden_size"]) // heads)))
+        sizes = {**config, **{key: size for key, size in defaults.items() if not config.get(key)}}
         # transformers 5 keeps everything about RoPE in rope_parameters; 4 had two keys for it.
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "llama3"):
             raise ValueError(f"rope type {rope_type!r} is not supported")
-        scaling = None
-        if rope_type == "llama3":
-            keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            scaling = (float(rope[keys[0]]), float(rope[keys[1]]), float(rope[keys[2]]), float(rope[keys[3]]))
-        heads = int(config["num_attention_heads"])
+        scaling: Any = tuple(float(rope[key]) for key in _ROPE) if rope_type == "llama3" else None
         stop = config.get("eos_token_id")
         stops = () if stop is None else tuple(stop) if isinstance(stop, list) else (int(stop),)
         return DecoderConfig(
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=int(config["hidden_size"]),
-            layers=int(config["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            intermediate_size=int(config["intermediate_size"]),
+            **{field: int(sizes[key]) for field, key in _SIZES.items()},
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
             rope_scaling=scaling,
             norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
@@ -92,20 +96,13 @@ class DecoderConfig:
         """The contents of a config.json that transformers and vLLM read."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_scaling is not None:
-            factor, low, high, original = self.rope_scaling
-            rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
-            rope["original_max_position_embeddings"] = int(original)
+            rope |= {"rope_type": "llama3", **dict(zip(_ROPE, self.rope_scaling))}
+            rope[_ROPE[-1]] = int(rope[_ROPE[-1]])
         stops = list(self.stop_token_ids)
         return {
             "architectures": [FAMILIES[self.family].ARCHITECTURE],
             "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
+            **{key: getattr(self, field) for field, key in _SIZES.items()},
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
             "rope_parameters": rope,

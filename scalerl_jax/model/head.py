@@ -24,10 +24,14 @@ def head_weight(params: Params, config: DecoderConfig) -> jax.Array:
     return params["embed"] if config.tied_embeddings else params["head"]
 
 
+def _operands(precision: Precision) -> tuple[str, jax.lax.Precision]:
+    dtype = "float32" if precision.head == "highest" else precision.compute
+    return dtype, Precision(dtype).dot
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _logits(hidden: jax.Array, weight: jax.Array, precision: Precision) -> jax.Array:
-    dtype = "float32" if precision.head == "highest" else precision.compute
-    dot = jax.lax.Precision.HIGHEST if dtype == "float32" else precision.dot
+    dtype, dot = _operands(precision)
     return jax.lax.dot_general(
         hidden.astype(dtype), precision.cast(weight, dtype), (((hidden.ndim - 1,), (1,)), ((), ())),
         precision=dot, preferred_element_type=jnp.float32,
@@ -40,8 +44,7 @@ def _logits_forward(hidden: jax.Array, weight: jax.Array, precision: Precision) 
 
 def _logits_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     hidden, weight = saved
-    dtype = "float32" if precision.head == "highest" else precision.compute
-    dot = jax.lax.Precision.HIGHEST if dtype == "float32" else precision.dot
+    dtype, dot = _operands(precision)
     g, tokens = g.astype(dtype), tuple(range(hidden.ndim - 1))
     dh = jnp.dot(g, precision.cast(weight, dtype), precision=dot, preferred_element_type=jnp.float32)
     dw = jax.lax.dot_general(
