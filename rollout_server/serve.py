@@ -4,152 +4,38 @@
     scalerl-serve --engine=vllm --model=DIR --port=N      the same by vLLM, in an environment without jax
     scalerl-serve --engine=replay --port=N                play scripted or recorded rollouts (tests)
 
-From the flags it builds an engine, puts the contract, health checks and reflection in front of it (service.py), and
-serves until SIGTERM, SIGINT or, with --exit_with_parent, the end of its standard input. It then finishes nothing: it
-turns NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks for them elsewhere) and exits 0. Bad flags end it
-with one line on stderr and exit code 2.
+From the flags it builds an engine (engines/*/make.py), puts the contract, health checks and reflection in front of it
+(service.py), and serves until SIGTERM, SIGINT or, with --exit_with_parent, the end of its standard input. It then
+finishes nothing: it turns NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks for them elsewhere) and exits 0.
+Bad flags end it with one line on stderr and exit code 2.
 
 Whoever may call it can replace its weights. So it listens on the loopback interface, or where --host says, and then
 with TLS and a token (access_flags.py).
 """
 
 import asyncio
-import glob
-import logging as logging_lib
+import functools
+import importlib
 import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 from absl import app, flags, logging
 
 from rollout_server import access_flags, faults
 from rollout_server import serve_flags as given
-from rollout_server.engines.engine import Engine
+from rollout_server.engines.engine import Engine, EngineOptions
+from rollout_server.engines.model_folder import UsageError
 from rollout_server.service import RolloutServer
-from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.contract.security import OPEN, Access
 
-
-class UsageError(Exception):
-    """The user's mistake: one line, exit code 2."""
-
-
-# -------------------------------------------------------------------------------------------------- the engines
-
-
-def _jax_engine() -> Engine:
-    _check_model_folder(weights=True)
-    _leave_out_missing_backends()
-    from rollout_server.engines.jax.engine import JaxEngine
-
-    return JaxEngine(
-        given.MODEL.value,
-        slots=given.SLOTS.value,
-        queue=given.QUEUE.value,
-        decode_chunk=given.DECODE_CHUNK.value,
-        compute_dtype=given.COMPUTE_DTYPE.value,
-        sync_dtype=given.SYNC_DTYPE.value,
-        head_precision=given.HEAD_PRECISION.value,
-        maximum_tokens=given.MAXIMUM_TOKENS.value,
-    )
-
-
-async def _vllm_engine() -> Engine:
-    _check_model_folder(weights=True)
-    if given.HEAD_PRECISION.value == "highest" and given.COMPUTE_DTYPE.value != "float32":
-        raise UsageError("--head_precision=highest: the vllm engine has it with --compute_dtype=float32 only")
-    from rollout_server.engines.vllm.adapter import Vllm
-    from rollout_server.engines.vllm.engine import VllmEngine
-
-    vllm = Vllm(
-        given.MODEL.value,
-        slots=given.SLOTS.value,
-        maximum_tokens=given.MAXIMUM_TOKENS.value,
-        compute_dtype=given.COMPUTE_DTYPE.value,
-        sync_dtype=given.SYNC_DTYPE.value,
-        head_precision=given.HEAD_PRECISION.value,
-        workers=given.TENSOR_PARALLEL.value,
-        device_memory=given.DEVICE_MEMORY.value,
-    )
-    try:
-        await vllm.prepare()
-        return VllmEngine(vllm, slots=given.SLOTS.value, queue=given.QUEUE.value)
-    except ValueError:
-        vllm.shutdown()
-        raise
-
-
-def _replay_engine() -> Engine:
-    from rollout_server.engines.replay.engine import Faults, ReplayEngine
-    from rollout_server.engines.replay.scripts import Recorded, Script, Scripted
-
-    describe: dict[str, Any] = {"tensors": {}}
-    if given.MODEL.value:  # to pass for a server of this model: its tensors, its config, its tokenizer
-        _check_model_folder(weights=False)
-        from scalerl_jax.model.decoder_config import read_config
-        from scalerl_jax.model.tensor_layout import hf_tensors
-
-        config = read_config(given.MODEL.value)
-        describe = {
-            "tensors": hf_tensors(config),
-            "vocabulary": config.vocab_size,
-            "model_config": config.canonical_json(),
-            "tokenizer_fingerprint": tokenizer_fingerprint(given.MODEL.value),
-        }
-    script: Script
-    if given.REPLAY_FILE.value:
-        script = Recorded(given.REPLAY_FILE.value)
-    else:
-        script = Scripted(vocabulary=given.REPLAY_VOCABULARY.value, mean_tokens=given.REPLAY_MEAN_TOKENS.value)
-    return ReplayEngine(
-        script,
-        slots=given.SLOTS.value,
-        queue=given.QUEUE.value,
-        decode_chunk=given.DECODE_CHUNK.value,
-        token_seconds=given.REPLAY_TOKEN_SECONDS.value,
-        load_seconds=given.REPLAY_LOAD_SECONDS.value,
-        maximum_tokens=given.MAXIMUM_TOKENS.value,
-        compute_dtype=given.COMPUTE_DTYPE.value,
-        sync_dtype=given.SYNC_DTYPE.value,
-        head_precision=given.HEAD_PRECISION.value,
-        faults=Faults(crash_after=given.REPLAY_CRASH_AFTER.value, hang_after=given.REPLAY_HANG_AFTER.value),
-        **describe,
-    )
-
-
-MakeEngine = Callable[[], Engine | Awaitable[Engine]]
-
-# Each imports what it needs only when it is asked for.
-ENGINES: dict[str, MakeEngine] = {"jax": _jax_engine, "vllm": _vllm_engine, "replay": _replay_engine}
-
-
-def _leave_out_missing_backends() -> None:
-    """jax tries every backend it knows, and tells which it did not find; an engine says what it runs on by itself."""
-
-    def found(record: logging_lib.LogRecord) -> bool:
-        return not record.getMessage().startswith("Unable to initialize backend")
-
-    logging_lib.getLogger("jax._src.xla_bridge").addFilter(found)
-
-
-def _check_model_folder(*, weights: bool) -> None:
-    """Raises UsageError naming what is missing, before anything slow is imported."""
-    folder = given.MODEL.value
-    if not folder:
-        raise UsageError("--model: a Hugging Face folder is needed")
-    if not os.path.isdir(folder):
-        raise UsageError(f"--model={folder}: no such folder")
-    for name in ("config.json", "tokenizer.json"):
-        if not os.path.isfile(os.path.join(folder, name)):
-            raise UsageError(f"--model={folder}: it has no {name}")
-    if weights and not glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
-        raise UsageError(f"--model={folder}: it has no weights (*.safetensors)")
+MakeEngine = Callable[[], Awaitable[Engine]]
 
 
 # --------------------------------------------------------------------------------------------------- the server
@@ -189,8 +75,7 @@ async def serve(
     # 1. The address first: a taken one is known before minutes of loading.
     _check_address(host, port)
     try:
-        made = make_engine()
-        engine = await made if isinstance(made, Awaitable) else made
+        engine = await make_engine()
     except ValueError as error:
         raise UsageError(f"--engine={given.ENGINE.value}: {error}") from error
 
@@ -234,6 +119,19 @@ def _exit_after(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
+
+
+def _options() -> EngineOptions:
+    return EngineOptions(
+        model=given.MODEL.value,
+        slots=given.SLOTS.value,
+        queue=given.QUEUE.value,
+        maximum_tokens=given.MAXIMUM_TOKENS.value,
+        compute_dtype=given.COMPUTE_DTYPE.value,
+        sync_dtype=given.SYNC_DTYPE.value,
+        head_precision=given.HEAD_PRECISION.value,
+        decode_chunk=given.DECODE_CHUNK.value,
+    )
 
 
 def _access() -> Access:
@@ -282,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         asyncio.run(
             serve(
-                ENGINES[given.ENGINE.value],
+                functools.partial(importlib.import_module(given.ENGINES[given.ENGINE.value]).make, _options()),
                 host=given.HOST.value,
                 port=given.PORT.value,
                 port_file=given.PORT_FILE.value,

@@ -1,10 +1,18 @@
-"""The flags of scalerl-serve. Apart from what they start, so that --help and a wrong flag are answered at once."""
+"""The flags of scalerl-serve. Apart from what they start, so that --help and a wrong flag are answered at once.
+
+Each engine adds its own (engines/*/make.py), which import nothing large either.
+"""
+
+import importlib
 
 from absl import flags
 
+# By name, the module with the engine's flags and `async make(options)`.
+ENGINES = {name: f"rollout_server.engines.{name}.make" for name in ("jax", "vllm", "replay")}
+
 _DTYPES = ["bfloat16", "float32"]
 
-ENGINE = flags.DEFINE_enum("engine", None, ["jax", "vllm", "replay"], "What samples the tokens.", required=True)
+ENGINE = flags.DEFINE_enum("engine", None, list(ENGINES), "What samples the tokens.", required=True)
 MODEL = flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
 PORT = flags.DEFINE_integer("port", None, "Port to listen on; 0: any free one.", 0, 65535, required=True)
@@ -20,16 +28,7 @@ HEAD_PRECISION = flags.DEFINE_enum(
 )
 MAXIMUM_TOKENS = flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
 
-TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "vllm: devices that share the model.", lower_bound=1)
-DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a GPU's memory to take.", 0.05, 1.0)
 FAULTS = flags.DEFINE_string("faults", "", "For tests: kind:after,... of what goes wrong on the wire (faults.py).")
-REPLAY_FILE = flags.DEFINE_string("replay_file", "", "JSONL of completions to play; empty: made up by a hash.")
-REPLAY_VOCABULARY = flags.DEFINE_integer("replay_vocabulary", 256, "Made-up tokens are below this.", lower_bound=1)
-REPLAY_MEAN_TOKENS = flags.DEFINE_float("replay_mean_tokens", 24.0, "Mean length of what is made up.", lower_bound=2)
-REPLAY_TOKEN_SECONDS = flags.DEFINE_float("replay_token_seconds", 0.0, "Time of one decode step.", lower_bound=0)
-REPLAY_LOAD_SECONDS = flags.DEFINE_float("replay_load_seconds", 0.0, "Pause at new weights.", lower_bound=0)
-REPLAY_CRASH_AFTER = flags.DEFINE_integer("replay_crash_after", 0, "Die after so many completions.", lower_bound=0)
-REPLAY_HANG_AFTER = flags.DEFINE_integer("replay_hang_after", 0, "Hang after so many completions.", lower_bound=0)
 
 # Who may call, see access_flags.py.
 TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM of this server's certificate; empty: no TLS.")
@@ -50,3 +49,6 @@ RELAY_TO = flags.DEFINE_string(
 INSECURE = flags.DEFINE_bool(
     "insecure", False, "Listen beyond this machine without TLS and a token: whoever reaches it may replace its weights."
 )
+
+for _module in ENGINES.values():
+    importlib.import_module(_module)

@@ -27,7 +27,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_server.activity import Activity
 from rollout_server.engines.admission import check_score
-from rollout_server.engines.engine import Engine, EngineInfo, QueueFull, WrongVersion
+from rollout_server.engines.engine import AskedAgain, Engine, EngineInfo, QueueFull, WrongVersion
 from rollout_server.guard import MOST_CALLS, Guard
 from rollout_server.reach import LOOPBACK, Reach
 from rollout_server.weight_push import WeightReceiver
@@ -54,23 +54,6 @@ STOP_GRACE_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
 
-class _Call:
-    """One Generate call that is being served."""
-
-    def __init__(self, names: Sequence[tuple[int, str, int]]) -> None:
-        self.names = names  # of the completions it was asked for
-        # Holds at most one item per completion asked for, and the None that ends it.
-        self.outbox: asyncio.Queue[codec.Completion | None] = asyncio.Queue()
-        self.pump: asyncio.Task[None] | None = None
-        self.ended: tuple[grpc.StatusCode, str] | None = None  # why the server ended it
-
-    async def end(self, code: grpc.StatusCode, why: str) -> None:
-        """Frees the call's slots, then lets its client know."""
-        self.ended = self.ended or (code, why)
-        assert self.pump is not None
-        await _cancel(self.pump)
-
-
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
     def __init__(self, engine: Engine, reach: Reach = LOOPBACK):
         """reach: whom weights are passed on to."""
@@ -78,7 +61,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._engine = engine
         self.activity = Activity()
         self._weights = WeightReceiver(engine, reach, server_id=self.server_id, activity=self.activity)
-        self._calls: dict[tuple[int, str, int], _Call] = {}  # by the name of each completion they were asked for
+        self._calls: set[asyncio.Task[None]] = set()  # the pump of every Generate call
         self._scores = 0
         self._stopping = False
         self._began = time.monotonic()
@@ -86,8 +69,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def stop(self) -> None:
         """Ends every Generate call with UNAVAILABLE; later ones are refused."""
         self._stopping = True
-        for call in set(self._calls.values()):
-            await call.end(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+        for pump in list(self._calls):
+            await _cancel(pump)
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         info, status = self._engine.info, self._engine.status()
@@ -126,30 +109,28 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             group = codec.request_from_proto(request, most_completions=most)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        names = [(group.incarnation, group.group_id, c.index) for c in group.completions]
-        # An older call for one of these completions loses it; its slots are free before the engine is asked again.
-        while older := next((self._calls[name] for name in names if name in self._calls), None):
-            await older.end(grpc.StatusCode.ABORTED, f"group {group.group_id!r} was asked for again")
-            self._forget(older)
         if self._stopping:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
         if group.pinned_step is not None and self._weights.late:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a later version has waited for too long")
         if group.incarnation == self._engine.status().version.incarnation:
             self.activity.welcome(group.incarnation, context.peer())
-        call = _Call(names)
-        call.pump = asyncio.create_task(self._pump(group, call.outbox))
+        # At most one item per completion asked for, and the None that ends it.
+        outbox: asyncio.Queue[codec.Completion | None] = asyncio.Queue()
+        pump = asyncio.create_task(self._pump(group, outbox))
         # However it is over, also one that is cancelled before it has begun.
-        call.pump.add_done_callback(lambda _: call.outbox.put_nowait(None))
-        self._calls.update(dict.fromkeys(names, call))
+        pump.add_done_callback(lambda _: outbox.put_nowait(None))
+        self._calls.add(pump)
         try:
-            while (completion := await call.outbox.get()) is not None:
+            while (completion := await outbox.get()) is not None:
                 self.activity.completed(group.incarnation)
                 await context.write(codec.completion_to_proto(completion))
-            if call.ended is not None:
-                await context.abort(*call.ended)
+            if self._stopping:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
             try:
-                await call.pump  # raises what the engine raised
+                await pump  # raises what the engine raised
+            except AskedAgain as error:
+                await context.abort(grpc.StatusCode.ABORTED, str(error))
             except QueueFull as error:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except WrongVersion as error:
@@ -157,18 +138,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:  # reached by cancellation too: the client hung up, or its deadline passed
-            self._forget(call)
-            await _cancel(call.pump)
+            self._calls.discard(pump)
+            await _cancel(pump)
 
     async def _pump(self, group: codec.GroupRequest, outbox: asyncio.Queue[codec.Completion | None]) -> None:
         async with contextlib.aclosing(self._engine.generate(group)) as completions:
             async for completion in completions:
                 outbox.put_nowait(completion)
-
-    def _forget(self, call: _Call) -> None:
-        for name in call.names:
-            if self._calls.get(name) is call:
-                del self._calls[name]
 
     # --------------------------------------------------------------------------------------------- PushWeights
 

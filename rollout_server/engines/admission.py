@@ -1,10 +1,10 @@
-"""What an engine refuses before it takes a request: what nobody could serve, other weights, too much at once."""
+"""What an engine could never serve, however free it was: the widths of a request, and token ids."""
 
 import numpy as np
 
-from rollout_server.engines.engine import EngineInfo, QueueFull, WrongVersion
+from rollout_server.engines.engine import EngineInfo
 from scalerl_jax.contract import limits
-from scalerl_jax.contract.codec import GroupRequest, Version
+from scalerl_jax.contract.codec import GroupRequest
 
 # The widest a request may be; fixed, because an engine that compiles its shapes has them in there.
 LONGEST_PHRASE = 128
@@ -56,23 +56,3 @@ def check_score(token_ids: np.ndarray, info: EngineInfo) -> None:
 def _check_ids(what: str, ids: np.ndarray, info: EngineInfo) -> None:
     if len(ids) and not (ids.min() >= 0 and ids.max() < info.vocabulary):
         raise ValueError(f"{what} outside [0, {info.vocabulary})")
-
-
-def check_version(request: GroupRequest, held: Version) -> None:
-    """Raises WrongVersion where the weights held are not those it demands."""
-    if request.incarnation != held.incarnation:
-        raise WrongVersion(f"incarnation {held.incarnation} is held, {request.incarnation} is wanted")
-    if held.step < request.minimum_step:
-        raise WrongVersion(f"step {held.step} is held, {request.minimum_step} or later is wanted")
-    if request.pinned_step is not None and held.step != request.pinned_step:
-        raise WrongVersion(f"step {held.step} is held, exactly {request.pinned_step} is wanted")
-
-
-def check_room(request: GroupRequest, info: EngineInfo, *, queued: int, running: int) -> None:
-    """Raises QueueFull. A completion for which a slot is free passes through the queue, but does not wait in it."""
-    wanted = len(request.completions)
-    if queued + running + wanted > info.queue_capacity + info.slots:
-        raise QueueFull(
-            f"{queued} of {info.queue_capacity} places in the queue and {running} of {info.slots} "
-            f"slots are taken, {wanted} completions are asked for"
-        )

@@ -22,6 +22,24 @@ class WrongVersion(Exception):
     """The weights held are not those the request demands."""
 
 
+class AskedAgain(Exception):
+    """A newer request asks for one of the completions, and has taken over their places."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """What scalerl-serve tells every engine."""
+
+    model: str  # Hugging Face folder: config.json, *.safetensors, the tokenizer's files
+    slots: int  # completions sampled at once
+    queue: int  # completions that may wait for a slot
+    maximum_tokens: int  # prompt and completion together
+    compute_dtype: str  # "float32" | "bfloat16", of the matrix products
+    sync_dtype: str  # likewise; weights are rounded to it, then used in the other
+    head_precision: str = "default"  # | "highest", as in the trainer's config
+    decode_chunk: int = 8  # decode steps between two looks at queue and weights
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineStatus:
     """Counters run from the engine's start; see StatusReply in rollout.proto for the meaning of each."""
@@ -41,18 +59,19 @@ class EngineInfo:
     """What does not change while the process lives."""
 
     name: str  # "jax" | "vllm" | "replay"
-    model_config: str  # canonical JSON
-    tokenizer_fingerprint: str
-    compute_dtype: str
-    head_dtype: str
-    head_precision: str  # "default" | "highest"
-    sync_dtype: str
-    devices: int
     slots: int
     queue_capacity: int
     maximum_tokens: int
-    vocabulary: int  # token ids are below it
-    tensors: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape: what a version of the weights must hold
+    # Hugging Face name -> shape: what a version of the weights must hold.
+    tensors: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    vocabulary: int = 2**31  # token ids are below it
+    model_config: str = "{}"  # canonical JSON
+    tokenizer_fingerprint: str = ""
+    compute_dtype: str = "float32"
+    head_dtype: str = "float32"
+    head_precision: str = "default"  # | "highest"
+    sync_dtype: str = "float32"
+    devices: int = 1
 
 
 # By tensor's name. None: it may differ anywhere. A tensor that is not named is as it was, to the bit.
@@ -66,8 +85,8 @@ class Engine(Protocol):
         """Yields each completion as it finishes. Closing the generator frees its slots.
 
         Raises QueueFull, WrongVersion (weights of another incarnation, older than minimum_step, or not pinned_step) or
-        ValueError (can never be served) before the first completion; WrongVersion later too, when weights of another
-        incarnation arrive.
+        ValueError (can never be served) before the first completion. Later too: WrongVersion, when weights of another
+        incarnation arrive, and AskedAgain, when a newer request asks for one of its completions.
         """
         ...
 

@@ -6,15 +6,16 @@
 
 A token of stop_token_ids that was sampled ends the completion in any phase, "stop"; so does a full cache, "length".
 A pure function of the tokens so far: two processes that see the same tokens are in the same phase. The engine that
-decodes inside jit has the same machine for all its slots at once (jax_decode.py).
+decodes inside jit has the same machine for all its slots at once (jax/decode.py).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
 
 
-class Phases:
+class ThinkingBudget:
     """Where one completion stands.
 
     Args:
@@ -45,15 +46,16 @@ class Phases:
         self.finish = ""  # "stop" | "length" once it is over
 
     @staticmethod
-    def of(request: GroupRequest, wanted: CompletionRequest, *, maximum_tokens: int) -> "Phases":
-        return Phases(
-            phrase=request.interruption.text_token_ids,
-            end=request.interruption.end_of_thinking_token_ids,
-            thinking_budget=wanted.thinking_budget,
-            answer_budget=request.sampling.answer_budget,
-            stops=request.sampling.stop_token_ids,
-            room=maximum_tokens - len(request.prompt),
-        )
+    def arguments(request: GroupRequest, wanted: CompletionRequest, *, maximum_tokens: int) -> dict[str, Any]:
+        """Plain lists and numbers, for another process too."""
+        return {
+            "phrase": list(request.interruption.text_token_ids),
+            "end": list(request.interruption.end_of_thinking_token_ids),
+            "thinking_budget": wanted.thinking_budget,
+            "answer_budget": request.sampling.answer_budget,
+            "stops": list(request.sampling.stop_token_ids),
+            "room": maximum_tokens - len(request.prompt),
+        }
 
     @property
     def forced(self) -> int | None:

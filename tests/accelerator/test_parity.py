@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.config import PHRASE
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling, Version
@@ -50,7 +51,7 @@ def test_log_probs_agree(device, sizes, dtype, tmp_path):
     mean, p99 = handshake.LIMITS[dtype]
 
     async def main() -> None:
-        engine = JaxEngine(
+        options = EngineOptions(
             str(tmp_path / "model"),
             slots=SLOTS,
             queue=SLOTS,
@@ -59,6 +60,7 @@ def test_log_probs_agree(device, sizes, dtype, tmp_path):
             sync_dtype=dtype,
             maximum_tokens=maximum,
         )
+        engine = JaxEngine(options)
         for step in range(2):
             tensors = host_arrays(learner.sync_weights())
             await engine.load(Version(1, step), tensors, dict.fromkeys(tensors))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.config import PHRASE
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
@@ -111,7 +112,7 @@ def engine(work: Work) -> dict[str, Any]:
         write_model_folder(path, params=params, decoder=work.decoder, tokenizer_dir=base, dtype="bfloat16")
         del params
         began = time.perf_counter()
-        served = JaxEngine(
+        options = EngineOptions(
             path,
             slots=work.slots,
             queue=work.slots,
@@ -120,6 +121,7 @@ def engine(work: Work) -> dict[str, Any]:
             sync_dtype="bfloat16",
             maximum_tokens=work.prompt + work.sampled,
         )
+        served = JaxEngine(options)
         found = {**device(), "start_seconds": time.perf_counter() - began}
     return {**found, **asyncio.run(_measure(served, work)), "peak_gib": peak_memory()}
 

@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 from absl import app, flags, logging
 
+from rollout_server.engines.engine import EngineInfo
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutServer
@@ -59,11 +60,15 @@ async def serve(options: dict) -> None:
     for number in range(options["count"]):
         engine = ReplayEngine(
             Scripted(vocabulary=VOCABULARY, mean_tokens=options["mean_tokens"]),
-            tensors={name: tuple(shape) for name, shape in WEIGHTS.items()},
-            slots=options["slots"],
-            queue=2 * options["slots"],
+            EngineInfo(
+                "replay",
+                slots=options["slots"],
+                queue_capacity=2 * options["slots"],
+                maximum_tokens=4096,
+                tensors={name: tuple(shape) for name, shape in WEIGHTS.items()},
+                tokenizer_fingerprint="replay",
+            ),
             token_seconds=options["token_seconds"],
-            tokenizer_fingerprint="replay",
         )
         servers.append(RolloutServer(engine, port=options["ports"][number] if options["ports"] else 0))
         await servers[-1].start()

@@ -26,6 +26,7 @@ import torch
 from absl import app, flags
 from transformers import AutoModelForCausalLM
 
+from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.model import DecoderConfig
@@ -126,11 +127,11 @@ async def compare(size: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_folder(folder, config)
         began = time.perf_counter()
-        engine = JaxEngine(
+        options = EngineOptions(
             folder, slots=SLOTS, queue=4 * SLOTS, decode_chunk=FLAGS.decode_chunk, compute_dtype="float32",
             sync_dtype="float32", maximum_tokens=FLAGS.maximum_tokens,
-            lookahead=None if FLAGS.lookahead < 0 else FLAGS.lookahead,
         )  # fmt: skip
+        engine = JaxEngine(options, lookahead=None if FLAGS.lookahead < 0 else FLAGS.lookahead)
         print(
             f"{size}: {parameters / 1e6:.2f} M parameters; the generator started in {time.perf_counter() - began:.1f} s"
         )

@@ -40,6 +40,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from launch.commands import restart_with_tuned_malloc
+from rollout_server.engines.engine import EngineInfo, EngineOptions
 from rollout_server.engines.jax.engine import JaxEngine
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Scripted
@@ -161,7 +162,10 @@ def take(store: WeightStore, payload: payload_lib.Payload) -> float:
 
 
 def replay(config: DecoderConfig) -> ReplayEngine:
-    return ReplayEngine(Scripted(vocabulary=64), tensors=hf_tensors(config), sync_dtype="bfloat16")
+    return ReplayEngine(
+        Scripted(vocabulary=64),
+        EngineInfo("replay", 8, 16, maximum_tokens=4096, tensors=hf_tensors(config), sync_dtype="bfloat16"),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- stream
@@ -265,10 +269,10 @@ def stall(config: DecoderConfig) -> None:
             json.dump(config.to_hf(), file)
         vocabulary = {f"t{i}": i for i in range(config.vocab_size)}
         Tokenizer(WordLevel(vocabulary, unk_token="t0")).save(f"{folder}/tokenizer.json")
-        engine = JaxEngine(
-            folder, slots=32, queue=64, decode_chunk=8, compute_dtype="float32", sync_dtype="bfloat16",
-            maximum_tokens=512,
-        )  # fmt: skip
+        options = EngineOptions(
+            folder, slots=32, queue=64, maximum_tokens=512, compute_dtype="float32", sync_dtype="bfloat16"
+        )
+        engine = JaxEngine(options)
     asyncio.run(_stall(config, engine))
 
 
@@ -345,9 +349,9 @@ class Watch:
         self._thread.start()
 
     def _look(self) -> None:
-        before = self._engine._pool.sampled_tokens
+        before = self._engine.status().sampled_tokens
         while self._open:
-            now = self._engine._pool.sampled_tokens
+            now = self._engine.status().sampled_tokens
             if now != before:
                 self._rises.append(time.perf_counter())
                 before = now

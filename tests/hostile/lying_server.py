@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.engines.engine import Changes, Engine, EngineStatus
+from rollout_server.engines.engine import Changes, Engine, EngineOptions, EngineStatus
+from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Recorded
 from rollout_server.service import RolloutServer
 from scalerl_jax.contract.codec import Completion, GroupRequest, Version
-from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.model.decoder_config import read_config
-from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.hostile.lies import LieInterceptor
 from tests.hostile.modes import MODES
 from tests.hostile.socket_lies import serving
@@ -102,21 +101,21 @@ def write_json(path: str, value: object) -> None:
 
 def make_engine(model: str, rollouts: str) -> Engine:
     """A policy's, or one that plays a recording."""
-    options: dict[str, Any] = {"slots": SLOTS, "queue": QUEUE, "decode_chunk": 4, "maximum_tokens": 64}
-    options |= {"compute_dtype": "float32", "sync_dtype": "float32"}
+    options = EngineOptions(
+        model,
+        slots=SLOTS,
+        queue=QUEUE,
+        decode_chunk=4,
+        maximum_tokens=64,
+        compute_dtype="float32",
+        sync_dtype="float32",
+    )
     if not rollouts:
         from rollout_server.engines.jax.engine import JaxEngine
 
-        return JaxEngine(model, **options)
-    config = read_config(model)
-    return ReplayEngine(
-        Recorded(rollouts),
-        tensors=hf_tensors(config),
-        model_config=config.canonical_json(),
-        tokenizer_fingerprint=tokenizer_fingerprint(model),
-        token_seconds=0.004,
-        **options,
-    )
+        return JaxEngine(options)
+    info = dataclasses.replace(engine_info("replay", options, read_config(model)), vocabulary=2**31)
+    return ReplayEngine(Recorded(rollouts), info, decode_chunk=options.decode_chunk, token_seconds=0.004)
 
 
 async def serve(options: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def test_the_base_install_serves() -> None:
 def test_the_vllm_engine_stands_without_the_trainer() -> None:
     """torch comes with vLLM, of the release that it wants."""
     reached = reached_from(*[module for module in modules() if module.startswith("rollout_server.engines.vllm")])
-    assert others(reached) == {"google.protobuf", "numpy", "torch", "vllm"}
+    assert others(reached) == {"absl", "google.protobuf", "numpy", "torch", "vllm"}
     # Beyond the contract only what the model's tensors are, in which nothing is computed.
     described = {f"scalerl_jax.model{part}" for part in ("", ".decoder_config", ".tensor_layout")}
     described |= {module for module in modules() if module.startswith("scalerl_jax.model.families")}

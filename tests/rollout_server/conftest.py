@@ -5,6 +5,7 @@ the same conformance tests.
 """
 
 import asyncio
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -18,10 +19,10 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from rollout_server.engines.engine import Engine
+from rollout_server.engines.engine import Engine, EngineOptions
+from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Script, Scripted
-from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import hf_tensors
 
@@ -81,21 +82,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def replay_engine(
     model_folder: pathlib.Path, *, script: Script | None = None, token_seconds: float = 0.001, **options: Any
 ) -> ReplayEngine:
-    return ReplayEngine(
-        script or Scripted(vocabulary=CONFIG.vocab_size),
-        tensors=hf_tensors(CONFIG),
-        vocabulary=CONFIG.vocab_size,
-        model_config=CONFIG.canonical_json(),
-        tokenizer_fingerprint=tokenizer_fingerprint(model_folder),
-        token_seconds=token_seconds,
-        **{**DEFAULTS, **options},
-    )
+    own = {name: options.pop(name) for name in ("load_seconds", "faults") if name in options}
+    told = EngineOptions(str(model_folder), **{**DEFAULTS, **options})
+    # It only passes for the model: no positions bound it.
+    info = dataclasses.replace(engine_info("replay", told, CONFIG), maximum_tokens=told.maximum_tokens)
+    script = script or Scripted(vocabulary=CONFIG.vocab_size)
+    return ReplayEngine(script, info, decode_chunk=told.decode_chunk, token_seconds=token_seconds, **own)
 
 
 def jax_engine(model_folder: pathlib.Path, **options: Any) -> Engine:
     from rollout_server.engines.jax.engine import JaxEngine
 
-    return JaxEngine(str(model_folder), **{**DEFAULTS, **options})
+    return JaxEngine(EngineOptions(str(model_folder), **{**DEFAULTS, **options}))
 
 
 class Maker:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.vllm.adapter import Vllm
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.shared_memory import SharedMemory
@@ -27,7 +28,7 @@ class Shared:
         self.vllm: Lent = self._runner.run(self._start(options))
 
     async def _start(self, options: dict[str, Any]) -> "Lent":
-        vllm = Lent(str(self._folder), **options)
+        vllm = Lent(EngineOptions(str(self._folder), **{"queue": 0, **options}))
         await vllm.prepare()
         return vllm
 

@@ -104,7 +104,7 @@ def _replay(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits
     flip = engine._flip  # which comes before every chunk
 
     async def held() -> None:
-        if engine._lanes or engine._queue:
+        if engine._queue.running:
             await decoding.begin_on_loop()
         await flip()  # last: from here to the chunk, or to its sleep, the loop awaits nothing
 
@@ -127,7 +127,7 @@ def _vllm(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
                     count, prefilled = count + 1, 0
 
     delta.setattr(engine._vllm, "generate", held)
-    return lambda version: not engine._may_swap(version)
+    return lambda version: not engine._queue.may_swap(version)
 
 
 ENGINES: dict[str, Callable[[Any, Decoding, pytest.MonkeyPatch], Waits]] = {

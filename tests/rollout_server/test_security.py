@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from rollout_server.engines.engine import EngineInfo
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutServer
@@ -25,6 +26,8 @@ from tests.rollout_server.serving_process import Process
 from tests.rollout_server.test_serve import complaint
 
 TOKEN, SECONDS = "correct-horse-battery", 60
+
+INFO = EngineInfo("replay", slots=8, queue_capacity=16, maximum_tokens=4096, tensors={"a": (400, 10)})
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def others(tmp_path_factory) -> Authority:
 @contextlib.asynccontextmanager
 async def serving(access: Access) -> AsyncIterator[str]:
     """The address of a server that lets in whom `access` says."""
-    server = RolloutServer(ReplayEngine(Scripted(vocabulary=64), tensors={"a": (400, 10)}), access=access)
+    server = RolloutServer(ReplayEngine(Scripted(vocabulary=64), INFO), access=access)
     await server.start()
     try:
         yield f"127.0.0.1:{server.port}"
@@ -85,7 +88,7 @@ async def test_every_kind_of_call_with_tls_both_ways_and_a_token(ours) -> None:
     async with serving(tls(ours, clients=ours)) as address:
         channel = security.connect(address, client(ours, signed_by=ours))
         stub, version = RolloutStub(channel), codec.Version(7, 1)
-        engine = ReplayEngine(Scripted(vocabulary=64), tensors={"a": (400, 10)})
+        engine = ReplayEngine(Scripted(vocabulary=64), INFO)
         reply = await Push(stub, version, random_weights(engine, 1), forget=frozenset({3})).run()
         assert codec.version_from_proto(reply.applied.version) == version
         call = stub.Generate(codec.request_to_proto(group(incarnation=7, completions=3)), timeout=SECONDS)

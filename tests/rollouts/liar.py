@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from rollout_server.engines.engine import EngineInfo
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutService
@@ -34,7 +35,10 @@ class Liar:
     """Looks like a ReplayServer to the helpers. `calls` counts the calls of each method."""
 
     def __init__(self, *, slots: int = 8, queue: int = 16, token_seconds: float = 0.0, mean_tokens: float = 12.0):
-        self._options = {"slots": slots, "queue": queue, "token_seconds": token_seconds}
+        self._token_seconds = token_seconds
+        self._info = EngineInfo(
+            "replay", slots, queue, maximum_tokens=4096, tensors=SHAPES, tokenizer_fingerprint="replay"
+        )
         self._script = Scripted(vocabulary=VOCABULARY, mean_tokens=mean_tokens)
         self.status: Callable[[pb.StatusReply], Any] = lambda reply: reply
         self.generate: Callable[..., Awaitable[None]] = lambda request, context, honest: honest(request, context)
@@ -74,9 +78,7 @@ class Liar:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        engine = ReplayEngine(
-            self._script, tensors=SHAPES, decode_chunk=4, tokenizer_fingerprint="replay", **self._options
-        )
+        engine = ReplayEngine(self._script, self._info, decode_chunk=4, token_seconds=self._token_seconds)
         self.service = RolloutService(engine)
         server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.max_send_message_length", -1)])
 

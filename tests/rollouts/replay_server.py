@@ -16,7 +16,7 @@ import sys
 import numpy as np
 
 from rollout_server import faults
-from rollout_server.engines.engine import QueueFull
+from rollout_server.engines.engine import EngineInfo, QueueFull
 from rollout_server.engines.replay.engine import Faults, ReplayEngine
 from rollout_server.engines.replay.scripts import Scripted
 from scalerl_jax.contract import security
@@ -68,15 +68,19 @@ def read_dump(path: str) -> tuple[Version, dict[str, np.ndarray]]:
     return Version(int(tensors.pop("incarnation")), int(tensors.pop("step"))), tensors
 
 
-def make_engine(options: dict) -> ReplayEngine:
+async def make_engine(options: dict) -> ReplayEngine:
     engine = DumpingEngine(
         Scripted(vocabulary=options.get("vocabulary", 64), mean_tokens=options.get("mean_tokens", 24.0)),
-        tensors={name: tuple(shape) for name, shape in options["shapes"].items()},
-        slots=options.get("slots", 8),
-        queue=options.get("queue", 16),
+        EngineInfo(
+            "replay",
+            slots=options.get("slots", 8),
+            queue_capacity=options.get("queue", 16),
+            maximum_tokens=4096,
+            tensors={name: tuple(shape) for name, shape in options["shapes"].items()},
+            tokenizer_fingerprint=options.get("fingerprint", "replay"),
+        ),
         decode_chunk=options.get("decode_chunk", 4),
         token_seconds=options.get("token_seconds", 0.0),
-        tokenizer_fingerprint=options.get("fingerprint", "replay"),
         faults=Faults(crash_after=options.get("crash_after", 0), hang_after=options.get("hang_after", 0)),
     )
     engine.dump = options["dump"]

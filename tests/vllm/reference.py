@@ -15,7 +15,7 @@ class Reference:
     """transformers' model with the weights of a seed, one sequence at a time."""
 
     def __init__(self, shared: Any, seed: int):
-        folder = pathlib.Path(shared.vllm.model_dir)
+        folder = pathlib.Path(shared.vllm.options.model)
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         tensors = {name: torch.from_numpy(value) for name, value in random_tensors(shared.vllm.config, seed).items()}
         missing, unexpected = self._model.load_state_dict(tensors, strict=False)

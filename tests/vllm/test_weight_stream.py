@@ -28,7 +28,7 @@ def recorded(shared: Any, folder: pathlib.Path) -> Recorded:
 
 def test_every_version_of_a_run_arrives_bit_for_bit(shared: Any, recorded: Recorded) -> None:
     def make_engine(**options: Any) -> Any:
-        assert options == {"sync_dtype": shared.vllm.sync_dtype}
+        assert options == {"sync_dtype": shared.vllm.options.sync_dtype}
         return shared.engine(slots=SLOTS, queue=8)
 
     shared.run(stream.test_every_version_of_a_run_arrives_bit_for_bit(make_engine, recorded))

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.engines.engine import Changes
-from rollout_server.engines.thinking_budget import Phases
+from rollout_server.engines.engine import Changes, EngineOptions
+from rollout_server.engines.thinking_budget import ThinkingBudget
 from rollout_server.engines.vllm.shared_memory import SharedMemory
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
-from scalerl_jax.model.tensor_layout import check_workers, hf_tensors
+from scalerl_jax.model.tensor_layout import check_workers
 
 SUPPORTED = ((0, 26), (0, 34))  # from, and below
 _RANGE = "vllm>=0.26,<0.34"
@@ -63,37 +63,20 @@ class Vllm:
     """One vLLM engine in processes of its own, driven from the event loop that it is made on.
 
     Args:
-      model_dir: Hugging Face folder.
-      slots: completions sampled at once; one more place is for `score`.
-      maximum_tokens: prompt and completion together.
-      compute_dtype, sync_dtype: "float32" | "bfloat16".
-      head_precision: "default" | "highest" (with float32 only); the operands are those of compute_dtype either way.
+      options: of its slots vLLM gets one more, for `score`; head_precision "highest" goes with float32 only, since the
+        operands are those of compute_dtype either way.
       workers: tensor-parallel workers, a device each.
       device_memory: the share of a device's memory that vLLM takes; of no meaning on a CPU.
 
     Raises ValueError naming what is wrong with the folder or the installation. Returns when it can sample.
     """
 
-    def __init__(
-        self,
-        model_dir: str,
-        *,
-        slots: int,
-        maximum_tokens: int,
-        compute_dtype: str,
-        sync_dtype: str,
-        head_precision: str = "default",
-        workers: int = 1,
-        device_memory: float = 0.9,
-    ):
-        self.model_dir = model_dir
-        self.config: DecoderConfig = read_config(model_dir)
+    def __init__(self, options: EngineOptions, *, workers: int = 1, device_memory: float = 0.9):
+        self.options, self.workers = options, workers
+        self.config: DecoderConfig = read_config(options.model)
+        self.maximum_tokens = min(options.maximum_tokens, self.config.max_positions)
         check_workers(self.config, workers)
-        self.slots, self.workers = slots, workers
-        self.maximum_tokens = min(maximum_tokens, self.config.max_positions)
-        assert head_precision == "default" or compute_dtype == "float32", head_precision
-        self.compute_dtype, self.sync_dtype, self.head_precision = compute_dtype, sync_dtype, head_precision
-        self.tensors = hf_tensors(self.config)
+        assert options.head_precision == "default" or options.compute_dtype == "float32", options.head_precision
         self._names = itertools.count()
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -107,12 +90,12 @@ class Vllm:
         if positions > self.config.max_positions:
             overrides["max_position_embeddings"] = positions
         arguments: dict[str, Any] = {
-            "model": model_dir,
+            "model": options.model,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
-            "dtype": compute_dtype,
+            "dtype": options.compute_dtype,
             "max_model_len": positions,
-            "max_num_seqs": slots + 1,
+            "max_num_seqs": options.slots + 1,
             "tensor_parallel_size": workers,
             "logprobs_mode": "processed_logprobs",
             "async_scheduling": False,
@@ -129,7 +112,7 @@ class Vllm:
             arguments |= {
                 "enforce_eager": True,
                 "block_size": CPU_BLOCK,
-                "kv_cache_memory_bytes": self._cache_bytes(slots + 1, positions),
+                "kv_cache_memory_bytes": self._cache_bytes(options.slots + 1, positions),
                 "worker_cls": "rollout_server.engines.vllm.cpu_worker.PlainCpuWorker",
             }
         else:
@@ -142,11 +125,11 @@ class Vllm:
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
         if self.config.head_dim not in sizes:
-            raise ValueError(f"{self.model_dir}: head size {self.config.head_dim}; on a CPU vLLM has {sizes} only")
+            raise ValueError(f"{self.options.model}: head size {self.config.head_dim}; on a CPU vLLM has {sizes} only")
 
     def _cache_bytes(self, sequences: int, positions: int) -> int:
         """Of a worker's key/value cache that holds so many whole sequences, so that none is ever put aside."""
-        config, item = self.config, {"float32": 4, "bfloat16": 2}[self.compute_dtype]
+        config, item = self.config, {"float32": 4, "bfloat16": 2}[self.options.compute_dtype]
         heads = max(1, config.kv_heads // self.workers)
         blocks = sequences * -(-positions // CPU_BLOCK) + 1  # one is vLLM's own
         return blocks * CPU_BLOCK * 2 * config.layers * heads * config.head_dim * item
@@ -154,9 +137,9 @@ class Vllm:
     async def prepare(self) -> None:
         """To be called once, before anything else. Raises ValueError where vLLM lays the model out in another way."""
         try:
-            await self.engine.collective_rpc("scalerl_prepare", args=(self.sync_dtype, os.getpid()))
+            await self.engine.collective_rpc("scalerl_prepare", args=(self.options.sync_dtype, os.getpid()))
         except Exception as error:  # vLLM has no narrower one for what a worker raised
-            raise ValueError(f"{self.model_dir}: {error}") from error
+            raise ValueError(f"{self.options.model}: {error}") from error
         await self.score(np.zeros(8, np.int32))  # what vLLM does at its first request only takes its time now
 
     @property
@@ -180,30 +163,23 @@ class Vllm:
         from rollout_server.engines.vllm.interruption import KEY
 
         sampling, interruption = request.sampling, request.interruption
-        phases = Phases.of(request, wanted, maximum_tokens=self.maximum_tokens)
+        budget = ThinkingBudget.arguments(request, wanted, maximum_tokens=self.maximum_tokens)
         thinks = wanted.thinking_budget > 0 and len(interruption.text_token_ids) > 0
-        extra = {
-            "phrase": list(interruption.text_token_ids),
-            "end": list(interruption.end_of_thinking_token_ids),
-            "thinking_budget": wanted.thinking_budget,
-            "answer_budget": sampling.answer_budget,
-            "room": self.maximum_tokens - len(request.prompt),
-        }
-        # A stop token in the phrase must not stop: then the caller alone, who follows the phases, ends the request.
+        # A stop token in the phrase must not stop: then the caller alone, who follows the budget, ends the request.
         stops = set(sampling.stop_token_ids)
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=wanted.seed & (2**63 - 1),
-            max_tokens=phases.longest,
+            max_tokens=ThinkingBudget(**budget).longest,
             stop_token_ids=sorted(stops) if stops.isdisjoint(interruption.text_token_ids) else [],
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={KEY: extra} if thinks else None,
+            extra_args={KEY: budget} if thinks else None,
         )
 
     async def generate(

@@ -11,8 +11,9 @@ import pytest
 
 from rollout_server.engines.jax import decode, programs
 from rollout_server.engines.jax.programs import Programs, buckets
-from rollout_server.engines.jax.slots import Entry, SlotPool
+from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import decode_precision, decode_weights, model_params
+from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.model import Precision, forward, token_logprobs
 from tests.model.toys import from_hf
 from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tensors, tiny
@@ -22,28 +23,37 @@ PROMPT = np.array([5, 11, 2, 40, 7, 7, 19])
 PRECISION = Precision()
 
 
-def run(pool, weights, requests, *, ahead=0, steps=None):
-    """All completions of some requests, {(group, index): Finished}; steps[c] is the version of chunk c.
+def run(pool, weights, requests, *, ahead=0, steps=None, counters=None):
+    """All completions of some requests by (group, index); steps[c] is the version of chunk c.
 
     `weights` is a list by version. Requests enter in order as slots become free; one prefill per request.
     """
-    waiting = [Entry((r.group_id, c.index), r, c) for r in requests for c in r.completions]
+    waiting = sequences(*requests, counters=counters)
     prefixes, out, chunk = {}, {}, 0
     while waiting or pool.busy or pool.on_their_way:
         version = (steps or [0])[min(chunk, len(steps or [0]) - 1)]
         while waiting and pool.free:
             group = waiting[0].request.group_id
-            entries = [entry for entry in waiting[: pool.free] if entry.request.group_id == group]
+            entering = [sequence for sequence in waiting[: pool.free] if sequence.request.group_id == group]
             if group not in prefixes:
-                prefixes[group] = pool.prefill(weights[version], entries[0].request.prompt)
-            pool.enter(prefixes[group], entries)
-            del waiting[: len(entries)]
+                prefixes[group] = pool.prefill(weights[version], entering[0].request.prompt)
+            pool.enter(prefixes[group], entering)
+            del waiting[: len(entering)]
         if pool.busy:
             pool.dispatch(weights[version], version)
             chunk += 1
         if pool.on_their_way > (ahead if pool.busy else 0):
-            out |= {finished.owner: finished for finished in pool.collect()}
+            out |= {name_of(sequence): sequence.completion() for sequence in pool.collect()}
     return out
+
+
+def sequences(*requests, counters=None):
+    counters = counters or Counters()
+    return [Sequence(r, c, counters=counters, maximum_tokens=LENGTH) for r in requests for c in r.completions]
+
+
+def name_of(sequence):
+    return sequence.request.group_id, sequence.wanted.index
 
 
 def make(config, *, slots=4, steps=8, named=None, maximum=LENGTH):
@@ -182,29 +192,27 @@ def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
 
     at_once.clear()
     pool, _ = make(config, slots=32, steps=4)
-    entries = [Entry((r.group_id, 0), r, r.completions[0]) for r in requests]
-    out, withdrawn, running = {}, set(), set()
-    while entries or pool.busy or pool.on_their_way:
-        entering = entries[: min(pool.free, int(rng.integers(0, 9)))] if rng.random() < 0.3 or not pool.busy else []
-        for entry in entering:
-            pool.enter(pool.prefill(weights, entry.request.prompt), [entry])
-            running.add(entry.owner)
-        del entries[: len(entering)]
+    waiting = sequences(*requests)
+    out, withdrawn, running = {}, set(), {}
+    while waiting or pool.busy or pool.on_their_way:
+        entering = waiting[: min(pool.free, int(rng.integers(0, 9)))] if rng.random() < 0.3 or not pool.busy else []
+        for sequence in entering:
+            pool.enter(pool.prefill(weights, sequence.request.prompt), [sequence])
+            running[name_of(sequence)] = sequence
+        del waiting[: len(entering)]
         if running and rng.random() < 0.1:
-            owner = sorted(running)[int(rng.integers(len(running)))]
-            pool.leave(owner)
-            running.remove(owner)
-            withdrawn.add(owner)
+            name = sorted(running)[int(rng.integers(len(running)))]
+            pool.leave(running.pop(name))
+            withdrawn.add(name)
         if pool.busy:
             pool.dispatch(weights, 7)
         if pool.on_their_way > (ahead if pool.busy else 0):
-            found = {finished.owner: finished for finished in pool.collect()}
-            running -= found.keys()
-            out |= found
+            for sequence in pool.collect():
+                out[name_of(sequence)] = running.pop(name_of(sequence)).completion()
     assert withdrawn and not withdrawn & out.keys() and len(withdrawn) + len(out) == len(requests)
-    for owner, one in out.items():
-        np.testing.assert_array_equal(one.token_ids, alone[owner].token_ids)
-        np.testing.assert_allclose(one.logprobs, alone[owner].logprobs, atol=1e-5)
+    for name, one in out.items():
+        np.testing.assert_array_equal(one.token_ids, alone[name].token_ids)
+        np.testing.assert_allclose(one.logprobs, alone[name].logprobs, atol=1e-5)
         assert one.versions == ((7, 0, len(one.token_ids)),)
     assert {8, 16} <= set(at_once)
     assert pool.free == 32 and sorted(pool._free) == list(range(32))
@@ -320,7 +328,8 @@ def test_interruption_state_machine_against_a_replay():
                 stop_token_ids=((), (), (5,), (5, 4))[g % 4], answer_budget=int(rng.integers(1, 25)),
             )
         )  # fmt: skip
-    finished = run(pool, [weights], requests, ahead=1)
+    counters = Counters()
+    finished = run(pool, [weights], requests, ahead=1, counters=counters)
     reasons, forced_at_budget, ended_by_itself = set(), 0, 0
     for request in requests:
         for completion in request.completions:
@@ -336,8 +345,8 @@ def test_interruption_state_machine_against_a_replay():
             forced_at_budget += forced.any()
             ended_by_itself += bool(request.interruption.text_token_ids) and not forced.any() and reason == "length"
     assert reasons == {"stop", "length"} and forced_at_budget > 20 and ended_by_itself > 10
-    assert pool.forced_tokens == sum(sum(b - a for a, b in one.forced) for one in finished.values())
-    assert pool.sampled_tokens + pool.forced_tokens == sum(len(one.token_ids) for one in finished.values())
+    assert counters.forced_tokens == sum(sum(b - a for a, b in one.forced) for one in finished.values())
+    assert counters.sampled_tokens + counters.forced_tokens == sum(len(one.token_ids) for one in finished.values())
 
 
 def test_logprobs_after_forced_tokens_count_them_as_context():
@@ -357,12 +366,12 @@ def test_a_slot_that_is_left_and_taken_again_hears_nothing_of_its_old_owner():
     config = tiny()
     pool, weights = make(config, slots=1)
     request = ask(PROMPT, seeds=(1, 2), answer_budget=20)
-    first, second = (Entry(c.index, request, c) for c in request.completions)
+    first, second = sequences(request)
     alone = run(*[make(config, slots=1)[0]], [weights], [request])["train/0", 1]
     prefix = pool.prefill(weights, request.prompt)
     pool.enter(prefix, [first])
     pool.dispatch(weights, 0)
-    pool.leave(0)
+    pool.leave(first)
     pool.enter(prefix, [second])
     pool.dispatch(weights, 0)
     assert pool.collect() == []
@@ -370,8 +379,8 @@ def test_a_slot_that_is_left_and_taken_again_hears_nothing_of_its_old_owner():
     while not finished:
         pool.dispatch(weights, 0)
         finished += pool.collect()
-    assert finished[0].owner == 1
-    np.testing.assert_array_equal(finished[0].token_ids, alone.token_ids)
+    assert finished == [second] and not first.length
+    np.testing.assert_array_equal(second.completion().token_ids, alone.token_ids)
 
 
 def test_weights_are_rounded_to_the_wire_and_own_their_memory():

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rollout_server.engines.engine import QueueFull, WrongVersion
+from rollout_server.engines.engine import EngineOptions, QueueFull, WrongVersion
 from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
@@ -29,10 +29,10 @@ def folder(tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def opened(folder, *, queue=QUEUE, **options):
-    engine = await asyncio.to_thread(
-        JaxEngine, folder, slots=SLOTS, queue=queue, decode_chunk=CHUNK, compute_dtype="float32", sync_dtype="float32",
-        maximum_tokens=LENGTH, **options,
-    )  # fmt: skip
+    told = EngineOptions(
+        folder, SLOTS, queue, LENGTH, compute_dtype="float32", sync_dtype="float32", decode_chunk=CHUNK
+    )
+    engine = await asyncio.to_thread(JaxEngine, told, **options)
     try:
         yield engine
     finally:
@@ -99,9 +99,7 @@ def test_info_and_folder_errors(folder, tmp_path):
     del named["model.norm.weight"]
     broken = write_folder(tmp_path / "broken", CONFIG, named)
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        JaxEngine(
-            broken, slots=1, queue=0, decode_chunk=1, compute_dtype="float32", sync_dtype="float32", maximum_tokens=16
-        )
+        JaxEngine(EngineOptions(broken, 1, 0, 16, compute_dtype="float32", sync_dtype="float32", decode_chunk=1))
 
 
 def test_a_request_that_does_not_fit_takes_nothing(folder):
@@ -320,7 +318,7 @@ def test_closing_the_engine_ends_what_is_running(folder):
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(9), answer_budget=LONG)))
             await until(lambda: engine.status().sampled_tokens > 0)
             closing = asyncio.create_task(engine.close())
-            await until(lambda: engine._closing)
+            await until(lambda: engine._queue.closed)
             decoding.go_on()
             await closing
             assert await task == {}

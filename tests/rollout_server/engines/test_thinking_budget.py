@@ -1,9 +1,9 @@
-"""The phases of a completion against the other writing of them: replay, which judges whole completions."""
+"""Where a completion stands against the other writing of them: replay, which judges whole completions."""
 
 import numpy as np
 import pytest
 
-from rollout_server.engines.thinking_budget import Phases
+from rollout_server.engines.thinking_budget import ThinkingBudget
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
 from tests.rollout_server.jax_reference import replay
 
@@ -33,14 +33,15 @@ def test_each_token_is_judged_as_the_whole_completion_is(phrase: tuple[int, ...]
     reasons = set()
     for _ in range(300):
         wanted, maximum = request(rng, phrase=phrase, end=end)
-        phases = Phases.of(wanted, wanted.completions[0], maximum_tokens=maximum)
+        arguments = ThinkingBudget.arguments(wanted, wanted.completions[0], maximum_tokens=maximum)
+        budget = ThinkingBudget(**arguments)
         tokens, forced, longest = [], [], []
-        while not phases.finish:
-            longest.append(len(tokens) + phases.longest)
-            tokens.append(int(rng.integers(3, 9)) if phases.forced is None else phases.forced)
-            forced.append(phases.take(tokens[-1]))
+        while not budget.finish:
+            longest.append(len(tokens) + budget.longest)
+            tokens.append(int(rng.integers(3, 9)) if budget.forced is None else budget.forced)
+            forced.append(budget.take(tokens[-1]))
         marks, reason = replay(wanted, wanted.completions[0].thinking_budget, tokens, maximum)
-        assert forced == marks.tolist() and phases.finish == reason
+        assert forced == marks.tolist() and budget.finish == reason
         assert min(longest) >= len(tokens)
         reasons.add(reason)
     assert reasons == {"stop", "length"}

@@ -1,0 +1,23 @@
+"""How scalerl-serve makes the jax engine; it has no flags of its own."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from rollout_server.engines import model_folder
+
+if TYPE_CHECKING:
+    from rollout_server.engines.engine import Engine, EngineOptions
+
+
+async def make(options: "EngineOptions") -> "Engine":
+    """Raises UsageError or ValueError in one line."""
+    model_folder.check(options.model, weights=True)
+    logging.getLogger("jax._src.xla_bridge").addFilter(_is_found)
+    from rollout_server.engines.jax.engine import JaxEngine
+
+    return JaxEngine(options)
+
+
+def _is_found(record: logging.LogRecord) -> bool:
+    """jax tries every backend it knows, and tells which it did not find; an engine says what it runs on by itself."""
+    return not record.getMessage().startswith("Unable to initialize backend")

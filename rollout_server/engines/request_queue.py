@@ -1,0 +1,186 @@
+"""Requests that an engine has taken: those that wait, those in slots, and who waits for them.
+
+    submit       what nobody could serve, other weights, more than there is room for is refused, and nothing is taken;
+                 an older request for one of its completions ends (AskedAgain), and leaves its places to this one
+    admit        waiting sequences take free slots, first come, first served
+    finish       a sequence's completion goes to whoever asked for it
+    cancel       what is left of a request loses its slots and places
+    set_version  requests of another incarnation end (WrongVersion)
+    close        all of them end
+
+An engine's sampling loop looks at `running`: what is no longer in there has lost its slot. It is told by `changed` that
+there may be something to do. An engine that decodes on a thread of its own gives the lock that it holds where several
+things must happen at once; what is called from an event loop takes it by itself.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any
+
+from rollout_server.engines.admission import check_request
+from rollout_server.engines.engine import AskedAgain, EngineInfo, EngineStatus, QueueFull, WrongVersion
+from rollout_server.engines.sequence import Counters, Sequence
+from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+
+
+class Caller:
+    """Who waits for the completions of one request, on an event loop."""
+
+    def __init__(self, request: GroupRequest):
+        self._count, self._loop = len(request.completions), asyncio.get_running_loop()
+        self._results: asyncio.Queue[Completion | Exception | None] = asyncio.Queue()  # None: no more will come
+
+    async def completions(self) -> AsyncGenerator[Completion, None]:
+        for _ in range(self._count):
+            item = await self._results.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                return
+            yield item
+
+    def send(self, item: Completion | Exception | None) -> None:
+        """From any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._results.put_nowait, item)
+
+
+class RequestQueue:
+    def __init__(
+        self,
+        info: EngineInfo,
+        changed: Callable[[], object],
+        lock: contextlib.AbstractContextManager[Any] | None = None,
+    ):
+        """changed: called (with the lock) whenever something came, ended or lost its slot."""
+        self.version = Version(0, 0)  # what a new request will be sampled by
+        self.counters = Counters()
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: dict[Sequence, None] = {}  # in slots, in the order they came there
+        self.closed = False
+        self._info, self._changed, self._lock = info, changed, lock or contextlib.nullcontext()
+        self._callers: dict[Sequence, Caller] = {}  # of all that are not finished
+        self._failure: Exception | None = None
+
+    # ----------------------------------------------------------------------------------------------- who asks
+
+    async def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
+        """See Engine.generate."""
+        caller = self.submit(request)
+        try:
+            async for completion in caller.completions():
+                yield completion
+        finally:
+            self.cancel(caller)
+
+    def submit(self, request: GroupRequest) -> Caller:
+        """To be cancelled in the end. Raises as Engine.generate does, or RuntimeError where the engine is over.
+
+        Older requests for its completions end, also where it is refused: whoever asks again has given them up.
+        """
+        with self._lock:
+            names = {(request.incarnation, request.group_id, wanted.index) for wanted in request.completions}
+            older = [caller for sequence, caller in self._callers.items() if sequence.name in names]
+            self._end(older, AskedAgain(f"group {request.group_id!r} was asked for again"))
+            self._check(request)
+            caller, maximum_tokens = Caller(request), self._info.maximum_tokens
+            for wanted in request.completions:
+                sequence = Sequence(request, wanted, counters=self.counters, maximum_tokens=maximum_tokens)
+                self._callers[sequence] = caller
+                self.waiting.append(sequence)
+            self._changed()
+            return caller
+
+    def cancel(self, caller: Caller) -> None:
+        """Frees what it still has of slots and places."""
+        with self._lock:
+            self._end([caller])
+
+    def _check(self, request: GroupRequest) -> None:
+        check_request(request, self._info)
+        self.raise_if_over()
+        held = self.version
+        if request.incarnation != held.incarnation:
+            raise WrongVersion(f"incarnation {held.incarnation} is held, {request.incarnation} is wanted")
+        if held.step < request.minimum_step:
+            raise WrongVersion(f"step {held.step} is held, {request.minimum_step} or later is wanted")
+        if request.pinned_step is not None and held.step != request.pinned_step:
+            raise WrongVersion(f"step {held.step} is held, exactly {request.pinned_step} is wanted")
+        # A completion for which a slot is free passes through the queue, but does not wait in it.
+        slots, places = self._info.slots, self._info.queue_capacity
+        if len(self._callers) + len(request.completions) > places + slots:
+            raise QueueFull(
+                f"{len(self.waiting)} of {places} places in the queue and {len(self.running)} of {slots} "
+                f"slots are taken, {len(request.completions)} completions are asked for"
+            )
+
+    def _end(self, callers: Iterable[Caller], why: Exception | None = None) -> None:
+        """Takes what is left of some requests out of queue and slots; `why`: their callers hear of it."""
+        for caller in dict.fromkeys(callers):
+            mine = [sequence for sequence, other in self._callers.items() if other is caller]
+            for sequence in mine:
+                del self._callers[sequence]
+                self.running.pop(sequence, None)
+            if mine:
+                caller.send(why)
+        self.waiting = collections.deque(sequence for sequence in self.waiting if sequence in self._callers)
+        self._changed()
+
+    # --------------------------------------------------------------------------------------------- the engine
+
+    def admit(self, ready: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
+        """Gives free slots to those that wait, in their order, up to the first that is not ready."""
+        entering = []
+        while self.waiting and len(self.running) < self._info.slots and ready(self.waiting[0]):
+            entering.append(sequence := self.waiting.popleft())
+            sequence.began = time.monotonic()
+            self.running[sequence] = None
+        return entering
+
+    def put_back(self) -> None:
+        """Running sequences without a token wait again, before all others and in their order."""
+        empty = [sequence for sequence in self.running if not sequence.length]
+        for sequence in empty:
+            del self.running[sequence]
+        self.waiting.extendleft(reversed(empty))
+        self._changed()
+
+    def finish(self, sequence: Sequence) -> None:
+        """It is over, and its slot free; nothing where it has lost that before."""
+        if sequence in self.running:
+            del self.running[sequence]
+            self._callers.pop(sequence).send(sequence.completion())
+            self._changed()
+
+    def may_swap(self, version: Version) -> bool:
+        """Whether it may be the next: requests pinned to the version held are finished first."""
+        pinned = any(sequence.request.pinned_step is not None for sequence in self._callers)
+        return version.incarnation != self.version.incarnation or not pinned
+
+    def set_version(self, version: Version) -> None:
+        self.version = version
+        others = [c for sequence, c in self._callers.items() if sequence.request.incarnation != version.incarnation]
+        self._end(others, WrongVersion(f"weights of incarnation {version.incarnation} have arrived"))
+
+    def status(self) -> EngineStatus:
+        """Raises RuntimeError after a failure."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            counters = dataclasses.asdict(self.counters)
+            return EngineStatus(self.version, busy_slots=len(self.running), queued=len(self.waiting), **counters)
+
+    def close(self, failure: RuntimeError | None = None) -> None:
+        """Ends every request where it stands, and takes no more. failure: every caller hears of it, now and later."""
+        self.closed, self._failure = True, self._failure or failure
+        self._end(list(self._callers.values()), failure)
+
+    def raise_if_over(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self.closed:
+            raise RuntimeError("the engine is closed")

@@ -1,0 +1,97 @@
+"""One completion being decoded, from the queue to its end: its tokens, and the spans that are made of them.
+
+    token_ids  5 9 9 1 2 6 8        as they come, a chunk or a token at a time
+    steps      3 3 3 3 4 4 4        of the weights that sampled (or fed) them   -> versions  (3, 0, 4) (4, 4, 7)
+    forced     . . . x x . .        fed, whatever would have been sampled       -> forced    (3, 5)
+
+Who follows the thinking budget depends on the engine: one that decodes inside jit has it on the device, a recording has
+it behind it, and both `extend`; where tokens only arrive on the host, `take` judges each.
+"""
+
+import array
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from rollout_server.engines.thinking_budget import ThinkingBudget
+from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest
+
+
+@dataclasses.dataclass
+class Counters:
+    """What an engine has done since its start; see StatusReply in rollout.proto for the meaning of each."""
+
+    sampled_tokens: int = 0
+    forced_tokens: int = 0
+    prefill_tokens: int = 0
+    busy_seconds: float = 0.0
+    pause_seconds: float = 0.0
+
+
+class Sequence:
+    """`wanted` of `request`. Its tokens are counted in `counters`; `maximum_tokens` of them and the prompt's fit."""
+
+    def __init__(self, request: GroupRequest, wanted: CompletionRequest, *, counters: Counters, maximum_tokens: int):
+        self.request, self.wanted = request, wanted
+        self.asked, self.began = time.monotonic(), 0.0  # when it came into the queue, and into a slot
+        self.finish_reason = ""  # "stop" | "length" once it is over
+        self._counters, self._maximum_tokens = counters, maximum_tokens
+        self._token_ids, self._logprobs = array.array("i"), array.array("f")
+        self._steps, self._forced = array.array("q"), array.array("b")
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
+
+    @property
+    def name(self) -> tuple[int, str, int]:
+        return self.request.incarnation, self.request.group_id, self.wanted.index
+
+    @functools.cached_property
+    def budget(self) -> ThinkingBudget:
+        arguments = ThinkingBudget.arguments(self.request, self.wanted, maximum_tokens=self._maximum_tokens)
+        return ThinkingBudget(**arguments)
+
+    def extend(self, token_ids: Many[int], logprobs: Many[float], forced: Many[bool], step: int) -> None:
+        """The next tokens, sampled (where forced: fed) by the weights of version `step`."""
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        self._forced.extend(forced)
+        self._steps.extend([step] * len(token_ids))
+        fed = sum(forced)
+        self._counters.forced_tokens += fed
+        self._counters.sampled_tokens += len(token_ids) - fed
+
+    def take(self, token_ids: Many[int], logprobs: Many[float], step: int) -> None:
+        """The same, where the thinking budget tells what was forced and where it ends; what comes after is dropped."""
+        for token, logprob in zip(token_ids, logprobs, strict=True):
+            if not self.finish_reason:
+                forced = self.budget.take(token)
+                self.extend([token], [0.0 if forced else logprob], [forced], step)
+                self.finish_reason = self.budget.finish
+
+    def completion(self) -> Completion:
+        steps, forced = np.array(self._steps), np.array(self._forced)
+        return Completion(
+            incarnation=self.request.incarnation,
+            group_id=self.request.group_id,
+            index=self.wanted.index,
+            token_ids=np.array(self._token_ids),
+            logprobs=np.array(self._logprobs),
+            versions=tuple((int(steps[start]), start, end) for start, end in _runs(steps)),
+            forced=tuple((start, end) for start, end in _runs(forced) if forced[start]),
+            finish_reason=self.finish_reason,
+            queued_seconds=self.began - self.asked,
+            sampling_seconds=time.monotonic() - self.began,
+        )
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of each stretch of equal values."""
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return list(itertools.pairwise(edges))

@@ -1,0 +1,32 @@
+"""The vllm engine's flags, and how scalerl-serve makes it."""
+
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from rollout_server.engines import model_folder
+
+if TYPE_CHECKING:
+    from rollout_server.engines.engine import Engine, EngineOptions
+
+TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "vllm: devices that share the model.", lower_bound=1)
+DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a GPU's memory to take.", 0.05, 1.0)
+
+
+async def make(options: "EngineOptions") -> "Engine":
+    """Raises UsageError or ValueError in one line."""
+    model_folder.check(options.model, weights=True)
+    if options.head_precision == "highest" and options.compute_dtype != "float32":
+        raise model_folder.UsageError(
+            "--head_precision=highest: the vllm engine has it with --compute_dtype=float32 only"
+        )
+    from rollout_server.engines.vllm.adapter import Vllm
+    from rollout_server.engines.vllm.engine import VllmEngine
+
+    vllm = Vllm(options, workers=TENSOR_PARALLEL.value, device_memory=DEVICE_MEMORY.value)
+    try:
+        await vllm.prepare()
+        return VllmEngine(vllm, slots=options.slots, queue=options.queue)
+    except ValueError:
+        vllm.shutdown()
+        raise
