@@ -84,15 +84,9 @@ class Activity:
         for incarnation, trainer in list(self._trainers.items()):
             if now - trainer.heard > AWAY_SECONDS:
                 del self._trainers[incarnation]
-                self._quiet.say(
-                    *(
-                        "gone",
-                        logging.INFO,
-                        "%s is gone, no call for %.0f s; it had %d completions, %d versions in %.0f s",
-                    ),
-                    *(_name(incarnation), AWAY_SECONDS, trainer.completions, trainer.versions),
-                    trainer.heard - trainer.came,
-                )
+                served = f"{trainer.completions} completions, {trainer.versions} versions"
+                text = f"{_name(incarnation)} is gone, no call for {AWAY_SECONDS:.0f} s; it had {served}"
+                self._quiet.say("gone", logging.INFO, "%s in %.0f s", text, trainer.heard - trainer.came)
         seconds = now - self._beat_at
         if seconds < BEAT_SECONDS:
             return

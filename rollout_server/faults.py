@@ -41,14 +41,24 @@ from typing import Any
 import grpc
 import numpy as np
 
+from rollout_server.guard import CallContext, handler_like
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 
 ON_LOGPROBS = "nan_logprobs shifted_logprobs noisy_logprobs flat_logprobs copied_logprobs random_tokens".split()
 ON_COMPLETIONS = ("delay", "duplicate", "reorder", "truncated_stream", "stale_version", "wrong_group", *ON_LOGPROBS)
-ON_STATUS = "wrong_tokenizer nan_status many_devices many_seconds many_tokens many_slots no_slots".split()
-KINDS = (*ON_COMPLETIONS, *ON_STATUS, "corrupt_chunk")
+# What a kind says in which fields of a status; None: the fault's value.
+CLAIMS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "wrong_tokenizer": (("tokenizer_fingerprint",), "another tokenizer"),
+    "nan_status": (("busy_seconds",), float("nan")),
+    "many_devices": (("devices",), None),
+    "many_seconds": (("busy_seconds", "up_seconds"), None),
+    "many_tokens": (("sampled_tokens",), None),
+    "many_slots": (("slots",), None),
+    "no_slots": (("slots", "queue_capacity"), 0),
+}
+KINDS = (*ON_COMPLETIONS, *CLAIMS, "corrupt_chunk")
 # Kinds that take a value, and what it is.
 VALUES = {
     "delay": "seconds",
@@ -111,49 +121,28 @@ class FaultInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method.rpartition("/")[2]
         if handler is None or method not in ("Generate", "Status", "PushWeights"):
             return handler
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if method == "Generate":
 
-            async def generate(request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-                faulty = _Completions(context, self)
-                await handler.unary_stream(request, faulty)
-                await faulty.end()
-
-            return grpc.unary_stream_rpc_method_handler(generate, **codecs)
-        if method == "Status":
-
-            async def status(request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
+        async def serve(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            if method == "Status":
                 reply = await handler.unary_unary(request, context)
                 claim(reply, self)
                 return reply
+            if method == "PushWeights":
+                return await handler.stream_stream(request, _Chunks(context, self))
+            faulty = _Completions(context, self)
+            await handler.unary_stream(request, faulty)
+            return await faulty.end()
 
-            return grpc.unary_unary_rpc_method_handler(status, **codecs)
-
-        async def push(messages: object, context: grpc.aio.ServicerContext) -> None:
-            await handler.stream_stream(messages, _Chunks(context, self))
-
-        return grpc.stream_stream_rpc_method_handler(push, **codecs)
+        return handler_like(handler, serve, handler.request_deserializer)
 
 
 def claim(reply: pb.StatusReply, faults: FaultInterceptor) -> None:
     """Does to a status what is due now."""
-    if faults.on("wrong_tokenizer"):
-        reply.tokenizer_fingerprint = "another tokenizer"
-    if faults.on("nan_status"):
-        reply.busy_seconds = float("nan")
-    if fault := faults.on("many_devices"):
-        reply.devices = int(fault.value)
-    if fault := faults.on("many_seconds"):
-        reply.busy_seconds = reply.up_seconds = fault.value
-    if fault := faults.on("many_tokens"):
-        reply.sampled_tokens = int(fault.value)
-    if fault := faults.on("many_slots"):
-        reply.slots = int(fault.value)
-    if faults.on("no_slots"):
-        reply.slots = reply.queue_capacity = 0
+    for kind, (fields, value) in CLAIMS.items():
+        if fault := faults.on(kind):
+            for field in fields:
+                claimed = fault.value if value is None else value
+                setattr(reply, field, type(getattr(reply, field))(claimed))
 
 
 def distort(message: pb.Completion, faults: FaultInterceptor) -> None:
@@ -184,21 +173,12 @@ def distort(message: pb.Completion, faults: FaultInterceptor) -> None:
     message.logprobs = codec.encode_floats(logprobs)
 
 
-class _Context:
-    """A call's context, but for what the subclass does otherwise."""
-
-    def __init__(self, context: grpc.aio.ServicerContext, faults: FaultInterceptor):
-        self._context, self._faults = context, faults
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-
-class _Completions(_Context):
+class _Completions(CallContext):
     """What a Generate call writes."""
 
     def __init__(self, context: grpc.aio.ServicerContext, faults: FaultInterceptor):
-        super().__init__(context, faults)
+        super().__init__(context)
+        self._faults = faults
         self._held: list[pb.Completion] = []
 
     async def write(self, message: pb.Completion) -> None:
@@ -230,11 +210,12 @@ class _Completions(_Context):
             await self._context.write(message)
 
 
-class _Chunks(_Context):
+class _Chunks(CallContext):
     """What a PushWeights call reads."""
 
     def __init__(self, context: grpc.aio.ServicerContext, faults: FaultInterceptor):
-        super().__init__(context, faults)
+        super().__init__(context)
+        self._faults = faults
         self._seen: set[int] = set()
 
     async def read(self) -> Any:

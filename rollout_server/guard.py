@@ -44,6 +44,28 @@ class Malformed(Exception):
     """What came is not a message, or is too long to be looked at."""
 
 
+class CallContext:
+    """A call's context, but for what the subclass does otherwise."""
+
+    def __init__(self, context: grpc.aio.ServicerContext):
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def handler_like(
+    handler: grpc.RpcMethodHandler, serve: Callable[..., Awaitable[Any]], deserialize: Callable[[bytes], Any]
+) -> grpc.RpcMethodHandler:
+    """One of the same kind, of which `serve` makes the answers: in time, or by writing them itself."""
+    codecs = {"request_deserializer": deserialize, "response_serializer": handler.response_serializer}
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(serve, **codecs)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(serve, **codecs)
+    return grpc.unary_unary_rpc_method_handler(serve, **codecs)
+
+
 class Guard(grpc.aio.ServerInterceptor):
     """To stand behind the one that looks at the token, before all others.
 
@@ -80,12 +102,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def serve(request: Any, context: grpc.aio.ServicerContext) -> Any:
             return await self._serve(method, handler, request, _Context(context))
 
-        codecs = {"request_deserializer": deserialize, "response_serializer": handler.response_serializer}
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(serve, **codecs)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(serve, **codecs)
-        return grpc.unary_unary_rpc_method_handler(serve, **codecs)
+        return handler_like(handler, serve, deserialize)
 
     async def _serve(self, method: str, handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
         most = self._most.get(method, MOST_CALLS)
@@ -140,15 +157,10 @@ async def _messages(context: "_Context") -> AsyncIterator[Any]:
         yield message
 
 
-class _Context:
-    """A call's context, but for the messages that are none, the answers that nobody reads, and long details."""
+class _Context(CallContext):
+    """No messages that are none, no answers that nobody reads, no long details."""
 
-    def __init__(self, context: grpc.aio.ServicerContext):
-        self._context = context
-        self._unread = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+    _unread = False
 
     async def read(self) -> Any:
         message = await self._context.read()

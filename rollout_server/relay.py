@@ -57,11 +57,6 @@ def behind(server: pb.Relay) -> Iterator[str]:
         yield from behind(further)
 
 
-def lost(server: pb.Relay, why: str) -> Iterator[pb.WeightReply]:
-    for address in behind(server):
-        yield pb.WeightReply(relayed=pb.WeightReply.Relayed(address=address, lost=why))
-
-
 class Relay:
     """One version to one server.
 

@@ -26,7 +26,7 @@ from rollout_server.activity import Activity
 from rollout_server.engines.engine import Engine
 from rollout_server.quiet_log import QuietLog
 from rollout_server.reach import LOOPBACK, Reach
-from rollout_server.relay import Relay, lost
+from rollout_server.relay import Relay, behind
 from rollout_server.staging import Staging
 from rollout_server.weight_store import FullSyncNeeded, WeightStore
 from scalerl_jax.contract import codec, peer_text
@@ -143,8 +143,9 @@ class WeightReceiver:
         self.store.check(header, self._engine.status().version)
         if self.store.holds(header):
             for server in onward:
-                for reply in lost(server, "the version was here already"):
-                    await push.write(reply)
+                for address in behind(server):
+                    lost = pb.WeightReply.Relayed(address=address, lost="the version was here already")
+                    await push.write(pb.WeightReply(relayed=lost))
             return pb.WeightReply.Applied(version=header.target, server_id=self._server_id)
         self.store.check_base(header)
 

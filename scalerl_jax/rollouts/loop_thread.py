@@ -3,11 +3,13 @@
 import asyncio
 import concurrent.futures
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -22,6 +24,11 @@ def on_loop(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[An
         return self._thread.call(method, self, *args, **kwargs)
 
     return called
+
+
+def log_fault(error: BaseException) -> None:
+    """A `fail` where nobody else is to be told."""
+    _log.error("a fault of ours", exc_info=error)
 
 
 def watched(coroutine: Coroutine[Any, Any, T], fail: Callable[[BaseException], None]) -> "asyncio.Task[T]":

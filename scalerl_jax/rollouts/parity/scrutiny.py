@@ -5,11 +5,11 @@
     an evaluation  a share of its completions, before it counts
     now and then   every server samples for the probe once more
 
-What is judged is rollouts/logprob_parity.py's; what is not the policy's is taken back and asked again elsewhere.
+What is judged is logprob_parity.py's; what is not the policy's is taken back and asked again elsewhere.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, Process
 from scalerl_jax.rollouts.parity.handshake import Probe
 from scalerl_jax.rollouts.parity.logprob_parity import Finding, Parity, Scored, Sums, comparable, sums_of
+
+Place = tuple[int, int]  # group, completion
 
 SHOWN = 16  # servers, in a row of metrics
 TRIES = 3  # samples of a server that come when the trainer no longer holds the version that they are by
@@ -60,14 +62,8 @@ class Scrutiny:
 
     def look(self, groups: Sequence[FinishedGroup], batch: Batch) -> Look:
         """Computes the batch's gradient, and judges the log-probs that this needs, and a few more."""
-        trained = set(batch.origins)
-        beside = [
-            (p, i)
-            for p, group in enumerate(groups)
-            for i, completion in enumerate(group.completions)
-            if (p, i) not in trained and self._parity.chosen(completion.group_id, i)
-        ]
-        sequences = [_tokens(groups[p], i) for p, i in beside]
+        beside = self._chosen(groups, but=set(batch.origins))
+        sequences = self._tokens(groups, beside)
         pending = None
         if batch.segments:
             pending = self._learner.differentiate(batch.segments, [plain(tokens) for tokens in sequences])
@@ -77,8 +73,6 @@ class Scrutiny:
         began = time.monotonic()
         scored = _scored(groups, [*batch.origins, *beside], logprobs)
         clean = self._judge(scored)
-        self._row["scored"] += len(beside)
-        self._row["scored_tokens"] += sum(map(len, sequences))
         self._seconds += time.monotonic() - began
         return Look(clean, pending)
 
@@ -133,22 +127,28 @@ class Scrutiny:
             self._fleet.trust.approve_evaluation()
 
     def _evaluation_counts(self, groups: Sequence[FinishedGroup]) -> bool:
-        chosen = [
-            (p, i)
-            for p, group in enumerate(groups)
-            for i, completion in enumerate(group.completions)
-            if self._parity.chosen(completion.group_id, i)
-        ]
+        chosen = self._chosen(groups)
         if not chosen:
             return True
-        sequences = [_tokens(groups[p], i) for p, i in chosen]
-        found = self._parity.judge(_scored(groups, chosen, self._learner.score(sequences)))
-        self._row["scored"] += len(chosen)
-        self._row["scored_tokens"] += sum(map(len, sequences))
+        found = self._parity.judge(_scored(groups, chosen, self._learner.score(self._tokens(groups, chosen))))
         for finding in found:
             # A group of an evaluation is a few completions: whoever spoils one has all of its evaluation taken back.
             self._dismiss(finding._replace(numbers=None))
         return not found
+
+    def _chosen(self, groups: Sequence[FinishedGroup], but: Collection[Place] = ()) -> list[Place]:
+        """Where the completions are that are scored though nothing else needs it."""
+        places = ((p, i) for p, group in enumerate(groups) for i in range(len(group.completions)))
+        return [
+            (p, i) for p, i in places if (p, i) not in but and self._parity.chosen(groups[p].completions[i].group_id, i)
+        ]
+
+    def _tokens(self, groups: Sequence[FinishedGroup], places: Sequence[Place]) -> list[np.ndarray]:
+        """Prompt and completion at each place; they count as scored."""
+        sequences = [np.concatenate([groups[p].row.token_ids, groups[p].completions[i].token_ids]) for p, i in places]
+        self._row["scored"] += len(places)
+        self._row["scored_tokens"] += sum(map(len, sequences))
+        return sequences
 
     # ---- what is written down
 
@@ -160,15 +160,15 @@ class Scrutiny:
         parity    scored, scored_tokens: beside those trained on; seconds: of judging; taken_back: completions;
                   sent_away, probed: servers
         """
-        totals = {server: (len(of), sum(of, start=Sums())) for server, of in self._servers.items()}
-        shown = sorted(totals, key=lambda server: -abs(totals[server][1].mean_ratio - 1))[:SHOWN]
+        totals = {server: sum(of, start=Sums()) for server, of in self._servers.items()}
+        shown = sorted(totals, key=lambda server: -abs(totals[server].mean_ratio - 1))[:SHOWN]
         servers = {
             server: {
-                "completions": totals[server][0],
-                "tokens": totals[server][1].tokens,
-                "mismatch": totals[server][1].mean_difference,
-                "ratio": totals[server][1].mean_ratio,
-                "effective_sample_size": totals[server][1].effective,
+                "completions": len(self._servers[server]),
+                "tokens": totals[server].tokens,
+                "mismatch": totals[server].mean_difference,
+                "ratio": totals[server].mean_ratio,
+                "effective_sample_size": totals[server].effective,
             }
             for server in sorted(shown)
         }
@@ -177,18 +177,11 @@ class Scrutiny:
         return row
 
 
-def _tokens(group: FinishedGroup, index: int) -> np.ndarray:
-    return np.concatenate([np.asarray(group.row.token_ids, np.int32), group.completions[index].token_ids])
-
-
-def _scored(
-    groups: Sequence[FinishedGroup], places: Sequence[tuple[int, int]], logprobs: Sequence[np.ndarray]
-) -> list[Scored]:
-    """logprobs: of prompt and completion at each place (group, completion)."""
+def _scored(groups: Sequence[FinishedGroup], places: Sequence[Place], logprobs: Sequence[np.ndarray]) -> list[Scored]:
+    """logprobs: of prompt and completion at each place."""
     out = []
     for (p, i), ours in zip(places, logprobs, strict=True):
         group = groups[p]
-        out.append(
-            Scored(group.servers[i], group.number, sums_of(group.completions[i], ours[len(group.row.token_ids) :]))
-        )
+        sums = sums_of(group.completions[i], ours[len(group.row.token_ids) :])
+        out.append(Scored(group.servers[i], group.number, sums))
     return out

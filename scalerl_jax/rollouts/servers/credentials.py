@@ -3,11 +3,11 @@
 The config holds paths alone. What is in the files goes to the connections and nowhere else.
 """
 
-import ipaddress
 import logging
 
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import security
+from scalerl_jax.contract.addresses import ip_of
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,5 @@ class Plaintext:
 
 def _is_this_machine(host: str) -> bool:
     """By what it is called; a name is not looked up for this."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+    ip = ip_of(host.partition("%")[0])
+    return ip.is_loopback if ip is not None else host == "localhost" or host.endswith(".localhost")

@@ -16,7 +16,6 @@ not grow with the fleet.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,14 +24,12 @@ from scalerl_jax.contract import codec
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.loop_thread import watched
+from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
 from scalerl_jax.rollouts.weights.deltas import DeltaCache
 from scalerl_jax.rollouts.weights.payload import Payload, Tensors
 from scalerl_jax.rollouts.weights.push import Push, PushReport, report_of
 from scalerl_jax.rollouts.weights.relay_tree import NO_TREE, Tree, Trees
-
-_log = logging.getLogger(__name__)
 
 Source = Tensors | Callable[[], Tensors]
 
@@ -51,18 +48,18 @@ class Publisher:
         delta_bytes: int = 0,
         event: Callable[[dict[str, Any]], None] = lambda fields: None,
         relay: bool = True,
-        fail: Callable[[BaseException], None] | None = None,
+        fail: Callable[[BaseException], None] = log_fault,
     ):
         """delta_bytes: of the deltas kept. event: called on the loop with what each version changed.
 
         relay: servers send versions on to each other; else each gets them from here. fail: told on the loop of every
-        fault of ours, whoever it hits: an exception while a version is made, cut or sent. None: they are logged.
+        fault of ours, whoever it hits: an exception while a version is made, cut or sent.
         """
         self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
         self._payloads: dict[tuple[int | None, int], asyncio.Task[Payload]] = {}  # base, step
         self._retained: dict[int, int] = {}  # step -> how many evaluations need it
-        self._fail = fail or _log_fault
+        self._fail = fail
         self._deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
         self._relay, self._trees = relay, Trees(fail=self._fail)
         self._streams: set[asyncio.Task[None]] = set()
@@ -173,7 +170,3 @@ class Publisher:
             return payload_lib.dense(version, tensors, digests, chunk_bytes=self._chunk_bytes)
 
         return await asyncio.get_running_loop().run_in_executor(self._staging, make)
-
-
-def _log_fault(error: BaseException) -> None:
-    _log.error("a version could not be sent", exc_info=error)

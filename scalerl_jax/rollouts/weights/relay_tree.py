@@ -29,6 +29,7 @@ import grpc
 from scalerl_jax.contract import addresses, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.weight_stream import refusal
+from scalerl_jax.rollouts.loop_thread import log_fault, watched
 
 _log = logging.getLogger(__name__)
 
@@ -155,8 +156,8 @@ class Member:
 class Trees:
     """Gathers the pushes that are alike. Lives on one event loop."""
 
-    def __init__(self, *, fail: Callable[[BaseException], None] | None = None) -> None:
-        """fail: told of a fault of ours that nobody waits for; else the loop logs it."""
+    def __init__(self, *, fail: Callable[[BaseException], None] = log_fault) -> None:
+        """fail: told of a fault of ours that nobody waits for."""
         self._fail = fail
         self._gathering: dict[Key, list[Member]] = {}
         self._avoided: dict[str, float] = {}  # address -> until when
@@ -175,7 +176,7 @@ class Trees:
             self._gathering[key].append(member)
         else:
             self._gathering[key] = [member]
-            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._plant, key)
+            watched(self._plant(key), self._fail)
         try:
             await member.ready.wait()
             yield member
@@ -194,15 +195,9 @@ class Trees:
             if member.avoid:
                 self._avoided[address] = time.monotonic() + AVOID_SECONDS
 
-    def _plant(self, key: Key) -> None:
-        try:
-            self._plant_now(key)
-        except Exception as error:
-            if self._fail is None:
-                raise
-            self._fail(error)
-
-    def _plant_now(self, key: Key) -> None:
+    async def _plant(self, key: Key) -> None:
+        """Makes a tree of those that came in time."""
+        await asyncio.sleep(GATHER_SECONDS)
         members = self._gathering.pop(key)
         if not members:
             return

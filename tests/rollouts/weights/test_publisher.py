@@ -169,7 +169,7 @@ def test_a_patch_that_cannot_be_found_ends_the_run_though_nobody_needs_it(start)
             until_it_ends(trainer)
 
 
-@pytest.mark.parametrize(("where", "name"), [(relay_tree.Trees, "_plant_now"), (fleet, "dispatch")])
+@pytest.mark.parametrize(("where", "name"), [(relay_tree, "Tree"), (fleet, "dispatch")])
 def test_a_fault_behind_our_back_ends_the_run(start, monkeypatch, where, name):
     """In what the loop calls by itself: who is asked next; who passes a version on to whom."""
     with Trainer(config(), start({}, {})) as trainer:
