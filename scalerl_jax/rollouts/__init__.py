@@ -1,30 +1,30 @@
 """The trainer's side of the contract.
 
-pacing      which group may be asked of a server that holds which version, and when a batch may be trained
-book        which groups are open, who was asked for what, what is finished
-requests    ids, seeds, budgets: what a group looks like on the wire
-addresses   what --servers means, now and later
-members     who belongs to the fleet now
-states      of one server, seen from the trainer
-connection  one server: heartbeat, what it holds, its state
-calls       what it is asked for
-upkeep      versions sent to it, and its samples for the probe
-offences    what it did wrong, and how much it may be given
-words       what it says, made fit for a log
-dispatch    who is asked for what next
-scoring     completions on their way to the scorer
-events         what a connection asks of the fleet and tells it
-sampling    what a candidate samples for the probe
-plausible   what a status may say before it is believed
-validate    what a completion must be before anybody looks at it
-publisher   versions of the weights on their way to the servers
-payload     one version, cut into chunks
-deltas     what the last versions changed
-trees       who passes a version on to whom
-refusals    what a server may say to a version
-evaluation  one version pinned on some servers
-fleet       all of it on one thread, behind blocking calls
-probe       what is compared when trainer and server meet
-logprob_parity  what is judged of every server's log-probs from then on
-trust       who is sent away, what is asked for again
+fleet         all of it on one thread, behind blocking calls
+pacing        which group may be asked of a server that holds which version, and when a batch may be trained
+group_buffer  groups in flight, ready, pending: who was asked for what
+requests      ids, seeds, budgets: what a group looks like on the wire
+dispatch      who is asked for what next
+scoring       completions on their way to the scorer
+admission     who is let in
+trust         who is sent away, what is asked for again
+evaluation    one version pinned on some servers
+incarnation   the name by which servers know this trainer
+status        who is waited for, for how long, how deep the queues are
+servers/      one server seen from the trainer, and all of them
+    client         its heartbeat, and what is made of it; server_state: what is known of it; states
+    calls          what it is asked for
+    upkeep         versions sent to it, and its samples for the probe (probe_samples)
+    offences       what it did wrong, and how much it may be given
+    validate       what a completion must be before anybody looks at it; validate_status: what a status may say
+    context        what all clients share; events: what they tell the fleet
+    pool           who belongs to the fleet now; discovery: what --servers means; credentials: what they are shown
+weights/      versions going out
+    publisher      the versions, and who is sent what; push: one of them to one server
+    payload        one version, cut into chunks; deltas: what the last versions changed
+    relay_tree     who relays a version to whom
+    sync_stats     what was sent, between two rows of metrics
+parity/       trainer and generator agree on log-probs
+    handshake      what is compared when they meet
+    logprob_parity what is judged of every server's log-probs from then on; scrutiny: when, and what follows
 """

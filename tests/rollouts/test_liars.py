@@ -160,7 +160,7 @@ def test_a_claim_is_not_believed_before_something_is_delivered(liar, honest):
 
         def held_back():
             held, busy = trainer.fleet.status()["held_back"], trainer.server(honest)["in_flight"]
-            return f"k is {trainer.pacing.max_off_policy_steps}" in held and not busy
+            return f"k is {trainer.pacing.k}" in held and not busy
 
         eventually(held_back)  # the other one has done all that may be done
         assert trainer.server(liar)["in_flight"] == trainer.config.rollout.group_size

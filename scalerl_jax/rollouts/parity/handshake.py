@@ -12,7 +12,6 @@ ends it.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +20,7 @@ from scalerl_jax.contract import peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.rollouts.errors import ProbeError
-
-if TYPE_CHECKING:
-    from scalerl_jax.rollouts.fleet import Fleet
+from scalerl_jax.rollouts.fleet import Fleet
 
 # Seen between XLA programs of different shape with the same weights: 1e-6 in float32; in bfloat16 about 1e-2 mean.
 LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (2e-2, 2e-1)}  # mean, 99th percentile
@@ -117,7 +114,7 @@ class Probe:
         """Raises ProbeError where the server is not one for this run, before it is sent anything."""
         compare(server, status, self._expected)
 
-    def admit_candidates(self, fleet: "Fleet") -> list[tuple[str, Mismatch]]:
+    def admit_candidates(self, fleet: Fleet) -> list[tuple[str, Mismatch]]:
         """Scores what candidates sampled with the version the trainer holds now; admits or turns away each.
 
         Returns the servers admitted. Where one fails before any was admitted, and no other is left, the fleet's next

@@ -1,6 +1,7 @@
 """What all server clients of one fleet share."""
 
 import dataclasses
+import functools
 
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import codec, security
@@ -26,6 +27,12 @@ class ClientContext:
     credentials: security.Credentials = security.PLAIN
     vocabulary: int = 0
     records: Records = dataclasses.field(default_factory=Records)
+
+    def probe_requests(self, address: str, step: int, *, pinned: bool) -> list[tuple[Row, codec.GroupRequest]]:
+        """What the server there is asked for to be compared, with version `step`, or a later one if not pinned."""
+        incarnation = self.incarnation.value
+        probe = functools.partial(self.requests.probe, address, incarnation=incarnation, version=step, pinned=pinned)
+        return [(row, probe(row, samples=samples)) for row, samples in self.probe_prompts]
 
     def validate(self, completion: codec.Completion, request: codec.GroupRequest) -> None:
         """Raises ValueError on a completion that breaks the contract."""

@@ -8,15 +8,13 @@ import asyncio
 import dataclasses
 import logging
 import time
-from typing import Any
 
 import grpc
 
-from scalerl_jax.contract import codec, peer_text
+from scalerl_jax.contract import peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.weight_stream import FullSyncNeeded, PushRefused
-from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers.calls import Calls, said
 from scalerl_jax.rollouts.servers.context import ClientContext
@@ -150,11 +148,7 @@ class Upkeep:
         room: completions asked for at once. Raises Full where it has no room now and may_be_full.
         """
         server, context = self._server, self._context
-        how: dict[str, Any] = {"incarnation": context.incarnation.value, "version": step, "pinned": pinned}
-        requests: list[tuple[Row, codec.GroupRequest]] = [
-            (row, context.requests.probe(server.address, row, samples=samples, **how))
-            for row, samples in context.probe_prompts
-        ]
+        requests = context.probe_requests(server.address, step, pinned=pinned)
         tokens = max(context.requests.most_tokens(request) for _, request in requests)
         # As for any completion, see calls.py; and some of them wait for a slot.
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
