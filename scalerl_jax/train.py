@@ -3,14 +3,7 @@
     scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart [--config.a.b=v]
                   [--servers=host:port,... | file:PATH | dns:///name:port]
 
-One loop over batches. Batch b is trained on when the policy is version b, and makes version b + 1:
-
-    groups   <- fleet.batch(b)          by number, waiting for stragglers and saying for whom
-    batch    <- scores to rewards, advantages, one weight per loss token      learner/batch.py
-    update   <- accumulate as often as the batch needs, then apply              learner/step.py
-    publish  <- version b + 1 goes out to all servers while the next batch is awaited
-    evaluate, checkpoint, write down
-
+Batch b is trained on when the policy is version b, and makes version b + 1. Section 6 is the loop over batches.
 Without --servers, local ones are started and supervised as config.fleet says.
 """
 
@@ -18,116 +11,55 @@ import contextlib
 import functools
 import os
 import sys
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 
 import jax
 from absl import flags
 
 from launch import accelerators
-from launch.local import LocalServers, StartError, serve_command, stop_seconds
+from launch.local import StartError
+from launch.starting import StartingServers
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
+from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
 from scalerl_jax.environments.load import load_rows, make_environment
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.learner import optimizer
+from scalerl_jax.learner import step as learner_lib
+from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
-from scalerl_jax.learner.step import Layout, Learner
-from scalerl_jax.model.decoder import Precision
-from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.learner.step import Pending
+from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors, load_hf
-from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective import policy_loss
 from scalerl_jax.report import summary
 from scalerl_jax.report.writer import ReportWriter
-from scalerl_jax.rollouts import pacing as pacing_lib
+from scalerl_jax.rollouts import pacing
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.fleet import Fleet, Servers
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity.handshake import Expected, Probe
+from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials as credentials_lib
 from scalerl_jax.rollouts.servers.discovery import Addresses
+from scalerl_jax.rollouts.wait_times import WaitTimes
 from scalerl_jax.rollouts.weights.sync_stats import SyncStats
+from scalerl_jax.rollouts.weights.versions import Versions
 from scalerl_jax.run import continuing
+from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.folder import RunFolder
-from scalerl_jax.run.ledger import Ledger, ModelShape
+from scalerl_jax.run.ledger import Ledger, ModelShape, ServerCounters
 from scalerl_jax.run.live_forecast import LiveForecast
+from scalerl_jax.run.metrics import StepMetrics
 from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.run.saving import Saving
 from scalerl_jax.system import platforms, signals
-from scalerl_jax.trainer import Draws, Trainer, observe, score
 
 FLAGS = flags.FLAGS
-
-
-def make_learner(config: Config, decoder: DecoderConfig, *, max_segment: int) -> Learner:
-    """The learner of a run on all devices there are."""
-    mesh = make_mesh(replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor)
-    return Learner(
-        decoder=decoder,
-        optimizer=optimizer.from_config(config.optimizer),
-        mesh=mesh,
-        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
-        loss=functools.partial(policy_loss, objective=config.objective),
-        layout=Layout(
-            seq_len=config.learner.seq_len,
-            rows=config.learner.micro_batch_rows * mesh.shape["replica"] * mesh.shape["fsdp"],
-            max_segment=max_segment,
-            logprob_chunk=config.learner.logprob_chunk,
-            remat=config.model.remat,
-        ),
-    )
-
-
-def make_pacing(config: Config, *, start: int) -> pacing_lib.Pacing:
-    """The run's pacing, from version `start` on."""
-    common = {
-        "k": config.pacing.max_off_policy_steps,
-        "groups": config.rollout.prompts_per_step,
-        "batches": config.max_steps,
-        "start": start,
-    }
-    if config.pacing.kind == "phased":
-        return pacing_lib.Phased(**common)
-    return pacing_lib.Pipeline(**common, max_buffered_batches=config.pacing.max_buffered_batches)
-
-
-def start_servers(
-    config: Config,
-    workdir: str,
-    *,
-    maximum_tokens: int,
-    stopping: threading.Event,
-    sharing: accelerators.Sharing | None,
-) -> LocalServers:
-    """Local generators, supervised; returns when they serve. Raises entry.UserError where one cannot start."""
-    fleet = config.fleet
-    gpu_memory, environments = (sharing.vllm_memory, sharing.servers) if sharing is not None else (None, [])
-    try:
-        command = serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens, gpu_memory=gpu_memory)
-        return LocalServers(
-            command,
-            count=fleet.servers,
-            workdir=workdir,
-            threads=fleet.threads,
-            start_seconds=fleet.start_seconds,
-            stopping=stopping,
-            environments=environments,
-            stop_seconds=stop_seconds(fleet.engine),
-        )
-    except StartError as error:
-        raise entry.UserError(str(error)) from error
-
-
-def stop_servers(local: Future[LocalServers], stopping: threading.Event) -> None:
-    """Of local servers that serve, or are about to: those that could not start have stopped by themselves."""
-    stopping.set()
-    if local.exception() is None:
-        local.result().close()
 
 
 def too_few(config: Config, *, training: int, held_out: int) -> list[str]:
@@ -142,6 +74,32 @@ def too_few(config: Config, *, training: int, held_out: int) -> list[str]:
         asked = f"config.rollout.prompts_per_step={config.rollout.prompts_per_step}"
         said.append(f"{asked}: there are {training} training prompts, so a batch has some of them more than once")
     return said
+
+
+def counted_batch(
+    number: int,
+    *,
+    fleet: Fleet,
+    scrutiny: Scrutiny,
+    waits: WaitTimes,
+    ledger: Ledger,
+    make: Callable[[list[FinishedGroup]], Batch],
+    wait: Callable[[], None],
+) -> tuple[list[FinishedGroup], Batch, Pending | None]:
+    """Batch `number` and its gradient, not yet applied; None where no prompt survives.
+
+    A batch with what is not the policy's is asked for again in part, and comes once more.
+    """
+    pending: Pending | None
+    while True:
+        pending = None  # a gradient that is not applied is as large as the parameters: not beside the next one
+        with waits.waiting():
+            groups = fleet.batch(number, wait=wait)
+        with ledger.trainer("busy"), waits.working():
+            batch = make(groups)
+            clean, pending = scrutiny.look(groups, batch)
+        if clean:
+            return groups, batch, pending
 
 
 def main(config: Config) -> None:
@@ -164,14 +122,14 @@ def main(config: Config) -> None:
             decoder = read_config(config.model.path)
             Tensors(config.model.path)  # a folder without weights is found before anything is started
             tokenizer = Tokenizer(config.model.path)
-            train_prompts, validation_prompts = load_rows(config, tokenizer)
+            train_rows, validation_rows = load_rows(config, tokenizer)
             requests = Requests(config, tokenizer)
             listed = Addresses(FLAGS.servers) if FLAGS.servers else None
             given = listed.look() if listed is not None else ()
             credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
             if listed is None and credentials.authority:
                 raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
-        for fewer in too_few(config, training=len(train_prompts), held_out=len(validation_prompts)):
+        for fewer in too_few(config, training=len(train_rows), held_out=len(validation_rows)):
             print(fewer, file=sys.stderr)
         maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
         if maximum_tokens > config.learner.seq_len + 1:
@@ -199,27 +157,17 @@ def main(config: Config) -> None:
             )
 
         # ---- 2. Local servers start while the update is compiled -----------------------------------------------------
-        starter = stack.enter_context(ThreadPoolExecutor(1))
-        local: Future[LocalServers] | None = None
+        local: StartingServers | None = None
         if not given:
-            stopping = threading.Event()
-            local = starter.submit(
-                start_servers,
-                config,
-                folder.workdir,
-                maximum_tokens=maximum_tokens,
-                stopping=stopping,
-                sharing=sharing,
-            )
-            stop = functools.partial(stop_servers, local, stopping)
-            stack.callback(stop)
-            signals.before_exit(stop)
+            local = StartingServers(config, folder.workdir, maximum_tokens=maximum_tokens, sharing=sharing)
+            stack.callback(local.close)
+            signals.before_exit(local.close)
         with entry.user_mistakes():
-            learner = make_learner(config, decoder, max_segment=maximum_tokens)
+            learner = learner_lib.from_config(config, decoder, max_segment=maximum_tokens)
 
         # ---- 3. Begin, or go on: parameters, optimizer, history of every prompt, logs --------------------------------
         curriculum = Curriculum(
-            prompts=len(train_prompts),
+            prompts=len(train_rows),
             no_positive_resampling_at=config.curriculum.no_positive_resampling_at,
             k=config.pacing.max_off_policy_steps,
             groups_per_batch=config.rollout.prompts_per_step,
@@ -238,10 +186,10 @@ def main(config: Config) -> None:
         start = found.step if found else 0
         with entry.user_mistakes():
             folder.resume(start)
-        draws = Draws(curriculum, train_prompts)
         learner.compile()
         if local is not None:
-            given = local.result().addresses
+            with entry.user_mistakes(StartError):
+                given = local.servers().addresses
 
         # ---- 4. Meet the fleet ---------------------------------------------------------------------------------------
         probe = Probe(
@@ -253,53 +201,88 @@ def main(config: Config) -> None:
                 sync_dtype=config.model.sync_dtype,
                 maximum_tokens=maximum_tokens,
             ),
-            score=functools.partial(score, learner),
+            score=learner.score_completions,
             dtype=config.model.compute_dtype
             if config.model.compute_dtype == "bfloat16"
             else config.fleet.compute_dtype,
         )
-        pushes = SyncStats()
+        sync_stats = SyncStats()
+
+        def observe(status: pb.StatusReply, evaluating: bool, anew: bool) -> None:
+            """Books what a server did since its last status; anew: from here on."""
+            ledger.observe(status.server_id, ServerCounters.of(status), evaluating=evaluating, anew=anew)
+
         with entry.user_mistakes(ScorerError):
-            scorer = Scorer(make_environment(config), config, decode=tokenizer.decode_completion)
-            stack.enter_context(scorer)
+            scorer = stack.enter_context(Scorer(make_environment(config), config, decode=tokenizer.decode_completion))
         fleet = Fleet(
             config,
             servers=Servers(
                 given,
-                probe_prompts=train_prompts,
+                probe_prompts=train_rows,
                 look=listed.look if listed is not None and listed.changes else None,
                 credentials=credentials,
                 vocabulary=decoder.vocab_size,
                 check=probe.check,
             ),
             requests=requests,
-            buffer=requests.training_groups(make_pacing(config, start=start), draws.draw, trained=start),
+            buffer=requests.training_groups(
+                pacing.from_config(config, start=start),
+                lambda number: train_rows[curriculum.draw(number)],
+                trained=start,
+            ),
             incarnation=Incarnation(folder.incarnation, lambda value: folder.outrank(value - 1)),
             score=scorer.score,
-            on_event=pushes.event,
-            observe=functools.partial(observe, ledger),
+            on_event=sync_stats.event,
+            observe=observe,
         )
         stack.callback(fleet.close)
+
+        # ---- 5. What the loop works with -----------------------------------------------------------------------------
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
         report = stack.enter_context(ReportWriter(folder.workdir))
         forecast = stack.enter_context(LiveForecast(updates=config.max_steps, say=line.say))
-        trainer = Trainer(
-            config=config,
-            folder=folder,
-            ledger=ledger,
-            learner=learner,
-            checkpoints=checkpoints,
-            tokenizer=tokenizer,
-            draws=draws,
-            validation=validation_prompts,
-            fleet=fleet,
-            probe=probe,
-            pushes=pushes,
-            line=line,
-            report=report,
-            forecast=forecast,
-            check=local.result().check if local is not None else lambda: None,
+        scrutiny = Scrutiny(config, learner=learner, fleet=fleet, probe=probe, say=line.say)
+        versions = Versions(config, learner, fleet.publish)
+        waits = WaitTimes()
+
+        def written() -> None:
+            forecast.evaluated(folder.evaluations())
+            report.request()
+
+        evaluations = Evaluations(
+            config, folder=folder, ledger=ledger, fleet=fleet, rows=validation_rows, line=line, written=written
         )
+        saving = Saving(
+            config,
+            folder=folder,
+            checkpoints=checkpoints,
+            learner=learner,
+            arrays=curriculum.state,
+            evaluations=evaluations,
+            step=start,
+        )
+        metrics = StepMetrics(config, folder=folder, tokenizer=tokenizer, line=line)
+
+        def serve_fleet() -> None:
+            """What the trainer's thread owes the fleet while it waits."""
+            for server, found in probe.admit_candidates(fleet):
+                line.say(
+                    f"{server} joined: |log-prob difference| {found.mean:.1e} on average, {found.p99:.1e} at p99, "
+                    f"over {found.tokens} tokens"
+                )
+            scrutiny.attend(saving.step)
+            status = fleet.status()
+            waits.look(status["waits_for"])
+            line.update(waiting=status["waiting"])
+            evaluations.collect()
+
+        def wait() -> None:
+            """Again and again in a wait for the fleet. Raises Interrupted: the state is that of `saving.step`."""
+            signals.look()
+            if local is not None:
+                local.servers().check()
+            serve_fleet()
+
         if sharing is not None:
             line.say(sharing.sentence)
         if found:
@@ -308,30 +291,65 @@ def main(config: Config) -> None:
             if change.kind != continuing.FREE:
                 line.say(f"from step {start} on config.{change.name} is {change.now!r}; before: {change.before!r}")
 
-        # ---- 5. The loop ---------------------------------------------------------------------------------------------
+        # ---- 6. The loop ---------------------------------------------------------------------------------------------
+        thinks = config.rollout.thinking_budget_max > 0
+        make_batch = functools.partial(
+            build,
+            objective=config.objective,
+            end_of_thinking=tokenizer.encode(config.rollout.end_of_thinking) if thinks else (),
+        )
         with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, ScorerError, StartError):
             fleet.start()
-            # From here on a signal is only noted, and looked at where the state is that of a whole number of updates.
+            # From here on a signal is only noted, and looked at where the state is that of a whole number of steps.
             signals.be(signals.HOLD)
-            stack.enter_context(trainer.saved_when_interrupted())
-            trainer.begin(start)
-            save_due = False
+            stack.enter_context(saving.when_interrupted(serve_fleet))
+            versions.snapshot(start)()
+            if evaluations.due(start):
+                evaluations.ask(start, wait=wait)
+            ledger.begin()
             for number in range(start, config.max_steps):
                 signals.look()
-                trainer.train_on(number)
                 step = number + 1
-                if step % config.evaluation.every == 0 or step == config.max_steps:
-                    trainer.evaluate(step)
-                if step == config.max_steps:
-                    trainer.finish_evaluations()
-                # Not before the rows of earlier evaluations are written: a run that goes on from it would lack them.
-                # But one that takes longer than the updates between two checkpoints does not hold them up.
-                save_due |= step % config.checkpoint.every == 0 or step == config.max_steps
-                if save_due and (not trainer.owes(step) or step - trainer.saved >= 2 * config.checkpoint.every):
-                    trainer.save(step)
-                    save_due = False
+                # 1. Wait for the groups of this number, however late; score them by the rules; compute the gradient.
+                groups, batch, pending = counted_batch(
+                    number, fleet=fleet, scrutiny=scrutiny, waits=waits, ledger=ledger, wait=wait,
+                    make=functools.partial(make_batch, number=number),
+                )  # fmt: skip
+                # 2. Update. A batch in which no prompt survives changes nothing, but makes a version all the same.
+                with ledger.trainer("busy"), waits.working():
+                    sums = learner.apply(pending) if pending is not None else {}
+                    ledger.trained([len(segment.tokens) for segment in batch.segments])
+                    publish = versions.snapshot(step)
+                ledger.finished_groups(groups)
+                saving.step = step
+                # 3. What the fleet may draw next depends on these outcomes: they come before the version is out.
+                curriculum.record(number, batch.outcomes)
+                publish()
+                fleet.advance(step)
+                scrutiny.trained(step)
+                # 4. Write it down.
+                metrics.write(
+                    step,
+                    groups,
+                    batch,
+                    {
+                        **(per_token(sums) if sums else {}),
+                        **waits.take(),
+                        **scrutiny.take(),
+                        "pushes": sync_stats.take(),
+                        "prompts_retired": curriculum.retired(),
+                        "optimizer_step": int(learner.state["step"]),
+                        "compute": ledger.snapshot(),
+                        **forecast.take(),
+                    },
+                    waiting=fleet.waiting(),
+                )
+                # 5. Evaluate, then save: a run that goes on from here would lack the rows of earlier evaluations.
+                if evaluations.due(step):
+                    evaluations.ask(step, wait=wait)
+                saving.save_if_due()
 
-    # ---- 6. What came of it ------------------------------------------------------------------------------------------
+    # ---- 7. What came of it ------------------------------------------------------------------------------------------
     signals.expect("interrupted: the run is finished; the same command shows what came of it")
     signals.be(signals.EXIT)
     summary.show(FLAGS.workdir)

@@ -10,14 +10,31 @@ A server may sample group n as soon as version b - k exists, that is after batch
 anything later would depend on timing. So the sequence of prompts is a function of (seed, the verdicts), whatever the
 fleet's speed, and a run resumed at batch v draws what the uninterrupted run drew.
 
+The fleet's thread draws and the trainer's records, so each of these holds the lock.
+
 Left out on purpose: weights, difficulty pools, pass-rate targets.
 """
 
-from collections.abc import Iterable, Mapping
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 NEVER = np.iinfo(np.int64).max  # the batch in which a prompt not yet retired was retired
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _locked(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def call(self: "Curriculum", *args: Any) -> Any:
+        with self._lock:
+            return method(self, *args)
+
+    return call  # type: ignore[return-value]
 
 
 class NoPromptLeft(ValueError):
@@ -38,6 +55,7 @@ class Curriculum:
     def __init__(self, *, prompts: int, no_positive_resampling_at: float, k: int, groups_per_batch: int, seed: int):
         if prompts < 1:
             raise ValueError("there are no training prompts to draw from")
+        self._lock = threading.Lock()
         self._prompts, self._retire_at, self._k = prompts, no_positive_resampling_at, k
         self._groups, self._seed = groups_per_batch, seed
         self._retired_in = np.full(prompts, NEVER, np.int64)  # [prompts] the batch whose verdicts retired it
@@ -47,6 +65,7 @@ class Curriculum:
         self._recorded = 0  # batches 0 .. recorded-1 are in the history
         self._starts = {0: (0, 0)}  # batch -> (epoch, at) before its first draw
 
+    @_locked
     def draw(self, n: int) -> int:
         """The prompt of group n; n must be the number after the last one drawn.
 
@@ -76,6 +95,7 @@ class Curriculum:
                     f"{self._retire_at:g} or more; the task is solved, or it has too few prompts"
                 )
 
+    @_locked
     def record(self, batch: int, groups: Iterable[tuple[int, int, int]]) -> None:
         """Enters the verdicts of a trained batch: (prompt, right, total) per group, batches in order.
 
@@ -90,10 +110,12 @@ class Curriculum:
         for old in [b for b in self._starts if b < self._recorded]:
             del self._starts[old]
 
+    @_locked
     def retired(self) -> int:
         """How many prompts the verdicts recorded so far have retired."""
         return int((self._retired_in != NEVER).sum())
 
+    @_locked
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint after the last recorded batch keeps: the draw order as of the start of the batch after it.
 

@@ -23,13 +23,17 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalerl_jax.config import Config
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.optimizer import state_shardings
 from scalerl_jax.learner.packing import MicroBatch, Place, Segment, pack, plain
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward, param_shardings
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
-from scalerl_jax.model.sharding import ROWS
+from scalerl_jax.model.sharding import ROWS, make_mesh
+from scalerl_jax.objective import policy_loss
 
 State = dict[str, Any]
 # Of logp_train, logp_gen, advantages, weights, segment_ids, [rows, length] each: (loss, sums), as policy_loss
@@ -239,6 +243,30 @@ class Learner:
         scored = [np.asarray(self._score(self.state["params"], self._put(batch))) for batch in batches]
         return unpack(scored, places)
 
+    def score_completions(self, samples: Sequence[tuple[np.ndarray, Completion]]) -> list[np.ndarray]:
+        """The log-probs of each completion's tokens after its prompt: [t] float32 each."""
+        scored = self.score([np.concatenate([prompt, completion.token_ids]) for prompt, completion in samples])
+        return [logprobs[len(prompt) :] for (prompt, _), logprobs in zip(samples, scored, strict=True)]
+
     def sync_weights(self) -> dict[str, jax.Array]:
         """The weights as they are sent: Hugging Face names, wire dtype, buffers of their own (safe to keep)."""
         return self._to_sync(self.state["params"])
+
+
+def from_config(config: Config, decoder: DecoderConfig, *, max_segment: int) -> Learner:
+    """The learner of a run on all devices there are. max_segment: see Layout. Raises ValueError as Learner."""
+    mesh = make_mesh(replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor)
+    return Learner(
+        decoder=decoder,
+        optimizer=optimizer_lib.from_config(config.optimizer),
+        mesh=mesh,
+        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
+        loss=functools.partial(policy_loss, objective=config.objective),
+        layout=Layout(
+            seq_len=config.learner.seq_len,
+            rows=config.learner.micro_batch_rows * mesh.shape["replica"] * mesh.shape["fsdp"],
+            max_segment=max_segment,
+            logprob_chunk=config.learner.logprob_chunk,
+            remat=config.model.remat,
+        ),
+    )

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalerl_jax.report.run_data import read_run
-from scalerl_jax.run.folder import write_whole
+from scalerl_jax.system.files import write_whole
 
 FILE = "report.html"
 _STYLES = ("uplot/uPlot.min.css", *(f"assets/{name}.css" for name in ("theme", "page", "charts", "reader")))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scalerl_jax.run.folder import read_rows
+from scalerl_jax.run.jsonl import read_rows
 
 Row = dict[str, Any]
 

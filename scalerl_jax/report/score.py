@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.report.numbers import rounded
-from scalerl_jax.run.folder import evaluation_counts
+from scalerl_jax.run.jsonl import evaluation_counts
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
 from scalerl_jax.scaling.fit_table import HalfTimeForecast, half_time_forecast
 from scalerl_jax.scaling.trend import RISING

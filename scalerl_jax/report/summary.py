@@ -13,7 +13,7 @@ from rich.text import Text
 
 from scalerl_jax.report.page import write_report
 from scalerl_jax.report.score import half_time
-from scalerl_jax.run.folder import read_rows
+from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.scaling.fit_table import HalfTimeForecast
 from scalerl_jax.system import files
 

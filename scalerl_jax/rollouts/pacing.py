@@ -22,6 +22,8 @@ or may be at any time, being at most `trained`; and the store bound never holds 
 
 from typing import Protocol
 
+from scalerl_jax.config import Config
+
 
 class Pacing(Protocol):
     groups: int  # per batch
@@ -171,3 +173,16 @@ def _check(*, k: int, groups: int, batches: int, start: int) -> None:
     if groups < 1:
         raise ValueError(f"rollout.prompts_per_step is {groups}: must be at least 1")
     assert 0 <= start <= batches
+
+
+def from_config(config: Config, *, start: int) -> Pacing:
+    """The run's, from version `start` on."""
+    common = {
+        "k": config.pacing.max_off_policy_steps,
+        "groups": config.rollout.prompts_per_step,
+        "batches": config.max_steps,
+        "start": start,
+    }
+    if config.pacing.kind == "phased":
+        return Phased(**common)
+    return Pipeline(**common, max_buffered_batches=config.pacing.max_buffered_batches)

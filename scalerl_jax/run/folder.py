@@ -16,23 +16,20 @@ full disk leaves none. A run that goes on from step s drops every row past s; th
 ledger.
 """
 
-import dataclasses
 import fcntl
-import importlib.util
 import json
-import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from scalerl_jax import config_check, config_io
+from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
-from scalerl_jax.run import continuing
+from scalerl_jax.run import continuing, trackers
+from scalerl_jax.run.jsonl import cut, line_of, plain, read_rows
+from scalerl_jax.run.rollout_samples import RolloutSample
 from scalerl_jax.system import files
 from scalerl_jax.system.files import write_whole
 
@@ -40,28 +37,6 @@ from scalerl_jax.system.files import write_whole
 _MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "tokenizer", "model")
 
 LARGEST_INCARNATION = 2**63  # nanoseconds since 1970, as every trainer's: the year 2262
-
-_MEND = "remove that row, or put the file back from a copy"
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSample:
-    """A completion as it was trained on."""
-
-    group: int
-    index: int  # in its group
-    prompt: str
-    answer: str  # the right one
-    completion: str
-    token_ids: Sequence[int]  # [tokens]
-    logprobs: Sequence[float]  # [tokens], the generator's own; 0 at forced tokens
-    versions: Sequence[tuple[int, int, int]]  # (step, start, end), covering [0, tokens)
-    forced: Sequence[tuple[int, int]]  # (start, end)
-    correct: bool  # "verdict" in the file
-    reward: float
-    finish_reason: str
-    task: str = ""  # of the prompt
-    pieces: Sequence[str] = ()  # [tokens] the part of `completion` that each token adds; empty: it cannot be told
 
 
 class RunFolder:
@@ -80,10 +55,7 @@ class RunFolder:
         warm_start: bool = False,
         clock: Callable[[], float] = time.time,
     ):
-        for field, package in (("tensorboard", "tensorboard"), ("wandb_project", "wandb")):
-            if getattr(config.telemetry, field) and importlib.util.find_spec(package) is None:
-                value = getattr(config.telemetry, field)
-                raise ConfigError(f"config.telemetry.{field}={value}: the package {package} is not installed")
+        trackers.check_installed(config)
         allow = continuing.allowed_fields(allow)  # a slip is told at the first start, not at the next one
         self.workdir = os.path.abspath(workdir)
         self._config = config
@@ -104,9 +76,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"--workdir={workdir}: {files.reason(error)}") from error
         self._files: dict[str, int] = {}
-        self._events: Any = None
-        self._wandb: Any = None
-        self._drawn: set[str] = set()  # names whose x axis W&B has been told
+        self._trackers: trackers.Trackers | None = None
 
     def path(self, *names: str) -> str:
         return os.path.join(self.workdir, *names)
@@ -147,7 +117,7 @@ class RunFolder:
         for name in ("metrics.jsonl", "evals.jsonl"):
             path = self.path(name)
             if os.path.exists(path):
-                _cut(path, step)
+                cut(path, step)
             with files.naming(path):
                 self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         samples = self.path("rollouts")
@@ -158,21 +128,17 @@ class RunFolder:
                 found = re.fullmatch(r"step-(\d+)\.jsonl(\.tmp)?", name)
                 if found and (int(found[1]) > step or found[2]):
                     os.remove(os.path.join(samples, name))
-        if self._config.telemetry.tensorboard:
-            from scalerl_jax.run.event_file import EventFile  # tensorboard is optional
-
-            self._events = EventFile(self.path("tensorboard"), first_step=step + 1)
-        if self._config.telemetry.wandb_project:
-            self._wandb = _start_wandb(self.workdir, self._config)
+        self._trackers = trackers.Trackers(self.workdir, self._config, step=step)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """The row of update `step`: `values` (numbers, nested mappings and lists of them) beside step and time.
 
         Numbers also go to TensorBoard and W&B, nested ones as outer/inner; lists stay in the file.
         """
-        row = {"step": step, "time": self._clock(), "incarnation": self.incarnation, **_plain(values)}
-        self._append("metrics.jsonl", row)
-        self._scalars(step, _plain(values))
+        values = plain(values)
+        self._append("metrics.jsonl", {"step": step, "time": self._clock(), "incarnation": self.incarnation, **values})
+        assert self._trackers is not None
+        self._trackers.add(step, values)
 
     def evaluation(
         self,
@@ -203,10 +169,11 @@ class RunFolder:
             **(values or {}),
             "passes": list(passes),
         }
-        row = _plain(row)
+        row = plain(row)
         self._append("evals.jsonl", row)
-        shown = {"pass_rate": row["pass_rate"], "seconds": seconds, **_plain(values or {})}
-        self._scalars(step, {"evaluation": shown}, axis="evaluation/step")
+        shown = {"pass_rate": row["pass_rate"], "seconds": seconds, **plain(values or {})}
+        assert self._trackers is not None
+        self._trackers.add(step, {"evaluation": shown}, axis="evaluation/step")
         return row
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -228,17 +195,15 @@ class RunFolder:
             fields = {"verdict" if name == "correct" else name: value for name, value in vars(sample).items()}
             row = {"step": step, **fields}
             row["logprobs"] = [round(float(value), 6) for value in sample.logprobs]
-            lines.append(_line(_plain(row)))
+            lines.append(line_of(plain(row)))
         write_whole(self.path("rollouts", f"step-{step:08d}.jsonl"), "".join(lines))
 
     def close(self) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files = {}
-        if self._events is not None:
-            self._events.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self._trackers is not None:
+            self._trackers.close()
         os.close(self._lock)
 
     def __enter__(self) -> "RunFolder":
@@ -274,87 +239,7 @@ class RunFolder:
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         assert self._files, "resume() comes before the first row"
-        files.append(self._files[name], _line(row).encode(), self.path(name))
-
-    def _scalars(self, step: int, values: Mapping[str, Any], *, axis: str = "step") -> None:
-        """To TensorBoard and W&B.
-
-        W&B drops what comes with an older step of its own than the last: evaluations beside training, and all that a
-        run makes again after it has gone back to a checkpoint. So it is given none, and `axis` is logged as a value.
-        """
-        scalars = dict(_flat(values))
-        if self._events is not None:
-            self._events.add(step, scalars)
-        if self._wandb is not None:
-            for name in scalars.keys() - self._drawn:
-                self._wandb.define_metric(name, step_metric=axis)
-            self._drawn |= scalars.keys()
-            self._wandb.log({axis: step, **scalars})
-
-
-def _start_wandb(run_folder: str, config: Config) -> Any:
-    """The W&B run of this folder, begun or gone on with."""
-    import wandb  # optional
-
-    return wandb.init(
-        project=config.telemetry.wandb_project,
-        dir=run_folder,
-        id=_run_id(os.path.join(run_folder, "wandb_id")),
-        name=os.path.basename(run_folder),
-        resume="allow",
-        config=config_check.leaves(config),
-        allow_val_change=True,  # what may change at a restart
-    )
-
-
-def _cut(path: str, step: int) -> None:
-    """Drops what is past `step`, and a torn last row; where only the end of the file goes, that needs no room."""
-    rows = read_rows(path)
-    kept = [row for row in rows if row["step"] <= step]
-    if len(kept) == len(rows) and _ends_whole(path):
-        return
-    if rows[: len(kept)] == kept:
-        with open(path, "rb") as file:
-            end = sum(len(file.readline()) for _ in kept)
-        with files.naming(path):
-            os.truncate(path, end)
-    else:
-        write_whole(path, "".join(_line(row) for row in kept))
-
-
-def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """(passes, trials) of N rows of evals.jsonl, as fit_sigmoid takes them.
-
-    By prompt [N, prompts], or totals [N] where the prompts changed and only totals can be compared.
-    """
-    if len({len(row["passes"]) for row in evals}) == 1:
-        passes = np.array([row["passes"] for row in evals], np.float64)
-        return passes, np.broadcast_to(np.array([[row["samples"]] for row in evals], np.float64), passes.shape)
-    totals = np.array([sum(row["passes"]) for row in evals], np.float64)
-    return totals, np.array([len(row["passes"]) * row["samples"] for row in evals], np.float64)
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """The rows of a JSONL file of a run; a torn last line (no newline) is left out.
-
-    Raises ValueError (one line) naming file and row where one is not a row: no JSON, no object, no step.
-    """
-    with files.naming(path), open(path, "rb") as file:
-        lines = file.read().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            what = f"is not UTF-8 (byte {error.start + 1})" if isinstance(error, UnicodeDecodeError) else "is not JSON"
-            why = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
-            raise ValueError(f"{path}: row {number} {what}{why}; {_MEND}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number} is not an object; {_MEND}")
-        if not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
-            raise ValueError(f"{path}: row {number} has no step; {_MEND}")
-        rows.append(row)
-    return rows
+        files.append(self._files[name], line_of(row).encode(), self.path(name))
 
 
 def _take_lock(path: str, workdir: str) -> int:
@@ -374,49 +259,3 @@ def _take_lock(path: str, workdir: str) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _run_id(path: str) -> str:
-    """The W&B id of this run, made at its first start."""
-    if not os.path.exists(path):
-        write_whole(path, f"{time.time_ns():x}")
-    with open(path, "rb") as file:
-        name = file.read().strip().decode("ascii", errors="replace")
-    if not re.fullmatch(r"[\w-]+", name, flags=re.ASCII):
-        raise ConfigError(f"{path}: is no W&B id ({name[:32]!r}); without the file a new W&B run is begun")
-    return name
-
-
-def _ends_whole(path: str) -> bool:
-    with open(path, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell() == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can hold it: arrays as lists, NaN and infinities as null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if hasattr(value, "tolist"):  # numpy and jax, scalars and arrays
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(joined name, leaf) of each leaf that is a number."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield prefix + key, value

@@ -32,8 +32,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import layout
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run import ledger_repair
 from scalerl_jax.system.files import write_whole
 
@@ -82,6 +84,17 @@ class ServerCounters:
     sampled_tokens: int
     forced_tokens: int
     prefill_tokens: int
+
+    @staticmethod
+    def of(status: pb.StatusReply) -> "ServerCounters":
+        return ServerCounters(
+            devices=status.devices,
+            up_seconds=status.up_seconds,
+            busy_seconds=status.busy_seconds,
+            sampled_tokens=status.sampled_tokens,
+            forced_tokens=status.forced_tokens,
+            prefill_tokens=status.prefill_tokens,
+        )
 
 
 class Ledger:
@@ -193,6 +206,15 @@ class Ledger:
             self._decoded[kind] += sampled + max(counters.forced_tokens - before.forced_tokens, 0)
             self._prefilled[kind] += max(counters.prefill_tokens - before.prefill_tokens, 0)
         self._save_if_due()
+
+    def finished_groups(self, groups: Sequence[FinishedGroup], *, evaluation: bool = False) -> None:
+        """As `finished`, of each."""
+        for group in groups:
+            self.finished(
+                prompt_tokens=len(group.row.token_ids),
+                completion_tokens=[len(completion.token_ids) for completion in group.completions],
+                evaluation=evaluation,
+            )
 
     def finished(self, *, prompt_tokens: int, completion_tokens: Sequence[int], evaluation: bool = False) -> None:
         """A group came home: its lengths give the mean context of generated tokens."""

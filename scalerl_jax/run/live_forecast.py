@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.run.folder import evaluation_counts
+from scalerl_jax.run.jsonl import evaluation_counts
 from scalerl_jax.scaling import fit_sigmoid
 from scalerl_jax.scaling.trend import RISING
 
@@ -41,17 +41,17 @@ class LiveForecast:
         self._next = rows
         self._start()
 
-    def take(self) -> dict[str, float] | None:
-        """The forecast that was finished since the last call, None without one."""
+    def take(self) -> dict[str, dict[str, float]]:
+        """A row's `forecast`, where one was finished since the last call."""
         if self._running is None or not self._running.done():
-            return None
+            return {}
         done, self._running = self._running, None
         self._start()
         error = done.exception()
         if error is None:
-            return done.result()
+            return {"forecast": done.result()}
         self._say_once(error)
-        return None
+        return {}
 
     def close(self) -> None:
         """Waits for a fit that is running: seconds at most."""

@@ -14,7 +14,7 @@ from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.model import Precision
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.rollouts.parity import handshake
-from scalerl_jax.trainer import host_arrays
+from scalerl_jax.rollouts.weights.versions import host_arrays
 from tests.accelerator.test_numerics import decoder_of, make_learner
 from tests.learner.segments import make_segments
 

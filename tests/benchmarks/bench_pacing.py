@@ -29,7 +29,7 @@ from typing import Any
 from absl import app, flags
 
 from launch.commands import restart_with_tuned_malloc
-from scalerl_jax.run.folder import read_rows
+from scalerl_jax.run.jsonl import read_rows
 from tests.benchmarks.folders import write_stopping_policy
 from tests.support.paths import ROOT
 

@@ -25,7 +25,7 @@ from absl import app, flags
 
 from launch.commands import restart_with_tuned_malloc
 from scalerl_jax.config_io import load_file, override
-from scalerl_jax.run.folder import read_rows
+from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT
 from tests.train.chaos import Chaos, Reading, check_rows
 

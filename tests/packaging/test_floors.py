@@ -13,10 +13,10 @@ FLOORS = {
     4: "scalerl_jax.cli",
     5: "scalerl_jax.scaling scalerl_jax.model",
     6: "scalerl_jax.learner scalerl_jax.environments launch.accelerators launch.local",
-    7: "scalerl_jax.run scalerl_jax.rollouts rollout_server",
-    8: "scalerl_jax.report",
-    9: "scalerl_jax.export scalerl_jax.sft scalerl_jax.trainer",
-    10: "scalerl_jax.train",
+    7: "scalerl_jax.rollouts rollout_server launch.starting",
+    8: "scalerl_jax.run",
+    9: "scalerl_jax.report",
+    10: "scalerl_jax.export scalerl_jax.sft scalerl_jax.train",
     11: "launch.commands",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}

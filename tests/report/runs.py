@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalerl_jax.config import Config
-from scalerl_jax.run.folder import RolloutSample, RunFolder
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.rollout_samples import RolloutSample
 
 PROMPTS, SAMPLES = 100, 8
 TASKS = {"6 terms": 60, "10 terms": 40}

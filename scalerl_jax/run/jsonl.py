@@ -1,0 +1,91 @@
+"""The rows of a run's JSONL files: metrics.jsonl, evals.jsonl, rollouts/step-*.jsonl. Each has the `step` it is of."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.system import files
+from scalerl_jax.system.files import write_whole
+
+_MEND = "remove that row, or put the file back from a copy"
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """With its newline."""
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """As JSON can hold it: arrays as lists, NaN and infinities as null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "tolist"):  # numpy and jax, scalars and arrays
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """The rows of a JSONL file of a run; a torn last line (no newline) is left out.
+
+    Raises ValueError (one line) naming file and row where one is not a row: no JSON, no object, no step.
+    """
+    with files.naming(path), open(path, "rb") as file:
+        lines = file.read().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            what = f"is not UTF-8 (byte {error.start + 1})" if isinstance(error, UnicodeDecodeError) else "is not JSON"
+            why = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
+            raise ValueError(f"{path}: row {number} {what}{why}; {_MEND}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: row {number} is not an object; {_MEND}")
+        if not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
+            raise ValueError(f"{path}: row {number} has no step; {_MEND}")
+        rows.append(row)
+    return rows
+
+
+def cut(path: str, step: int) -> None:
+    """Drops what is past `step`, and a torn last row; where only the end of the file goes, that needs no room."""
+    rows = read_rows(path)
+    kept = [row for row in rows if row["step"] <= step]
+    if len(kept) == len(rows) and _ends_whole(path):
+        return
+    if rows[: len(kept)] == kept:
+        with open(path, "rb") as file:
+            end = sum(len(file.readline()) for _ in kept)
+        with files.naming(path):
+            os.truncate(path, end)
+    else:
+        write_whole(path, "".join(line_of(row) for row in kept))
+
+
+def _ends_whole(path: str) -> bool:
+    with open(path, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell() == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """(passes, trials) of N rows of evals.jsonl, as fit_sigmoid takes them.
+
+    By prompt [N, prompts], or totals [N] where the prompts changed and only totals can be compared.
+    """
+    if len({len(row["passes"]) for row in evals}) == 1:
+        passes = np.array([row["passes"] for row in evals], np.float64)
+        return passes, np.broadcast_to(np.array([[row["samples"]] for row in evals], np.float64), passes.shape)
+    totals = np.array([sum(row["passes"]) for row in evals], np.float64)
+    return totals, np.array([len(row["passes"]) * row["samples"] for row in evals], np.float64)

@@ -1,0 +1,85 @@
+"""What is written down and said of each step: a row of metrics.jsonl, some completions to read, the progress line."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax import config_check
+from scalerl_jax.config import Config
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.learner.batch import Batch
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.run.alarms import LearningWatch
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.run.rollout_samples import RolloutSample
+
+
+class StepMetrics:
+    """Of one trainer; used by its thread."""
+
+    def __init__(self, config: Config, *, folder: RunFolder, tokenizer: Tokenizer, line: ProgressLine):
+        self._folder, self._tokenizer, self._line = folder, tokenizer, line
+        self._learning = LearningWatch(config_check.leaves(config))
+
+    def write(
+        self, step: int, groups: Sequence[FinishedGroup], batch: Batch, values: Mapping[str, Any], *, waiting: str
+    ) -> None:
+        """The row of `step`: what the batch says of itself, and `values` of those who had a part in the step.
+
+        values: numbers, nested mappings and lists of them; waited_seconds and update_seconds are among them.
+        waiting: who waits for whom now, for the line.
+        """
+        row = {
+            **batch.metrics,
+            "groups": [(group.number, group.row.index) for group in groups],
+            "lags": {str(lag): count for lag, count in sorted(batch.lags.items())},
+            "group_seconds": float(np.mean([group.finished_at - group.asked_at for group in groups])),
+            **values,
+        }
+        self._folder.metrics(step, row)
+        if remark := self._learning.row({"step": step, **row}):
+            self._line.say(remark)
+        if self._folder.wants_rollouts(step):
+            self._folder.rollouts(step, samples_of(groups, batch.rewards, self._tokenizer))
+        seconds = max(1e-9, values["update_seconds"])
+        self._line.update(
+            step=step,
+            pass_rate=batch.metrics["pass_rate"],
+            reward=batch.metrics["reward"],
+            lag=batch.metrics["lag_mean"],
+            trained_per_second=batch.prompt_tokens / seconds,
+            sampled_per_second=batch.sampled_tokens / (values["waited_seconds"] + seconds),
+            waiting=waiting,
+        )
+
+
+def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: Tokenizer) -> list[RolloutSample]:
+    """One completion of each group, a different one each time, so that right and wrong ones are seen.
+
+    rewards: [prompts, group].
+    """
+    out = []
+    for p, group in enumerate(groups):
+        completion = group.completions[p % len(group.completions)]
+        ids = completion.token_ids.tolist()
+        out.append(
+            RolloutSample(
+                group=group.number,
+                index=completion.index,
+                prompt=group.row.text,
+                answer=group.row.answer,
+                completion=tokenizer.decode(ids),
+                token_ids=ids,
+                logprobs=completion.logprobs.tolist(),
+                versions=completion.versions,
+                forced=completion.forced,
+                correct=group.scores[completion.index].correct,
+                reward=float(rewards[p, completion.index]),
+                finish_reason=completion.finish_reason,
+                task=group.row.task,
+                pieces=tokenizer.pieces(ids),
+            )
+        )
+    return out

@@ -1,0 +1,90 @@
+"""When a run is saved, what a checkpoint of it holds, and what is saved when a signal ends it."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.config import Config
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.run.evaluations import Evaluations
+from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.system import memory, signals
+
+
+class Saving:
+    """Of one trainer; used by its thread. `step`: steps made, which the state is of; `saved`: those on disk."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        learner: Learner,
+        arrays: Callable[[], Mapping[str, np.ndarray]],
+        evaluations: Evaluations,
+        step: int,
+    ):
+        """arrays: what is saved beside the learner's state. step: where the run begins, or goes on."""
+        self._config, self._folder, self._checkpoints, self._learner = config, folder, checkpoints, learner
+        self._arrays, self._evaluations = arrays, evaluations
+        self.step = self.saved = step
+        self._due = False
+
+    def save_if_due(self) -> None:
+        """After the evaluation of `step` was asked for.
+
+        Not before the rows of earlier evaluations are written: a run that goes on from it would lack them. But one that
+        takes longer than the steps between two checkpoints does not hold them up.
+        """
+        every = self._config.checkpoint.every
+        self._due |= self.step % every == 0 or self.step == self._config.max_steps
+        if self._due and (not self._evaluations.owes(self.step) or self.step - self.saved >= 2 * every):
+            self._save()
+
+    def _save(self) -> None:
+        manifest: dict[str, Any] = {"version": self.step, "incarnation": self._folder.incarnation}
+        manifest["seed"] = self._config.seed
+        self._checkpoints.save(self.step, self._learner.state, manifest=manifest, arrays=self._arrays())
+        self.saved, self._due = self.step, False
+        signals.expect(f"interrupted: the same command goes on from step {self.step}")
+        memory.trim()
+
+    @contextlib.contextmanager
+    def when_interrupted(self, serve_fleet: Callable[[], None]) -> Iterator[None]:
+        """Around code that looks at signals only where `step` steps are whole: saves them before it is left."""
+        try:
+            yield
+        except signals.Interrupted as stop:
+            raise signals.Interrupted(stop.number, self._save_to_leave(serve_fleet)) from None
+
+    def _save_to_leave(self, serve_fleet: Callable[[], None]) -> str:
+        """Saves, if nothing is lost by that; returns what is to be said.
+
+        An evaluation beside training is waited for as long as a signal allows. Where it does not come, the run goes on
+        from the checkpoint before it, and evaluates that version anew. One of the version reached is simply made again.
+        """
+
+        def wait() -> None:
+            if signals.overdue():
+                signals.look()
+            serve_fleet()
+
+        if self._evaluations.owes(self.step):
+            with contextlib.suppress(signals.Interrupted, ValueError):  # of a fleet that fails now
+                self._evaluations.finish(wait=wait)
+        owed = self._evaluations.owes(self.step)
+        if self.step > self.saved and not (owed and min(owed) >= self.saved):
+            self._save()
+        self._checkpoints.wait()
+        if self.saved < self.step:
+            return (
+                f"interrupted: the same command goes on from step {self.saved}, saved last, not from step {self.step}: "
+                f"the evaluation of step {min(owed)} is not done"
+            )
+        if not self.step:
+            return "interrupted before the first update: the same command begins again"
+        return f"interrupted: saved at step {self.step}; the same command goes on from there"
