@@ -5,7 +5,7 @@
     BOUND   changes what is learned: refused by name, unless --allow=FIELD,... asks for it
     WARM    the warm start's alone: BOUND in its folder, FREE in that of a run
 
-A field that is listed has that class; else that of its group. `updates` may grow, or shrink to what has been made.
+A field that is listed has that class; else that of its group. `max_steps` may grow, or shrink to what has been made.
 What changed, and from which step on, is kept in config_history.jsonl; config.json is the config that holds now.
 """
 
@@ -24,7 +24,7 @@ FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
 GROUPS = {
     "learner": FREE,  # mesh, packing and chunks: the gradient is the same to rounding
     "fleet": FREE,
-    "probe": FREE,  # who may sample
+    "parity": FREE,  # who may sample
     "checkpoint": FREE,
     "telemetry": FREE,
     "sft": WARM,
