@@ -16,7 +16,7 @@ from typing import Any
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
-from scalerl_jax.config_names import ConfigError
+from scalerl_jax.config_names import ConfigError, under_new_names
 
 FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
 
@@ -95,7 +95,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     A field that `old` lacks, because it was written before the field existed, counts as the default. Raises ConfigError
     where `old` has one that is not a field any more, and it was not at a default that could be told.
     """
-    before = {**config_check.leaves(Config()), **dict(_leaves(old))}
+    before = {**config_check.leaves(Config()), **dict(_leaves(under_new_names(old)))}
     after = config_check.leaves(new)
     for name in before:
         if name not in after and kind_of(name) != FREE:

@@ -64,7 +64,7 @@ def test_an_unknown_field_in_a_flag_is_named(tmp_path, flag, message):
         ("config.objective = OptimizerConfig()", "config.objective=OptimizerConfig("),
         ("config.objective = 4.0", "config.objective=4.0: is not of type ObjectiveConfig"),
         ("config.objective = ObjectiveConfig(capp=4.0)", "TypeError: ObjectiveConfig.__init__() got an unexpected"),
-        ("config.objektive.cap = 4.0", "AttributeError: 'Config' object has no attribute 'objektive'"),
+        ("config.objektive.cap = 4.0", "config has no field 'objektive' (it has: seed, max_steps, "),
     ],
 )
 def test_an_unknown_field_in_a_file_is_named(tmp_path, line, message):

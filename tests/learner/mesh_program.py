@@ -165,7 +165,7 @@ def main(out: str) -> None:
 
     # What leaves the mesh: weights under their names, scores.
     mesh = "replica2-fsdp2-tensor2"
-    results.tree("wire", learners[mesh].wire())
+    results.tree("wire", learners[mesh].sync_weights())
     for name in ("one", mesh):
         results.tree(f"score/{name}", learners[name].score([segment.tokens for segment in segments]))
 

@@ -55,7 +55,7 @@ def test_a_value_that_cannot_be_is_named_with_its_row(tmp_path, name, column, va
 
 
 @pytest.mark.parametrize(
-    ("group", "field", "value"), [("model", "compute_dtype", "float16"), ("probe", "p99_limit", "x")]
+    ("group", "field", "value"), [("model", "compute_dtype", "float16"), ("parity", "p99_limit", "x")]
 )
 def test_a_config_that_cannot_be_is_named(tmp_path, group, field, value):
     folder = tmp_path / "run"

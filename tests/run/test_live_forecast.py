@@ -31,7 +31,7 @@ def run_rows(evaluations, every=100, prompts=300, **changes):
 
 def wait_for(forecast):
     end = time.monotonic() + 120
-    while (found := forecast.take()) is None:
+    while not (found := forecast.take()):
         assert time.monotonic() < end
         time.sleep(0.01)
     return found
@@ -80,15 +80,15 @@ def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations():
     said = []
     with LiveForecast(updates=UPDATES, say=said.append) as forecast:
         forecast.evaluated(run_rows(LEAST_POINTS))  # one of them is at compute 0
-        assert forecast.take() is None
+        assert not forecast.take()
         forecast.evaluated(run_rows(14))
         forecast.evaluated(run_rows(15))  # the first still runs: of these two, the latest is fitted next
         forecast.evaluated(run_rows(16))
         first, second = wait_for(forecast), wait_for(forecast)
         assert (first["step"], second["step"]) == (1300, 1500)
-        assert forecast.take() is None
+        assert not forecast.take()
         forecast.evaluated(run_rows(UPDATES // 100 + 1))  # at its end a run needs no forecast
-        assert forecast.take() is None
+        assert not forecast.take()
     assert said == []
 
 
@@ -100,7 +100,7 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
             forecast.evaluated(rows)
             end = time.monotonic() + 60
             while forecast._running is not None:
-                assert forecast.take() is None
+                assert not forecast.take()
                 assert time.monotonic() < end
                 time.sleep(0.01)
         assert len(said) == 1 and said[0].startswith("no forecast: ")
@@ -119,7 +119,7 @@ def test_the_trainer_never_waits(monkeypatch):
     with LiveForecast(updates=UPDATES, say=print) as forecast:
         for count in range(10, 20):
             forecast.evaluated(run_rows(count, prompts=2))
-            assert forecast.take() is None
+            assert not forecast.take()
         release.set()
         assert wait_for(forecast)["step"] == 900
         assert wait_for(forecast)["step"] == 1800

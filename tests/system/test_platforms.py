@@ -33,7 +33,7 @@ def test_a_fit_is_made_on_the_cpu_alone(tmp_path: pathlib.Path, command: str) ->
     )
     assert done.returncode == 0, done.stderr
     assert "platforms ['cpu']" in done.stdout
-    assert (tmp_path / "out" / f"{command}.json").exists()
+    assert (tmp_path / "out" / f"{command.removeprefix('scalerl_')}.json").exists()
 
 
 @pytest.mark.parametrize(("chosen", "then"), [("cuda", "cuda,cpu"), ("cuda,cpu", "cuda,cpu"), ("cpu", "cpu"), ("", "")])

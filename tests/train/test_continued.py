@@ -55,4 +55,4 @@ def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, mod
         assert "from step 8 on config.objective.max_ratio is 4.0; before: 5.0" in allowed.output()
     assert '"objective.max_ratio": {"before": 5.0, "now": 4.0' in read(allowed.path("config_history.jsonl"))
     assert [row["step"] for row in allowed.metrics] == list(range(1, 10))
-    assert last_checkpoint(allowed, flags).step == config_of(more).updates == 9
+    assert last_checkpoint(allowed, flags).step == config_of(more).max_steps == 9
