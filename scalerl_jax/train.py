@@ -28,10 +28,9 @@ from scalerl_jax.environments.load import load_rows, make_environment
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.learner import step as learner_lib
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
-from scalerl_jax.learner.step import Pending
+from scalerl_jax.learner.step import Pending, make_learner
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors, load_hf
 from scalerl_jax.report import summary
@@ -163,7 +162,7 @@ def main(config: Config) -> None:
             stack.callback(local.close)
             signals.before_exit(local.close)
         with entry.user_mistakes():
-            learner = learner_lib.from_config(config, decoder, max_segment=maximum_tokens)
+            learner = make_learner(config, decoder, max_segment=maximum_tokens)
 
         # ---- 3. Begin, or go on: parameters, optimizer, history of every prompt, logs --------------------------------
         curriculum = Curriculum(

@@ -253,7 +253,7 @@ class Learner:
         return self._to_sync(self.state["params"])
 
 
-def from_config(config: Config, decoder: DecoderConfig, *, max_segment: int) -> Learner:
+def make_learner(config: Config, decoder: DecoderConfig, *, max_segment: int) -> Learner:
     """The learner of a run on all devices there are. max_segment: see Layout. Raises ValueError as Learner."""
     mesh = make_mesh(replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor)
     return Learner(

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from scalerl_jax.learner import step
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
+from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model.decoder_config import read_config
 from tests.hostile import random_faults
 from tests.hostile.liars import Liars
@@ -112,7 +112,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], re
 
 def last_checkpoint(run: Run, command: list[str]) -> Checkpoint:
     config = config_of(command)
-    learner = step.from_config(config, read_config(config.model.path), max_segment=64)
+    learner = make_learner(config, read_config(config.model.path), max_segment=64)
     found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state())
     assert found is not None
     return found

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from scalerl_jax.config import Config
-from scalerl_jax.learner import step
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
+from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model.decoder_config import read_config
 from tests.train import helpers
 from tests.train.helpers import config_of
@@ -36,7 +36,7 @@ def saved(run: helpers.Run) -> list[str]:
 
 def last_checkpoint(run: helpers.Run, flags: Sequence[str]) -> Checkpoint:
     config = config_of(flags)
-    learner = step.from_config(config, read_config(config.model.path), max_segment=64)
+    learner = make_learner(config, read_config(config.model.path), max_segment=64)
     found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state())
     assert found is not None
     return found

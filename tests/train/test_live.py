@@ -11,8 +11,8 @@ import pytest
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.learner import step
 from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.run.jsonl import read_rows
@@ -89,7 +89,7 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
     # 2. The weights that sampled are those of the timeline that survived: what the rollouts say of a token, who sampled
     #    it and with what probability, agrees with the checkpoint of that version. The first span of a completion has no
     #    older weights in its cache.
-    learner = step.from_config(config, read_config(model), max_segment=64)
+    learner = make_learner(config, read_config(model), max_segment=64)
     learner.start(load_hf(model, learner.mesh)[1])
     states = {0: learner.state}
     for step in saved_steps(run):
