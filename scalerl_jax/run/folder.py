@@ -192,10 +192,7 @@ class RunFolder:
         """Writes down the first config.telemetry.samples of them, whole or not at all."""
         lines = []
         for sample, _ in zip(samples, range(self._config.telemetry.samples), strict=False):
-            fields = {"verdict" if name == "correct" else name: value for name, value in vars(sample).items()}
-            row = {"step": step, **fields}
-            row["logprobs"] = [round(float(value), 6) for value in sample.logprobs]
-            lines.append(line_of(plain(row)))
+            lines.append(line_of(plain({"step": step, **sample.row()})))
         write_whole(self.path("rollouts", f"step-{step:08d}.jsonl"), "".join(lines))
 
     def close(self) -> None:

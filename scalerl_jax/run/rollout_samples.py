@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,3 +23,8 @@ class RolloutSample:
     finish_reason: str
     task: str = ""  # of the prompt
     pieces: Sequence[str] = ()  # [tokens] the part of `completion` that each token adds; empty: it cannot be told
+
+    def row(self) -> dict[str, Any]:
+        """Of rollouts/step-*.jsonl, beside its step."""
+        fields = {"verdict" if name == "correct" else name: value for name, value in vars(self).items()}
+        return fields | {"logprobs": [round(float(value), 6) for value in self.logprobs]}

@@ -59,7 +59,7 @@ def sample(step: int, group: int, completion: str = "<think>1+1=2</think>2", **c
         "logprobs": [0.0 if interrupted and 7 <= i < 10 else -0.4 * (i % 9) for i in range(count)],
         "versions": [(step - 3, 0, 2), (step - 2, 2, 6), (step - 1, 6, count)],
         "forced": [(7, 10)] if interrupted else [],
-        "verdict": group % 2 == 0,
+        "correct": group % 2 == 0,
         "reward": 1.0 if group % 2 == 0 else -1.0,
         "finish_reason": "length" if group % 5 == 4 else "stop",
         "task": "6 terms",

@@ -57,7 +57,7 @@ DESK, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 700}
 def pages(tmp_path_factory) -> dict[str, str]:
     """URLs of a page of one run, which has hostile completions, and of one of two runs."""
     folder = tmp_path_factory.mktemp("report")
-    hostile = {"prompt": runs.HOSTILE, "answer": runs.HOSTILE, "task": runs.HOSTILE, "verdict": True, "forced": []}
+    hostile = {"prompt": runs.HOSTILE, "answer": runs.HOSTILE, "task": runs.HOSTILE, "correct": True, "forced": []}
     samples = [
         runs.sample(5, 50, runs.HOSTILE, **hostile),
         runs.sample(5, 51, runs.HOSTILE + "<b>1", **hostile, pieces=[]),

@@ -186,7 +186,7 @@ def test_what_is_changed_on_purpose_is_written_down(tmp_path):
             ("evaluation.prompts", "said"),
         ]
         run.resume(0)
-    assert json.loads((tmp_path / "config.json").read_text())["objective"]["cap"] == 4.0
+    assert json.loads((tmp_path / "config.json").read_text())["objective"]["max_ratio"] == 4.0
     (row,) = read_rows(tmp_path / "config_history.jsonl")
     assert (row["step"], row["time"]) == (0, 7.0)
     assert row["changed"]["objective.max_ratio"] == {"before": 5.0, "now": 4.0, "kind": "bound"}
@@ -214,7 +214,7 @@ def test_what_may_change_is_taken_over(tmp_path):
         run.resume(0)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["max_steps"], saved["fleet"]["servers"], saved["checkpoint"]["keep"]) == (2000, 7, 5)
-    with pytest.raises(ConfigError, match=r"config\.sft\.rows is 9 there and 10 now"):
+    with pytest.raises(ConfigError, match=r"config\.sft\.rows_per_step is 9 there and 10 now"):
         RunFolder(tmp_path, make_config(sft__rows_per_step=10), warm_start=True)
 
 

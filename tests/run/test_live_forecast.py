@@ -34,7 +34,7 @@ def wait_for(forecast):
     while not (found := forecast.take()):
         assert time.monotonic() < end
         time.sleep(0.01)
-    return found
+    return found["forecast"]
 
 
 def test_the_end_that_is_planned():
