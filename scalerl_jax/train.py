@@ -23,6 +23,7 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.environments import Row
 from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
 from scalerl_jax.environments.load import load_rows, make_environment
 from scalerl_jax.environments.scorer import Scorer
@@ -206,6 +207,9 @@ def main(config: Config) -> None:
             else config.fleet.compute_dtype,
         )
         sync_stats = SyncStats()
+
+        def draw(number: int) -> Row:
+            return train_rows[curriculum.draw(number)]
 
         def observe(status: pb.StatusReply, evaluating: bool, anew: bool) -> None:
             """Books what a server did since its last status; anew: from here on."""
