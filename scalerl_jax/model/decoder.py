@@ -198,14 +198,21 @@ class Layer:
 
     def project(self, x: jax.Array, *leaves: str) -> Any:
         """x [..., in] times each of these matrices: [..., out], a list of them for several leaves."""
+        return self._each(leaves, lambda weight: project(x, weight, self._precision))
+
+    def weight(self, *leaves: str) -> Any:
+        """The weight itself, in the compute dtype, for what is not one of these; a list of them for several leaves."""
+        return self._each(leaves, self._precision.cast)
+
+    def _each(self, leaves: tuple[str, ...], use: Callable[[jax.Array], jax.Array]) -> Any:
         if (joined := "_".join(leaves)) not in self._weights:
-            return [project(x, self._weights[leaf], self._precision) for leaf in leaves]
-        product = project(x, self._weights[joined], self._precision)
+            return [use(self._weights[leaf]) for leaf in leaves]
+        used = use(self._weights[joined])
         if len(leaves) == 1:
-            return product
+            return used
         size, own = sizes(self._config), rows(self._config)
         widths = [size[own[leaf].tree_dimensions[-1]] for leaf in leaves]
-        return jnp.split(product, list(itertools.accumulate(widths[:-1])), axis=-1)
+        return jnp.split(used, list(itertools.accumulate(widths[:-1])), axis=-1)
 
     def heads(self, x: jax.Array) -> jax.Array:
         """[..., heads h] -> [..., heads, h]"""

@@ -1,6 +1,7 @@
 """Writes a policy as a Hugging Face folder, which transformers and vLLM load: whole, or not at all."""
 
 import json
+import math
 import os
 import shutil
 from typing import Any
@@ -66,7 +67,8 @@ def write_model_folder(
 
 def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: str, limit: int, writes: bool) -> None:
     """One file, or several with an index. Never more than one file's tensors are held beside the parameters."""
-    shards = _split(decoder, jnp.dtype(dtype).itemsize, limit)
+    sizes = {name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, shape in hf_tensors(decoder).items()}
+    shards = _split(sizes, limit)
     where: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -82,16 +84,15 @@ def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: s
         if writes:
             save_file(gathered, os.path.join(folder, file), metadata={"format": "pt"})
     if writes and len(shards) > 1:
-        total = sum(_bytes(shape, dtype) for shape in hf_tensors(decoder).values())
-        _write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        _write_json(folder, "model.safetensors.index.json", index)
 
 
-def _split(decoder: DecoderConfig, itemsize: int, limit: int) -> list[list[str]]:
-    """The names of the tensors, file by file."""
+def _split(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """The names of the tensors, file by file. sizes: in bytes."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, shape in hf_tensors(decoder).items():
-        size = int(np.prod(shape)) * itemsize
+    for name, size in sizes.items():
         if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
@@ -127,7 +128,3 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
 def _write_json(folder: str, name: str, value: Any) -> None:
     with open(os.path.join(folder, name), "w") as file:
         file.write(json.dumps(value, indent=2) + "\n")
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return int(np.prod(shape)) * jnp.dtype(dtype).itemsize

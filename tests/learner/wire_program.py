@@ -1,4 +1,4 @@
-"""What test_wire_copy.py compares: versions taken on meshes of 8 virtual CPU devices. Writes OUT.npz.
+"""What test_weight_snapshots.py compares: versions taken on meshes of 8 virtual CPU devices. Writes OUT.npz.
 
     python -m tests.learner.wire_program OUT
 

@@ -15,6 +15,7 @@ from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import decode_precision, decode_weights, model_params
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.model import Precision, forward, token_logprobs
+from tests.model import experts  # noqa: F401 (adds its family)
 from tests.model.toys import from_hf
 from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tensors, tiny
 
@@ -77,7 +78,7 @@ def trainer_logprobs(config, named, prompt, token_ids, precision):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "experts"])
 def test_logprobs_equal_the_trainers(kind, tied):
     config = tiny(kind=kind, tied=tied)
     named = tensors(config, 0)
@@ -90,7 +91,8 @@ def test_logprobs_equal_the_trainers(kind, tied):
         trainer = trainer_logprobs(config, named, PROMPT, one.token_ids, PRECISION)
         np.testing.assert_allclose(one.logprobs, trainer, atol=1e-4)
         reference = reference_logprobs(config, PROMPT, one.token_ids, lambda t: named)
-        np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
+        # The reference knows no experts, and what they do is no trifle.
+        assert (np.abs(one.logprobs - reference).max() < 1e-4) == (kind != "experts")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
