@@ -7,7 +7,7 @@ Acting at the draw only, it does not touch a group already sampled.
     history that a draw sees    batches 0 .. b - k - 1
 
 A server may sample group n as soon as version b - k exists, that is after batches 0 .. b - k - 1; a draw that looked at
-anything later would depend on timing. So the sequence of prompts is a function of (seed, the verdicts), whatever the
+anything later would depend on timing. So the sequence of prompts is a function of (seed, the scores), whatever the
 fleet's speed, and a run resumed at batch v draws what the uninterrupted run drew.
 
 The fleet's thread draws and the trainer's records, so each of these holds the lock.
@@ -58,7 +58,7 @@ class Curriculum:
         self._lock = threading.Lock()
         self._prompts, self._retire_at, self._k = prompts, no_positive_resampling_at, k
         self._groups, self._seed = groups_per_batch, seed
-        self._retired_in = np.full(prompts, NEVER, np.int64)  # [prompts] the batch whose verdicts retired it
+        self._retired_in = np.full(prompts, NEVER, np.int64)  # [prompts] the batch whose scores retired it
         self._next_group = 0
         self._epoch, self._at = 0, 0  # permutation in use, and how much of it is drawn or skipped
         self._order = self._permutation(0)
@@ -97,14 +97,14 @@ class Curriculum:
 
     @_locked
     def record(self, batch: int, groups: Iterable[tuple[int, int, int]]) -> None:
-        """Enters the verdicts of a trained batch: (prompt, right, total) per group, batches in order.
+        """Enters the outcomes of a trained batch: (prompt, correct, total) per group, batches in order.
 
         `total` is every completion asked for: an excluded one counts as wrong.
         """
         assert batch == self._recorded, f"batch {batch} recorded, {self._recorded} comes next"
-        for prompt, right, total in groups:
-            assert 0 <= right <= total and total > 0
-            if right >= self._retire_at * total:
+        for prompt, correct, total in groups:
+            assert 0 <= correct <= total and total > 0
+            if correct >= self._retire_at * total:
                 self._retired_in[prompt] = min(self._retired_in[prompt], batch)
         self._recorded = batch + 1
         for old in [b for b in self._starts if b < self._recorded]:
@@ -112,7 +112,7 @@ class Curriculum:
 
     @_locked
     def retired(self) -> int:
-        """How many prompts the verdicts recorded so far have retired."""
+        """How many prompts the outcomes recorded so far have retired."""
         return int((self._retired_in != NEVER).sum())
 
     @_locked

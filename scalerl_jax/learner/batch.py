@@ -4,39 +4,21 @@
     advantages, then one weight per loss token (objective/), then one segment per counted completion
 
 Loss tokens are the sampled ones: the forced interruption phrase is context, never trained on.
-The lag of a token is the number of the batch it is trained in minus the policy step that sampled it.
+The staleness of a token is the number of the batch it is trained in minus the policy step that sampled it.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.base import Row, Score
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.objective import advantages, token_weights
-
-
-class Row(Protocol):
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def token_ids(self) -> np.ndarray: ...  # [tokens] int32, of the prompt
-
-
-class Score(Protocol):
-    @property
-    def reward(self) -> float: ...  # what the objective sees
-
-    @property
-    def correct(self) -> bool: ...  # what filters, the curriculum and pass rates look at
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Group(Protocol):
@@ -60,7 +42,7 @@ class Batch:
     origins: list[tuple[int, int]]  # of each segment: (group, completion), as places in the batch
     outcomes: list[tuple[int, int, int]]  # (prompt index, correct, completions) for the curriculum
     metrics: dict[str, float]
-    lags: Counter  # lag -> loss tokens, of every sampled token, trained on or not
+    lags: Counter  # staleness -> loss tokens, of every sampled token, trained on or not
     rewards: np.ndarray  # [prompts, group] float64
     sampled_tokens: int
     prompt_tokens: int  # of the segments, prompts and forced tokens included: what the trainer computes

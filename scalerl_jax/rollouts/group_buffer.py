@@ -177,16 +177,14 @@ class GroupBuffer:
         request.group.servers[index] = Process(request.server, request.server_id)
         return True
 
-    def returned(self, request: RolloutRequest, *, failed: bool) -> int:
-        """The call has ended: what did not come is to be asked again. Returns how many that is."""
-        left = len(request.left)
+    def returned(self, request: RolloutRequest, *, failed: bool) -> None:
+        """The call has ended: what did not come is to be asked again."""
+        if request.left and failed:
+            request.group.failed_at = request.server
         for index in request.left:
             del request.group.asked[index]
         request.group.pending |= request.left
         request.left = set()
-        if left and failed:
-            request.group.failed_at = request.server
-        return left
 
     def scored(self, group: GroupInFlight, completion: Completion, score: Score, *, now: float) -> bool:
         """Enters a score. True: the group is ready by it. That of a completion taken back changes nothing."""

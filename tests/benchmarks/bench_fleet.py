@@ -126,7 +126,7 @@ class Load(Trainer):
     """The small trainer of the tests, with weights of a size that a push notices."""
 
     def __enter__(self) -> "Load":
-        self.fleet.start(0)
+        self.fleet.start()
         self.fleet.publish(0, TENSORS)
         return self
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from scalerl_jax.config import PHRASE, Config
+from scalerl_jax.config_check import check
 from scalerl_jax.environments import arithmetic
-from scalerl_jax.environments.load import load_rows, make_environment
+from scalerl_jax.environments.load import ENVIRONMENTS, load_rows, make_environment
 from scalerl_jax.environments.tokenizer import make_tokenizer
+from tests.environments import odd
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +191,14 @@ def test_an_environment_that_there_is_not_is_named():
     config.environment.name = "arithmatic"
     with pytest.raises(ValueError, match=r"^config\.environment\.name='arithmatic': is not one of arithmetic, jsonl$"):
         make_environment(config)
+
+
+def test_an_environment_is_a_file_and_a_row_of_the_table(tokenizer, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENTS, "odd", odd.make)
+    config = Config()
+    config.environment.name, config.evaluation.prompts = "odd", 2
+    train, validation = load_rows(config, tokenizer)
+    assert [(row.index, row.text, row.answer) for row in train] == [(n, f"train {n}?", str(n)) for n in range(3)]
+    assert [row.text for row in validation] == ["validation 0?", "validation 1?"]
+    assert tokenizer.decode(train[0].token_ids.tolist()) == "train 0?" and train[2].extra == {"bonus": 0.5}
+    check(config)

@@ -10,10 +10,12 @@ import time
 
 import pytest
 
-from scalerl_jax.environments import Row, math, scorer_pool
+from scalerl_jax.config import Config
+from scalerl_jax.environments import Row, Score, math, scorer_pool
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.environments.scorer import after_thinking
 from scalerl_jax.environments.scorer_pool import ScorerError, ScorerPool
+from tests.environments import odd
 
 
 class Verifier(ScorerPool):
@@ -232,3 +234,26 @@ def test_closing_ends_the_workers_and_what_waits():
         asked.result(1)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_score_is_what_the_environment_says_of_row_and_completion():
+    rows = list(odd.make(Config()).rows("train"))
+    pool = ScorerPool(odd.score, processes=1, seconds=1.0)
+    try:
+        assert pool.submit(rows[1], "1").result(600) == Score(0.25, True, {"length": 1.0})
+        assert pool.submit(rows[2], "ten").result(600) == Score(0.5, False, {"length": 3.0})
+        assert pool.submit(rows[2], "1").result(600) == Score(0.5, False, {"length": 1.0})  # of another row
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("completion", ["not a number", "not a score", "fails", "crashes", "computes"])
+def test_what_goes_wrong_in_a_score_costs_that_answer_only(completion):
+    row = Row("?", "1", extra={"bonus": 1.0})
+    pool = ScorerPool(odd.score, processes=1, seconds=1.0)
+    try:
+        assert pool.submit(row, completion).result(600) == WRONG
+        assert pool.submit(row, "1").result(600) == Score(1.0, True, {"length": 1.0})
+        assert pool.restarts == 2 * (completion == "crashes")
+    finally:
+        pool.close()

@@ -11,7 +11,7 @@ FLOORS = {
     2: "scalerl_jax.config_check scalerl_jax.objective",
     3: "scalerl_jax.config_io",
     4: "scalerl_jax.cli",
-    5: "scalerl_jax.scaling scalerl_jax.model",
+    5: "scalerl_jax.scaling scalerl_jax.model scalerl_jax.environments.base",
     6: "scalerl_jax.learner scalerl_jax.environments launch.accelerators launch.local",
     7: "scalerl_jax.rollouts rollout_server launch.starting",
     8: "scalerl_jax.run",
