@@ -29,8 +29,8 @@ from scalerl_jax.system import files
 from tests.support.paths import ROOT
 
 SIZES = {
-    "vocabulary": 320,
-    "width": 32,
+    "vocab_size": 320,
+    "hidden_size": 32,
     "layers": 3,
     "heads": 4,
     "kv_heads": 2,
