@@ -31,7 +31,7 @@ from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.peer_text import said
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.security import connect
-from scalerl_jax.contract.weight_stream import PushRefused, WeightStream
+from scalerl_jax.contract.weight_stream import PushRefused, WeightStream, both
 
 # A server that takes nothing for so long is given up, and so is one that does not answer at the meeting.
 PATIENCE_SECONDS = 3.0
@@ -133,22 +133,16 @@ class Relay:
             call = stub.PushWeights(timeout=self._timeout)
             stack.callback(call.cancel)
             stream = WeightStream(call, self._staging)
-            reader = asyncio.create_task(self._read(stream))
-            writer = asyncio.create_task(self._write(call, stream, header))
             try:
-                await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-                for task in (writer, reader):
-                    error = task.exception() if task.done() else None
-                    if isinstance(error, TimeoutError):
-                        why = f"it took nothing for {PATIENCE_SECONDS:g} s"
-                    elif isinstance(error, grpc.aio.AioRpcError):
-                        why = f"{error.code().name}: {said(error.details() or '')}"
-                    elif isinstance(error, PushRefused):
-                        why = str(error)
-            finally:
-                for task in (reader, writer):
-                    task.cancel()
-                await asyncio.gather(reader, writer, return_exceptions=True)
+                await both(self._read(stream), self._write(call, stream, header))
+            except TimeoutError:
+                why = f"it took nothing for {PATIENCE_SECONDS:g} s"
+            except grpc.aio.AioRpcError as error:
+                why = f"{error.code().name}: {said(error.details() or '')}"
+            except PushRefused as error:
+                why = str(error)
+            except Exception:  # noqa: BLE001  whoever sent the version hears that it is over
+                pass
         await self.give_up(why)
 
     async def _met(self, stub: Stub) -> bool:

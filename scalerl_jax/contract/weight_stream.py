@@ -6,7 +6,7 @@ A chunk that is asked for again goes out after the one under way, so often that 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
@@ -89,3 +89,27 @@ class WeightStream:
                     raise PushRefused(f"{self.resent} chunks arrived damaged")
                 self._again.put_nowait(reply.resend)
             yield kind, reply
+
+
+async def both(
+    reading: Coroutine[Any, Any, None], writing: Coroutine[Any, Any, None], *, left: Callable[[], float] | None = None
+) -> None:
+    """Both ends of a stream, until the reading is through. Raises what either raises.
+
+    left: seconds in which something has to move, or else TimeoutError is raised; None: for ever.
+    """
+    reader, writer = asyncio.create_task(reading), asyncio.create_task(writing)
+    try:
+        while not reader.done():
+            seconds = None if left is None else left()
+            if seconds is not None and seconds <= 0:
+                raise TimeoutError
+            waited_for = {reader} if writer.done() else {reader, writer}
+            await asyncio.wait(waited_for, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done() and not reader.done():
+                writer.result()
+        reader.result()
+    finally:
+        reader.cancel()
+        writer.cancel()
+        await asyncio.gather(reader, writer, return_exceptions=True)

@@ -19,7 +19,7 @@ from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.contract.weight_stream import PushRefused, WeightStream, refusal
+from scalerl_jax.contract.weight_stream import PushRefused, WeightStream, both, refusal
 from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.relay_tree import Tree
 
@@ -72,10 +72,12 @@ class Push:
         """sent: told of the bytes of payload that went out. fail: told of a fault of ours."""
         call = stub.PushWeights()
         stream = WeightStream(call, self._payload)
-        writer = asyncio.create_task(self._write(call, stream, sent))
-        reader = asyncio.create_task(self._read(stream))
         try:
-            await self._both(reader, writer)
+            await both(
+                self._read(stream),
+                self._write(call, stream, sent),
+                left=lambda: self._moved_at + self._timeout - time.monotonic(),
+            )
         except Exception as error:  # noqa: BLE001  told to whoever waits; a fault of ours ends the run
             if not isinstance(error, PushRefused | TimeoutError | grpc.aio.AioRpcError):
                 fail(error)
@@ -84,23 +86,6 @@ class Push:
         finally:
             self._tree.end()
             call.cancel()
-            for task in (reader, writer):
-                task.cancel()
-            for left in await asyncio.gather(reader, writer, return_exceptions=True):
-                if isinstance(left, Exception) and not isinstance(left, PushRefused | grpc.RpcError):
-                    fail(left)
-
-    async def _both(self, reader: asyncio.Task[None], writer: asyncio.Task[None]) -> None:
-        """Returns when the reader does. Raises what either raises, TimeoutError where nothing moves."""
-        while not reader.done():
-            left = self._moved_at + self._timeout - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            waited_for = {reader} if writer.done() else {reader, writer}
-            await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                writer.result()
-        reader.result()
 
     async def _read(self, stream: WeightStream) -> None:
         tree, report = self._tree, self.report
