@@ -45,7 +45,7 @@ from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials as credentials_lib
-from scalerl_jax.rollouts.servers.discovery import Addresses
+from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.rollouts.wait_times import WaitTimes
 from scalerl_jax.rollouts.weights.sync_stats import SyncStats
 from scalerl_jax.rollouts.weights.versions import Versions
@@ -124,8 +124,8 @@ def main(config: Config) -> None:
             tokenizer = Tokenizer(config.model.path)
             train_rows, validation_rows = load_rows(config, tokenizer)
             requests = Requests(config, tokenizer)
-            listed = Addresses(FLAGS.servers) if FLAGS.servers else None
-            given = listed.look() if listed is not None else ()
+            listed = Discovery(FLAGS.servers) if FLAGS.servers else None
+            given = listed.resolve() if listed is not None else ()
             credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
             if listed is None and credentials.authority:
                 raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
@@ -222,7 +222,7 @@ def main(config: Config) -> None:
             servers=Servers(
                 given,
                 probe_prompts=train_rows,
-                look=listed.look if listed is not None and listed.changes else None,
+                resolve=listed.resolve if listed is not None and listed.changes else None,
                 credentials=credentials,
                 vocabulary=decoder.vocab_size,
                 check=probe.check,

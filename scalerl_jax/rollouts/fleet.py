@@ -65,7 +65,7 @@ class Servers:
     addresses: Sequence[str]  # host:port of each at the start
     probe_prompts: Sequence[Row]  # what candidates sample for the probe
     # Those listed now, called every fleet.discovery_seconds on a thread of its own; None: they never change.
-    look: Callable[[], Sequence[str]] | None = None
+    resolve: Callable[[], Sequence[str]] | None = None
     credentials: security.Credentials = security.PLAIN
     vocabulary: int = 0  # of the policy; token ids are below it. 0: not known
     # Raises ProbeError on the status of a server that is not one for this run.
@@ -107,7 +107,7 @@ class Fleet:
         self._thread = LoopThread("fleet")
         self._scoring = Scoring(score, post=self._thread.post, fail=self._fail, finished=self._group_finished)
         self._something = threading.Event()  # the caller should look
-        self._pool = ServerPool(make=self._connect, look=servers.look, fail=self._fail, changed=self._changed)
+        self._pool = ServerPool(make=self._connect, resolve=servers.resolve, fail=self._fail, changed=self._changed)
         self._evaluations = Evaluations()
         self.admission = Admission(self._thread, self._pool, buffer, fail=self._fail)
         self.trust = Trust(

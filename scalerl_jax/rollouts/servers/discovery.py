@@ -10,8 +10,8 @@ import os
 import socket
 
 
-class Addresses:
-    """Raises ValueError, one line that names what is wrong with --servers; so does look()."""
+class Discovery:
+    """Raises ValueError, one line that names what is wrong with --servers; so does resolve()."""
 
     def __init__(self, text: str):
         self._text = text
@@ -30,11 +30,11 @@ class Addresses:
         """What the certificates of servers found by a name carry; empty where each is dialled by what it is called."""
         return _split(self._where, self._target)[0].strip("[]") if self._text.startswith("dns:///") else ""
 
-    def look(self) -> tuple[str, ...]:
+    def resolve(self) -> tuple[str, ...]:
         """The servers' addresses as of now, in order, each once; may block for seconds."""
         if self._listed:
             return self._listed
-        found = _read(self._where, self._target) if self._text.startswith("file:") else self._resolve()
+        found = _read(self._where, self._target) if self._text.startswith("file:") else self._by_name()
         return _checked(self._where, found)
 
     @property
@@ -45,7 +45,7 @@ class Addresses:
     def _target(self) -> str:
         return self._text.removeprefix("file:").removeprefix("dns:///")
 
-    def _resolve(self) -> list[str]:
+    def _by_name(self) -> list[str]:
         host, port = _split(self._where, self._target)
         try:
             answers = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)

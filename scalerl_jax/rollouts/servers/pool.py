@@ -23,7 +23,7 @@ class ServerPool:
 
     Args:
         make: a client of an address, not yet running.
-        look: the addresses listed now; may block, and raise ValueError. None: the list never changes.
+        resolve: the addresses listed now; may block, and raise ValueError. None: the list never changes.
         fail: told of a fault of ours in one of them.
         changed: somebody came or went.
     """
@@ -32,12 +32,12 @@ class ServerPool:
         self,
         *,
         make: Callable[[str], ServerClient],
-        look: Callable[[], Sequence[str]] | None,
+        resolve: Callable[[], Sequence[str]] | None,
         fail: Callable[[BaseException], None],
         changed: Callable[[], None],
     ):
         self.clients: list[ServerClient] = []
-        self._make, self._look, self._fail, self._changed = make, look, fail, changed
+        self._make, self._resolve, self._fail, self._changed = make, resolve, fail, changed
         self._tasks: dict[ServerClient, asyncio.Task[None]] = {}
         self._all_lost = True
         self._complaint = ""  # of the last look at the list
@@ -47,7 +47,7 @@ class ServerPool:
     @property
     def fixed(self) -> bool:
         """Whether nobody else can come."""
-        return self._look is None
+        return self._resolve is None
 
     def in_state(self, *states: str) -> list[ServerClient]:
         return [c for c in self.clients if c.state in states]
@@ -90,10 +90,10 @@ class ServerPool:
 
     async def discover(self, seconds: float) -> None:
         """Until cancelled."""
-        while self._look is not None:
+        while self._resolve is not None:
             await asyncio.sleep(seconds)
             try:
-                addresses = await asyncio.get_running_loop().run_in_executor(None, self._look)
+                addresses = await asyncio.get_running_loop().run_in_executor(None, self._resolve)
             except ValueError as error:
                 if str(error) != self._complaint:
                     _log.warning("%s; the servers stay as they are", error)

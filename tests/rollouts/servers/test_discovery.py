@@ -2,23 +2,23 @@ import socket
 
 import pytest
 
-from scalerl_jax.rollouts.servers.discovery import Addresses
+from scalerl_jax.rollouts.servers.discovery import Discovery
 
 
 def test_all_forms(tmp_path):
-    listed = Addresses("a:1, b.example:65535,[::1]:7")
-    assert listed.look() == ("a:1", "b.example:65535", "[::1]:7")
+    listed = Discovery("a:1, b.example:65535,[::1]:7")
+    assert listed.resolve() == ("a:1", "b.example:65535", "[::1]:7")
     assert not listed.changes
     path = tmp_path / "servers"
     path.write_text("a:1  # the first\n\n# none\nb:2\n")
-    watched = Addresses(f"file:{path}")
-    assert watched.look() == ("a:1", "b:2")
+    watched = Discovery(f"file:{path}")
+    assert watched.resolve() == ("a:1", "b:2")
     assert watched.changes
     path.write_text("b:2\nc:3\n")
-    assert watched.look() == ("b:2", "c:3")
+    assert watched.resolve() == ("b:2", "c:3")
     assert listed.name == watched.name == ""
-    named = Addresses("dns:///localhost:70")
-    assert set(named.look()) <= {"127.0.0.1:70", "[::1]:70"}
+    named = Discovery("dns:///localhost:70")
+    assert set(named.resolve()) <= {"127.0.0.1:70", "[::1]:70"}
     assert named.changes and named.name == "localhost"
 
 
@@ -30,9 +30,9 @@ def test_a_name_is_asked_again_each_time(monkeypatch):
         return [(0, 0, 0, "", (ip, port)) for ip in known.pop(0)]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    named = Addresses("dns:///generators.example:70")
-    assert named.look() == ("10.0.0.1:70", "10.0.0.2:70")
-    assert named.look() == ("10.0.0.2:70", "[fd00::1]:70")
+    named = Discovery("dns:///generators.example:70")
+    assert named.resolve() == ("10.0.0.1:70", "10.0.0.2:70")
+    assert named.resolve() == ("10.0.0.2:70", "[fd00::1]:70")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,6 @@ def test_a_name_is_asked_again_each_time(monkeypatch):
 )
 def test_what_is_wrong_is_named(text, message):
     with pytest.raises(ValueError) as error:
-        Addresses(text).look()
+        Discovery(text).resolve()
     assert message in str(error.value)
     assert "\n" not in str(error.value)

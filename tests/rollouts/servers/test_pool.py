@@ -2,7 +2,7 @@
 
 import os
 
-from scalerl_jax.rollouts.servers.discovery import Addresses
+from scalerl_jax.rollouts.servers.discovery import Discovery
 from tests.rollouts.helpers import Trainer, config, eventually
 from tests.rollouts.test_fleet import SLOW, assert_holds, states_seen
 
@@ -13,8 +13,8 @@ def write(path, *servers) -> None:
 
 
 def watching(path) -> dict:
-    listed = Addresses(f"file:{path}")
-    return {"addresses": listed.look(), "look": listed.look}
+    listed = Discovery(f"file:{path}")
+    return {"addresses": listed.resolve(), "resolve": listed.resolve}
 
 
 def test_servers_join_and_leave_with_the_file(start, tmp_path, caplog):
