@@ -30,7 +30,7 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.environments import arithmetic
-from scalerl_jax.environments.jsonl import read_jsonl
+from scalerl_jax.environments.text_rows import read_jsonl
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on

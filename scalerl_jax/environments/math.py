@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments.base import RIGHT, WRONG, Environment, Row, Score
-from scalerl_jax.environments.jsonl import read_jsonl
+from scalerl_jax.environments.text_rows import read_jsonl
 
 
 def make(config: Config) -> Environment:

@@ -123,7 +123,6 @@ def sample(row: Row, marker: str) -> dict[str, Any]:
         "prompt_left_out": prompt_left_out,
         "expected": row["answer"],
         "outcome": "truncated" if row["finish_reason"] == "length" else "right" if row["verdict"] else "wrong",
-        "verdict": row["verdict"],
         "reward": rounded([row["reward"]])[0],
         "finish": row["finish_reason"],
         "tokens": len(row["token_ids"]),

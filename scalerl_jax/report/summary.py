@@ -102,9 +102,9 @@ def last_samples(workdir: str, count: int) -> list[dict[str, Any]]:
 
 
 def _completion(sample: dict[str, Any]) -> Text:
-    verdict = "right" if sample["verdict"] else "wrong"
+    outcome = "right" if sample["verdict"] else "wrong"
     text = Text(
-        f"\nstep {sample['step']}, {verdict} (answer {sample['answer']}, {sample['finish_reason']})\n", style="bold"
+        f"\nstep {sample['step']}, {outcome} (answer {sample['answer']}, {sample['finish_reason']})\n", style="bold"
     )
     text.append(sample["prompt"], style="not bold cyan")
     text.append(sample["completion"], style="not bold")

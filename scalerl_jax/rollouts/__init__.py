@@ -6,7 +6,7 @@ group_buffer  groups in flight, ready, pending: who was asked for what
 requests      ids, seeds, budgets: what a group looks like on the wire
 dispatch      who is asked for what next
 scoring       completions on their way to the scorer
-admission     who is let in
+candidates    who is let in
 trust         who is sent away, what is asked for again
 evaluation    one version pinned on some servers
 incarnation   the name by which servers know this trainer

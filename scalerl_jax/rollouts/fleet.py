@@ -2,7 +2,7 @@
 
     asyncio loop on a thread of its own                         the trainer's thread, blocking calls
       ServerPool               servers come and go                 start, batch, advance, publish, close
-      ServerClient per server  heartbeat, pushes, calls            admission: candidates, admit, reject
+      ServerClient per server  heartbeat, pushes, calls            candidates: due, admit, reject
       GroupBuffer              groups in flight, ready, pending    trust: dismiss, probe, evaluation
       Publisher                versions                            evaluate, result
       Evaluations              one after another                   status, waiting
@@ -32,7 +32,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.rollouts import status
-from scalerl_jax.rollouts.admission import Admission
+from scalerl_jax.rollouts.candidates import Candidates
 from scalerl_jax.rollouts.dispatch import dispatch
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
@@ -109,7 +109,7 @@ class Fleet:
         self._something = threading.Event()  # the caller should look
         self._pool = ServerPool(make=self._connect, resolve=servers.resolve, fail=self._fail, changed=self._changed)
         self._evaluations = Evaluations()
-        self.admission = Admission(self._thread, self._pool, buffer, fail=self._fail)
+        self.candidates = Candidates(self._thread, self._pool, buffer, fail=self._fail)
         self.trust = Trust(
             self._thread, self._pool, buffer, self._evaluations, changed=self._changed, event=self._event
         )
@@ -130,7 +130,7 @@ class Fleet:
                 arrived=self._arrived,
                 returned=self._returned,
                 changed=self._changed,
-                rejected=self.admission.rejected,
+                rejected=self.candidates.rejected,
                 observe=observe,
                 event=self._event,
                 fail=self._fail,
@@ -156,7 +156,7 @@ class Fleet:
         fleet = self._config.fleet
         self._thread.start(self._begin)
         try:
-            self.admission.wait_for_the_first(
+            self.candidates.wait_for_the_first(
                 connect_seconds=fleet.connect_seconds, status_seconds=fleet.status_seconds
             )
         except BaseException:
@@ -277,7 +277,7 @@ class Fleet:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self.admission.expire()
+            self.candidates.expire()
             self._changed()
 
     def _publish_newest(self) -> None:
@@ -306,12 +306,12 @@ class Fleet:
     def _begin_wait(self, number: int) -> None:
         assert number == self._buffer.trained < self._buffer.pacing.batches, f"batch {number} is not the next one"
         self._waits = status.BatchWait(number, time.monotonic())
-        self.admission.begin_wait()
+        self.candidates.begin_wait()
 
     @on_loop
     def _take(self, number: int) -> list[GroupInFlight] | None:
         current = self._publisher.latest == self._buffer.trained
-        if current and self._buffer.is_ready(number) and self.admission.holds_batch():
+        if current and self._buffer.is_ready(number) and self.candidates.holds_batch():
             return None
         groups = self._buffer.take(number)
         if groups is not None:

@@ -44,7 +44,7 @@ def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(sta
         for name, tensor in weights(trainer.version).items():
             np.testing.assert_array_equal(tensors[name].view(np.uint32), tensor.view(np.uint32))
         # Held back until the trainer has looked at what it sampled.
-        (candidate,) = eventually(trainer.fleet.admission.candidates)
+        (candidate,) = eventually(trainer.fleet.candidates.due)
         assert candidate.server == late.address
         assert len(candidate.samples) == trainer.config.parity.completions
         assert all(set(c.token_steps()) == {trainer.version} for _, c in candidate.samples)
@@ -189,13 +189,13 @@ def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
         on_loop, fleet = trainer.fleet._thread.call, trainer.fleet
         on_loop(fleet._pool.update, [s.address for s in servers])
         eventually(lambda: trainer.states()[servers[1].address] == "candidate")
-        assert all(on_loop(fleet.admission.holds_batch) for _ in range(1000))
+        assert all(on_loop(fleet.candidates.holds_batch) for _ in range(1000))
         candidate = on_loop(fleet._pool.named, servers[1].address)
         candidate.patience = 1.0
-        on_loop(fleet.admission.holds_batch)
+        on_loop(fleet.candidates.holds_batch)
         time.sleep(1.1)
-        on_loop(fleet.admission.holds_batch)  # the time since the look before is counted
-        assert not on_loop(fleet.admission.holds_batch)
+        on_loop(fleet.candidates.holds_batch)  # the time since the look before is counted
+        assert not on_loop(fleet.candidates.holds_batch)
 
 
 def made(versions, *, error: float = 0.0, at: int = 0):
@@ -226,7 +226,7 @@ def test_what_was_sampled_across_a_swap_is_not_held_to_the_limits_of_the_meeting
 
 def test_mismatch_is_over_sampled_tokens_only(start):
     with Trainer(config(), start({})) as trainer:
-        candidate = eventually(trainer.fleet.admission.candidates)[0]
+        candidate = eventually(trainer.fleet.candidates.due)[0]
     samples = [(p.token_ids, c) for p, c in candidate.samples]
     sampled = sum(int(c.sampled().sum()) for _, c in samples)
     ours = [np.where(c.sampled(), c.logprobs - 0.25, 7.0) for _, c in samples]

@@ -121,16 +121,16 @@ class Probe:
         call raises ProbeError.
         """
         admitted = []
-        for candidate in fleet.admission.candidates():
+        for candidate in fleet.candidates.due():
             samples = [(prompt.token_ids, completion) for prompt, completion in candidate.samples]
             found = mismatch(samples, self.score(samples))
             what = self._too_far(found)
             if not what:
                 admitted.append((candidate.server, found))
-                fleet.admission.admit(candidate.server)
+                fleet.candidates.admit(candidate.server)
                 continue
             why = f"server {candidate.server}: {what}"
-            fleet.admission.reject(candidate.server, why)
+            fleet.candidates.reject(candidate.server, why)
         return admitted
 
     def compare_again(

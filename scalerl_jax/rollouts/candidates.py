@@ -26,7 +26,7 @@ class Candidate:
     samples: tuple[tuple[Row, codec.Completion], ...]
 
 
-class Admission:
+class Candidates:
     """buffer: of the groups to be trained on. fail: ends the run, on the loop."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Admission:
             time.sleep(0.05)
 
     @on_loop
-    def candidates(self) -> list[Candidate]:
+    def due(self) -> list[Candidate]:
         """Those to be compared now: each has sampled with the version that the trainer has reached."""
         found = self._pool.in_state(states.CANDIDATE)
         return [Candidate(c.address, c.samples) for c in found if c.samples_step == c.step == self._buffer.trained]
