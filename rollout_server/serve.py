@@ -14,6 +14,7 @@ with TLS and a token (access_flags.py).
 """
 
 import asyncio
+import dataclasses
 import functools
 import importlib
 import os
@@ -22,7 +23,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from absl import app, flags, logging
@@ -92,7 +93,9 @@ async def serve(
     name, identity = engine.info.name, server.service.server_id
     logging.info("%s engine at %s:%d, open to %s; server %s", name, host, server.port, access.words(host), identity)
     if port_file:
-        _write_whole(port_file, f"{server.port}\n")
+        from scalerl_jax.system.files import write_whole
+
+        write_whole(port_file, f"{server.port}\n", durable=False)
 
     # 3. Until the end. A server whose engine is over ends too: whoever started it can start it anew.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
@@ -121,19 +124,6 @@ def _exit_after(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _options() -> EngineOptions:
-    return EngineOptions(
-        model=given.MODEL.value,
-        slots=given.SLOTS.value,
-        queue=given.QUEUE.value,
-        maximum_tokens=given.MAXIMUM_TOKENS.value,
-        compute_dtype=given.COMPUTE_DTYPE.value,
-        sync_dtype=given.SYNC_DTYPE.value,
-        head_precision=given.HEAD_PRECISION.value,
-        decode_chunk=given.DECODE_CHUNK.value,
-    )
-
-
 def _access() -> Access:
     try:
         return access_flags.read(given.HOST.value)
@@ -149,13 +139,6 @@ def _faults() -> list[grpc.aio.ServerInterceptor]:
     if wanted:
         logging.warning("faults on purpose: %s", given.FAULTS.value)
     return [faults.FaultInterceptor(wanted)] if wanted else []
-
-
-def _write_whole(path: str, text: str) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
 
 
 # ---------------------------------------------------------------------------------------------------- the entry
@@ -177,10 +160,12 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         _fail(f"{argv[1]}: not a flag")
     logging.set_verbosity(logging.INFO)
+    engine = importlib.import_module(given.ENGINES[given.ENGINE.value])
+    told: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
     try:
         asyncio.run(
             serve(
-                functools.partial(importlib.import_module(given.ENGINES[given.ENGINE.value]).make, _options()),
+                functools.partial(engine.make, EngineOptions(**told)),
                 host=given.HOST.value,
                 port=given.PORT.value,
                 port_file=given.PORT_FILE.value,

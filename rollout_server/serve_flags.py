@@ -13,20 +13,22 @@ ENGINES = {name: f"rollout_server.engines.{name}.make" for name in ("jax", "vllm
 _DTYPES = ["bfloat16", "float32"]
 
 ENGINE = flags.DEFINE_enum("engine", None, list(ENGINES), "What samples the tokens.", required=True)
-MODEL = flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
 PORT = flags.DEFINE_integer("port", None, "Port to listen on; 0: any free one.", 0, 65535, required=True)
 PORT_FILE = flags.DEFINE_string("port_file", "", "Written with the port, in decimal, once the server answers.")
 EXIT_WITH_PARENT = flags.DEFINE_bool("exit_with_parent", False, "Stop at the end of standard input.")
-SLOTS = flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_bound=1)
-QUEUE = flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)
-DECODE_CHUNK = flags.DEFINE_integer("decode_chunk", 8, "Not vllm: decode steps between two looks at the queue.", 1)
-COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "Of the matrix products.")
-SYNC_DTYPE = flags.DEFINE_enum("sync_dtype", "bfloat16", _DTYPES, "In which the weights come.")
-HEAD_PRECISION = flags.DEFINE_enum(
+
+# What every engine is told: the fields of EngineOptions.
+flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
+flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_bound=1)
+flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)
+flags.DEFINE_integer("decode_chunk", 8, "Not vllm: decode steps between two looks at the queue.", 1)
+flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "Of the matrix products.")
+flags.DEFINE_enum("sync_dtype", "bfloat16", _DTYPES, "In which the weights come.")
+flags.DEFINE_enum(
     "head_precision", "default", ["default", "highest"], "Operands of the head: in compute_dtype, or in float32."
 )
-MAXIMUM_TOKENS = flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
+flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
 
 FAULTS = flags.DEFINE_string("faults", "", "For tests: kind:after,... of what goes wrong on the wire (faults.py).")
 

@@ -51,6 +51,14 @@ WATCH_SECONDS = 1.0
 # What is being written to a client when the server stops may still go out for so long.
 STOP_GRACE_SECONDS = 0.5
 
+# What Generate answers to what an engine raises.
+REFUSALS: dict[type[BaseException], grpc.StatusCode] = {
+    AskedAgain: grpc.StatusCode.ABORTED,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    WrongVersion: grpc.StatusCode.FAILED_PRECONDITION,
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
 log = logging.getLogger(__name__)
 
 
@@ -129,14 +137,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
             try:
                 await pump  # raises what the engine raised
-            except AskedAgain as error:
-                await context.abort(grpc.StatusCode.ABORTED, str(error))
-            except QueueFull as error:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-            except WrongVersion as error:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            except ValueError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except tuple(REFUSALS) as error:
+                await context.abort(next(REFUSALS[kind] for kind in type(error).mro() if kind in REFUSALS), str(error))
         finally:  # reached by cancellation too: the client hung up, or its deadline passed
             self._calls.discard(pump)
             await _cancel(pump)

@@ -3,8 +3,7 @@
 import numpy as np
 
 from rollout_server.engines.engine import EngineInfo
-from scalerl_jax.contract import limits
-from scalerl_jax.contract.codec import GroupRequest
+from scalerl_jax.contract.codec import GroupRequest, check_sampling
 
 # The widest a request may be; fixed, because an engine that compiles its shapes has them in there.
 LONGEST_PHRASE = 128
@@ -23,17 +22,7 @@ def check_request(request: GroupRequest, info: EngineInfo) -> None:
         raise ValueError(f"{name}: a prompt of {len(request.prompt)} tokens, and {maximum_tokens} with the completion")
     if len(request.completions) > completions:
         raise ValueError(f"{name}: {len(request.completions)} completions, and slots and queue hold {completions}")
-    lowest, highest = limits.TEMPERATURES
-    if (
-        not np.float32(lowest) <= sampling.temperature <= highest
-        or not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1
-        or sampling.top_k < 0
-        or sampling.answer_budget < 1
-    ):
-        raise ValueError(
-            f"{name}: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k} or "
-            f"answer_budget {sampling.answer_budget} is out of range"
-        )
+    check_sampling(name, sampling)
     lists = {
         "prompt": (request.prompt, maximum_tokens),
         "phrase": (interruption.text_token_ids, LONGEST_PHRASE),

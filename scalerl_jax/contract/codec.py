@@ -170,19 +170,14 @@ def request_from_proto(message: pb.GenerateRequest, *, most_completions: int | N
     (twice, times), *_ = collections.Counter(c.index for c in message.completions).most_common(1)
     if times > 1:
         raise ValueError(f"group {message.group_id!r}: completion {twice} is asked for twice in one request")
-    sampling = message.sampling
-    lowest, highest = limits.TEMPERATURES
-    # As float32, which the field is.
-    if not np.float32(lowest) <= sampling.temperature <= highest:
-        raise ValueError(
-            f"group {message.group_id!r}: temperature {sampling.temperature:g} is not within {lowest:g} and {highest:g}"
-        )
-    if not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1:
-        raise ValueError(
-            f"group {message.group_id!r}: top_p {sampling.top_p:g} is not within {limits.SMALLEST_TOP_P:g} and 1"
-        )
-    if sampling.answer_budget < 1:
-        raise ValueError(f"group {message.group_id!r}: the answer budget is {sampling.answer_budget}")
+    sampling = Sampling(
+        temperature=message.sampling.temperature,
+        top_p=message.sampling.top_p,
+        top_k=message.sampling.top_k,
+        answer_budget=message.sampling.answer_budget,
+        stop_token_ids=tuple(decode_ids(message.sampling.stop_token_ids).tolist()),
+    )
+    check_sampling(f"group {message.group_id!r}", sampling)
     interruption = Interruption(
         tuple(decode_ids(message.interruption.text_token_ids).tolist()),
         tuple(decode_ids(message.interruption.end_of_thinking_token_ids).tolist()),
@@ -198,17 +193,23 @@ def request_from_proto(message: pb.GenerateRequest, *, most_completions: int | N
         group_id=message.group_id,
         prompt=decode_ids(message.prompt_token_ids),
         completions=tuple(CompletionRequest(c.index, c.seed, c.thinking_budget) for c in message.completions),
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            answer_budget=sampling.answer_budget,
-            stop_token_ids=tuple(decode_ids(sampling.stop_token_ids).tolist()),
-        ),
+        sampling=sampling,
         interruption=interruption,
         minimum_step=message.minimum_step,
         pinned_step=message.pinned_step if message.HasField("pinned_step") else None,
     )
+
+
+def check_sampling(name: str, sampling: Sampling) -> None:
+    """Raises ValueError, after the request's name, on what no server could sample by."""
+    lowest, highest = limits.TEMPERATURES
+    # As float32, which the field is.
+    if not np.float32(lowest) <= sampling.temperature <= highest:
+        raise ValueError(f"{name}: temperature {sampling.temperature:g} is not within {lowest:g} and {highest:g}")
+    if not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1:
+        raise ValueError(f"{name}: top_p {sampling.top_p:g} is not within {limits.SMALLEST_TOP_P:g} and 1")
+    if sampling.top_k < 0 or sampling.answer_budget < 1:
+        raise ValueError(f"{name}: top_k is {sampling.top_k}, the answer budget {sampling.answer_budget}")
 
 
 def completion_to_proto(completion: Completion) -> pb.Completion:

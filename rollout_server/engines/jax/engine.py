@@ -27,6 +27,7 @@ from collections.abc import AsyncGenerator, Mapping
 import jax
 import numpy as np
 
+from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import Changes, EngineOptions, EngineStatus
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.jax import teacher_forcing
@@ -103,6 +104,7 @@ class JaxEngine:
         return await asyncio.wrap_future(pause)
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
+        check_score(token_ids, self.info)
         with self._changed:
             weights, version = self._weights, self._queue.version
         return await asyncio.to_thread(self._scorer.score, weights, token_ids), version

@@ -34,12 +34,8 @@ class Scorer:
             self.score(weights, np.zeros(size, np.int32))
 
     def score(self, weights: DecodeWeights, token_ids: np.ndarray) -> np.ndarray:
-        """[tokens] float32; the first, which nothing predicts, is 0. Raises ValueError on tokens that cannot be."""
+        """[tokens] float32, for 1 to `longest` tokens; the first, which nothing predicts, is 0."""
         length = len(token_ids)
-        if not 0 < length <= self._buckets[-1]:
-            raise ValueError(f"{length} tokens to score, not within 1 and {self._buckets[-1]}")
-        if token_ids.min() < 0 or token_ids.max() >= self._config.vocab_size:
-            raise ValueError(f"token ids to score outside [0, {self._config.vocab_size})")
         padded = np.zeros(next(size for size in self._buckets if size >= length), np.int32)
         padded[:length] = token_ids
         logprobs = np.asarray(_score(weights, padded, config=self._config, precision=self._precision))
