@@ -16,6 +16,7 @@ from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.environments.scorer import after_thinking
 from scalerl_jax.environments.scorer_pool import ScorerError, ScorerPool
 from tests.environments import odd
+from tests.support.waiting import eventually
 
 
 class Verifier(ScorerPool):
@@ -60,10 +61,7 @@ def hasty():
 
 def at_last(verifier: Verifier, text: str, answer: str) -> bool:
     """A right answer is found to be right, if not within the second that it is given, then when it is asked again."""
-    end = time.monotonic() + 60
-    while not verifier.judge(text, answer):
-        assert time.monotonic() < end
-    return True
+    return eventually(lambda: verifier.judge(text, answer))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+from tests.support.waiting import eventually
 from tests.train import helpers
 
 
@@ -32,7 +33,7 @@ class Liars:
             assert self._process.poll() is None, helpers.read(self._log)
             return os.path.exists(os.path.join(self._folder, "truth.json"))
 
-        helpers.eventually(listen, "the faulty servers listen")
+        eventually(listen, "the faulty servers listen", seconds=helpers.SECONDS)
         ports = json.loads(helpers.read(os.path.join(self._folder, "ports.json")))
         self.addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
         return self

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 
+from tests.support.waiting import eventually
 from tests.train import helpers
 
 KINDS = ("kill", "stop", "full disk", "server dies", "freeze")
@@ -51,7 +52,7 @@ class Server:
             assert self.process.poll() is None, self._log.read_text()
             return self._port_file.exists()
 
-        helpers.eventually(listens, "the server listens")
+        eventually(listens, "the server listens", seconds=helpers.SECONDS)
         self._port = int(self._port_file.read_text())
         return self
 

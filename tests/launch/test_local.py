@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import grpc
 import pytest
@@ -18,6 +17,7 @@ from launch import local, starting
 from launch.local import LocalServers, StartError, Times
 from scalerl_jax.config import Config
 from scalerl_jax.contract import limits
+from tests.support.waiting import eventually
 
 STAND_IN = [sys.executable, str(pathlib.Path(__file__).with_name("stand_in_server.py"))]
 
@@ -29,13 +29,6 @@ def ask(address: str, line: str) -> str:
         stream.write(line + "\n")
         stream.flush()
         return stream.readline().strip()
-
-
-def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "what the test waits for did not happen"
-        time.sleep(0.02)
 
 
 def runs(process_id: int) -> bool:
@@ -72,9 +65,9 @@ def test_a_server_that_dies_comes_back_on_its_port_and_the_other_is_left_alone(t
         addresses, before = servers.addresses, servers.states()
         for death in range(1, 4):
             assert ask(addresses[0], "die") == ""
-            until(lambda death=death: servers.states()[0].starts == 1 + death and answers(addresses[0]))
+            eventually(lambda death=death: servers.states()[0].starts == 1 + death and answers(addresses[0]))
         os.kill(servers.states()[0].process_id, signal.SIGKILL)
-        until(lambda: servers.states()[0].starts == 5 and answers(addresses[0]))
+        eventually(lambda: servers.states()[0].starts == 5 and answers(addresses[0]))
         assert servers.addresses == addresses
         assert servers.states()[1] == before[1]
         assert (tmp_path / "logs" / "server-0.log").read_text() == "serving\n" * 5
@@ -92,10 +85,10 @@ def test_what_a_server_has_started_ends_with_it(
         assert runs(child)
         if how == "killed":
             os.kill(servers.states()[0].process_id, signal.SIGKILL)
-            until(lambda: servers.states()[0].starts == 2)
+            eventually(lambda: servers.states()[0].starts == 2)
             assert not runs(child)
-            until(lambda: answers(address))
-    until(lambda: not runs(child))
+            eventually(lambda: answers(address))
+    eventually(lambda: not runs(child))
 
 
 def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(tmp_path: pathlib.Path) -> None:
@@ -106,9 +99,9 @@ def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(tmp_path:
         for death in range(1, 4):
             start = time.monotonic()
             ask(address, "die")
-            until(lambda death=death: servers.states()[0].starts == 1 + death)
+            eventually(lambda death=death: servers.states()[0].starts == 1 + death)
             waited.append(time.monotonic() - start)
-            until(lambda: answers(address))
+            eventually(lambda: answers(address))
         assert waited[0] >= pause
         assert waited[1] >= 2 * pause
         assert waited[2] >= 4 * pause
@@ -117,7 +110,7 @@ def test_the_pause_before_a_restart_doubles_while_a_server_keeps_dying(tmp_path:
 def test_close_while_a_server_waits_to_be_started_again_starts_nothing(tmp_path: pathlib.Path) -> None:
     servers = LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(first_pause=60.0))
     ask(servers.addresses[0], "die")
-    until(lambda: not servers.states()[0].alive)
+    eventually(lambda: not servers.states()[0].alive)
     start = time.monotonic()
     servers.close()
     assert time.monotonic() - start < 5
@@ -188,7 +181,7 @@ time.sleep(600)
         assert len(ids) == 2
         assert all(runs(process_id) for process_id in ids)
         parent.kill()
-    until(lambda: not any(runs(process_id) for process_id in ids))
+    eventually(lambda: not any(runs(process_id) for process_id in ids))
 
 
 def test_the_cores_are_shared_out(tmp_path: pathlib.Path) -> None:
@@ -215,7 +208,7 @@ def test_real_servers_answer_health_checks_before_and_after_one_is_killed(tmp_pa
     with LocalServers(command, count=2, workdir=str(tmp_path), times=Times(first_pause=0.05)) as servers:
         assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]
         os.kill(servers.states()[0].process_id, signal.SIGKILL)
-        until(lambda: servers.states()[0].starts == 2)
+        eventually(lambda: servers.states()[0].starts == 2)
         assert [health_of(address) for address in servers.addresses] == ["SERVING", "SERVING"]
         ids = [state.process_id for state in servers.states()]
     assert not any(runs(process_id) for process_id in ids)
@@ -263,7 +256,7 @@ def test_a_server_that_cannot_even_be_started_again_ends_the_run_with_one_line(t
         log.mkdir()
         assert ask(servers.addresses[0], "die") == ""
 
-        until(lambda: servers._servers[0].failure is not None, seconds=60)
+        eventually(lambda: servers._servers[0].failure is not None)
         with pytest.raises(StartError, match=r"local server 0 cannot be started again: \[Errno 21\]"):
             servers.check()
         assert answers(servers.addresses[1])
@@ -280,7 +273,7 @@ def test_a_server_that_could_not_be_started_for_a_moment_is_back(tmp_path, monke
     with LocalServers(STAND_IN, count=1, workdir=str(tmp_path), times=Times(first_pause=0.01)) as servers:
         monkeypatch.setattr(local.subprocess, "Popen", popen)
         assert ask(servers.addresses[0], "die") == ""
-        until(lambda: not failures and answers(servers.addresses[0]), seconds=60)
+        eventually(lambda: not failures and answers(servers.addresses[0]))
         servers.check()
 
 

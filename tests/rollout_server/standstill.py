@@ -24,16 +24,10 @@ import pytest
 
 from rollout_server.engines.engine import Changes
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Version
+from tests.support.waiting import eventually_async
 
 CHUNK = 4  # tokens: `decode_chunk` of the tests' engines
 POLL_SECONDS = 0.002
-SECONDS = 60.0  # after which what is waited for will not come
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(POLL_SECONDS)
 
 
 class Decoding:
@@ -61,7 +55,7 @@ class Decoding:
         It can when decoding goes on (vllm: at once; jax: after the chunk that was about to begin), and when no request
         is pinned any more.
         """
-        await until(lambda: self._loaded == version or (self._loading == version and self._waits(version)))
+        await eventually_async(lambda: self._loaded == version or (self._loading == version and self._waits(version)))
 
     # -------------------------------------------------------------------------------------- called by the engines
 

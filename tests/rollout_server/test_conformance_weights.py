@@ -22,7 +22,8 @@ from tests.rollout_server.client import (
     random_weights,
     serving,
 )
-from tests.rollout_server.standstill import CHUNK, hold_loading, standstill, until
+from tests.rollout_server.standstill import CHUNK, hold_loading, standstill
+from tests.support.waiting import eventually_async
 
 MakeEngine = Callable[..., Engine]
 
@@ -254,7 +255,7 @@ async def test_a_newer_push_takes_the_place_of_an_older_one(make_engine: MakeEng
         older = Push(served.stub, step(2), random_weights(served.engine, 2))
         await older.send_header()
         await older.send_chunk(0)
-        await until(lambda: served.server.service._weights._receiving is not None)
+        await eventually_async(lambda: served.server.service._weights._receiving is not None)
         assert "newer" in (await served.push(step(1), random_weights(served.engine, 1))).refused
         assert (await served.push(step(3), random_weights(served.engine, 3))).HasField("applied")
         await older.send_chunk(1)
@@ -267,11 +268,11 @@ async def test_a_push_waits_while_another_is_applied(make_engine: MakeEngine, mo
     async with serving(make_engine()) as served:
         service, go = served.server.service._weights, hold_loading(served.engine, monkeypatch)
         second = asyncio.create_task(served.push(step(2), random_weights(served.engine, 2)))
-        await until(lambda: service._applying is not None)
+        await eventually_async(lambda: service._applying is not None)
         third = asyncio.create_task(served.push(step(3), random_weights(served.engine, 3)))
-        await until(lambda: service._receiving_version == step(3))
+        await eventually_async(lambda: service._receiving_version == step(3))
         fourth = asyncio.create_task(served.push(step(4), random_weights(served.engine, 4)))
-        await until(lambda: service._receiving_version == step(4))
+        await eventually_async(lambda: service._receiving_version == step(4))
         assert await held(served) == Version(0, 0)
         go.set()
         assert (await second).HasField("applied")
@@ -288,7 +289,7 @@ async def test_a_client_that_leaves_after_commit_leaves_a_whole_version(
         service, go = served.server.service._weights, hold_loading(served.engine, monkeypatch)
         push = await staged(served, step(2), 2)
         await push.send_commit()
-        await until(lambda: service._applying is not None)
+        await eventually_async(lambda: service._applying is not None)
         push.call.cancel()
         go.set()
         await served.until(lambda status: status.version.step == 2)

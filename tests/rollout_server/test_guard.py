@@ -21,7 +21,8 @@ from scalerl_jax.contract import codec, limits
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk, cut
 from tests.rollout_server.client import PROMPT, Push, Served, group, long_group, random_weights, serving
-from tests.rollout_server.standstill import standstill, until
+from tests.rollout_server.standstill import standstill
+from tests.support.waiting import eventually_async
 
 MakeEngine = Callable[..., Engine]
 MakeReplay = Callable[..., ReplayEngine]
@@ -233,10 +234,10 @@ async def test_a_stream_that_nobody_reads_ends(
     async with serving(make_replay(token_seconds=0)) as served:
         call = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=SECONDS)
         await call.read()  # it goes on, and then nobody reads
-        await until(lambda: not served.server.service._calls)
+        await eventually_async(lambda: not served.server.service._calls)
         assert (await served.status()).busy_slots == 0
         # Its connection is there still: what it holds are no places.
-        await until(lambda: not calls.total())
+        await eventually_async(lambda: not calls.total())
         further = served.stub.Generate(codec.request_to_proto(group(incarnation=0, completions=1)), timeout=SECONDS)
         assert (await further.read()).group_id == "x"
         further.cancel()

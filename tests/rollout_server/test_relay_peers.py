@@ -18,7 +18,7 @@ from scalerl_jax.contract.codec import Version
 from scalerl_jax.rollouts.weights import relay_tree
 from tests.rollout_server.client import INCARNATION, Push
 from tests.rollout_server.passing import MakeReplay, fate, fleet, header_to, published
-from tests.rollout_server.standstill import until
+from tests.support.waiting import eventually_async
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,10 @@ async def test_a_server_that_takes_nothing_holds_up_nobody(
         Link(monkeypatch, stuck)
         address = f"127.0.0.1:{servers[1].server.port}"
         push = asyncio.create_task(header_to(servers[0], run, pb.Relay(address=address)))
-        await until(lambda: servers[0].engine.status().version.step == run.step)  # all of it is here, and applied
+        await eventually_async(
+            lambda: servers[0].engine.status().version.step == run.step
+            # All of it is here, and applied.
+        )
         assert not push.done()
         go.set()
         assert fate(await push, address).HasField("applied")
@@ -251,6 +254,6 @@ async def test_a_chunk_that_comes_late_is_waited_for_by_nobody_but_those_behind(
             if reply.WhichOneof("kind") == "resend":
                 await push.send_chunk(reply.resend)
         for served in servers:
-            await until(lambda served=served: served.engine.status().version.step == run.step)
+            await eventually_async(lambda served=served: served.engine.status().version.step == run.step)
             run.compare(served)
         push.call.cancel()

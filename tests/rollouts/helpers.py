@@ -25,6 +25,7 @@ from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.replay_server import hold_file, read_dump
 from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 
 SHAPES = {"model.embed_tokens.weight": (64, 24), "model.norm.weight": (24,), "lm_head.weight": (64, 24)}
 VOCABULARY = 64
@@ -49,17 +50,6 @@ def weights(version: int) -> dict[str, np.ndarray]:
     """The tensors of a version: random bits of finite floats."""
     rng = np.random.default_rng(version)
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def eventually(condition: Callable[[], Any], *, seconds: float = 60.0) -> Any:
-    """The first true value of `condition`; fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"not within {seconds} s")
 
 
 class ReplayServer:

@@ -11,10 +11,11 @@ import pytest
 from scalerl_jax.rollouts.servers import calls as calls_lib
 from scalerl_jax.rollouts.servers import client as connection_lib
 from scalerl_jax.rollouts.servers import server_state
-from tests.rollouts.helpers import Trainer, config, eventually
+from tests.rollouts.helpers import Trainer, config
 from tests.rollouts.liar import is_probe
 from tests.rollouts.test_fleet import states_seen
 from tests.rollouts.test_liars import logged, quick_end
+from tests.support.waiting import eventually
 
 
 def test_words_that_are_others_each_time_are_told_now_and_then(liar, honest, caplog):

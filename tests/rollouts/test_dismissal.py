@@ -13,8 +13,9 @@ from scalerl_jax.rollouts.parity.logprob_parity import Parity, Scored, sums_of
 from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
 from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
 from scalerl_jax.rollouts.trust import Probed
-from tests.rollouts.helpers import Trainer, config, eventually, row, weights
+from tests.rollouts.helpers import Trainer, config, row, weights
 from tests.rollouts.test_fleet import states_seen
+from tests.support.waiting import eventually
 
 BRISK = {"token_seconds": 0.002, "mean_tokens": 12.0}
 WHY = "its tokens' mean importance ratio is 1.65"

@@ -3,7 +3,8 @@
 import pytest
 
 from scalerl_jax.rollouts.errors import EvaluationLost
-from tests.rollouts.helpers import Trainer, config, eventually, row, score
+from tests.rollouts.helpers import Trainer, config, row, score
+from tests.support.waiting import eventually
 
 HELD_OUT = [row(5000 + i) for i in range(12)]
 SAMPLES = 3

@@ -7,8 +7,9 @@ import pytest
 from rollout_server.engines.replay.scripts import Scripted
 from scalerl_jax.rollouts.group_buffer import RolloutRequest
 from scalerl_jax.rollouts.requests import Requests
-from tests.rollouts.helpers import VOCABULARY, ByteTokenizer, Trainer, config, eventually
+from tests.rollouts.helpers import VOCABULARY, ByteTokenizer, Trainer, config
 from tests.rollouts.test_fleet import assert_holds, states_seen
+from tests.support.waiting import eventually
 
 BRISK = {"token_seconds": 0.002, "mean_tokens": 12.0}
 AFTER = 24  # completions: the eight of the probe, and four groups

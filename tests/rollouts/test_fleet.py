@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scalerl_jax.rollouts.servers import client
-from tests.rollouts.helpers import Trainer, config, eventually, row, weights
+from tests.rollouts.helpers import Trainer, config, row, weights
+from tests.support.waiting import eventually
 
 SLOW = {
     "token_seconds": 0.01,

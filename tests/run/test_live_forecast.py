@@ -11,6 +11,7 @@ from scalerl_jax.report.score import AXES, score
 from scalerl_jax.run import live_forecast
 from scalerl_jax.run.live_forecast import LEAST_POINTS, LiveForecast, forecast_of_end
 from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.support.waiting import eventually
 
 UPDATES = 6400
 HOURS = 2.5  # of one update
@@ -30,11 +31,7 @@ def run_rows(evaluations, every=100, prompts=300, **changes):
 
 
 def wait_for(forecast):
-    end = time.monotonic() + 120
-    while not (found := forecast.take()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found["forecast"]
+    return eventually(forecast.take, seconds=120)["forecast"]
 
 
 def test_the_end_that_is_planned():

@@ -11,7 +11,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 
 CONFIG = os.path.join(ROOT, "tests", "train", "tiny.py")
 # A loaded machine starts a process in a minute.
@@ -42,16 +42,6 @@ def environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # SIGABRT: every thread's stack
     }
-
-
-def eventually(condition: Callable[[], Any], what: str, *, seconds: float = SECONDS, pause: float = 0.005) -> Any:
-    """The first true value of `condition`; fails after `seconds`, saying what did not happen."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(pause)
-    raise AssertionError(f"not within {seconds:.0f} s: {what}")
 
 
 # ---- The policy, the task, the rollouts to play --------------------------------------------------------------------
@@ -160,7 +150,7 @@ def serve(folder: pathlib.Path, count: int, *flags: str) -> Iterator[list[str]]:
                 assert process.poll() is None, read(log)
                 return os.path.exists(port_file)
 
-            eventually(listens, "the server listens")
+            eventually(listens, "the server listens", seconds=SECONDS)
             addresses.append(f"127.0.0.1:{read(port_file).strip()}")
         yield addresses
 
@@ -220,11 +210,13 @@ class Run:
             assert self.process is not None and self.process.poll() is None, read(self._output)
             return condition()
 
-        eventually(look, what)
+        eventually(look, what, seconds=SECONDS)
 
     def until_ended_or(self, condition: Callable[[], Any]) -> None:
         assert self.process is not None
-        eventually(lambda: self.process.poll() is not None or condition(), "the run ends or comes so far")
+        eventually(
+            lambda: self.process.poll() is not None or condition(), "the run ends or comes so far", seconds=SECONDS
+        )
 
     def path(self, *names: str) -> str:
         return os.path.join(self.workdir, *names)

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 from concurrent.futures import Executor, Future
 
 import jax
@@ -18,6 +17,7 @@ from scalerl_jax.model import Precision, forward, token_logprobs
 from tests.model import experts  # noqa: F401 (adds its family)
 from tests.model.toys import from_hf
 from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tensors, tiny
+from tests.support.waiting import eventually
 
 LENGTH = 48
 PROMPT = np.array([5, 11, 2, 40, 7, 7, 19])
@@ -255,11 +255,7 @@ def test_a_narrow_chunk_is_compiled_once_going_without_has_cost_as_much(caplog):
             assert chunks.narrowest(32, length) == (32, None)
 
     def arrives(slots, length, width):
-        deadline = time.monotonic() + 60
-        while (found := chunks.narrowest(slots, length))[0] != width:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        return found
+        return eventually(lambda: (found := chunks.narrowest(slots, length))[0] == width and found)
 
     for length in (64, 96, 128):
         chunks.price(length, chunk=1.0, compiling=4.0)

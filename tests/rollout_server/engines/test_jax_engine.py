@@ -14,7 +14,8 @@ from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from tests.rollout_server.jax_reference import ask, reference_logprobs, tensors, tiny, write_folder
-from tests.rollout_server.standstill import CHUNK, standstill, until
+from tests.rollout_server.standstill import CHUNK, standstill
+from tests.support.waiting import eventually_async
 
 LENGTH, SLOTS, QUEUE = 128, 4, 8
 CONFIG = tiny()
@@ -106,16 +107,16 @@ def test_a_request_that_does_not_fit_takes_nothing(folder):
     async def main():
         async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
             first = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS), answer_budget=LONG)))
-            await until(lambda: engine.status().busy_slots == SLOTS)
+            await eventually_async(lambda: engine.status().busy_slots == SLOTS)
             second = asyncio.create_task(
                 collect(engine, ask(PROMPT, name="b", seeds=range(QUEUE - 1), answer_budget=2))
             )
-            await until(lambda: engine.status().queued == QUEUE - 1)
+            await eventually_async(lambda: engine.status().queued == QUEUE - 1)
             with pytest.raises(QueueFull):
                 await collect(engine, ask(PROMPT, name="c", seeds=(1, 2)))
             assert engine.status().queued == QUEUE - 1
             third = asyncio.create_task(collect(engine, ask(PROMPT, name="d", seeds=(1,), answer_budget=2)))
-            await until(lambda: engine.status().queued == QUEUE)
+            await eventually_async(lambda: engine.status().queued == QUEUE)
             decoding.go_on()
             assert [len(one) for one in await asyncio.gather(first, second, third)] == [SLOTS, QUEUE - 1, 1]
 
@@ -163,7 +164,7 @@ def test_weights_swapped_in_flight(folder):
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(3), answer_budget=LONG)))
             pauses = []
             for step in (1, 2):
-                await until(lambda: decoding.stands)
+                await eventually_async(lambda: decoding.stands)
                 loading = asyncio.create_task(load(engine, Version(0, step), named[step]))
                 await decoding.arrival(Version(0, step))
                 assert engine.status().version == Version(0, step - 1)
@@ -190,7 +191,7 @@ def test_one_prefill_per_group_and_version(folder):
     async def main():
         async with opened(folder) as engine, standstill(engine, chunks=3) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS + 5), answer_budget=40)))
-            await until(lambda: engine.status().sampled_tokens >= 10)
+            await eventually_async(lambda: engine.status().sampled_tokens >= 10)
             loading = asyncio.create_task(load(engine, Version(0, 1), named[1]))
             await decoding.arrival(Version(0, 1))
             decoding.go_on()
@@ -215,7 +216,7 @@ def test_a_pinned_request_is_finished_before_the_weights_change(folder):
             named = tensors(CONFIG, 1)
             pinned = ask(PROMPT, name="eval", seeds=range(SLOTS + 2), pinned_step=0, answer_budget=50)
             task = asyncio.create_task(collect(engine, pinned))
-            await until(lambda: engine.status().sampled_tokens > 0)
+            await eventually_async(lambda: engine.status().sampled_tokens > 0)
             loading = asyncio.create_task(load(engine, Version(0, 1), named))
             await decoding.arrival(Version(0, 1))
             decoding.go_on()
@@ -256,7 +257,7 @@ def test_another_incarnation_ends_the_requests_of_the_one_before(folder):
         async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
             pinned = ask(PROMPT, seeds=range(SLOTS + 3), pinned_step=0, answer_budget=LONG)
             task = asyncio.create_task(collect(engine, pinned))
-            await until(lambda: engine.status().queued == 3)
+            await eventually_async(lambda: engine.status().queued == 3)
             loading = asyncio.create_task(load(engine, Version(77, 5), tensors(CONFIG, 1)))
             await decoding.arrival(Version(77, 5))
             decoding.go_on()
@@ -296,7 +297,7 @@ def test_closing_the_iterator_frees_its_slots_at_once(folder):
             for _ in range(3):
                 async with standstill(engine, chunks=1):
                     task = asyncio.create_task(collect(engine, endless))
-                    await until(lambda: engine.status().busy_slots == SLOTS)
+                    await eventually_async(lambda: engine.status().busy_slots == SLOTS)
                     task.cancel()
                     await asyncio.wait({task})
                     assert steady(engine)
@@ -316,9 +317,9 @@ def test_closing_the_engine_ends_what_is_running(folder):
     async def main():
         async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(9), answer_budget=LONG)))
-            await until(lambda: engine.status().sampled_tokens > 0)
+            await eventually_async(lambda: engine.status().sampled_tokens > 0)
             closing = asyncio.create_task(engine.close())
-            await until(lambda: engine._queue.closed)
+            await eventually_async(lambda: engine._queue.closed)
             decoding.go_on()
             await closing
             assert await task == {}
@@ -375,7 +376,7 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
             await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))
             async with standstill(engine, chunks=1):
                 task = asyncio.create_task(collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG)))
-                await until(lambda: engine.status().busy_slots == 1)
+                await eventually_async(lambda: engine.status().busy_slots == 1)
                 task.cancel()
                 await asyncio.wait({task})
             assert compiled == []

@@ -14,8 +14,9 @@ from scalerl_jax.contract.codec import Version
 from scalerl_jax.rollouts import fleet
 from scalerl_jax.rollouts.weights import relay_tree
 from scalerl_jax.rollouts.weights.payload import Payload, dense
-from tests.rollouts.helpers import Trainer, config, eventually, weights
+from tests.rollouts.helpers import Trainer, config, weights
 from tests.rollouts.liar import Liar
+from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1000, 1 << 20])

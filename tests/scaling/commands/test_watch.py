@@ -18,6 +18,7 @@ from scalerl_jax.scaling import readers
 from scalerl_jax.scaling.commands import watch
 from scalerl_jax.scaling.points import TooFewPoints
 from tests.scaling.runs import TABLE_1, curve
+from tests.support.waiting import eventually
 
 COMPUTE = np.concatenate([[0.0], np.linspace(500, 16_000, 32)])
 
@@ -72,29 +73,22 @@ def watching(folder, draw, every=0.05):
     return thread, out, errors
 
 
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_draws_each_change_and_ends_with_the_run(folder):
     draw = Draws()
     thread, out, errors = watching(folder, draw)
-    until(lambda: "waiting for its first evaluation" in out.getvalue())
+    eventually(lambda: "waiting for its first evaluation" in out.getvalue())
     (folder / "evals.jsonl").write_text(rows(3))
-    until(lambda: "waiting for more evaluations: 3 points" in out.getvalue())
+    eventually(lambda: "waiting for more evaluations: 3 points" in out.getvalue())
     with open(folder / "evals.jsonl", "a") as file:
         file.write(rows(8, 3))
-    until(lambda: draw.counts == [8])
+    eventually(lambda: draw.counts == [8])
     with open(folder / "evals.jsonl", "a") as file:
         text = rows(9, 8)
         file.write(text[:20])  # a row in mid-write
         file.flush()
         time.sleep(0.2)
         file.write(text[20:])
-    until(lambda: draw.counts[-1] == 9)
+    eventually(lambda: draw.counts[-1] == 9)
     time.sleep(0.3)  # six looks at files that stay as they are
     assert draw.counts == [8, 9]
     with open(folder / "evals.jsonl", "a") as file:
@@ -126,9 +120,9 @@ def test_a_row_that_stays_broken_is_said_once_and_outlived(folder):
     (folder / "evals.jsonl").write_text(rows(8))
     draw = Draws()
     thread, out, errors = watching(folder, draw)
-    until(lambda: draw.counts == [8])
+    eventually(lambda: draw.counts == [8])
     (folder / "evals.jsonl").write_text(rows(8) + "{broken}\n")
-    until(lambda: "line 9: is not JSON" in out.getvalue())
+    eventually(lambda: "line 9: is not JSON" in out.getvalue())
     (folder / "evals.jsonl").write_text(rows(33))
     thread.join(60)
     assert not thread.is_alive() and not errors
@@ -147,7 +141,7 @@ def test_a_folder_that_is_deleted_ends_it_with_one_line(folder):
     (folder / "evals.jsonl").write_text(rows(8))
     draw = Draws()
     thread, _, errors = watching(folder, draw)
-    until(lambda: draw.counts == [8])
+    eventually(lambda: draw.counts == [8])
     folder.rename(folder.with_name("elsewhere"))
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1
