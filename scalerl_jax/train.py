@@ -228,11 +228,7 @@ def main(config: Config) -> None:
                 check=probe.check,
             ),
             requests=requests,
-            buffer=requests.training_groups(
-                pacing.from_config(config, start=start),
-                lambda number: train_rows[curriculum.draw(number)],
-                trained=start,
-            ),
+            buffer=requests.training_groups(pacing.from_config(config, start=start), draw, trained=start),
             incarnation=Incarnation(folder.incarnation, lambda value: folder.outrank(value - 1)),
             score=scorer.score,
             on_event=sync_stats.event,
@@ -313,7 +309,7 @@ def main(config: Config) -> None:
             for number in range(start, config.max_steps):
                 signals.look()
                 step = number + 1
-                # 1. Wait for the groups of this number, however late; score them by the rules; compute the gradient.
+                # 1. Wait for the groups of this number, however late; build the batch; compute its gradient.
                 groups, batch, pending = counted_batch(
                     number, fleet=fleet, scrutiny=scrutiny, waits=waits, ledger=ledger, wait=wait,
                     make=functools.partial(make_batch, number=number),
