@@ -1,5 +1,6 @@
 """Writes a policy as a Hugging Face folder, which transformers and vLLM load: whole, or not at all."""
 
+import contextlib
 import json
 import math
 import os
@@ -45,24 +46,11 @@ def write_model_folder(
     if not os.path.isfile(os.path.join(tokenizer_dir, "tokenizer.json")):
         raise ValueError(f"{tokenizer_dir}: no tokenizer.json there")
     out = os.path.abspath(out)
-    temporary = f"{out}.tmp"
     writes = jax.process_index() == 0
-    if writes:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
-        with files.naming(out):
-            os.makedirs(temporary)
-    try:
-        _write_weights(temporary, params, decoder, dtype, shard_bytes, writes)
+    with files.whole_folder(out) if writes else contextlib.nullcontext("") as folder:
+        _write_weights(folder, params, decoder, dtype, shard_bytes, writes)
         if writes:
-            _write_rest(temporary, decoder, tokenizer_dir, dtype)
-            os.replace(temporary, out)
-    except Exception as error:
-        if (fault := files.write_error(error, out)) is not None:  # safetensors has errors of its own
-            raise fault from None
-        raise
-    finally:
-        if writes:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _write_rest(folder, decoder, tokenizer_dir, dtype)
 
 
 def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: str, limit: int, writes: bool) -> None:

@@ -13,6 +13,7 @@ import errno
 import itertools
 import os
 import re
+import shutil
 from collections.abc import Iterator
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -78,6 +79,27 @@ def write_whole(path: str, data: str | bytes, *, durable: bool = True) -> None:
             with contextlib.suppress(OSError):
                 os.remove(beside)
             raise
+
+
+@contextlib.contextmanager
+def whole_folder(path: str) -> Iterator[str]:
+    """A new folder to write into, which is at `path` when the block ends; nothing is there where it fails.
+
+    Raises WriteError, also where a library says in words of its own that there is no room.
+    """
+    beside = f"{path}.tmp"
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
+    try:
+        with naming(path):
+            os.makedirs(beside)
+        yield beside
+        os.replace(beside, path)
+    except Exception as error:
+        if (fault := write_error(error, path)) is not None:
+            raise fault from None
+        raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def append(descriptor: int, data: bytes, path: str) -> None:

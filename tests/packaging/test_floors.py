@@ -15,7 +15,7 @@ FLOORS = {
     6: "scalerl_jax.learner scalerl_jax.environments launch.accelerators launch.local",
     7: "scalerl_jax.rollouts rollout_server launch.starting",
     8: "scalerl_jax.run",
-    9: "scalerl_jax.report",
+    9: "scalerl_jax.report scalerl_jax.traces",
     10: "scalerl_jax.export scalerl_jax.sft scalerl_jax.train",
     11: "launch.commands",
 }

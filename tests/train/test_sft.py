@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax import sft
+from scalerl_jax import traces as traces_lib
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
@@ -54,7 +55,9 @@ def config(config_file):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return make_tokenizer(
-        corpus=sft.corpus(Config()), path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=Config().sft.vocab_size
+        corpus=traces_lib.corpus(Config()),
+        path=str(tmp_path_factory.mktemp("tokenizer")),
+        vocabulary=Config().sft.vocab_size,
     )
 
 
@@ -82,12 +85,12 @@ def write_rows(path, rows):
 
 def test_an_update_is_a_function_of_seed_and_number_and_fills_its_rows(config, tokenizer):
     config.sft.rows_per_step, config.sft.seq_len = 8, 256
-    traces = sft.ArithmeticTraces(config, tokenizer)
+    traces = traces_lib.ArithmeticTraces(config, tokenizer)
     batch = traces.batch(7)
-    again = sft.ArithmeticTraces(config, tokenizer).batch(7)
+    again = traces_lib.ArithmeticTraces(config, tokenizer).batch(7)
     assert [e.tokens.tolist() for e in batch] == [e.tokens.tolist() for e in again]
     assert batch[0].tokens.tolist() != traces.batch(8)[0].tokens.tolist()
-    micro_batches, _ = pack(sft.segments(batch), length=256, rows=8)
+    micro_batches, _ = pack(traces_lib.segments(batch), length=256, rows=8)
     assert len(micro_batches) == 1
     assert (micro_batches[0].segment_ids > 0).mean() > 0.85
     assert max(len(e.tokens) for e in batch) <= traces.longest
@@ -95,7 +98,7 @@ def test_an_update_is_a_function_of_seed_and_number_and_fills_its_rows(config, t
 
 def test_loss_tokens_are_the_completion_without_prompt_and_forced_phrase(config, tokenizer):
     config.sft.rows_per_step, config.sft.seq_len = 32, 512
-    batch = sft.ArithmeticTraces(config, tokenizer).batch(0)
+    batch = traces_lib.ArithmeticTraces(config, tokenizer).batch(0)
     phrase = tokenizer.encode(config.rollout.interruption_text)
     interrupted = 0
     for example in batch:
@@ -108,7 +111,7 @@ def test_loss_tokens_are_the_completion_without_prompt_and_forced_phrase(config,
         assert not arithmetic.held_out(_problem(prompt + "="))
         assert bool(forced) == (sum(example.tokens == phrase[0]) == 1)
     assert interrupted > 0
-    total = sum(float(s.weights.sum()) for s in sft.segments(batch))
+    total = sum(float(s.weights.sum()) for s in traces_lib.segments(batch))
     np.testing.assert_allclose(total, 1.0, rtol=1e-5)
 
 
@@ -120,7 +123,7 @@ def _problem(text):
 def test_without_thinking_no_trace_is_interrupted(config, tokenizer):
     config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
     config.sft.rows_per_step, config.sft.seq_len = 32, 512
-    for example in sft.ArithmeticTraces(config, tokenizer).batch(0):
+    for example in traces_lib.ArithmeticTraces(config, tokenizer).batch(0):
         assert tokenizer.decode(example.tokens[~example.trained].tolist()).endswith("=")
 
 
@@ -128,9 +131,9 @@ def test_file_traces_come_epoch_after_epoch_and_resume_at_any_update(config, tok
     config.sft.rows_per_step, config.sft.seq_len = 1, 16
     rows = [{"prompt": f"{i:03d}?", "completion": f"{i}"} for i in range(10)]
     config.sft.traces_file = write_rows(tmp_path / "traces.jsonl", rows)
-    traces = sft.FileTraces(config, tokenizer)
+    traces = traces_lib.FileTraces(config, tokenizer)
     batches = [[e.tokens.tolist() for e in traces.batch(update)] for update in range(20)]
-    resumed = sft.FileTraces(config, tokenizer)
+    resumed = traces_lib.FileTraces(config, tokenizer)
     for update in (13, 14, 3):
         assert [e.tokens.tolist() for e in resumed.batch(update)] == batches[update]
     seen = [tokenizer.decode(tokens)[:3] for batch in batches for tokens in batch]
@@ -183,7 +186,7 @@ def copy_of(finished, tmp_path):
 def test_a_finished_warm_start_goes_on_where_more_updates_are_allowed(finished, config, tmp_path, capfd):
     work = copy_of(finished, tmp_path)
     config.sft.max_steps = 66
-    with pytest.raises(ConfigError, match=r"--allow=sft\.updates"):
+    with pytest.raises(ConfigError, match=r"--allow=sft\.max_steps"):
         sft.main(config, str(work))
     sft.main(config, str(work), allow=[" sft.max_steps"])
     assert "from update 57" in capfd.readouterr().err  # the newest checkpoint
@@ -214,7 +217,7 @@ def test_killed_while_it_makes_the_model_again_it_goes_on(finished, config, tmp_
 
 def test_fewer_updates_than_are_made_are_refused(finished, config, tmp_path):
     config.sft.max_steps = 10
-    with pytest.raises(ConfigError, match=r"config\.sft\.updates=10: the checkpoint in .* has 57 already"):
+    with pytest.raises(ConfigError, match=r"config\.sft\.max_steps=10: the checkpoint in .* has 57 already"):
         sft.main(config, str(copy_of(finished, tmp_path)), allow=["sft.max_steps"])
 
 
