@@ -14,7 +14,7 @@ from scalerl_jax.learner.packing import pack, plain
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision
 from tests.accelerator.test_numerics import make_learner
-from tests.model.toys import DECODER
+from tests.support.params import DECODER
 
 PRECISION = Precision("bfloat16", "bfloat16")
 LENGTH, SLOTS = 256, 4

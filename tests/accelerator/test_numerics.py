@@ -17,8 +17,8 @@ from scalerl_jax.model import DecoderConfig, Precision, init_params
 from scalerl_jax.model.attention import packed_attention
 from scalerl_jax.model.sharding import make_mesh
 from tests.learner.segments import make_segments
-from tests.model.toys import relative
-from tests.support.models import learner_of
+from tests.support.learners import learner_of
+from tests.support.params import relative
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02

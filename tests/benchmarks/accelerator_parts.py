@@ -32,7 +32,7 @@ from tests.benchmarks.accelerator_model import (
     speeds,
     timed,
 )
-from tests.support.models import learner_of
+from tests.support.learners import learner_of
 
 GIB = 2**30
 GROUP = 8  # completions of one prompt

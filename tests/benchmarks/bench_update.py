@@ -33,7 +33,7 @@ from scalerl_jax.learner.step import Layout
 from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.objective import token_weights
-from tests.support.models import learner_of
+from tests.support.learners import learner_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("case", "both", ["short", "long", "both"], "which sequences")

@@ -21,16 +21,17 @@ from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack
 from scalerl_jax.learner.step import Layout, Learner
-from scalerl_jax.model import DecoderConfig, init_params
+from scalerl_jax.model import init_params
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import policy_loss
 from tests.learner.segments import make_segments
-from tests.model.toys import params_of
-from tests.support.models import learner_of
+from tests.support.learners import learner_of
+from tests.support.models import toy_decoder
+from tests.support.params import params_of
 
 # Heads, MLP and vocabulary divide over 2, the width over 8; two query heads share a key/value head.
-DECODER = DecoderConfig(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48)
+DECODER = toy_decoder()
 LENGTH, ROWS = 48, 8
 LENGTHS = (49, 40, 33, 21, 21, 21, 17, 17, 17, 17, 9, 9, 9, 9, 9, 9, 5, 5, 5, 5, 3, 2)  # 22 segments, 7 rows full
 MESHES = {

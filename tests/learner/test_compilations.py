@@ -13,8 +13,8 @@ from scalerl_jax.learner.packing import pack, plain
 from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import init_params
 from tests.learner.segments import make_segments
-from tests.model.toys import DECODER, relative
-from tests.support.models import learner_of
+from tests.support.learners import learner_of
+from tests.support.params import DECODER, relative
 
 LENGTH, ROWS = 32, 2
 

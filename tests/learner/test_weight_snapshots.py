@@ -10,7 +10,7 @@ import pytest
 from scalerl_jax.contract.weight_delta import digest
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner.wire_program import DECODER, MESHES, VERSIONS, versions
-from tests.model.toys import from_hf
+from tests.support.params import from_hf
 from tests.support.paths import ROOT
 
 

@@ -13,18 +13,16 @@ import numpy as np
 
 from scalerl_jax.contract.weight_delta import Sparse, WeightDelta, decode
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
-from scalerl_jax.model import DecoderConfig
 from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner.mesh_program import XLA_FLAGS
 from tests.model import experts  # noqa: F401 (adds its family)
+from tests.support.models import toy_decoder
 
 # The width divides over 8, the vocabulary over neither: embedding and head stay whole along it. `output` is square.
 # Experts are cut along both of their last two dimensions.
-DECODER = DecoderConfig(
-    vocab_size=41, hidden_size=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, family="experts"
-)
+DECODER = toy_decoder(vocab_size=41, layers=3, family="experts")
 MESHES = {
     "one": {"fsdp": 1},
     "fsdp8": {"fsdp": 8},

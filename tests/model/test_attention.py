@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.model import attention
-from tests.model.toys import every_variable
+from tests.support.params import every_variable
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

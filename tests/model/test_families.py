@@ -14,12 +14,11 @@ from scalerl_jax.model.sharding import RULES
 from scalerl_jax.model.tensor_layout import CUT, hf_tensors, layout, sizes
 from scalerl_jax.run.ledger import ModelShape
 from tests.model import experts  # noqa: F401 (adds its family)
-
-SIZES = {"vocab_size": 61, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+from tests.support.models import toy_decoder
 
 
 def config(family: str, *, tied: bool = False) -> DecoderConfig:
-    return DecoderConfig(**SIZES, intermediate_size=48, family=family, tied_embeddings=tied)
+    return toy_decoder(vocab_size=61, family=family, tied_embeddings=tied)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ import pytest
 
 from scalerl_jax.model import forward
 from scalerl_jax.model.decoder_config import DecoderConfig
-from tests.model.toys import DECODER, packed, params_of, relative
+from tests.support.params import DECODER, packed, params_of, relative
 
 run = jax.jit(forward, static_argnames=("config", "max_segment", "remat"))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.model import DecoderConfig, logits, token_logprobs
-from tests.model.toys import DECODER, every_variable, log_softmax64, params_of
+from tests.support.params import DECODER, every_variable, log_softmax64, params_of
 
 ROWS, LENGTH = 2, 37
 

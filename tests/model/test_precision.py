@@ -7,7 +7,7 @@ import pytest
 
 from scalerl_jax.model import Precision, forward, token_logprobs
 from scalerl_jax.model.decoder import project, rms_norm
-from tests.model.toys import DECODER, packed, params_of, relative, rounded
+from tests.support.params import DECODER, packed, params_of, relative, rounded
 
 LENGTHS = [[40, 23], [64]]
 # Norm of the difference of the whole gradient from float32's, as a share of float32's norm.

@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import importlib.util
 import inspect
-import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator
@@ -16,22 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
-import tokenizers
 
 from rollout_server.engines.engine import Engine, EngineOptions
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Script, Scripted
-from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import hf_tensors
+from tests.support.models import toy_decoder, write_folder
 
 # Seconds that an async test may take; one that hangs says where.
 ASYNC_TEST_SECONDS = 120
 
-CONFIG = DecoderConfig(
-    vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate_size=48, max_positions=512
-)
+CONFIG = toy_decoder(head_dim=32, max_positions=512)
 
 # One set of options for all, so that every engine is judged by the same numbers.
 DEFAULTS: dict[str, Any] = {
@@ -66,17 +61,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A tiny policy with its tokenizer, as Hugging Face saves them."""
-    folder = tmp_path_factory.mktemp("model")
-    vocabulary = {f"t{number}": number for number in range(CONFIG.vocab_size)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
     rng, std = np.random.default_rng(0), 1 / math.sqrt(CONFIG.hidden_size)
     tensors = {
         name: (np.ones(shape) if len(shape) == 1 else rng.normal(0, std, shape)).astype(np.float32)
         for name, shape in hf_tensors(CONFIG).items()
     }
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-    return folder
+    return write_folder(tmp_path_factory.mktemp("model"), CONFIG, tensors)
 
 
 def replay_engine(

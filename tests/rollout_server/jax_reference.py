@@ -1,51 +1,26 @@
-"""What the tests of the embedded generator share: tiny models on disk, and references written without jax.
+"""What the tests of the embedded generator share: a tiny decoder, and references written without jax.
 
 Reference is the decoder of scalerl_jax/model once more, one token at a time in float64 numpy, with an explicit list of
 keys and values, so that each token can be fed with other weights than the one before. replay is the state machine of
 thinking and answer, on the tokens that came out.
 """
 
-import json
 import math
 
 import numpy as np
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.model import DecoderConfig
-from scalerl_jax.model.tensor_layout import hf_tensors
+from tests.support.models import toy_decoder
 
 
 def tiny(*, kind: str = "qwen3", tied: bool = True, vocabulary: int = 48) -> DecoderConfig:
     """Two layers, three query heads on each of two key/value heads."""
-    return DecoderConfig(
-        vocab_size=vocabulary, hidden_size=24, layers=2, heads=6, kv_heads=2, head_dim=8, intermediate_size=40,
+    return toy_decoder(
+        vocab_size=vocabulary, hidden_size=24, heads=6, intermediate_size=40,
         family=kind, tied_embeddings=tied, rope_theta=10_000.0 if kind == "qwen3" else 500_000.0,
         rope_scaling=None if kind == "qwen3" else (8.0, 1.0, 4.0, 16.0),
     )  # fmt: skip
-
-
-def tensors(config: DecoderConfig, seed: int) -> dict[str, np.ndarray]:
-    """Random weights under their Hugging Face names, sharp enough that other weights give other probabilities."""
-    rng = np.random.default_rng(seed)
-    named = {}
-    for name, shape in hf_tensors(config).items():
-        value = rng.uniform(0.5, 1.5, shape) if len(shape) == 1 else rng.normal(0, 2 / math.sqrt(shape[-1]), shape)
-        named[name] = value.astype(np.float32)
-    return named
-
-
-def write_folder(path, config: DecoderConfig, named: dict[str, np.ndarray]) -> str:
-    """A Hugging Face folder with a tokenizer of as many words as the vocabulary."""
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(named, str(path / "model.safetensors"))
-    (path / "config.json").write_text(json.dumps(config.to_hf()))
-    Tokenizer(WordLevel({str(i): i for i in range(config.vocab_size)}, unk_token="0")).save(
-        str(path / "tokenizer.json")
-    )
-    return str(path)
 
 
 class Reference:

@@ -72,7 +72,7 @@ def main(model: str, out: str) -> None:
     from scalerl_jax.model import Precision, load_hf
     from scalerl_jax.model.sharding import make_mesh
     from tests.learner.segments import make_segments
-    from tests.support.models import learner_of
+    from tests.support.learners import learner_of
 
     mesh = make_mesh(fsdp=1, devices=jax.devices()[:1])
     config, params = load_hf(model, mesh)

@@ -1,42 +1,42 @@
-"""Small models and learners that several tests use."""
+"""Toy decoders and their Hugging Face folders. No jax here: vLLM's environment has none."""
 
-import functools
+import json
+import math
+import pathlib
 from typing import Any
 
-import jax
-import optax
-from jax.sharding import Mesh
+import numpy as np
+import safetensors.numpy
+import tokenizers
 
-from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
-from scalerl_jax.learner import optimizer as optimizer_lib
-from scalerl_jax.learner.step import Layout, Learner
-from scalerl_jax.model import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.sharding import make_mesh
-from scalerl_jax.objective import policy_loss
+from scalerl_jax.model.tensor_layout import hf_tensors
 
 
-def learner_of(
-    decoder: DecoderConfig,
-    layout: Layout,
-    *,
-    mesh: Mesh | None = None,
-    precision: Precision | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    learning_rate: float = 1e-2,
-    warmup_steps: int = 0,
-    **objective: Any,
-) -> Learner:
-    """Not started. On the first device; with the defaults of the config, where nothing else is said.
+def toy_decoder(**sizes: Any) -> DecoderConfig:
+    """Two layers, two query heads on each of two key/value heads; `sizes` are fields of DecoderConfig."""
+    toy: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8,
+        "intermediate_size": 48,
+    }  # fmt: skip
+    return DecoderConfig(**{**toy, **sizes})
 
-    objective: fields of ObjectiveConfig.
-    """
-    rates = OptimizerConfig(learning_rate=learning_rate, warmup_steps=warmup_steps)
-    return Learner(
-        decoder=decoder,
-        optimizer=optimizer or optimizer_lib.from_config(rates),
-        mesh=mesh if mesh is not None else make_mesh(fsdp=1, devices=jax.devices()[:1]),
-        precision=precision or Precision(),
-        loss=functools.partial(policy_loss, objective=ObjectiveConfig(**objective)),
-        layout=layout,
-    )
+
+def random_tensors(decoder: DecoderConfig, seed: int) -> dict[str, np.ndarray]:
+    """Float32 weights by Hugging Face name, sharp enough that other weights give other probabilities."""
+    rng = np.random.default_rng(seed)
+    named = {}
+    for name, shape in hf_tensors(decoder).items():
+        value = rng.uniform(0.5, 1.5, shape) if len(shape) == 1 else rng.normal(0, 2 / math.sqrt(shape[-1]), shape)
+        named[name] = value.astype(np.float32)
+    return named
+
+
+def write_folder(folder: pathlib.Path, decoder: DecoderConfig, tensors: dict[str, np.ndarray]) -> pathlib.Path:
+    """With a tokenizer of as many words as the vocabulary; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(decoder.to_hf()))
+    words = {f"t{number}": number for number in range(decoder.vocab_size)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    return folder

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from scalerl_jax.contract.codec import Completion
-from tests.vllm.models import random_tensors
+from tests.support.models import random_tensors
 
 
 class Reference:

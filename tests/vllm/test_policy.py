@@ -11,8 +11,9 @@ import torch
 
 from scalerl_jax.contract.codec import CompletionRequest, Interruption, Version
 from tests.rollout_server.client import serving
+from tests.support.models import random_tensors
 from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
-from tests.vllm.models import SLOTS, config, random_tensors, started
+from tests.vllm.models import SLOTS, config, started
 from tests.vllm.reference import Reference, alone, logprobs_of, swapped
 
 TOLERANCE = 1e-4

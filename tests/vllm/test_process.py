@@ -18,7 +18,8 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import CHANNEL_OPTIONS, STOP_SECONDS
 from tests.rollout_server.client import INCARNATION, Push, group
 from tests.rollout_server.serving_process import Process
-from tests.vllm.models import config, random_tensors, write_folder
+from tests.support.models import random_tensors, write_folder
+from tests.vllm.models import config
 
 SECONDS = 60.0
 

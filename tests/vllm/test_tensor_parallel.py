@@ -10,8 +10,9 @@ import pytest
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model.tensor_layout import pieces
+from tests.support.models import random_tensors
 from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
-from tests.vllm.models import SLOTS, config, random_tensors, started
+from tests.vllm.models import SLOTS, config, started
 from tests.vllm.reference import Reference, alone, swapped
 
 pytestmark = pytest.mark.slow  # two processes more, which start twice

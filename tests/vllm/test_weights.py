@@ -12,8 +12,9 @@ from rollout_server.engines.vllm.engine import LOAD_ATTEMPTS, VllmEngine
 from rollout_server.service import RolloutServer
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.weight_delta import Change
+from tests.support.models import random_tensors
 from tests.vllm.asking import LONG, HostCopy, ask, collect, tokens_seen
-from tests.vllm.models import SLOTS, config, random_tensors, started
+from tests.vllm.models import SLOTS, config, started
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -15,8 +15,9 @@ from rollout_server.engines.jax.weights import decode_precision, decode_weights,
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.model import Precision, forward, token_logprobs
 from tests.model import experts  # noqa: F401 (adds its family)
-from tests.model.toys import from_hf
-from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tensors, tiny
+from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tiny
+from tests.support.models import random_tensors
+from tests.support.params import from_hf
 from tests.support.waiting import eventually
 
 LENGTH = 48
@@ -59,7 +60,7 @@ def name_of(sequence):
 
 def make(config, *, slots=4, steps=8, named=None, maximum=LENGTH):
     pool = SlotPool(config, decode_precision(PRECISION), slots=slots, maximum=maximum, steps=steps)
-    return pool, decode_weights(named or tensors(config, 0), config, PRECISION)
+    return pool, decode_weights(named or random_tensors(config, 0), config, PRECISION)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -81,7 +82,7 @@ def trainer_logprobs(config, named, prompt, token_ids, precision):
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "experts"])
 def test_logprobs_equal_the_trainers(kind, tied):
     config = tiny(kind=kind, tied=tied)
-    named = tensors(config, 0)
+    named = random_tensors(config, 0)
     pool, weights = make(config, named=named)
     request = ask(PROMPT, seeds=range(6), answer_budget=30)
     finished = run(pool, [weights], [request])
@@ -98,7 +99,7 @@ def test_logprobs_equal_the_trainers(kind, tied):
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_a_swap_in_mid_sequence_keeps_the_old_keys_and_values(kind):
     config = tiny(kind=kind)
-    named = [tensors(config, seed) for seed in (0, 1)]
+    named = [random_tensors(config, seed) for seed in (0, 1)]
     pool, _ = make(config)
     weights = [decode_weights(one, config, PRECISION) for one in named]
     finished = run(pool, weights, [ask(PROMPT, seeds=range(3), answer_budget=30)], steps=[0, 0, 1])
@@ -134,7 +135,7 @@ def test_tokens_depend_on_seed_and_weights_only():
 
 def test_the_cache_grows_and_shrinks_with_the_longest_slot():
     config = tiny()
-    named = tensors(config, 0)
+    named = random_tensors(config, 0)
     weights = decode_weights(named, config, PRECISION)
     pool = SlotPool(config, decode_precision(PRECISION), slots=2, maximum=128, steps=4)
     long = ask(PROMPT, name="long", seeds=(1,), answer_budget=90)
@@ -180,7 +181,7 @@ def at_once(monkeypatch):
 def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
     """Completions end one by one, some are withdrawn, others enter late: whoever is moved goes on as if it were not."""
     config, rng = tiny(), np.random.default_rng(ahead)
-    weights = decode_weights(tensors(config, 0), config, PRECISION)
+    weights = decode_weights(random_tensors(config, 0), config, PRECISION)
     lengths = {name: np.minimum(rng.geometric(1 / 12, count), 38) for name, count in (("a", 14), ("b", 9), ("c", 20))}
     requests = [
         ask(PROMPT[: 3 + i], name=f"{name}/{j}", seeds=(100 * i + j,), answer_budget=int(length))
@@ -223,7 +224,7 @@ def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
 def test_the_cache_grows_for_a_slot_that_was_moved(at_once):
     """To the place of one that ended long before."""
     config = tiny()
-    named = tensors(config, 0)
+    named = random_tensors(config, 0)
     weights = decode_weights(named, config, PRECISION)
     pool, _ = make(config, slots=16, maximum=128)
     lengths = [4, *[40] * 9, 110]
@@ -294,7 +295,7 @@ def test_the_widths_that_are_compiled():
 
 def test_the_first_tokens_frequencies_match_the_softmax():
     config = tiny(vocabulary=8)
-    named = tensors(config, 0)
+    named = random_tensors(config, 0)
     named["model.embed_tokens.weight"] *= 0.5  # no token is too rare to count
     pool, weights = make(config, slots=16, named=named)
     prompt = np.array([1, 5, 2])
@@ -311,7 +312,7 @@ def test_the_first_tokens_frequencies_match_the_softmax():
 def test_interruption_state_machine_against_a_replay():
     """Four token ids, so that stop tokens and multi-token ends of thinking come up by chance all the time."""
     config = tiny(vocabulary=6)
-    named = tensors(config, 0)
+    named = random_tensors(config, 0)
     named["model.embed_tokens.weight"] *= 0.2  # near uniform
     pool, weights = make(config, slots=16, named=named)
     rng = np.random.default_rng(0)
@@ -349,7 +350,7 @@ def test_interruption_state_machine_against_a_replay():
 
 def test_logprobs_after_forced_tokens_count_them_as_context():
     config = tiny()
-    named = tensors(config, 0)
+    named = random_tensors(config, 0)
     pool, weights = make(config, named=named)
     request = ask(PROMPT, seeds=(1,), budgets=[5], phrase=(9, 8, 47), end=(47,), answer_budget=6)
     one = run(pool, [weights], [request])["train/0", 0]
@@ -383,13 +384,13 @@ def test_a_slot_that_is_left_and_taken_again_hears_nothing_of_its_old_owner():
 
 def test_weights_are_rounded_to_the_wire_and_own_their_memory():
     config = tiny(tied=False)
-    named = tensors(config, 0)
+    named = random_tensors(config, 0)
     precision = Precision(compute="float32", sync="bfloat16")
     weights = decode_weights(named, config, precision)
     for value in named.values():
         value[...] = np.nan  # the buffer is used again for the next version
     again = model_params(weights, config)
-    expected = from_hf(tensors(config, 0), config)
+    expected = from_hf(random_tensors(config, 0), config)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b.astype(jax.numpy.bfloat16).astype(np.float32)), again, expected
     )
@@ -398,7 +399,7 @@ def test_weights_are_rounded_to_the_wire_and_own_their_memory():
 @pytest.mark.parametrize("head", ["default", "highest"])
 def test_bfloat16_stays_near_the_trainers(head):
     config = tiny()
-    named, precision = tensors(config, 0), Precision(compute="bfloat16", sync="bfloat16", head=head)
+    named, precision = random_tensors(config, 0), Precision(compute="bfloat16", sync="bfloat16", head=head)
     weights = decode_weights(named, config, precision)
     pool = SlotPool(config, decode_precision(precision), slots=4, maximum=LENGTH, steps=8)
     one = run(pool, [weights], [ask(PROMPT, seeds=(1,), answer_budget=30)])["train/0", 0]
@@ -419,7 +420,7 @@ def test_buckets():
 @pytest.mark.parametrize("width", [4, 1])
 def test_a_chunk_works_on_the_cache_in_place(width):
     config = tiny()
-    weights = decode_weights(tensors(config, 0), config, PRECISION)
+    weights = decode_weights(random_tensors(config, 0), config, PRECISION)
     state = jax.eval_shape(lambda: decode.empty_state(config, PRECISION, slots=4, length=2048))
     cache = sum(array.size * array.dtype.itemsize for array in (*state.keys, *state.values))
     lowered = decode.decode_chunk.lower(

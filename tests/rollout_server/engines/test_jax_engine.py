@@ -13,8 +13,9 @@ from rollout_server.engines.engine import EngineOptions, QueueFull, WrongVersion
 from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from tests.rollout_server.jax_reference import ask, reference_logprobs, tensors, tiny, write_folder
+from tests.rollout_server.jax_reference import ask, reference_logprobs, tiny
 from tests.rollout_server.standstill import CHUNK, standstill
+from tests.support.models import random_tensors, write_folder
 from tests.support.waiting import eventually_async
 
 LENGTH, SLOTS, QUEUE = 128, 4, 8
@@ -25,7 +26,7 @@ LONG = LENGTH - len(PROMPT)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny", CONFIG, tensors(CONFIG, 0))
+    return str(write_folder(tmp_path_factory.mktemp("model") / "tiny", CONFIG, random_tensors(CONFIG, 0)))
 
 
 @contextlib.asynccontextmanager
@@ -67,7 +68,7 @@ def test_groups_are_answered_and_counted(folder, lookahead):
                 for completion in completions.values():
                     assert (completion.incarnation, completion.group_id) == (0, request.group_id)
                     reference = reference_logprobs(
-                        CONFIG, request.prompt, completion.token_ids, lambda t: tensors(CONFIG, 0)
+                        CONFIG, request.prompt, completion.token_ids, lambda t: random_tensors(CONFIG, 0)
                     )
                     reference[~completion.sampled()] = 0
                     np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
@@ -91,14 +92,14 @@ def test_info_and_folder_errors(folder, tmp_path):
             info = engine.info
             assert info.tokenizer_fingerprint == tokenizer_fingerprint(folder)
             assert json.loads(info.model_config) == json.loads(CONFIG.canonical_json())
-            assert info.tensors.keys() == tensors(CONFIG, 0).keys()
+            assert info.tensors.keys() == random_tensors(CONFIG, 0).keys()
             assert (info.slots, info.queue_capacity, info.maximum_tokens) == (SLOTS, QUEUE, LENGTH)
             assert (info.head_dtype, info.sync_dtype, info.name) == ("float32", "float32", "jax")
 
     asyncio.run(main())
-    named = tensors(CONFIG, 0)
+    named = random_tensors(CONFIG, 0)
     del named["model.norm.weight"]
-    broken = write_folder(tmp_path / "broken", CONFIG, named)
+    broken = str(write_folder(tmp_path / "broken", CONFIG, named))
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         JaxEngine(EngineOptions(broken, 1, 0, 16, compute_dtype="float32", sync_dtype="float32", decode_chunk=1))
 
@@ -157,7 +158,7 @@ def test_what_can_never_be_served_is_refused(folder):
 
 def test_weights_swapped_in_flight(folder):
     """The spans say which weights sampled each token; the values are those of old keys under new weights."""
-    named = [tensors(CONFIG, seed) for seed in range(3)]
+    named = [random_tensors(CONFIG, seed) for seed in range(3)]
 
     async def main():
         async with opened(folder) as engine, standstill(engine, chunks=7) as decoding:
@@ -186,7 +187,7 @@ def test_weights_swapped_in_flight(folder):
 
 def test_one_prefill_per_group_and_version(folder):
     """Completions of a group that start after a swap never see keys and values of the weights before it."""
-    named = [tensors(CONFIG, seed) for seed in range(2)]
+    named = [random_tensors(CONFIG, seed) for seed in range(2)]
 
     async def main():
         async with opened(folder) as engine, standstill(engine, chunks=3) as decoding:
@@ -213,7 +214,7 @@ def test_one_prefill_per_group_and_version(folder):
 def test_a_pinned_request_is_finished_before_the_weights_change(folder):
     async def main():
         async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
-            named = tensors(CONFIG, 1)
+            named = random_tensors(CONFIG, 1)
             pinned = ask(PROMPT, name="eval", seeds=range(SLOTS + 2), pinned_step=0, answer_budget=50)
             task = asyncio.create_task(collect(engine, pinned))
             await eventually_async(lambda: engine.status().sampled_tokens > 0)
@@ -233,7 +234,7 @@ def test_a_pinned_request_is_finished_before_the_weights_change(folder):
 def test_a_load_that_is_given_up_while_it_waits_changes_nothing(folder):
     async def main():
         async with opened(folder) as engine, standstill(engine, chunks=5) as decoding:
-            named = tensors(CONFIG, 1)
+            named = random_tensors(CONFIG, 1)
             # The first of them ends in the fifth chunk.
             pinned = engine.generate(ask(PROMPT, seeds=range(SLOTS + 1), pinned_step=0, answer_budget=5 * CHUNK))
             await anext(pinned)
@@ -258,7 +259,7 @@ def test_another_incarnation_ends_the_requests_of_the_one_before(folder):
             pinned = ask(PROMPT, seeds=range(SLOTS + 3), pinned_step=0, answer_budget=LONG)
             task = asyncio.create_task(collect(engine, pinned))
             await eventually_async(lambda: engine.status().queued == 3)
-            loading = asyncio.create_task(load(engine, Version(77, 5), tensors(CONFIG, 1)))
+            loading = asyncio.create_task(load(engine, Version(77, 5), random_tensors(CONFIG, 1)))
             await decoding.arrival(Version(77, 5))
             decoding.go_on()
             await loading
@@ -275,11 +276,11 @@ def test_refused_weights_leave_everything_as_it_was(folder):
     async def main():
         async with opened(folder) as engine:
             before = await collect(engine, ask(PROMPT))
-            short = tensors(CONFIG, 1)
+            short = random_tensors(CONFIG, 1)
             del short["model.norm.weight"]
             with pytest.raises(ValueError, match=r"model\.norm\.weight"):
                 await load(engine, Version(0, 1), short)
-            bent = tensors(CONFIG, 1)
+            bent = random_tensors(CONFIG, 1)
             bent["model.norm.weight"] = bent["model.norm.weight"][:-1]
             with pytest.raises(ValueError, match=r"model\.norm\.weight"):
                 await load(engine, Version(0, 1), bent)
@@ -307,7 +308,7 @@ def test_closing_the_iterator_frees_its_slots_at_once(folder):
             await stream.aclose()
             assert steady(engine)
             alone = await collect(engine, ask(PROMPT, name="x", answer_budget=30))
-            reference = reference_logprobs(CONFIG, PROMPT, alone[0].token_ids, lambda t: tensors(CONFIG, 0))
+            reference = reference_logprobs(CONFIG, PROMPT, alone[0].token_ids, lambda t: random_tensors(CONFIG, 0))
             np.testing.assert_allclose(alone[0].logprobs, reference, atol=1e-4)
 
     asyncio.run(main())
@@ -335,12 +336,12 @@ def test_score_is_the_trainers_forward_pass(folder):
             token_ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 50).astype(np.int32)
             for seed, version in ((0, Version(0, 0)), (1, Version(9, 4))):
                 if seed:
-                    await load(engine, version, tensors(CONFIG, seed))
+                    await load(engine, version, random_tensors(CONFIG, seed))
                 logprobs, given = await engine.score(token_ids)
                 assert given == version
                 assert logprobs.shape == (50,) and logprobs.dtype == np.float32 and logprobs[0] == 0
                 reference = reference_logprobs(
-                    CONFIG, token_ids[:1], token_ids[1:], lambda t, s=seed: tensors(CONFIG, s)
+                    CONFIG, token_ids[:1], token_ids[1:], lambda t, s=seed: random_tensors(CONFIG, s)
                 )
                 np.testing.assert_allclose(logprobs[1:], reference, atol=1e-4)
             assert (await engine.score(token_ids[:1]))[0].tolist() == [0.0]
@@ -372,7 +373,7 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
                 await collect(engine, plain)
                 await collect(engine, ask(prompt, temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(1, 2)))
                 await engine.score(prompt.astype(np.int32))
-            await load(engine, Version(3, 1), tensors(CONFIG, 1))
+            await load(engine, Version(3, 1), random_tensors(CONFIG, 1))
             await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))
             async with standstill(engine, chunks=1):
                 task = asyncio.create_task(collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG)))

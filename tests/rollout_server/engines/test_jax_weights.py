@@ -7,15 +7,14 @@ import pytest
 
 from rollout_server.engines.jax.weights import changed_weights, decode_weights, model_params
 from scalerl_jax.contract.weight_delta import Change
-from scalerl_jax.model import DecoderConfig, Precision
+from scalerl_jax.model import Precision
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.model import experts  # noqa: F401 (adds its family)
-from tests.model.toys import from_hf
+from tests.support.models import toy_decoder
+from tests.support.params import from_hf
 
 # Query heads fill the width, so that `output` is square: its transposition shows in nothing but the values.
-CONFIG = DecoderConfig(
-    vocab_size=40, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, family="experts"
-)
+CONFIG = toy_decoder(vocab_size=40, family="experts")
 
 
 def same_bits(a, b) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 
 from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.tensor_layout import layout, rows
+from tests.support.models import toy_decoder
 
-DECODER = DecoderConfig(vocab_size=61, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48)
+DECODER = toy_decoder(vocab_size=61)
 
 
 def params_of(config: DecoderConfig = DECODER, *, spread: float = 0.2, seed: int = 0):
