@@ -30,7 +30,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner import optimizer
-from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
+from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model.decoder import Params, Precision, init_params
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
@@ -40,6 +40,7 @@ from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective.losses import cross_entropy
 from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.leaving import told_where_it_goes_on
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import files, signals
 from scalerl_jax.traces import ArithmeticTraces, FileTraces, corpus, segments

@@ -30,7 +30,7 @@ from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.batch import Batch, build, per_token
-from scalerl_jax.learner.checkpoint import Checkpoints, newest_step, told_where_it_goes_on
+from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.step import Pending, make_learner
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors, load_hf
@@ -52,6 +52,7 @@ from scalerl_jax.rollouts.weights.versions import Versions
 from scalerl_jax.run import continuing
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.leaving import told_where_it_goes_on
 from scalerl_jax.run.ledger import Ledger, ModelShape, ServerCounters
 from scalerl_jax.run.live_forecast import LiveForecast
 from scalerl_jax.run.metrics import StepMetrics

@@ -4,13 +4,7 @@ A checkpoint is three things: `state` (a tree of arrays, sharded as they are), `
 of each prompt, ...) and `manifest` (JSON). Orbax writes them; a step's folder gets its name when all of it is on disk,
 so a run killed while it saves has lost that save and nothing else.
 
-Orbax notices files that are missing or cut short, but not a flipped bit in the data. So every checkpoint also carries
-a digest of each array, of its bytes in row-major order, however it is sharded, and reading compares:
-
-    digest(x) = SHA-256(SHA-256(block 0) SHA-256(block 1) ...)        blocks of _BLOCK bytes, hashed side by side
-
-Checkpoints of format 1 carry sum_i bits(x_i) * (2 i + 1) mod 2^32 instead, which misses some pairs of flipped bits (two
-sign bits). They are still read, compared with that, and said to be so.
+Orbax notices files that are missing or cut short, but not a flipped bit: digests.py does.
 
 A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is taken. One that can be
 read but is of another model is the user's mistake and stays where it is.
@@ -18,7 +12,6 @@ read but is of another model is the user's mistake and stays where it is.
 Left out on purpose: which steps to save and what the manifest says are the trainer's.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -29,7 +22,7 @@ import logging as std_logging
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -37,16 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
-from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from scalerl_jax.cli.entry import UserError
+from scalerl_jax.learner.digests import as_numpy, compare, described, named
 from scalerl_jax.system import files
 
 Tree = Any
 
 _FORMAT = 2
-_BLOCK = 1 << 24  # bytes
 _CONCURRENT_GB = 2  # host memory that saving or restoring may hold at once
 
 
@@ -72,7 +63,7 @@ class Checkpoints:
     def save(self, step: int, state: Tree, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Starts to save and returns once `state` may be overwritten; waits first if the last save is still going on.
 
-        Every host calls it with the same step. A step that is saved already is left as it is. Raises what the save
+        A step that is saved already is left as it is. Raises what the save
         before it failed with: files.WriteError on a full disk.
         """
         with self._faults():
@@ -85,12 +76,12 @@ class Checkpoints:
         record = {
             "format": _FORMAT,
             "manifest": dict(manifest),
-            "state": _described(state),
-            "arrays": _described(_as_numpy(arrays)),
+            "state": described(state),
+            "arrays": described(as_numpy(arrays)),
         }
         record["sha256"] = hashlib.sha256(_canonical(record)).hexdigest()
         items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "manifest": ocp.args.JsonSave(record)}
-        stored = {name: x for name, x in _as_numpy(arrays).items() if x.size}  # Orbax refuses empty ones
+        stored = {name: x for name, x in as_numpy(arrays).items() if x.size}  # Orbax refuses empty ones
         if stored:
             items["arrays"] = ocp.args.StandardSave(stored)
         manager.save(step, args=ocp.args.Composite(**items))
@@ -185,30 +176,6 @@ def _drop_late_writes() -> None:
     sys.unraisablehook = hook
 
 
-@contextlib.contextmanager
-def told_where_it_goes_on(workdir: str) -> Iterator[None]:
-    """Around a run: a folder that cannot be written to any more ends it with one line (UserError)."""
-    try:
-        yield
-    except OSError as error:
-        if not isinstance(error, files.WriteError) and error.filename is None:
-            raise
-        raise UserError(_where_it_goes_on(workdir, error)) from error
-
-
-def _where_it_goes_on(workdir: str, error: OSError) -> str:
-    folder, file = os.path.abspath(workdir), os.path.abspath(str(error.filename))
-    inside = file.startswith(folder + os.sep)
-    what = f"--workdir={workdir}" if inside or file == folder else file
-    what = f"{what}: {files.reason(error)}" + (f" ({os.path.relpath(file, folder)})" if inside else "")
-    if not os.path.isdir(folder):
-        return f"--workdir={workdir}: the folder was deleted or moved while the run wrote to it"
-    step = newest_step(os.path.join(folder, "checkpoints"))
-    goes_on = f"the run goes on from step {step}" if step is not None else "the run begins again"
-    when = "there is room" if error.errno in files.FULL else "that is mended"
-    return f"{what}; {goes_on} with the same command when {when}"
-
-
 def read_newest(directory: str, part: str) -> Checkpoint:
     """The newest readable checkpoint, but only `part` of its state ("params"), on one device. Changes nothing on disk.
 
@@ -293,7 +260,7 @@ def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Check
                     restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored},
                 ),
             )
-        _compare(arrays, record["arrays"])
+        compare(arrays, record["arrays"])
         state = reader.restore(
             os.path.join(path, "state"),
             args=ocp.args.PyTreeRestore(
@@ -302,7 +269,7 @@ def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Check
                 partial_restore=True,
             ),
         )
-    _compare(state, record["state"])
+    compare(state, record["state"])
     if record["format"] == 1:
         logging.warning(
             "checkpoint %d has the checksums of an older release, which miss some damage; the next one has SHA-256",
@@ -327,7 +294,7 @@ def _expected(record: dict[str, Any], part: str) -> Tree:
 
 def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
     """In what the saved state is not what the run needs, as a line."""
-    needed = {name: (list(leaf.shape), str(leaf.dtype)) for name, leaf in _named(abstract)}
+    needed = {name: (list(leaf.shape), str(leaf.dtype)) for name, leaf in named(abstract)}
     for name, (shape, dtype) in needed.items():
         if name not in record["state"]:
             return f"the checkpoint has no {name}, which this model and optimizer need"
@@ -339,83 +306,12 @@ def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
 
 
 def _set_aside(directory: str, step: int) -> str:
-    """Renames a step's folder so that the step can be saved again; the first host does it, all wait."""
+    """Renames a step's folder so that the step can be saved again."""
     number = 0
     while os.path.exists(aside := os.path.join(directory, f"unreadable-{step}-{number}")):
         number += 1
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"set aside {step}")
-    if jax.process_index() == 0:
-        os.rename(os.path.join(directory, str(step)), aside)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"set aside {step}: done")
+    os.rename(os.path.join(directory, str(step)), aside)
     return aside
-
-
-def _described(tree: Tree) -> dict[str, list[Any]]:
-    """Shape, dtype and digest of each leaf, by its name."""
-    return {
-        name: [list(leaf.shape), str(leaf.dtype), digest]
-        for (name, leaf), digest in zip(_named(tree), _digests(tree), strict=True)
-    }
-
-
-def _compare(tree: Tree, recorded: Mapping[str, Any]) -> None:
-    """Raises OSError naming an array that is not the one that was saved."""
-    leaves = _named(tree)
-    digests: Sequence[Any]
-    if any(isinstance(recorded[name][2], int) for name, _ in leaves):
-        digests = [zlib.crc32(_bytes(x)) if isinstance(x, np.ndarray) else int(_old_digest(x)) for _, x in leaves]
-    else:
-        digests = _digests(tree)
-    for (name, _), digest in zip(leaves, digests, strict=True):
-        if digest != recorded[name][2]:
-            raise OSError(f"the data of {name} is damaged")
-
-
-def _digests(tree: Tree) -> list[str]:
-    """Of each leaf, in the order of jax.tree.leaves. One leaf at a time is in host memory."""
-    out = []
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for leaf in jax.tree.leaves(tree):
-            data = _bytes(_on_host(leaf))
-            blocks = pool.map(
-                lambda start, data=data: hashlib.sha256(data[start : start + _BLOCK]).digest(),
-                range(0, len(data), _BLOCK),
-            )
-            out.append(hashlib.sha256(b"".join(blocks)).hexdigest())
-    return out
-
-
-def _on_host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(x)
-
-
-def _bytes(x: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
-
-
-@jax.jit
-def _old_digest(x: jax.Array) -> jax.Array:
-    """Of format 1."""
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    position = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(bits.astype(jnp.uint32) * (2 * position + 1), dtype=jnp.uint32)
-
-
-def _named(tree: Tree) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
-
-
-def _as_numpy(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in arrays.items()}
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:

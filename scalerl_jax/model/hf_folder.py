@@ -1,6 +1,5 @@
 """Writes a policy as a Hugging Face folder, which transformers and vLLM load: whole, or not at all."""
 
-import contextlib
 import json
 import math
 import os
@@ -10,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from scalerl_jax.model.decoder import Params
@@ -38,22 +36,19 @@ def write_model_folder(
     """Makes the folder `out`: weights in `dtype`, config.json, generation_config.json, the files of the tokenizer.
 
     The tokenizer's files come from `tokenizer_dir`; where it is a model folder of the same decoder, its config.json and
-    generation_config.json are kept, so that nothing they say (padding, chat tokens) is lost. All hosts call it, the
-    first one writes. Raises ValueError where `out` exists or tokenizer_dir has no tokenizer.json.
+    generation_config.json are kept, so that nothing they say (padding, chat tokens) is lost.
+    Raises ValueError where `out` exists or tokenizer_dir has no tokenizer.json.
     """
     if os.path.exists(out):
         raise ValueError(f"{out}: exists already")
     if not os.path.isfile(os.path.join(tokenizer_dir, "tokenizer.json")):
         raise ValueError(f"{tokenizer_dir}: no tokenizer.json there")
-    out = os.path.abspath(out)
-    writes = jax.process_index() == 0
-    with files.whole_folder(out) if writes else contextlib.nullcontext("") as folder:
-        _write_weights(folder, params, decoder, dtype, shard_bytes, writes)
-        if writes:
-            _write_rest(folder, decoder, tokenizer_dir, dtype)
+    with files.whole_folder(os.path.abspath(out)) as folder:
+        _write_weights(folder, params, decoder, dtype, shard_bytes)
+        _write_rest(folder, decoder, tokenizer_dir, dtype)
 
 
-def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: str, limit: int, writes: bool) -> None:
+def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: str, limit: int) -> None:
     """One file, or several with an index. Never more than one file's tensors are held beside the parameters."""
     sizes = {name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, shape in hf_tensors(decoder).items()}
     shards = _split(sizes, limit)
@@ -62,16 +57,9 @@ def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: s
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         where |= dict.fromkeys(names, file)
         tensors = jax.jit(lambda p, names=names: {n: to_hf(p, decoder, jnp.dtype(dtype))[n] for n in names})(params)
-        gathered: dict[str, np.ndarray] = {}
-        for name in names:
-            value = tensors.pop(name)
-            if not value.is_fully_addressable:
-                value = multihost_utils.process_allgather(value, tiled=True)
-            if writes:
-                gathered[name] = np.asarray(value)
-        if writes:
-            save_file(gathered, os.path.join(folder, file), metadata={"format": "pt"})
-    if writes and len(shards) > 1:
+        gathered = {name: np.asarray(tensors.pop(name)) for name in names}
+        save_file(gathered, os.path.join(folder, file), metadata={"format": "pt"})
+    if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         _write_json(folder, "model.safetensors.index.json", index)
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.learner import checkpoint as checkpoint_lib
+from scalerl_jax.learner import digests as digests_lib
 from scalerl_jax.learner.checkpoint import Checkpoints, read_newest
 from tests.support.paths import ROOT
 
@@ -281,34 +281,34 @@ def test_a_digest_finds_any_one_or_two_flipped_bits_and_any_two_words_swapped(dt
     i, j = data.draw(st.lists(st.integers(0, x.size - 1), min_size=2, max_size=2, unique=True))
     swapped = x.reshape(-1).copy()
     swapped[[i, j]] = swapped[[j, i]]
-    (whole,) = checkpoint_lib._digests([x])
-    assert checkpoint_lib._digests([flip(x, *bits)]) != [whole]
-    assert x.reshape(-1)[i] == x.reshape(-1)[j] or checkpoint_lib._digests([swapped]) != [whole]
-    assert checkpoint_lib._digests([jnp.asarray(x)]) == [whole]
+    (whole,) = digests_lib.digests([x])
+    assert digests_lib.digests([flip(x, *bits)]) != [whole]
+    assert x.reshape(-1)[i] == x.reshape(-1)[j] or digests_lib.digests([swapped]) != [whole]
+    assert digests_lib.digests([jnp.asarray(x)]) == [whole]
 
 
 def test_a_digest_of_many_blocks_is_that_of_their_digests(monkeypatch):
     x = np.arange(1000, dtype=np.int32)
-    monkeypatch.setattr(checkpoint_lib, "_BLOCK", 512)
+    monkeypatch.setattr(digests_lib, "_BLOCK", 512)
     blocks = [x.tobytes()[start : start + 512] for start in range(0, 4000, 512)]
     expected = hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).hexdigest()
-    assert checkpoint_lib._digests([x]) == [expected]
-    assert checkpoint_lib._digests([np.zeros(0)]) == [hashlib.sha256(b"").hexdigest()]
+    assert digests_lib.digests([x]) == [expected]
+    assert digests_lib.digests([np.zeros(0)]) == [hashlib.sha256(b"").hexdigest()]
 
 
 def save_tampered(directory, change):
     """Saves a state, and then, under the digests of that one, what `change` makes of it."""
     state = make_state(5)
-    digests = {id(leaf): digest for leaf, digest in zip(jax.tree.leaves(state), checkpoint_lib._digests(state))}
+    digests = {id(leaf): digest for leaf, digest in zip(jax.tree.leaves(state), digests_lib.digests(state))}
     assert len(digests) == len(jax.tree.leaves(state))
     hurt = jax.tree.map(lambda x: jnp.asarray(change(np.asarray(x))), state)
     checkpoints = Checkpoints(directory, keep=1)
-    real = checkpoint_lib._digests
+    real = digests_lib.digests
     try:
-        checkpoint_lib._digests = lambda tree: list(digests.values()) if tree is hurt else real(tree)
+        digests_lib.digests = lambda tree: list(digests.values()) if tree is hurt else real(tree)
         checkpoints.save(5, hurt, manifest={}, arrays={})
     finally:
-        checkpoint_lib._digests = real
+        digests_lib.digests = real
     checkpoints.close()
 
 
