@@ -13,7 +13,7 @@ from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Version
 from tests.rollout_server.client import INCARNATION, PROMPT, STOP, ended, group, long_group, random_weights, serving
-from tests.rollout_server.standstill import CHUNK, standstill
+from tests.rollout_server.pause_decoding import CHUNK, pause_decoding
 
 MakeEngine = Callable[..., Engine]
 
@@ -180,7 +180,7 @@ async def test_requests_that_nobody_could_serve(make_engine: MakeEngine) -> None
 
 
 async def test_a_full_server_says_so_and_takes_nothing(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=1) as decoding:
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=1) as decoding:
         first = asyncio.create_task(served.generate(long_group("train/0", completions=11, incarnation=0)))
         full = await served.until(lambda status: status.busy_slots == 4)
         assert full.queued == 7
@@ -196,7 +196,7 @@ async def test_a_full_server_says_so_and_takes_nothing(make_engine: MakeEngine) 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 async def test_hanging_up_frees_slots_and_places(make_engine: MakeEngine, how: str) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=2) as decoding:
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=2) as decoding:
         wanted = codec.request_to_proto(long_group(completions=12, incarnation=0))
         call = served.stub.Generate(wanted, timeout=0.2 if how == "deadline" else 60)
         if how == "cancel":
@@ -217,7 +217,7 @@ async def test_hanging_up_frees_slots_and_places(make_engine: MakeEngine, how: s
 
 
 async def test_asking_again_ends_the_older_call(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=1) as decoding:
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=1) as decoding:
         older = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=60)
         await served.until(lambda status: status.busy_slots == 4)
         # The server is full, yet this is no more than it holds already: the places of the older call are taken over.
@@ -238,7 +238,7 @@ async def test_the_same_index_of_another_group_is_another_completion(make_engine
 
 
 async def test_a_stopping_server_says_unavailable(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=1):
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=1):
         call = served.stub.Generate(codec.request_to_proto(long_group(incarnation=0)), timeout=60)
         await served.until(lambda status: status.busy_slots == 4)
         await served.server.service.stop()

@@ -22,7 +22,7 @@ from tests.rollout_server.client import (
     random_weights,
     serving,
 )
-from tests.rollout_server.standstill import CHUNK, hold_loading, standstill
+from tests.rollout_server.pause_decoding import CHUNK, pause_decoding, pause_loading
 from tests.support.waiting import eventually_async
 
 MakeEngine = Callable[..., Engine]
@@ -69,7 +69,7 @@ async def staged(served: Served, version: Version, seed: int) -> Push:
 
 
 async def test_weights_are_swapped_in_mid_completion(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=3) as decoding:
         await served.push(step(1), random_weights(served.engine, 1))
         push = await staged(served, step(2), 2)
         sampling = asyncio.create_task(served.generate(long_group(completions=12)))
@@ -89,7 +89,7 @@ async def test_weights_are_swapped_in_mid_completion(make_engine: MakeEngine) ->
 
 
 async def test_a_pinned_completion_is_finished_by_its_own_version(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=3) as decoding:
         await served.push(step(1), random_weights(served.engine, 1))
         push = await staged(served, step(2), 2)
         pinned = asyncio.create_task(served.generate(long_group("eval/1/0", completions=12, pinned_step=1)))
@@ -104,7 +104,7 @@ async def test_a_pinned_completion_is_finished_by_its_own_version(make_engine: M
 
 
 async def test_a_pin_that_is_given_up_lets_the_weights_in(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=3) as decoding:
         await served.push(step(1), random_weights(served.engine, 1))
         wanted = codec.request_to_proto(long_group("eval/1/0", completions=12, pinned_step=1))
         push = await staged(served, step(2), 2)
@@ -120,7 +120,7 @@ async def test_a_pin_that_is_given_up_lets_the_weights_in(make_engine: MakeEngin
 
 
 async def test_a_new_incarnation_ends_what_the_old_one_leased(make_engine: MakeEngine) -> None:
-    async with serving(make_engine()) as served, standstill(served.engine, chunks=3) as decoding:
+    async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=3) as decoding:
         await served.push(step(9), random_weights(served.engine, 1))
         # A trainer that starts anew, from an older checkpoint.
         new = Version(INCARNATION + 1, 4)
@@ -266,7 +266,7 @@ async def test_a_newer_push_takes_the_place_of_an_older_one(make_engine: MakeEng
 async def test_a_push_waits_while_another_is_applied(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 is held up; 3 and 4 come meanwhile. The newest goes on, and the tensors of 2 are not overwritten."""
     async with serving(make_engine()) as served:
-        service, go = served.server.service._weights, hold_loading(served.engine, monkeypatch)
+        service, go = served.server.service._weights, pause_loading(served.engine, monkeypatch)
         second = asyncio.create_task(served.push(step(2), random_weights(served.engine, 2)))
         await eventually_async(lambda: service._applying is not None)
         third = asyncio.create_task(served.push(step(3), random_weights(served.engine, 3)))
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_after_commit_leaves_a_whole_version(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(make_engine()) as served:
-        service, go = served.server.service._weights, hold_loading(served.engine, monkeypatch)
+        service, go = served.server.service._weights, pause_loading(served.engine, monkeypatch)
         push = await staged(served, step(2), 2)
         await push.send_commit()
         await eventually_async(lambda: service._applying is not None)

@@ -21,7 +21,7 @@ from scalerl_jax.contract import codec, limits
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk, cut
 from tests.rollout_server.client import PROMPT, Push, Served, group, long_group, random_weights, serving
-from tests.rollout_server.standstill import standstill
+from tests.rollout_server.pause_decoding import pause_decoding
 from tests.support.waiting import eventually_async
 
 MakeEngine = Callable[..., Engine]
@@ -247,7 +247,7 @@ async def test_a_stream_that_nobody_reads_ends(
 async def test_requests_pinned_to_an_old_version_do_not_keep_a_late_one_out(
     make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(make_replay()) as served, standstill(served.engine, chunks=1) as decoding:
+    async with serving(make_replay()) as served, pause_decoding(served.engine, chunks=1) as decoding:
         await served.push(codec.Version(7, 1), random_weights(served.engine, 1))
         pinned = asyncio.create_task(served.generate(long_group(incarnation=7, pinned_step=1)))
         await served.until(lambda status: status.busy_slots == 4)

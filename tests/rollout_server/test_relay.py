@@ -16,7 +16,7 @@ from scalerl_jax.rollouts.weights import relay_tree
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import serving
 from tests.rollout_server.passing import MakeReplay, all_of, fate, fleet, header_to, published
-from tests.rollout_server.standstill import hold_loading
+from tests.rollout_server.pause_decoding import pause_loading
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ async def test_a_server_that_is_slow_to_take_it_holds_up_nobody(
     async with fleet(make_replay, 4) as (servers, run):
         run.publish()
         await all_of(run, servers, None)
-        go = hold_loading(servers[1].engine, monkeypatch)
+        go = pause_loading(servers[1].engine, monkeypatch)
         run.publish()
         pushes = [asyncio.create_task(run.push(served, 0)) for served in servers]
         await asyncio.wait({pushes[0], pushes[2], pushes[3]})
@@ -154,7 +154,7 @@ async def test_one_that_goes_on_to_another_dense_version_says_whom_it_has_left(
     async with fleet(make_replay, 2) as (servers, run):
         run.publish()
         await all_of(run, servers, None)
-        go = hold_loading(servers[1].engine, monkeypatch)
+        go = pause_loading(servers[1].engine, monkeypatch)
         run.publish()
         before = run.publisher.sent_bytes
         pushes = [asyncio.create_task(run.push(served, None)) for served in servers]

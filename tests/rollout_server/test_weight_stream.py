@@ -25,7 +25,7 @@ from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.publisher import Publisher
 from scalerl_jax.rollouts.weights.push import PushReport
 from tests.rollout_server.client import INCARNATION, Served, long_group, serving
-from tests.rollout_server.held import held_bits
+from tests.rollout_server.engine_weights import weight_bits
 from tests.rollout_server.record_run import EMPTY, UPDATES, Recorded
 from tests.support.paths import ROOT
 
@@ -93,7 +93,7 @@ class Follower:
     async def compare(self, trainer: Trainer, step: int | None = None) -> None:
         step = trainer.step if step is None else step
         assert self.served.engine.status().version == codec.Version(trainer.incarnation, step)
-        held, wanted = await held_bits(self.served.engine), trainer.recorded.tensors(step)
+        held, wanted = await weight_bits(self.served.engine), trainer.recorded.tensors(step)
         assert held.keys() == wanted.keys()
         for name, bits in wanted.items():
             assert held[name].tobytes() == bits.tobytes(), f"{name} of version {step}"

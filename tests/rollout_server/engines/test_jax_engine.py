@@ -14,7 +14,7 @@ from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from tests.rollout_server.jax_reference import ask, reference_logprobs, tiny
-from tests.rollout_server.standstill import CHUNK, standstill
+from tests.rollout_server.pause_decoding import CHUNK, pause_decoding
 from tests.support.models import random_tensors, write_folder
 from tests.support.waiting import eventually_async
 
@@ -106,7 +106,7 @@ def test_info_and_folder_errors(folder, tmp_path):
 
 def test_a_request_that_does_not_fit_takes_nothing(folder):
     async def main():
-        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+        async with opened(folder) as engine, pause_decoding(engine, chunks=1) as decoding:
             first = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS), answer_budget=LONG)))
             await eventually_async(lambda: engine.status().busy_slots == SLOTS)
             second = asyncio.create_task(
@@ -161,7 +161,7 @@ def test_weights_swapped_in_flight(folder):
     named = [random_tensors(CONFIG, seed) for seed in range(3)]
 
     async def main():
-        async with opened(folder) as engine, standstill(engine, chunks=7) as decoding:
+        async with opened(folder) as engine, pause_decoding(engine, chunks=7) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(3), answer_budget=LONG)))
             pauses = []
             for step in (1, 2):
@@ -190,7 +190,7 @@ def test_one_prefill_per_group_and_version(folder):
     named = [random_tensors(CONFIG, seed) for seed in range(2)]
 
     async def main():
-        async with opened(folder) as engine, standstill(engine, chunks=3) as decoding:
+        async with opened(folder) as engine, pause_decoding(engine, chunks=3) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(SLOTS + 5), answer_budget=40)))
             await eventually_async(lambda: engine.status().sampled_tokens >= 10)
             loading = asyncio.create_task(load(engine, Version(0, 1), named[1]))
@@ -213,7 +213,7 @@ def test_one_prefill_per_group_and_version(folder):
 
 def test_a_pinned_request_is_finished_before_the_weights_change(folder):
     async def main():
-        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+        async with opened(folder) as engine, pause_decoding(engine, chunks=1) as decoding:
             named = random_tensors(CONFIG, 1)
             pinned = ask(PROMPT, name="eval", seeds=range(SLOTS + 2), pinned_step=0, answer_budget=50)
             task = asyncio.create_task(collect(engine, pinned))
@@ -233,7 +233,7 @@ def test_a_pinned_request_is_finished_before_the_weights_change(folder):
 
 def test_a_load_that_is_given_up_while_it_waits_changes_nothing(folder):
     async def main():
-        async with opened(folder) as engine, standstill(engine, chunks=5) as decoding:
+        async with opened(folder) as engine, pause_decoding(engine, chunks=5) as decoding:
             named = random_tensors(CONFIG, 1)
             # The first of them ends in the fifth chunk.
             pinned = engine.generate(ask(PROMPT, seeds=range(SLOTS + 1), pinned_step=0, answer_budget=5 * CHUNK))
@@ -255,7 +255,7 @@ def test_a_load_that_is_given_up_while_it_waits_changes_nothing(folder):
 
 def test_another_incarnation_ends_the_requests_of_the_one_before(folder):
     async def main():
-        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+        async with opened(folder) as engine, pause_decoding(engine, chunks=1) as decoding:
             pinned = ask(PROMPT, seeds=range(SLOTS + 3), pinned_step=0, answer_budget=LONG)
             task = asyncio.create_task(collect(engine, pinned))
             await eventually_async(lambda: engine.status().queued == 3)
@@ -296,7 +296,7 @@ def test_closing_the_iterator_frees_its_slots_at_once(folder):
         async with opened(folder) as engine:
             endless = ask(PROMPT, seeds=range(SLOTS + QUEUE), answer_budget=LONG)
             for _ in range(3):
-                async with standstill(engine, chunks=1):
+                async with pause_decoding(engine, chunks=1):
                     task = asyncio.create_task(collect(engine, endless))
                     await eventually_async(lambda: engine.status().busy_slots == SLOTS)
                     task.cancel()
@@ -316,7 +316,7 @@ def test_closing_the_iterator_frees_its_slots_at_once(folder):
 
 def test_closing_the_engine_ends_what_is_running(folder):
     async def main():
-        async with opened(folder) as engine, standstill(engine, chunks=1) as decoding:
+        async with opened(folder) as engine, pause_decoding(engine, chunks=1) as decoding:
             task = asyncio.create_task(collect(engine, ask(PROMPT, seeds=range(9), answer_budget=LONG)))
             await eventually_async(lambda: engine.status().sampled_tokens > 0)
             closing = asyncio.create_task(engine.close())
@@ -375,7 +375,7 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
                 await engine.score(prompt.astype(np.int32))
             await load(engine, Version(3, 1), random_tensors(CONFIG, 1))
             await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))
-            async with standstill(engine, chunks=1):
+            async with pause_decoding(engine, chunks=1):
                 task = asyncio.create_task(collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG)))
                 await eventually_async(lambda: engine.status().busy_slots == 1)
                 task.cancel()

@@ -18,14 +18,14 @@ async def _jax(engine: Any) -> Mapping[str, np.ndarray]:
 
     # On the host: this is done after every version. From the dtype that the weights are computed in back to the wire's
     # is exact, since they were rounded to it.
-    held = jax.device_get(engine._weights)
+    weights = jax.device_get(engine._weights)
     joined = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
     columns: dict[tuple[int | None, str], int] = {}
     out = {}
     for name, tensor in layout(engine._config).items():
         leaf, layer = tensor.row.leaf, tensor.layer
         array = next((key for key, parts in joined.items() if leaf in parts), leaf)
-        whole = held[array] if layer is None else held["layers"][layer][array]
+        whole = weights[array] if layer is None else weights["layers"][layer][array]
         if tensor.row.transposed:
             start = columns.get((layer, array), 0)
             columns[layer, array] = start + tensor.shape[0]
@@ -36,11 +36,11 @@ async def _jax(engine: Any) -> Mapping[str, np.ndarray]:
 
 async def _vllm(engine: Any) -> Mapping[str, np.ndarray]:
     # Of one worker, which holds all of every tensor.
-    held = {}
+    weights = {}
     for name, shape in engine.info.tensors.items():
         (part,) = await engine._vllm.engine.collective_rpc("scalerl_held", args=(name,))
-        held[name] = np.frombuffer(part, np.uint16).reshape(shape)
-    return held
+        weights[name] = np.frombuffer(part, np.uint16).reshape(shape)
+    return weights
 
 
 # By the engine's name; bfloat16, or its bits.
@@ -51,7 +51,7 @@ DUMPS: dict[str, Callable[[Any], Awaitable[Mapping[str, np.ndarray]]]] = {
 }
 
 
-async def held_bits(engine: Any) -> dict[str, np.ndarray]:
+async def weight_bits(engine: Any) -> dict[str, np.ndarray]:
     """Hugging Face name -> uint16."""
-    held = await DUMPS[engine.info.name](engine)
-    return {name: np.ascontiguousarray(tensor).view(np.uint16) for name, tensor in held.items()}
+    weights = await DUMPS[engine.info.name](engine)
+    return {name: np.ascontiguousarray(tensor).view(np.uint16) for name, tensor in weights.items()}

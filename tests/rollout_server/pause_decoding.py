@@ -1,6 +1,6 @@
-"""Decoding that stands still where a test wants it, so that what the test does meanwhile comes neither early nor late.
+"""Decoding that is paused where a test wants it, so that what the test does meanwhile comes neither early nor late.
 
-    async with standstill(engine, chunks=3) as decoding:
+    async with pause_decoding(engine, chunks=3) as decoding:
         ...                         three chunks are decoded, and no more
         decoding.more(2)            two more
         decoding.go_on()            as many as there are; so it is at the end of the block
@@ -86,30 +86,30 @@ Waits = Callable[[Version], bool]  # whether a version waits in the engine for w
 def _jax(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
     dispatch = engine._pool.dispatch
 
-    def held(weights: Any, step: int) -> None:
+    def paused(weights: Any, step: int) -> None:
         decoding.begin()
         dispatch(weights, step)
 
-    delta.setattr(engine._pool, "dispatch", held)
+    delta.setattr(engine._pool, "dispatch", paused)
     return lambda version: engine._staged is not None
 
 
 def _replay(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
     flip = engine._flip  # which comes before every chunk
 
-    async def held() -> None:
+    async def paused() -> None:
         if engine._queue.running:
             await decoding.begin_on_loop()
         await flip()  # last: from here to the chunk, or to its sleep, the loop awaits nothing
 
-    delta.setattr(engine, "_flip", held)
+    delta.setattr(engine, "_flip", paused)
     return lambda version: engine._staged is not None
 
 
 def _vllm(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
     generate = engine._vllm.generate
 
-    async def held(
+    async def paused(
         request: GroupRequest, wanted: CompletionRequest, *, salt: str
     ) -> AsyncGenerator[tuple[Sequence[int], Sequence[float], int], None]:
         count = 0
@@ -120,7 +120,7 @@ def _vllm(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
                     yield [token], [logprob], prefilled
                     count, prefilled = count + 1, 0
 
-    delta.setattr(engine._vllm, "generate", held)
+    delta.setattr(engine._vllm, "generate", paused)
     return lambda version: not engine._queue.may_swap(version)
 
 
@@ -132,7 +132,7 @@ ENGINES: dict[str, Callable[[Any, Decoding, pytest.MonkeyPatch], Waits]] = {
 
 
 @contextlib.asynccontextmanager
-async def standstill(engine: Any, *, chunks: int = 0) -> AsyncIterator[Decoding]:
+async def pause_decoding(engine: Any, *, chunks: int = 0) -> AsyncIterator[Decoding]:
     """Of an engine that is idle: `chunks` are decoded from now on. To be left before the engine is closed."""
     decoding, load = Decoding(chunks), engine.load
 
@@ -151,13 +151,13 @@ async def standstill(engine: Any, *, chunks: int = 0) -> AsyncIterator[Decoding]
             decoding.go_on()
 
 
-def hold_loading(engine: Any, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+def pause_loading(engine: Any, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """The engine takes no weights before the event is set."""
     go, load = asyncio.Event(), engine.load
 
-    async def held_up(version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
+    async def paused(version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         await go.wait()
         return await load(version, tensors, changes)
 
-    monkeypatch.setattr(engine, "load", held_up)
+    monkeypatch.setattr(engine, "load", paused)
     return go
