@@ -15,13 +15,14 @@ The runs' own are profile likelihood; where a run has seeds, widened to what a b
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from scalerl_jax.scaling import fit as fit_module
-from scalerl_jax.scaling import resample, slopes
+from scalerl_jax.scaling import least_squares, resample, slopes
 from scalerl_jax.scaling.fit import SEED_MARGIN, SigmoidFit
 from scalerl_jax.scaling.points import Points
 
@@ -29,9 +30,9 @@ Interval = tuple[float, float]
 _SEED_RESAMPLES = 1000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """One recipe: its points (check_points) and the fit of them, its seeds together."""
+    """One recipe: its points (check_points) and the fit of them, its seeds together. Equal to itself alone."""
 
     name: str
     points: Points
@@ -110,18 +111,15 @@ def compare(
     refits. seed: of the bootstrap of runs with seeds.
     """
     assert len(runs) >= 2
-    own = {id(run): asymptote_intervals(run, seed=seed) for run in runs}
+    own = {run: asymptote_intervals(run, seed=seed) for run in runs}
     base = runs[baseline]
-    refits: dict[tuple[int, float], slopes.Slope] = {}
 
+    @functools.cache
     def refit(run: Run, asymptote: float) -> slopes.Slope:
-        key = (id(run), asymptote)
-        if key not in refits:
-            refits[key] = slopes.refit(run.points, asymptote, grid=grid)
-        return refits[key]
+        return slopes.refit(run.points, asymptote, grid=grid)
 
     def differ(first: Run, second: Run) -> tuple[Difference, str]:
-        found = difference(first.fit.asymptote, own[id(first)], second.fit.asymptote, own[id(second)])
+        found = difference(first.fit.asymptote, own[first], second.fit.asymptote, own[second])
         return found, verdict(found, margin)
 
     alike = [run for run in runs if run is base or differ(run, base)[1] == "none"]
@@ -131,15 +129,15 @@ def compare(
         common = mean if common_asymptote is None else common_asymptote
     table = []
     for run in runs:
-        slope = refit(run, common) if common is not None and any(run is one for one in alike) else None
+        slope = refit(run, common) if common is not None and run in alike else None
         if run is base:
-            table.append(LeftOut(run, own[id(run)][0], None, "", slope, None))
+            table.append(LeftOut(run, own[run][0], None, "", slope, None))
             continue
         found, word = differ(run, base)
         exponent = None
         if slope is not None and common is not None:
             exponent = exponent_difference(slope, refit(base, common))
-        table.append(LeftOut(run, own[id(run)][0], found, word, slope, exponent))
+        table.append(LeftOut(run, own[run][0], found, word, slope, exponent))
 
     pairs = []
     for i, one in enumerate(runs):
@@ -149,7 +147,7 @@ def compare(
             found, word = differ(first, second)
             both, exponent = None, None
             if word == "none":
-                in_table = common is not None and all(any(run is a for a in alike) for run in (first, second))
+                in_table = common is not None and first in alike and second in alike
                 mean = (first.fit.asymptote + second.fit.asymptote) / 2
                 chosen = common if in_table else mean if common_asymptote is None else common_asymptote
                 assert chosen is not None
@@ -193,12 +191,12 @@ def asymptote_intervals(run: Run, *, seed: int = 0) -> tuple[Interval, Interval]
     samples = None
     if run.seeds > 1:
         data = fit_module.squares_data(run.points)
-        estimate = (fit.asymptote, fit.exponent, fit.midpoint, fit.initial_reward)
-        cells = fit_module.search_cells(data.log_compute)
+        estimate = tuple(fit.parameters.values())
+        cells = least_squares.search_cells(data.log_compute)
         samples = resample.bootstrap(run.points, data, cells, estimate, count=_SEED_RESAMPLES, seed=seed)[:, 0]
     both = []
     for level in (0.95, 0.90):
-        low, high = fit.intervals["asymptote"] if level == 0.95 else fit.interval("asymptote", level=level)
+        low, high = fit.interval("asymptote", level=level)
         if samples is not None:
             tail = 50 * (1 - level)
             ends = np.percentile(samples, [tail, 100 - tail])

@@ -26,20 +26,13 @@ from scalerl_jax.scaling.points import Points, check_points
 from scalerl_jax.scaling.precision import double_precision
 
 _LEVEL = 0.95
-_CELL_ROWS = 40  # of ln B
-_CELL_COLUMNS = 64  # of ln C_mid
-_CELL_EXPONENTS = (0.05, 60.0)
 _CURVE_POINTS = 128  # curves and bands are computed at this many points at least
 
 
 @dataclasses.dataclass(frozen=True)
-class SigmoidFit:
+class SigmoidFit(law.Sigmoid):
     """A fitted curve. Compute is in the unit it was given in."""
 
-    asymptote: float
-    exponent: float
-    midpoint: float
-    initial_reward: float
     ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
     points: int  # used, as given
     intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
@@ -60,11 +53,6 @@ class SigmoidFit:
             curve = np.asarray(_curve(_widened(compute.ravel()), **self.parameters))
         return curve[: compute.size].reshape(compute.shape)
 
-    @property
-    def parameters(self) -> dict[str, float]:
-        names = ("asymptote", "exponent", "midpoint", "initial_reward")
-        return {name: getattr(self, name) for name in names}
-
     def band(
         self, compute, *, level: float = _LEVEL, evaluation_variance: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +63,7 @@ class SigmoidFit:
         log_compute = np.log(np.atleast_1d(np.asarray(compute, np.float64)))
         asked = len(log_compute)
         log_compute = _widened(log_compute)
-        rise = min(profile.threshold(level, self.dispersion, self.state.degrees), 1e12)
+        rise = self.state.rise(level)
         with double_precision():
             shapes = profile.band_shapes(self.state.found)
             state = self.state
@@ -90,8 +78,7 @@ class SigmoidFit:
 
     def interval(self, name: str, *, level: float) -> tuple[float, float]:
         """Profile interval of asymptote, exponent or midpoint at another level than 95 %."""
-        found = self.state.profile(min(profile.threshold(level, self.dispersion, self.state.degrees), 1e12))
-        return read_intervals(found, tuple(self.parameters.values()))[name]
+        return self.state.intervals(level, tuple(self.parameters.values()))[name]
 
     def compute_to_reach(self, target: float) -> float:
         """Compute at which the curve is at `target`; inf if it never is."""
@@ -102,7 +89,7 @@ class SigmoidFit:
         """Percentiles of the resamples. Raises ValueError if the fit was made with bootstrap=0."""
         if self.samples is None:
             raise ValueError("bootstrap_interval: the fit was made with bootstrap=0")
-        column = self.samples[:, ("asymptote", "exponent", "midpoint", "initial_reward").index(name)]
+        column = self.samples[:, list(self.parameters).index(name)]
         tail = 100 * (1 - level) / 2
         low, high = np.percentile(column, [tail, 100 - tail])
         return float(low), float(high)
@@ -114,11 +101,19 @@ class FitState:
 
     data: least_squares.Data  # weights 1 / variance
     constraint: least_squares.Constraint
-    found: profile.Profile
+    found: profile.Profile  # at _LEVEL
     degrees: float  # of freedom of the t that intervals use, the counts' included
+    dispersion: float
 
-    def profile(self, rise: float) -> profile.Profile:
-        return _profile(self.found.best, self.data, self.constraint, rise)
+    def rise(self, level: float) -> float:
+        """How far Q may rise within an interval of this level."""
+        return profile.threshold(level, self.dispersion, self.degrees)
+
+    def intervals(self, level: float, estimate) -> dict[str, tuple[float, float]]:
+        """Of each parameter but R0. estimate: A, B, C_mid, which are inside."""
+        best, rise = self.found.best, self.rise(level)
+        found = self.found if level == _LEVEL else _profile(best, self.data, self.constraint, rise)
+        return read_intervals(found, estimate)
 
 
 def fit_sigmoid(
@@ -157,26 +152,28 @@ def fit_sigmoid(
     points = check_points(
         compute, reward, initial_reward=initial_reward, burn_in=burn_in, fit_until=fit_until, counts=counts, run=run
     )
+    if midpoint_grid is not None:
+        midpoint_grid = np.asarray(midpoint_grid, np.float64)
+        if not np.all(midpoint_grid > 0):
+            raise ValueError("midpoint_grid: must be above 0")
     data = squares_data(points)
-    cells = search_cells(data.log_compute, midpoint_grid if grid == "auto" else None)
-    state, dispersion = likelihood(points, cells)
+    cells = least_squares.search_cells(data.log_compute, midpoint_grid if grid == "auto" else None)
+    state = likelihood(points, cells)
     best = state.found.best
     word = trend.find_trend(
         points,
         state.data,
         cost=float(best.cost) + points.inner_squares,
         rise=float(best.asymptote - best.initial_reward),
-        dispersion=dispersion,
+        dispersion=state.dispersion,
         degrees=state.degrees,
     )
     if grid == "paper":
-        estimate, ssr = _paper(points, asymptote_grid, midpoint_grid, trend.sentence(trend.FALLING, points))
+        falls = trend.sentence(trend.FALLING, points)
+        estimate, ssr = paper_estimate(points, asymptote_grid, midpoint_grid, falls)
     else:
-        with double_precision():
-            solution = jax.device_get(_search(cells, data, least_squares.free(), _CELL_ROWS))
-        estimate = estimate_of(solution)
-        ssr = float(solution.cost)
-    intervals = read_intervals(state.found, estimate)
+        estimate, ssr = least_squares_estimate(data, cells, least_squares.free())
+    intervals = state.intervals(_LEVEL, estimate)
     most = points.most
     identified = bool(
         identify.is_identified(*intervals["asymptote"], intervals["midpoint"][1], initial=estimate[3], most=most)
@@ -185,7 +182,7 @@ def fit_sigmoid(
     needed = most if word == trend.RISING else np.inf
     if not identified and word == trend.RISING:
         needed = identify.compute_that_tells(
-            state.data, estimate, intervals, level=_LEVEL, dispersion=dispersion, degrees=state.degrees
+            state.data, estimate, intervals, level=_LEVEL, dispersion=state.dispersion, degrees=state.degrees
         )
     samples = None
     if bootstrap:
@@ -199,7 +196,7 @@ def fit_sigmoid(
         identified=identified,
         verdict=verdict if word == trend.RISING else trend.sentence(word, points),
         used=points.used,
-        dispersion=dispersion,
+        dispersion=state.dispersion,
         state=state,
         samples=samples,
         trend=word,
@@ -215,19 +212,6 @@ _curve = jax.jit(law.sigmoid_law)
 def _widened(values: np.ndarray) -> np.ndarray:
     """values [M] with ones behind them, so that few shapes are compiled."""
     return np.pad(values, (0, padded(len(values), least=_CURVE_POINTS) - len(values)), constant_values=1.0)
-
-
-def search_cells(log_compute: np.ndarray, midpoint_grid=None, *, coarse: bool = False) -> least_squares.Cells:
-    """The shapes tried first: midpoints from a twentieth of the least compute to 50 times the most."""
-    rows, columns = (_CELL_ROWS // 2, _CELL_COLUMNS // 2) if coarse else (_CELL_ROWS, _CELL_COLUMNS)
-    log_exponents = np.linspace(*np.log(_CELL_EXPONENTS), rows)
-    log_midpoints = np.linspace(log_compute.min() - 3.0, log_compute.max() + 4.0, columns)
-    if midpoint_grid is not None:
-        midpoints = np.asarray(midpoint_grid, np.float64)
-        if not np.all(midpoints > 0):
-            raise ValueError("midpoint_grid: must be above 0")
-        log_midpoints = np.union1d(log_midpoints, np.log(midpoints))
-    return least_squares.make_cells(log_compute, log_exponents, log_midpoints)
 
 
 def squares_data(points: Points) -> least_squares.Data:
@@ -254,19 +238,22 @@ def likelihood_data(points: Points) -> least_squares.Data:
     )
 
 
-def estimate_of(solution: least_squares.Solution) -> tuple[float, float, float, float]:
-    """A, B, C_mid, R0."""
+Estimate = tuple[float, float, float, float]  # A, B, C_mid, R0
+
+
+def least_squares_estimate(data: least_squares.Data, cells, constraint) -> tuple[Estimate, float]:
+    """The minimum over the whole plane of shapes, and its sum of squares."""
+    with double_precision():
+        solution = jax.device_get(_search(cells, data, constraint, least_squares.CELL_ROWS))
     exponent, midpoint = np.exp(solution.shape)
-    return float(solution.asymptote), float(exponent), float(midpoint), float(solution.initial_reward)
+    estimate = (float(solution.asymptote), float(exponent), float(midpoint), float(solution.initial_reward))
+    return estimate, float(solution.cost)
 
 
-def _paper(
-    points: Points, asymptote_grid, midpoint_grid, falls: str
-) -> tuple[tuple[float, float, float, float], float]:
+def paper_estimate(points: Points, asymptote_grid, midpoint_grid, falls: str) -> tuple[Estimate, float]:
+    """The best cell of the paper's grid (None: its own axes), and its sum of squares. falls: said where none rises."""
     asymptotes = paper_grid.ASYMPTOTES if asymptote_grid is None else np.asarray(asymptote_grid, np.float64)
-    midpoints = paper_grid.MIDPOINTS if midpoint_grid is None else np.asarray(midpoint_grid, np.float64)
-    if not np.all(midpoints > 0):
-        raise ValueError("midpoint_grid: must be above 0")
+    midpoints = paper_grid.MIDPOINTS if midpoint_grid is None else midpoint_grid
     fitted = paper_grid.fit_cells(
         points.compute,
         points.reward,
@@ -283,24 +270,23 @@ def _paper(
     return estimate, float(fitted.ssr[cell])
 
 
-def likelihood(points: Points, cells: least_squares.Cells) -> tuple[FitState, float]:
-    """Profile intervals, and the dispersion of the noise."""
+def likelihood(points: Points, cells, constraint: least_squares.Constraint | None = None, *, held: int = 0) -> FitState:
+    """Profile intervals, and the dispersion of the noise. held: so many parameters a constraint does not let move."""
     data = likelihood_data(points)
-    constraint = least_squares.free()
-    degrees = points.degrees + points.belief
+    constraint = constraint or least_squares.free()
+    degrees = points.degrees + points.belief + held
     with double_precision():
-        best = _search(cells, data, constraint, _CELL_ROWS)
+        best = _search(cells, data, constraint, least_squares.CELL_ROWS)
         squares = points.belief + float(best.cost) + points.inner_squares
         dispersion = squares / degrees if degrees > 0 else np.inf
-    rise = min(profile.threshold(_LEVEL, dispersion, degrees), 1e12)
-    found = _profile(best, data, constraint, rise)
-    return FitState(data, constraint, found, degrees), dispersion
+    found = _profile(best, data, constraint, profile.threshold(_LEVEL, dispersion, degrees))
+    return FitState(data, constraint, found, degrees, dispersion)
 
 
 def _profile(best: least_squares.Solution, data: least_squares.Data, constraint, rise: float) -> profile.Profile:
     margin = profile.LOG_COMPUTE_RANGE
     log_range = np.array([data.log_compute.min() - margin, data.log_compute.max() + margin])
-    starts = search_cells(data.log_compute, coarse=True)
+    starts = least_squares.search_cells(data.log_compute, coarse=True)
     with double_precision():
         return jax.device_get(profile.profile(best, starts, data, constraint, rise, log_range))
 

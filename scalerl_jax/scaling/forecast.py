@@ -105,11 +105,10 @@ def compute_to_target(fit: SigmoidFit, target: float, reached: float) -> Estimat
 def gain(fit: SigmoidFit, start: float, end: float) -> Estimate:
     """R(end) - R(start)."""
     state = fit.state
-    rise = min(profile.threshold(0.95, fit.dispersion, state.degrees), 1e12)
     with double_precision():
         shapes = profile.band_shapes(state.found)
         low, high = _gain_range(
-            np.log(start), np.log(end), shapes, state.data, state.constraint, state.found.best, rise
+            np.log(start), np.log(end), shapes, state.data, state.constraint, state.found.best, state.rise(0.95)
         )
     value = float(fit.predict(end) - fit.predict(start))
     return Estimate(value, min(float(low), value), max(float(high), value))

@@ -12,8 +12,25 @@ For large C it is the power law A - D / C^B with D = (A - R0) * C_mid^B, which i
 Every function is elementwise jnp and computes in the precision of its inputs. Compute may be in any unit.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Sigmoid:
+    """The parameters of one curve, in the unit its compute was given in."""
+
+    asymptote: float
+    exponent: float
+    midpoint: float
+    initial_reward: float
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """As the functions below take them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Sigmoid)}
 
 
 def sigmoid_law(compute, *, asymptote, exponent, midpoint, initial_reward):

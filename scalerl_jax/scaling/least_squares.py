@@ -25,6 +25,9 @@ from scalerl_jax.scaling.padding import padded
 
 LOG_EXPONENT_BOX = (math.log(1e-4), math.log(1e4))  # what the search may not leave
 LOG_COMPUTE_MARGIN = 30.0  # nor the midpoint further than this beyond the data, in ln C
+CELL_ROWS = 40  # of ln B
+_CELL_COLUMNS = 64  # of ln C_mid
+_CELL_EXPONENTS = (0.05, 60.0)
 _STEPS = 80  # at most, of a search
 _TINY = 1e-300
 
@@ -86,8 +89,16 @@ def free(low: float = 0.0, high: float = 1.0, *, prior: tuple[float, float] | No
     return Constraint(np.float64(low), np.float64(high), np.False_, np.False_, np.float64(mean), np.float64(precision))
 
 
-def make_cells(log_compute: np.ndarray, log_exponents: np.ndarray, log_midpoints: np.ndarray) -> Cells:
-    """log_compute: [N], padded or not."""
+def search_cells(log_compute: np.ndarray, midpoint_grid: np.ndarray | None = None, *, coarse: bool = False) -> Cells:
+    """The shapes tried first: midpoints from a twentieth of the least compute to 50 times the most, and the grid's.
+
+    log_compute: [N], padded or not.
+    """
+    rows, columns = (CELL_ROWS // 2, _CELL_COLUMNS // 2) if coarse else (CELL_ROWS, _CELL_COLUMNS)
+    log_exponents = np.linspace(*np.log(_CELL_EXPONENTS), rows)
+    log_midpoints = np.linspace(log_compute.min() - 3.0, log_compute.max() + 4.0, columns)
+    if midpoint_grid is not None:
+        log_midpoints = np.union1d(log_midpoints, np.log(midpoint_grid))
     log_b, log_m = np.meshgrid(log_exponents, log_midpoints, indexing="ij")
     shape = np.stack([log_b.ravel(), log_m.ravel()], axis=-1)
     with np.errstate(over="ignore"):
@@ -122,6 +133,37 @@ def eliminate(shape, data: Data, low, high):
         jnp.sum(w * u * u), jnp.sum(w * u * s), jnp.sum(w * s * s), jnp.sum(w * u * y), jnp.sum(w * s * y),
         data.initial, data.initial_weight, low, high,
     )  # fmt: skip
+
+
+class Quadratic(NamedTuple):
+    """Q at one shape as a function of (R0, A), neither of them cut to its range; every field is a scalar array."""
+
+    initial: jax.Array  # where it is least
+    asymptote: jax.Array
+    squares: jax.Array  # the least Q: of the points, and of R0 to what was measured
+    pull: jax.Array
+    h00: jax.Array  # the matrix, and its determinant; 1 and 0 where R0 is exact
+    h01: jax.Array
+    h11: jax.Array
+    determinant: jax.Array
+    exact: jax.Array  # bool: R0 is
+
+
+def quadratic(shape, data: Data) -> Quadratic:
+    w, y = data.weight, data.reward
+    s = jax.nn.sigmoid(jnp.exp(shape[0]) * (data.log_compute - shape[1]))
+    u = 1 - s
+    exact = jnp.isinf(data.initial_weight)
+    known = jnp.where(exact, 0.0, data.initial_weight)
+    h00, h01 = jnp.where(exact, 1.0, jnp.sum(w * u * u) + known), jnp.where(exact, 0.0, jnp.sum(w * u * s))
+    h11 = jnp.maximum(jnp.sum(w * s * s), _TINY)
+    b0 = jnp.where(exact, data.initial, jnp.sum(w * u * y) + known * data.initial)
+    b1 = jnp.sum(w * s * (y - jnp.where(exact, data.initial, 0.0) * u))
+    determinant = jnp.maximum(h00 * h11 - h01 * h01, 1e-13 * h00 * h11)
+    initial, asymptote = (h11 * b0 - h01 * b1) / determinant, (h00 * b1 - h01 * b0) / determinant
+    r = y - initial * u - asymptote * s
+    pull = known * (data.initial - initial) ** 2
+    return Quadratic(initial, asymptote, jnp.sum(w * r * r), pull, h00, h01, h11, determinant, exact)
 
 
 def residuals(shape, data: Data, constraint: Constraint):

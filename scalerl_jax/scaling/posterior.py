@@ -97,24 +97,6 @@ def _column_fits(log_midpoints, data: Data, constraint: Constraint) -> least_squ
     return jax.vmap(one)(log_midpoints)
 
 
-def _linear_normal(shape, data: Data):
-    """(R0, A) at a shape: mean of both, the precision matrix h over phi, and the least Q, A not yet cut to [0, 1]."""
-    w, y = data.weight, data.reward
-    s = jax.nn.sigmoid(jnp.exp(shape[0]) * (data.log_compute - shape[1]))
-    u = 1 - s
-    exact = jnp.isinf(data.initial_weight)
-    known = jnp.where(exact, 0.0, data.initial_weight)
-    h00, h01, h11 = jnp.sum(w * u * u) + known, jnp.sum(w * u * s), jnp.maximum(jnp.sum(w * s * s), 1e-300)
-    h00, h01 = jnp.where(exact, 1.0, h00), jnp.where(exact, 0.0, h01)
-    b0 = jnp.where(exact, data.initial, jnp.sum(w * u * y) + known * data.initial)
-    b1 = jnp.sum(w * s * (y - jnp.where(exact, data.initial, 0.0) * u))
-    determinant = jnp.maximum(h00 * h11 - h01 * h01, 1e-13 * h00 * h11)
-    initial, asymptote = (h11 * b0 - h01 * b1) / determinant, (h00 * b1 - h01 * b0) / determinant
-    r = y - initial * u - asymptote * s
-    cost = jnp.sum(w * r * r) + known * (data.initial - initial) ** 2
-    return initial, asymptote, (h00, h01, h11, determinant, exact), cost
-
-
 def _log_mass(mean, spread):
     """Logarithm of the share of a normal that lies in [0, 1]."""
     high, low = (1 - mean) / spread, -mean / spread
@@ -169,9 +151,9 @@ def _draw(data: Data, noise: _Noise, log_range, key, each: int):
     ).reshape(-1, 2)
 
     def weigh(shape):
-        _, asymptote, (h00, _, _, determinant, _), cost = _linear_normal(shape, data)
+        q = least_squares.quadratic(shape, data)
         off = prior.prior_precision / dispersion * (shape[0] - prior.prior_mean) ** 2
-        return asymptote, h00 / determinant, determinant, cost, off
+        return q.asymptote, q.h00 / q.determinant, q.determinant, q.squares + q.pull, off
 
     asymptote, variance, determinant, cost, off = jax.vmap(weigh)(cells)
     size = jnp.repeat(jnp.log(width), _ROWS)
@@ -195,12 +177,12 @@ def _draw(data: Data, noise: _Noise, log_range, key, each: int):
         shapes = jnp.stack([log_exponent, log_midpoint], axis=-1)
 
         def rest(shape, u, z):
-            initial, mean, (h00, h01, _, determinant, exact), _ = _linear_normal(shape, data)
-            spread = jnp.sqrt(phi * h00 / determinant)
+            q = least_squares.quadratic(shape, data)
+            mean, spread = q.asymptote, jnp.sqrt(phi * q.h00 / q.determinant)
             below, above = ndtr(-mean / spread), ndtr((1 - mean) / spread)
             a = jnp.clip(mean + spread * ndtri(jnp.clip(below + u * (above - below), 1e-300, 1 - 1e-16)), 0.0, 1.0)
-            given = initial - h01 / h00 * (a - mean) + jnp.sqrt(phi / h00) * z
-            return a, jnp.where(exact, data.initial, jnp.clip(given, 0.0, 1.0))
+            given = q.initial - q.h01 / q.h00 * (a - mean) + jnp.sqrt(phi / q.h00) * z
+            return a, jnp.where(q.exact, data.initial, jnp.clip(given, 0.0, 1.0))
 
         a, r = jax.vmap(rest)(shapes, jax.random.uniform(keys[3], (each,)), jax.random.normal(keys[4], (each,)))
         return a, jnp.exp(log_exponent), jnp.exp(log_midpoint), r

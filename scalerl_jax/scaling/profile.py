@@ -24,6 +24,7 @@ from scalerl_jax.scaling.least_squares import Cells, Constraint, Data, Solution
 PARAMETERS = ("asymptote", "exponent", "midpoint")
 LOG_EXPONENT_RANGE = (np.log(0.02), np.log(200.0))  # an interval of B that reaches an end is open there
 LOG_COMPUTE_RANGE = 7.0  # an interval of C_mid is open that far beyond the data, in ln C
+_UNLIMITED = 1e12  # a rise of Q, which an infinite one would make NaN
 _BISECTIONS = 16
 _STEPS = 15  # of the search at each value; the next value goes on from there
 _BAND_CELLS = 64  # per axis
@@ -39,10 +40,10 @@ class Profile(NamedTuple):
 
 
 def threshold(level: float, dispersion: float, degrees: float) -> float:
-    """How far Q may rise; infinite without degrees of freedom."""
+    """How far Q may rise; as good as infinite without degrees of freedom."""
     if degrees <= 0:
-        return np.inf
-    return dispersion * float(scipy.special.fdtri(1, degrees, level))
+        return _UNLIMITED
+    return min(dispersion * float(scipy.special.fdtri(1, degrees, level)), _UNLIMITED)
 
 
 def _pinned(which, value, start, cells: Cells, data: Data, free: Constraint) -> Solution:
@@ -100,7 +101,9 @@ def _endpoint(which, side, best: Solution, rise, cells: Cells, data: Data, free:
     return within, within == limit
 
 
-def _profile(best: Solution, cells: Cells, data: Data, constraint: Constraint, rise, log_range) -> Profile:
+@jax.jit
+def profile(best: Solution, cells: Cells, data: Data, constraint: Constraint, rise, log_range) -> Profile:
+    """Intervals of one data set around its best. rise: [] threshold; log_range: [2] of ln C_mid."""
     which = jnp.array([0, 1, 2, 0, 1, 2])
     side = jnp.array([-1, -1, -1, 1, 1, 1])
     lows = jnp.stack([constraint.low, jnp.asarray(LOG_EXPONENT_RANGE[0]), log_range[0]])
@@ -110,42 +113,20 @@ def _profile(best: Solution, cells: Cells, data: Data, constraint: Constraint, r
     return Profile(best, ends[:3], ends[3:], opened[:3], opened[3:])
 
 
-profile = jax.jit(_profile)
-"""Intervals of one data set around its best. rise: [] threshold; log_range: [2] of ln C_mid."""
-
-profile_many = jax.jit(
-    jax.vmap(_profile, in_axes=(0, None, Data(None, 0, 0, 0, 0), None, 0, None)),
-)
-"""The same for many data sets that share their compute: best, rise and the other fields of data lead by [S]."""
-
-
 @jax.jit
 def band(log_compute, shapes, data: Data, constraint: Constraint, best: Solution, rise):
     """Lowest and highest score at each compute [M] over the curves within the threshold, of shapes [K, 2]."""
-    w, y = data.weight, data.reward
-    exact = jnp.isinf(data.initial_weight)
-    known = jnp.where(exact, 0.0, data.initial_weight)
 
     def of_shape(shape):
-        s = jax.nn.sigmoid(jnp.exp(shape[0]) * (data.log_compute - shape[1]))
         t = jax.nn.sigmoid(jnp.exp(shape[0]) * (log_compute - shape[1]))  # [M]
-        u = 1 - s
         # The quadratic of (R0, A) at this shape: its minimum, and how far a prediction can go for the rise left.
-        h00 = jnp.where(exact, 1.0, jnp.sum(w * u * u) + known)
-        h01 = jnp.where(exact, 0.0, jnp.sum(w * u * s))
-        h11 = jnp.maximum(jnp.sum(w * s * s), 1e-300)
-        b1 = jnp.sum(w * s * (y - jnp.where(exact, data.initial, 0.0) * u))
-        b0 = jnp.where(exact, data.initial, jnp.sum(w * u * y) + known * data.initial)
-        determinant = jnp.maximum(h00 * h11 - h01 * h01, 1e-13 * h00 * h11)
-        initial = (h11 * b0 - h01 * b1) / determinant
-        asymptote = (h00 * b1 - h01 * b0) / determinant
-        r = y - initial * u - asymptote * s
+        q = least_squares.quadratic(shape, data)
         prior = constraint.prior_precision * (shape[0] - constraint.prior_mean) ** 2
-        left = rise + best.cost - jnp.sum(w * r * r) - known * (data.initial - initial) ** 2 - prior
-        moves = jnp.where(exact, 0.0, (1 - t) ** 2 * h11 - 2 * t * (1 - t) * h01) + t * t * h00
-        reach = jnp.sqrt(jnp.maximum(left, 0.0) * moves / determinant)
-        centre = initial * (1 - t) + asymptote * t
-        floor, ceiling = (initial * (1 - t) + bound * t for bound in (constraint.low, constraint.high))
+        left = rise + best.cost - q.squares - q.pull - prior
+        moves = jnp.where(q.exact, 0.0, (1 - t) ** 2 * q.h11 - 2 * t * (1 - t) * q.h01) + t * t * q.h00
+        reach = jnp.sqrt(jnp.maximum(left, 0.0) * moves / q.determinant)
+        centre = q.initial * (1 - t) + q.asymptote * t
+        floor, ceiling = (q.initial * (1 - t) + bound * t for bound in (constraint.low, constraint.high))
         low = jnp.where(left >= 0, jnp.clip(centre - reach, floor, ceiling), jnp.inf)
         high = jnp.where(left >= 0, jnp.clip(centre + reach, floor, ceiling), -jnp.inf)
         return low, high

@@ -12,8 +12,8 @@ import numpy as np
 import scipy.stats
 
 from scalerl_jax.scaling import least_squares, noise, profile
-from scalerl_jax.scaling.fit import read_intervals, search_cells
-from scalerl_jax.scaling.least_squares import Data
+from scalerl_jax.scaling.fit import read_intervals
+from scalerl_jax.scaling.least_squares import Data, search_cells
 from scalerl_jax.scaling.points import PARAMETERS
 from scalerl_jax.scaling.precision import double_precision
 from tests.scaling.runs import TABLE_1, curve, sampled_passes

@@ -66,7 +66,7 @@ def test_population_interval_moves_all_evaluations_together(passes):
         COMPUTE, reward, initial_reward=None, burn_in=0, fit_until=None, counts=(passes, 16), run=None
     )
     data = fit_module.squares_data(points)
-    cells = fit_module.search_cells(data.log_compute)
+    cells = least_squares.search_cells(data.log_compute)
     estimate = (0.61, 1.92, 2542.0, 0.4)
     fixed, population = (
         resample.bootstrap(points, data, cells, estimate, count=300, seed=0, population=flag) for flag in (False, True)
@@ -138,7 +138,7 @@ def test_cells_share_their_sums():
     rng = np.random.default_rng(0)
     reward = curve(COMPUTE[1:], *TABLE_1["ScaleRL"]) + 0.01 * rng.standard_normal(15)
     data = least_squares.make_data(COMPUTE[1:], reward, rng.uniform(0.5, 2, 15), initial=0.4, initial_weight=3.0)
-    cells = fit_module.search_cells(data.log_compute, coarse=True)
+    cells = least_squares.search_cells(data.log_compute, coarse=True)
     with fit_module.double_precision():
         for constraint in (least_squares.free(), least_squares.free(0.55, 0.6, prior=(0.7, 0.3))):
             costs = np.asarray(least_squares.cell_costs(cells, data, constraint))

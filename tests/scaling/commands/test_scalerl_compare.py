@@ -117,7 +117,7 @@ def test_one_run_can_be_forecast(folder, monkeypatch):
         (["loo.csv"], {"r0": "high"}, "--r0=high: must be a number or 'fit'"),
         (["none.csv"], {}, "none.csv: no such file"),
         ([], {}, "no files given, for example: scalerl-compare"),
-        (["loo.csv"], {"out": None}, "--out: no folder given for scalerl_compare.json"),
+        (["loo.csv"], {"out": None}, "--out: no folder given for compare.json"),
         (["loo.csv"], {"out": "loo.csv"}, "--out=loo.csv: is a file"),
     ],
 )
