@@ -3,9 +3,9 @@
 score.py     evaluations, the fit, the forecast, the parts of a mixture
 health.py    series of the updates, thinned, with their limits and alarms
 time_line.py who waited for whom along the run; device-hours by role
-rollouts.py  sampled completions to read, within a size
-rows.py      rows of the logs, checked
-run.py       a run folder as what the page shows of it
+samples.py   sampled completions to read, within a size
+log_rows.py  rows of the logs, checked
+run_data.py  a run folder as what the page shows of it
 page.py      the file: parts put together, escaped, written whole
 writer.py    the trainer's: pages from a thread of its own
 assets/      the page's own markup, style and scripts; uplot/ the chart library

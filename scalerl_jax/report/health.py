@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import groups_of, rounded, thinned
 from scalerl_jax.run import alarms as alarms_lib
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

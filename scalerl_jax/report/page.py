@@ -61,10 +61,8 @@ def render(data: dict[str, Any]) -> str:
         "script": script,
         "data": as_json(data),
     }
-    out = []
-    for number, piece in enumerate(_asset("assets/page.html").split("@@")):  # text, name, text, name, ..., text
-        out.append(parts[piece] if number % 2 else piece)
-    return "".join(out)
+    pieces = _asset("assets/page.html").split("@@")  # text, name, text, name, ..., text
+    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
 def as_json(data: Any) -> str:

@@ -8,12 +8,10 @@ from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import under_new_names
 from scalerl_jax.report.health import CHARTS, health
-from scalerl_jax.report.rows import log_rows, numbers_only
+from scalerl_jax.report.log_rows import log_rows, numbers_only
 from scalerl_jax.report.samples import PAGE_BYTES, rollouts
 from scalerl_jax.report.score import AXES, score
 from scalerl_jax.report.time_line import running_seconds, time_line, totals
-
-Row = dict[str, Any]
 
 
 def read_settings(workdir: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
 
 READ_BYTES = 16_000_000  # of sample files: what is read in well under a second
@@ -20,8 +21,6 @@ MOST_STEPS = 40
 MOST_SAMPLES = 48  # of a step
 MOST_SPANS = 3_000  # of a completion; of a longer one the middle is left out
 MOST_CHARACTERS = 12_000  # of a prompt, and of a completion without token texts
-
-Row = dict[str, Any]
 
 _NEEDED = (
     *("step", "group", "index", "prompt", "answer", "completion", "token_ids", "logprobs", "versions", "forced"),

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
 from scalerl_jax.run.jsonl import evaluation_counts
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
-from scalerl_jax.scaling.fit_table import HalfTimeForecast, half_time_forecast
+from scalerl_jax.scaling.half_time import HalfTimeForecast, half_time_forecast
 from scalerl_jax.scaling.trend import RISING
 
 AXES = ("device_hours", "model_flops")  # the fit's two choices of x, as the rows name them
@@ -18,8 +19,6 @@ _LEVEL = 0.95  # of every interval on the page
 _CURVE_POINTS = 128  # what SigmoidFit.band computes at once
 _AHEAD = 2.0  # the curve is drawn up to this many times the compute there is
 _MOST_TASKS = 12  # curves of parts of a mixture; more cannot be told apart
-
-Row = dict[str, Any]
 
 
 def half_time(evals: Sequence[Row], axis: str = "device_hours") -> tuple[HalfTimeForecast | None, str]:
@@ -103,10 +102,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str) -> dict[str, Any]:
         "what": what,
         "points": fit.points,
         "until": rounded([float(compute[fit.used].max())])[0],
-        "asymptote": rounded([fit.asymptote])[0],
-        "exponent": rounded([fit.exponent])[0],
-        "midpoint": rounded([fit.midpoint])[0],
-        "initial_reward": rounded([fit.initial_reward])[0],
+        **{name: rounded([value])[0] for name, value in fit.parameters.items()},
         "residual": rounded([fit.ssr])[0],
         "intervals": {name: rounded(ends) for name, ends in fit.intervals.items()},  # 95 %; None: open
         "identified": fit.identified,

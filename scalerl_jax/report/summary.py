@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from scalerl_jax.report.page import write_report
+from scalerl_jax.report.samples import sample_files
 from scalerl_jax.report.score import half_time
 from scalerl_jax.run.jsonl import read_rows
-from scalerl_jax.scaling.fit_table import HalfTimeForecast
+from scalerl_jax.scaling.half_time import HalfTimeForecast
 from scalerl_jax.system import files
 
 
@@ -96,9 +97,8 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
 
 def last_samples(workdir: str, count: int) -> list[dict[str, Any]]:
     """Completions of the latest update that some were written down of."""
-    folder = os.path.join(workdir, "rollouts")
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".jsonl")) if os.path.isdir(folder) else []
-    return read_rows(os.path.join(folder, names[-1]))[:count] if names else []
+    found = sample_files(os.path.join(workdir, "rollouts"))
+    return read_rows(found[-1][1])[:count] if found else []
 
 
 def _completion(sample: dict[str, Any]) -> Text:

@@ -12,12 +12,9 @@ nothing they may sample: the store of untrained groups is full, or the weights t
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import groups_of, rounded
 
-Row = dict[str, Any]
-
-TRAINER = ("update", "waiting", "evaluation", "setup", "other")
-GENERATORS = ("busy", "idle", "evaluation", "setup")
 _KINDS = ("busy", "idle", "evaluation", "setup")
 _MOST_INTERVALS = 300
 _MOST_NAMES = 8  # of those waited for

@@ -28,10 +28,11 @@ from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.run import continuing, trackers
-from scalerl_jax.run.jsonl import cut, line_of, plain, read_rows
+from scalerl_jax.run.jsonl import cut, line_of, read_rows
 from scalerl_jax.run.rollout_samples import RolloutSample
 from scalerl_jax.system import files
 from scalerl_jax.system.files import write_whole
+from scalerl_jax.system.json_values import plain
 
 # What depends on the config: where none of it is there, the folder may be given another one.
 _MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "tokenizer", "model")

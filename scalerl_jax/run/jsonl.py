@@ -1,7 +1,6 @@
 """The rows of a run's JSONL files: metrics.jsonl, evals.jsonl, rollouts/step-*.jsonl. Each has the `step` it is of."""
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,19 +16,6 @@ _MEND = "remove that row, or put the file back from a copy"
 def line_of(row: Mapping[str, Any]) -> str:
     """With its newline."""
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def plain(value: Any) -> Any:
-    """As JSON can hold it: arrays as lists, NaN and infinities as null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if hasattr(value, "tolist"):  # numpy and jax, scalars and arrays
-        return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:

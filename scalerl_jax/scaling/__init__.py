@@ -10,7 +10,7 @@ profile.py        intervals and bands by profile likelihood
 resample.py       bootstrap
 identify.py       whether the points tell A, and what compute would
 fit.py            fit_sigmoid: all of these
-report.py         the forecast made at half time beside the outcome
+half_time.py      the forecast made at half time beside the outcome
 plot.py           pictures of both
 """
 

@@ -1,22 +1,14 @@
-"""A comparison, forecasts and a plan as JSON: what scalerl-compare writes. Infinite and open numbers become null."""
+"""A comparison, forecasts and a plan as scalerl-compare writes them in JSON; infinite and open numbers become null."""
 
-import math
+import dataclasses
 from typing import Any
 
 from scalerl_jax.scaling.compare import Comparison, Difference, Run
 from scalerl_jax.scaling.decide import Extension, Plan
-from scalerl_jax.scaling.forecast import Estimate, Forecast
+from scalerl_jax.scaling.forecast import Forecast
 
 # What a row's A is against the baseline's, and a pair's first against its second.
 VERDICTS = {"": "baseline", "first": "higher", "second": "lower", "none": "no difference shown", "open": "not told"}
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _pair(interval: tuple[float, float]) -> list[float | None]:
-    return [_finite(end) for end in interval]
 
 
 def run_document(run: Run) -> dict[str, Any]:
@@ -24,7 +16,7 @@ def run_document(run: Run) -> dict[str, Any]:
     return {
         "run": run.name,
         **fit.parameters,
-        "intervals_95": {name: _pair(ends) for name, ends in fit.intervals.items()},
+        "intervals_95": fit.intervals,
         "points": fit.points,
         "seeds": run.seeds,
         "reached": run.reached,
@@ -37,7 +29,7 @@ def run_document(run: Run) -> dict[str, Any]:
 def _difference_document(found: Difference | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    return {"value": found.value, "95": _pair(found.interval_95), "90": _pair(found.interval_90)}
+    return {"value": found.value, "95": found.interval_95, "90": found.interval_90}
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
@@ -45,7 +37,7 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
         {
             "run": row.run.name,
             "asymptote": row.run.fit.asymptote,
-            "asymptote_95": _pair(row.interval_95),
+            "asymptote_95": row.interval_95,
             "asymptote_difference": _difference_document(row.asymptote),
             "verdict": VERDICTS[row.verdict],
             "with_common_asymptote": None
@@ -53,7 +45,7 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
             else {
                 **row.slope.parameters,
                 "ssr": row.slope.ssr,
-                "exponent_95": _pair(row.slope.exponent_95),
+                "exponent_95": row.slope.exponent_95,
                 "exponent_difference": _difference_document(row.exponent),
             },
         }
@@ -82,24 +74,7 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
 
 
 def forecast_document(run: Run, found: Forecast) -> dict[str, Any]:
-    def numbers(one: Estimate | None) -> dict[str, float | None] | None:
-        return (
-            None if one is None else {"value": _finite(one.value), "low": _finite(one.low), "high": _finite(one.high)}
-        )
-
-    return {
-        "run": run.name,
-        "reached": found.reached,
-        "score": numbers(found.score),
-        "gain_of_a_doubling": numbers(found.doubling),
-        "target": found.target,
-        "compute_to_target": numbers(found.to_target),
-        "budget": found.budget,
-        "score_at_budget": numbers(found.at_budget),
-        "gain_to_budget": numbers(found.gain_to_budget),
-        "advice": found.advice,
-        "reason": found.reason,
-    }
+    return {"run": run.name, **dataclasses.asdict(found)}
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

@@ -62,10 +62,8 @@ def _curves(axes, found: Comparison, evaluations, styles, x_label: str, y_label:
         axes.plot(x, run.fit.predict(x), color=colour, linestyle=line, linewidth=1.6, label=run.name)
         axes.plot(*used, "o", color=colour, markersize=_SIZE)
         axes.plot(*held, "o", markerfacecolor="white", markeredgecolor=colour, markersize=_HELD_SIZE)
-    axes.set_xscale("log")  # before the limits: a linear axis widens those of very small numbers to below 0
-    axes.set_xlim(x[0], x[-1])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))  # with the decimals that the ticks need
-    log_compute_axis(axes)
+    log_compute_axis(axes, x)
     axes.set_title("Fitted curves (filled: used, open: held out)", loc="left", fontsize=10)
     size = 8 if len(found.runs) <= 8 else 6.5
     axes.legend(loc="upper left", frameon=False, fontsize=size, ncols=1 if len(found.runs) <= 10 else 2)

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample, trend
-from scalerl_jax.scaling.identify import IDENTIFIED_REACH as IDENTIFIED_REACH
 from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
 from scalerl_jax.scaling.padding import padded
 from scalerl_jax.scaling.points import Points, check_points

@@ -36,11 +36,11 @@ class Forecast:
 
     reached: float  # compute of the last point used
     score: Estimate  # of the curve there
-    doubling: Estimate  # gain from there to twice that compute
+    gain_of_a_doubling: Estimate  # gain from there to twice that compute
     target: float | None
-    to_target: Estimate | None  # infinite: never
+    compute_to_target: Estimate | None  # infinite: never
     budget: float | None
-    at_budget: Estimate | None  # score at the budget
+    score_at_budget: Estimate | None  # score at the budget
     gain_to_budget: Estimate | None
     advice: str  # "stop" | "go on"
     reason: str

@@ -4,8 +4,8 @@ Drawn with matplotlib's Figure directly, without pyplot: no global state, no dis
 are written whole or not at all.
 """
 
-import contextlib
 import dataclasses
+import io
 import os
 from collections.abc import Sequence
 
@@ -16,9 +16,10 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from scalerl_jax.scaling.binning import MOST_POINTS, thinned
 from scalerl_jax.scaling.fit import SigmoidFit
-from scalerl_jax.scaling.fit_table import BAND_LEVEL, HalfTimeForecast
+from scalerl_jax.scaling.half_time import BAND_LEVEL, HalfTimeForecast
 from scalerl_jax.scaling.trend import RISING
 from scalerl_jax.scaling.units import short_number
+from scalerl_jax.system.files import write_whole
 
 # Okabe and Ito's colours: told apart by colour-blind readers, and in grey by their lightness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A800")
@@ -26,19 +27,11 @@ _INK = "#222222"
 _GREY = "#8a8a8a"
 
 
-def write_figure(figure: Figure, path: str, *, dpi: int = 150) -> None:
-    """Writes PNG or SVG, by the ending of the path, through a temporary file beside it."""
-    ending = os.path.splitext(path)[1][1:]
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        figure.savefig(temporary, format=ending, dpi=dpi)
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        if isinstance(error, OSError):
-            error.filename = path  # a full disk names none
-        raise
+def write_figure(figure: Figure, path: str) -> None:
+    """Writes PNG or SVG, by the ending of the path."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=os.path.splitext(path)[1][1:], dpi=150)
+    write_whole(path, picture.getvalue())
 
 
 def style_axes(axes, *, x_label: str, y_label: str) -> None:
@@ -55,9 +48,10 @@ def style_axes(axes, *, x_label: str, y_label: str) -> None:
         axes.spines[side].set_color(_GREY)
 
 
-def log_compute_axis(axes, ticks_at: Sequence[float] = (1, 2, 5)) -> None:
-    """A logarithmic compute axis whose ticks are short numbers, minor ones not labelled."""
-    axes.set_xscale("log")
+def log_compute_axis(axes, x: np.ndarray, ticks_at: Sequence[float] = (1, 2, 5)) -> None:
+    """A logarithmic compute axis over all of x, whose ticks are short numbers, minor ones not labelled."""
+    axes.set_xscale("log")  # before the limits: a linear axis widens those of very small numbers to below 0
+    axes.set_xlim(x[0], x[-1])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     low, high = axes.get_xlim()
     decades = np.log10(high) - np.log10(low)  # the ratio may be beyond what a float holds
@@ -149,9 +143,7 @@ def plot_fits(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
         label = f"A {one.fit.asymptote:.3f}  B {one.fit.exponent:.2f}  C_mid {short_number(one.fit.midpoint)}"
         label = label if one.fit.trend == RISING else one.fit.trend
         _draw_run(axes, one, x, colour, label=label if alone else f"{one.name}   {label}", parts_labelled=alone)
-    axes.set_xscale("log")  # before the limits: a linear axis widens those of very small numbers to below 0
-    axes.set_xlim(x[0], x[-1])
-    log_compute_axis(axes)
+    log_compute_axis(axes, x)
     if alone and curves[0].fit.trend == RISING:
         axes.annotate(
             f"A {curves[0].fit.asymptote:.3f}", (x[0], curves[0].fit.asymptote), xytext=(4, 3),
@@ -196,13 +188,11 @@ def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: st
         )  # fmt: skip
         if index + columns >= len(curves):
             axes.xaxis.set_tick_params(labelbottom=True)  # the lowest of its column, also where the last row is short
-    grid[0, 0].set_xscale("log")  # before the limits: a linear axis widens those of very small numbers to below 0
-    grid[0, 0].set_xlim(x[0], x[-1])
     scores = np.concatenate([*(one.reward for one in curves), *predicted])
     margin = 0.06 * (scores.max() - scores.min())
     grid[0, 0].set_ylim(scores.min() - margin, scores.max() + margin)
     for axes in grid.flat[: len(curves)]:
-        log_compute_axis(axes, ticks_at=(1,) if x[-1] / x[0] > 30 else (1, 3))
+        log_compute_axis(axes, x, ticks_at=(1,) if x[-1] / x[0] > 30 else (1, 3))
     figure.supxlabel(x_label, fontsize=10, color=_INK)
     figure.supylabel(y_label, fontsize=10, color=_INK)
     figure.suptitle(f"{_KEY}; behind: the other runs", x=0.01, ha="left", fontsize=9, color=_INK)

@@ -19,9 +19,7 @@ import numpy as np
 from scalerl_jax.scaling import cells as cells_lib
 from scalerl_jax.scaling import repeats, tfevents
 from scalerl_jax.scaling.cells import BAD, BLANK, NAN
-from scalerl_jax.scaling.repeats import DUPLICATES as DUPLICATES
-from scalerl_jax.scaling.tables import RUN_FOLDER_FILE as RUN_FOLDER_FILE
-from scalerl_jax.scaling.tables import TRAINER_STATE_FILE, InputError, Table, read_table
+from scalerl_jax.scaling.tables import RUN_FOLDER_FILE, TRAINER_STATE_FILE, InputError, Table, read_table
 
 RUN_FOLDER_X = "device_hours"
 RUN_FOLDER_Y = "pass_rate"
@@ -110,9 +108,8 @@ def read_runs(
 
     x, y: columns; None is allowed for run folders only (and x for trainer_state.json). run_column, seed_column: columns
     that tell runs, and seeds of a run, apart within a file. seeds_by_folder: files of one folder are seeds of one run,
-    which is named by the folder. passes_column, trials_column: counts of each row. duplicates: one of DUPLICATES.
+    which is named by the folder. passes_column, trials_column: counts of each row. duplicates: error | last | mean.
     """
-    assert duplicates in DUPLICATES
     runs = []
     asked = {x, y, run_column, seed_column, passes_column, trials_column, "passes", "samples", *_TIMES}
 

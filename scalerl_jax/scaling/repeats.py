@@ -10,7 +10,6 @@ import dataclasses
 
 import numpy as np
 
-DUPLICATES = ("error", "last", "mean")
 _LISTED = "tell them apart with --run_column or --seed_column"
 
 

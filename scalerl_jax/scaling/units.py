@@ -28,11 +28,8 @@ def conversion(text: str) -> tuple[float, str]:
     raise ValueError(f"{text!r} is no conversion FROM:TO within one of: {known}")
 
 
-SCALES = ("auto", "accuracy", "reward", "percent")
-
-
 def find_scale(scores: np.ndarray, scale: str) -> tuple[str, str]:
-    """One of SCALES but "auto", and a word on what it makes of the scores ("" if nothing).
+    """accuracy, reward or percent, and a word on what it makes of the scores ("" if nothing).
 
     "auto" takes scores that go below 0 for rewards in [-1, 1].
     """

@@ -125,16 +125,17 @@ def tidy(folder: str) -> None:
     """Removes temporary files that no process is writing any more."""
     for name in os.listdir(folder):
         found = _TEMPORARY.search(name)
-        if found and not _lives(int(found[1])):
+        if found and (int(found[1]) == os.getpid() or not lives(int(found[1]))):
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(folder, name))
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
+    """Whether a process of this number is there."""
     try:
         os.kill(process, 0)  # signal 0 asks only
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        return True
-    return process != os.getpid()
+        pass  # there, and somebody else's
+    return True

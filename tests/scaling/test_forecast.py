@@ -97,8 +97,8 @@ def test_units_of_compute_change_nothing(unit):
     fit = fit_sigmoid(COMPUTE * unit, scores_, fit_until=8000 * unit)
     found = forecast(fit, 8000 * unit, target=0.58, budget=16_000 * unit)
     plain = forecast(fit_sigmoid(COMPUTE, scores_, fit_until=8000), 8000, target=0.58, budget=16_000)
-    assert found.to_target.value / unit == pytest.approx(plain.to_target.value, rel=1e-4)
-    assert found.at_budget.value == pytest.approx(plain.at_budget.value, abs=1e-6)
+    assert found.compute_to_target.value / unit == pytest.approx(plain.compute_to_target.value, rel=1e-4)
+    assert found.score_at_budget.value == pytest.approx(plain.score_at_budget.value, abs=1e-6)
     assert found.advice == plain.advice == "go on"
 
 
@@ -107,9 +107,9 @@ def test_forecast_holds_what_came(told):
     found = forecast(told, 8000, budget=16_000)
     true = [float(curve(c, *TABLE_1["ScaleRL"])) for c in (8000, 16_000)]
     assert found.score.low <= true[0] <= found.score.high
-    assert found.at_budget.low <= true[1] <= found.at_budget.high
+    assert found.score_at_budget.low <= true[1] <= found.score_at_budget.high
     assert found.gain_to_budget.low <= true[1] - true[0] <= found.gain_to_budget.high
-    assert found.doubling == found.gain_to_budget
+    assert found.gain_of_a_doubling == found.gain_to_budget
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,11 @@ compute to a target, score at a budget, gain of a doubling, stop or go on (scali
 run to extend by how much so that the choice between them is safest (scaling/decide.py).
 """
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -28,6 +25,7 @@ from scalerl_jax.cli import fit_flags
 from scalerl_jax.cli.entry import UserError, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import decide, posterior, trend
 from scalerl_jax.scaling import forecast as forecast_lib
+from scalerl_jax.scaling.commands import results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
 from scalerl_jax.scaling.compare import Comparison, Difference, Run, compare
 from scalerl_jax.scaling.compare_json import (
@@ -39,11 +37,9 @@ from scalerl_jax.scaling.compare_json import (
 )
 from scalerl_jax.scaling.compare_plot import plot_comparison
 from scalerl_jax.scaling.forecast import Estimate, Forecast
-from scalerl_jax.scaling.plot import write_figure
 from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
-from scalerl_jax.system.files import write_whole
 
 _CURVES = 4000  # drawn for the plan
 _SHOWN = 8  # extensions in the table of the plan
@@ -55,7 +51,7 @@ def run() -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    console = fit_command.make_console()
+    console = results.make_console()
     # ------------------------------------------------------------------ what was asked
     out = fit_command.check_arguments(paths, "compare")
     target, grid, seed = fit_flags.TARGET.value, fit_flags.GRID.value, fit_flags.SEED.value
@@ -102,29 +98,24 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ tell
     label, y_label = fit_command.axis_labels()
     for line in said:
-        console.print(line, markup=False, soft_wrap=True)
+        results.say(console, line)
     if found is not None:
         console.print(_table(found, label))
         for pair in found.pairs:
-            console.print(f"{pair.sentence}.", markup=False, soft_wrap=True)
+            results.say(console, f"{pair.sentence}.")
     if forecasts:
         console.print(_forecast_table(runs, forecasts, label))
         for run, forecast in zip(runs, forecasts):
-            console.print(f"{run.name}: {forecast.advice}: {forecast.reason}.", markup=False, soft_wrap=True)
+            results.say(console, f"{run.name}: {forecast.advice}: {forecast.reason}.")
     if plan is not None:
         console.print(_plan_table(plan, label))
-        console.print(f"{plan.reason}.", markup=False, soft_wrap=True)
+        results.say(console, f"{plan.reason}.")
 
     # ------------------------------------------------------------------ write
-    os.makedirs(out, exist_ok=True)
-    written = []
+    figure = None
     if found is not None:
         evaluations = {one.name: (one.compute, one.reward) for one in rising}
         figure = plot_comparison(found, evaluations, x_label=label, y_label=y_label)
-        for ending in ("png", "svg"):
-            written.append(os.path.join(out, f"compare.{ending}"))
-            write_figure(figure, written[-1])
-    path = os.path.join(out, "compare.json")
     document: dict[str, Any] = {"x": label, "y": y_label, "grid": grid, "runs": [run_document(run) for run in runs]}
     if found is not None:
         document |= comparison_document(found)
@@ -132,8 +123,7 @@ def main(paths: Sequence[str]) -> None:
         document["forecasts"] = [forecast_document(run, one) for run, one in zip(runs, forecasts)]
     if plan is not None:
         document["plan"] = plan_document(plan)
-    write_whole(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
-    console.print(f"written: {', '.join([*written, path])}", markup=False, soft_wrap=True)
+    results.say(console, f"written: {', '.join(results.write(out, 'compare', document, figure))}")
 
 
 def _forecast(run: Run, target: float | None) -> Forecast:
@@ -160,32 +150,25 @@ def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
 # ---------------------------------------------------------------------- on the terminal
 
 
-def _new_table(title: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("run", overflow="fold")
-    for head in heads:
-        table.add_column(head, no_wrap=True)
+def _run_table(title: str, *heads: str) -> Table:
+    table = results.new_table(title, "run", *heads, no_wrap=True)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # names may be long
     return table
-
-
-def _ends(interval: tuple[float, float], form: str) -> str:
-    low, high = (f"{end:{form}}" if math.isfinite(end) else "open" for end in interval)
-    return f"\\[{low}, {high}]"  # escaped: rich takes [word] for markup
 
 
 def _table(found: Comparison, label: str) -> Table:
     common = "" if found.common_asymptote is None else f" with A = {found.common_asymptote:.3f}"
     title = f"against {escape(found.baseline.name)}; C is {label}; intervals 95 %, margin {found.margin:g}"
-    table = _new_table(title, "A", "difference", "A is", "B", f"B{common}", "difference", "C_mid")
+    table = _run_table(title, "A", "difference", "A is", "B", f"B{common}", "difference", "C_mid")
     for row in found.table:
         slope = row.slope
         table.add_row(
             escape(row.run.name),
-            f"{row.run.fit.asymptote:.3f} {_ends(row.interval_95, '.3f')}",
+            f"{row.run.fit.asymptote:.3f} {results.ends(row.interval_95, '{:.3f}'.format)}",
             _difference(row.asymptote, 3),
             VERDICTS[row.verdict],
             f"{row.run.fit.exponent:.2f}",
-            "" if slope is None else f"{slope.exponent:.2f} {_ends(slope.exponent_95, '.2f')}",
+            "" if slope is None else f"{slope.exponent:.2f} {results.ends(slope.exponent_95, '{:.2f}'.format)}",
             _difference(row.exponent, 2),
             "" if slope is None else short_number(slope.midpoint),
         )
@@ -193,14 +176,17 @@ def _table(found: Comparison, label: str) -> Table:
 
 
 def _difference(found: Difference | None, digits: int) -> str:
-    return "" if found is None else f"{found.value:+.{digits}f} {_ends(found.interval_95, f'+.{digits}f')}"
+    if found is None:
+        return ""
+    form = f"{{:+.{digits}f}}".format
+    return f"{form(found.value)} {results.ends(found.interval_95, form)}"
 
 
 def _estimate(found: Estimate | None, form) -> str:
     if found is None:
         return ""
-    value, low, high = (form(x) if math.isfinite(x) else "never" for x in (found.value, found.low, found.high))
-    return f"{value} \\[{low}, {high}]"
+    value = form(found.value) if math.isfinite(found.value) else "never"
+    return f"{value} {results.ends((found.low, found.high), form, 'never')}"
 
 
 def _forecast_table(runs: Sequence[Run], forecasts: Sequence[Forecast], label: str) -> Table:
@@ -208,12 +194,12 @@ def _forecast_table(runs: Sequence[Run], forecasts: Sequence[Forecast], label: s
     heads = ["reached", "score there", "gain of a doubling"]
     heads += [] if target is None else [f"{target:g} at"]
     heads += [] if budget is None else [f"score at {short_number(budget)}"]
-    table = _new_table(f"what more compute will buy; C is {label}; intervals 95 %", *heads, "advice")
+    table = _run_table(f"what more compute will buy; C is {label}; intervals 95 %", *heads, "advice")
     for run, one in zip(runs, forecasts):
         cells = [short_number(one.reached), _estimate(one.score, "{:.3f}".format)]
-        cells.append(_estimate(one.doubling, "{:+.3f}".format))
-        cells += [] if target is None else [_estimate(one.to_target, short_number)]
-        cells += [] if budget is None else [_estimate(one.at_budget, "{:.3f}".format)]
+        cells.append(_estimate(one.gain_of_a_doubling, "{:+.3f}".format))
+        cells += [] if target is None else [_estimate(one.compute_to_target, short_number)]
+        cells += [] if budget is None else [_estimate(one.score_at_budget, "{:.3f}".format)]
         table.add_row(escape(run.name), *cells, one.advice)
     return table
 
@@ -221,9 +207,8 @@ def _forecast_table(runs: Sequence[Run], forecasts: Sequence[Forecast], label: s
 def _plan_table(plan: decide.Plan, label: str) -> Table:
     what = "A" if plan.at is None else f"score at {short_number(plan.at)}"
     title = f"the next experiment: the choice is by {what}, wrong where another is better by more than {plan.margin:g}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in (f"extend by (C is {label})", "compute", "wrong afterwards", "expected shortfall", ""):
-        table.add_column(head, no_wrap=True)
+    heads = (f"extend by (C is {label})", "compute", "wrong afterwards", "expected shortfall", "")
+    table = results.new_table(title, *heads, no_wrap=True)
     table.add_row("nothing", "0", f"{plan.wrong:z.1%}", f"{plan.regret:z.4f}", f"now: {escape(plan.best)}")
     shown = sorted(plan.extensions, key=lambda one: one.wrong)[:_SHOWN]
     if plan.recommended is not None and plan.recommended not in shown:

@@ -11,7 +11,6 @@ input ends it with one line and exit code 2 before a file is written.
 """
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -20,23 +19,18 @@ from typing import Any
 
 import numpy as np
 from absl.flags import FLAGS
-from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, check_out, run_with_arguments, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, trend, units
-from scalerl_jax.scaling.commands import watch
+from scalerl_jax.scaling.commands import results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN
-from scalerl_jax.scaling.plot import Curve, plot_fits, write_figure
+from scalerl_jax.scaling.plot import Curve, plot_fits
+from scalerl_jax.scaling.profile import PARAMETERS
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
-from scalerl_jax.system.files import write_whole
-
-_PARAMETERS = ("asymptote", "exponent", "midpoint")
-_WIDE = 160  # columns that a table with its intervals beside the values takes
 
 # What fit_sigmoid's messages call its arguments, and the flags that they come from.
 _FLAG_OF = {"initial_reward": "--r0", "burn_in": "--burn_in", "fit_until": "--fit_until", "grid=": "--grid="}
@@ -69,13 +63,13 @@ def run() -> None:
 
 def once_or_watching(paths: Sequence[str]) -> None:
     if FLAGS.watch:
-        watch.watch(paths, main, every=FLAGS.watch_every, console=make_console())
+        watch.watch(paths, main, every=FLAGS.watch_every, console=results.make_console())
     else:
         main(paths)
 
 
 def main(paths: Sequence[str]) -> None:
-    console = make_console()
+    console = results.make_console()
     out = check_arguments(paths, "fit")
     said: list[str] = []
     fitted = read_and_fit(paths, said)
@@ -83,14 +77,12 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ tell
     label, y_label = axis_labels()
     for line in said:
-        console.print(line, markup=False, soft_wrap=True)
+        results.say(console, line)
     console.print(_table(fitted, label, console.width))
     for result in fitted:
-        console.print(f"{result.name}: {result.fit.verdict}.", markup=False, soft_wrap=True)
+        results.say(console, f"{result.name}: {result.fit.verdict}.")
         if given.TARGET.value is not None and result.fit.trend == trend.RISING:
-            console.print(
-                f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.", markup=False, soft_wrap=True
-            )
+            results.say(console, f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.")
     console.print(
         f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
         "does not hold it; that of --bootstrap does where there are several seeds.",
@@ -101,23 +93,11 @@ def main(paths: Sequence[str]) -> None:
     figure = plot_fits(
         [Curve(one.name, one.compute, one.reward, one.fit, one.held) for one in fitted], x_label=label, y_label=y_label
     )
-    text = json.dumps(_document(fitted, label, y_label), indent=2, allow_nan=False)
-    path = os.path.join(out, "fit.json")
     try:
-        os.makedirs(out, exist_ok=True)
-        for ending in ("png", "svg"):
-            write_figure(figure, os.path.join(out, f"fit.{ending}"))
-        write_whole(path, text + "\n")
+        *pictures, document = results.write(out, "fit", _document(fitted, label, y_label), figure)
     except OSError as error:
         raise UserError(f"--out={out}: {error.strerror}") from error
-    console.print(f"written: {', '.join(os.path.join(out, f'fit.{e}') for e in ('json', 'png', 'svg'))}")
-
-
-def make_console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDE)  # a log is not folded
-    return console
+    console.print(f"written: {', '.join([document, *pictures])}")
 
 
 def check_arguments(paths: Sequence[str], name: str) -> str:
@@ -187,7 +167,7 @@ def _seeds_together(evaluations: list[readers.Evaluations]) -> dict[str, list[re
     groups: dict[tuple[str, ...], list[readers.Evaluations]] = {}
     for index, one in enumerate(evaluations):
         place = os.path.dirname(os.path.abspath(one.source))
-        if os.path.basename(one.source) == readers.RUN_FOLDER_FILE:
+        if os.path.basename(one.source) == tables.RUN_FOLDER_FILE:
             place = os.path.dirname(place)
         seed_of = ((one.name,) if given.SEED_COLUMN.value else ()) + ((place,) if given.SEEDS.value == "folder" else ())
         groups.setdefault((one.name, *seed_of) if seed_of else (one.name, str(index)), []).append(one)
@@ -270,20 +250,19 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
 
 def _table(fitted: list[Fitted], label: str, width: int) -> Table:
     title = f"R0 + (A - R0) / (1 + (C_mid / C)^B), C is {label}; intervals 95 %"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("run", overflow="fold", min_width=10)
-    for head in ("A", "seeds", "B", "C_mid", "R0", "points", "residual", "identified", "error held out"):
-        table.add_column(head, overflow="fold")
+    heads = ("run", "A", "seeds", "B", "C_mid", "R0", "points", "residual", "identified", "error held out")
+    table = results.new_table(title, *heads, overflow="fold")
+    table.columns[0].min_width = 10
     # Intervals stand beside the value where there is room, below it where not.
-    between = " " if width >= _WIDE else "\n"
+    between = " " if width >= results.WIDE else "\n"
     forms = ("{:.3f}".format, "{:.2f}".format, short_number)
     for one in fitted:
         fit = one.fit
         error = one.held_error
         rises = fit.trend == trend.RISING
         a, b, c = (
-            f"{form(getattr(fit, name))}{between}{_ends(fit.intervals[name], form)}" if rises else fit.trend
-            for name, form in zip(_PARAMETERS, forms)
+            f"{form(getattr(fit, name))}{between}{results.ends(fit.intervals[name], form)}" if rises else fit.trend
+            for name, form in zip(PARAMETERS, forms)
         )
         table.add_row(
             escape(one.name),
@@ -298,15 +277,9 @@ def _table(fitted: list[Fitted], label: str, width: int) -> Table:
             "" if error is None or not rises else f"{error:+.3f} at {int(one.held.sum())}",
         )
         if fit.samples is not None and rises:
-            a, b, c = (_ends(fit.bootstrap_interval(name), form) for name, form in zip(_PARAMETERS, forms))
+            a, b, c = (results.ends(fit.bootstrap_interval(name), form) for name, form in zip(PARAMETERS, forms))
             table.add_row(f"  {len(fit.samples)} resamples", a, "", b, c)
     return table
-
-
-def _ends(ends: tuple[float, float], form) -> str:
-    low, high = ends
-    # The bracket is escaped: rich takes [word] for markup.
-    return f"\\[{form(low)}, {form(high) if math.isfinite(high) else 'open'}]"
 
 
 def _reach(fit: SigmoidFit, target: float, label: str) -> str:
@@ -314,10 +287,6 @@ def _reach(fit: SigmoidFit, target: float, label: str) -> str:
     if not math.isfinite(needed):
         return f"the fitted curve never reaches {target:g}"
     return f"the fitted curve reaches {target:g} at {short_number(needed)} {label}"
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
@@ -328,26 +297,24 @@ def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
         entry = {
             "run": one.name,
             "trend": fit.trend,
-            **{name: getattr(fit, name) if rises else None for name in _PARAMETERS},
+            **{name: getattr(fit, name) if rises else None for name in PARAMETERS},
             "initial_reward": fit.initial_reward,
-            "intervals_95": {
-                name: [_finite(low), _finite(high)] if rises else None for name, (low, high) in fit.intervals.items()
-            },
+            "intervals_95": {name: ends if rises else None for name, ends in fit.intervals.items()},
             "ssr": fit.ssr,
             "points": fit.points,
             "bins": fit.bins,
             "seeds": one.seeds,
             "identified": fit.identified,
-            "compute_to_identify": _finite(fit.compute_to_identify),
+            "compute_to_identify": fit.compute_to_identify,
             "verdict": fit.verdict,
             "held_out": int(one.held.sum()),
             "held_out_error": one.held_error if rises else None,
         }
         if fit.samples is not None and rises:
-            entry["bootstrap_95"] = {name: [_finite(v) for v in fit.bootstrap_interval(name)] for name in _PARAMETERS}
+            entry["bootstrap_95"] = {name: fit.bootstrap_interval(name) for name in PARAMETERS}
         if given.TARGET.value is not None and rises:
             entry["target"] = given.TARGET.value
-            entry["compute_to_target"] = _finite(fit.compute_to_reach(given.TARGET.value))
+            entry["compute_to_target"] = fit.compute_to_reach(given.TARGET.value)
         fits.append(entry)
     return {
         "x": x_label,

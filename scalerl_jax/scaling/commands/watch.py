@@ -18,8 +18,9 @@ from rich.console import Console
 
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config_names import under_new_names
-from scalerl_jax.scaling import readers, tables, tfevents
+from scalerl_jax.scaling import tables, tfevents
 from scalerl_jax.scaling.points import TooFewPoints
+from scalerl_jax.system import files
 
 _SETTLE_SECONDS = 0.3  # within which a row that has been begun is finished
 _ATTEMPTS = 3
@@ -96,7 +97,7 @@ def _draw_settled(paths: Sequence[str], draw: Callable[[Sequence[str]], None]) -
 def _files(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
-    ours = os.path.join(path, readers.RUN_FOLDER_FILE)
+    ours = os.path.join(path, tables.RUN_FOLDER_FILE)
     return [ours] if os.path.isfile(ours) else tfevents.event_files(path)
 
 
@@ -123,7 +124,7 @@ def _ours(path: str) -> bool:
 
 
 def _begun_without_evaluations(path: str) -> bool:
-    rows = os.path.join(path, readers.RUN_FOLDER_FILE)
+    rows = os.path.join(path, tables.RUN_FOLDER_FILE)
     return _ours(path) and not (os.path.isfile(rows) and os.path.getsize(rows))
 
 
@@ -144,9 +145,9 @@ def _ended(path: str) -> str:
     steps = under_new_names(written).get("max_steps") if isinstance(written, dict) else None
     if not isinstance(steps, int):
         raise UserError(f"{config}: is not the config of a run")
-    if _last_step(os.path.join(path, readers.RUN_FOLDER_FILE)) >= steps:
+    if _last_step(os.path.join(path, tables.RUN_FOLDER_FILE)) >= steps:
         return f"{path}: has ended, with update {steps}"
-    if holder.isdigit() and _lives(int(holder)):
+    if holder.isdigit() and files.lives(int(holder)):
         return ""
     return f"{path}: no trainer is running in it on this machine"
 
@@ -164,13 +165,3 @@ def _last_step(path: str) -> int:
         return -1
     step = row.get("step", -1) if isinstance(row, dict) else -1
     return step if isinstance(step, int) else -1
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # signal 0 asks only
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.image import imread
 
 from scalerl_jax.scaling import fit_sigmoid, plot
-from scalerl_jax.scaling.fit_table import half_time_forecast
+from scalerl_jax.scaling.half_time import half_time_forecast
 from scalerl_jax.scaling.units import short_number
 from tests.scaling.runs import TABLE_1, curve, sampled_passes
 
