@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import typing
 
 import grpc
 import pytest
@@ -15,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launch import local, starting
 from launch.local import LocalServers, StartError, Times
-from scalerl_jax.config import Config
+from rollout_server.serve_flags import ENGINES
+from scalerl_jax.config import Config, FleetConfig
 from scalerl_jax.contract import limits
 from tests.support.waiting import eventually
 
@@ -140,6 +142,11 @@ def test_a_server_whose_engine_needs_longer_is_given_the_time(
     assert "killed" not in caplog.text
 
 
+def test_the_config_offers_every_engine_and_each_has_its_time_to_stop() -> None:
+    offered = typing.get_args(typing.get_type_hints(FleetConfig)["engine"])
+    assert set(offered) == set(ENGINES) == set(limits.STOP_SECONDS)
+
+
 @pytest.mark.parametrize("engine", ["jax", "vllm", "replay"])
 def test_no_server_is_killed_before_it_gives_up_by_itself(engine: str) -> None:
     assert local.stop_seconds(engine) > limits.STOP_SECONDS[engine]
@@ -170,6 +177,7 @@ def children() -> set[int]:
 def test_servers_end_with_a_parent_that_is_killed(tmp_path: pathlib.Path) -> None:
     program = f"""
 import time
+import typing
 from launch.local import LocalServers
 servers = LocalServers({STAND_IN!r}, count=2, workdir={str(tmp_path)!r})
 print(*[state.process_id for state in servers.states()], flush=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.config import ObjectiveConfig
-from scalerl_jax.objective import policy_loss
+from scalerl_jax.objective import LOSSES, policy_loss
 from scalerl_jax.objective.losses import cross_entropy
 from tests.objective import reference
 from tests.objective.batches import LENGTH, NAMES, ROWS, rows
@@ -286,3 +287,7 @@ def test_a_broken_log_prob_stays_finite(objective):
 def test_an_unknown_loss_is_named():
     with pytest.raises(ValueError, match="'ppo' is not one of cispo, clip, gspo"):
         tokens(train=-1.0, gen=-1.0, advantage=1.0, objective=ObjectiveConfig(loss="ppo"))
+
+
+def test_the_config_offers_every_loss():
+    assert typing.get_args(typing.get_type_hints(ObjectiveConfig)["loss"]) == tuple(LOSSES)
