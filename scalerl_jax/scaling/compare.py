@@ -216,21 +216,14 @@ def _sentence(first: Run, second: Run, found: Difference, word: str, both, expon
         more = f"; A of {vague} is not identified yet" if vague else ""
         return f"these points do not tell which of {first.name} and {second.name} ends higher: {apart}{more}"
     start = f"no difference shown in A between {first.name} and {second.name}: {apart}, margin {margin:g}"
-    slope_first, slope_second = both
-    faster, slower = (first, second) if exponent.value >= 0 else (second, first)
-    high, low = max(slope_first.exponent, slope_second.exponent), min(slope_first.exponent, slope_second.exponent)
-    turned = exponent if exponent.value >= 0 else _turn(exponent)
-    with_one = f"with A = {slope_first.asymptote:.3f} for both"
-    values = f"B {high:.2f} against {low:.2f}, difference {_signed(turned, 2)}"
+    sides = list(zip((first, second), both))
+    (faster, fast), (slower, slow) = sides if exponent.value >= 0 else sides[::-1]
+    with_one = f"with A = {fast.asymptote:.3f} for both"
+    difference_of_both = _signed(exponent_difference(fast, slow), 2)
+    values = f"B {fast.exponent:.2f} against {slow.exponent:.2f}, difference {difference_of_both}"
     if exponent.excludes_zero:
         return f"{start}; {with_one}, {faster.name} climbs faster than {slower.name}: {values}"
     return f"{start}; {with_one}, no difference shown in B either: {values}"
-
-
-def _turn(found: Difference) -> Difference:
-    """The same difference seen from the other side."""
-    (low, high), (low_90, high_90) = found.interval_95, found.interval_90
-    return Difference(-found.value, (-high, -low), (-high_90, -low_90))
 
 
 def _signed(found: Difference, digits: int = 3) -> str:

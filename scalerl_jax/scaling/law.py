@@ -54,16 +54,19 @@ def straighten(reward, *, asymptote, midpoint, exponent, initial_reward):
 
     NaN where a score is not strictly between R0 and A.
     """
-    share = (reward - initial_reward) / (asymptote - initial_reward)
-    inside = (share > 0) & (share < 1)
-    odds = jnp.where(inside, share, 0.5) / (1 - jnp.where(inside, share, 0.5))
+    inside, odds = _odds(reward, asymptote, initial_reward)
     return jnp.where(inside, jnp.power(midpoint, exponent) * odds, jnp.nan)
 
 
 def compute_to_reach(target, *, asymptote, exponent, midpoint, initial_reward):
     """The compute at which the curve is at `target`: 0 at or below R0, infinity at or above A."""
-    share = (target - initial_reward) / (asymptote - initial_reward)
-    inside = (share > 0) & (share < 1)
-    odds = jnp.where(inside, share, 0.5) / (1 - jnp.where(inside, share, 0.5))
+    inside, odds = _odds(target, asymptote, initial_reward)
     reached = jnp.where(target <= initial_reward, 0.0, jnp.inf)
     return jnp.where(inside, midpoint * jnp.power(odds, 1 / exponent), reached)
+
+
+def _odds(reward, asymptote, initial_reward):
+    """Whether a score is strictly between R0 and A, and there gained / still to gain."""
+    share = (reward - initial_reward) / (asymptote - initial_reward)
+    inside = (share > 0) & (share < 1)
+    return inside, jnp.where(inside, share, 0.5) / (1 - jnp.where(inside, share, 0.5))

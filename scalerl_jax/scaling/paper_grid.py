@@ -126,9 +126,7 @@ def _step(cells: _Cells, points) -> _Cells:
     exhausted |= (jnp.abs(actual) <= _EPSILON) & (predicted <= _EPSILON) & (0.5 * ratio <= 1)
     exhausted |= trust <= _EPSILON * length
 
-    stepped = _Cells(
-        log_midpoint=cells.log_midpoint,
-        gain=cells.gain,
+    stepped = cells._replace(
         exponent=jnp.where(taken, exponent, cells.exponent),
         ssr=jnp.where(taken, ssr, cells.ssr),
         curvature=jnp.where(taken, new_curvature, cells.curvature),

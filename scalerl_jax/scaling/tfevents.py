@@ -4,23 +4,34 @@ An event file is a row of records
 
     length uint64 | masked crc32c of the length, uint32 | data | masked crc32c of the data, uint32      little-endian
 
-whose data is the protocol buffer tensorflow.Event; of it only these fields matter here:
-
-    Event        2 step int64, 5 summary, 7 session_log          Summary.Value   1 tag, 2 simple_value float, 8 tensor
-    Summary      1 value (repeated)                              TensorProto     1 dtype, 4 tensor_content, 5 float_val,
-    SessionLog   1 status (START = 1)                                            6 double_val
-
-A session that starts at step s replaces what was written before from there on. A record cut short at the end of a file
-is one still being written. Left out: images, histograms, text, compressed files, the checksum of the data.
+whose data is the protocol buffer tensorflow.Event; only its fields in _MESSAGES matter here. A session that starts
+at step s replaces what was written before from there on. A record cut short at the end of a file is one still being
+written. Left out: images, histograms, text, compressed files, the checksum of the data.
 """
 
 import glob
 import os
 import struct
 from collections.abc import Iterator
+from typing import Any
 
-_START = 1
-_FLOAT, _DOUBLE = 1, 2  # of tensorflow.DataType
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+
+_START = 1  # of SessionLog.Status
+_SERIES = {1: "float_val", 2: "double_val"}  # where a tensor of this tensorflow.DataType has its numbers
+_CODES = {1: "<f", 2: "<d"}  # how tensor_content has them
+_MESSAGES = {  # of each field: number, type; * where it is repeated
+    "TensorProto": {
+        "dtype": "1 int64",
+        "tensor_content": "4 bytes",
+        "float_val": "5 float*",
+        "double_val": "6 double*",
+    },
+    "Value": {"tag": "1 string", "simple_value": "2 float", "tensor": "8 TensorProto"},
+    "Summary": {"value": "1 Value*"},
+    "SessionLog": {"status": "1 int64"},
+    "Event": {"step": "2 int64", "summary": "5 Summary", "session_log": "7 SessionLog"},
+}
 
 
 class EventFileError(ValueError):
@@ -47,6 +58,25 @@ def _masked_crc32c(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
+def _event_class() -> Any:
+    file = descriptor_pb2.FileDescriptorProto(name="events.proto", package="events", syntax="proto2")
+    for name, fields in _MESSAGES.items():
+        entry = file.message_type.add(name=name)
+        for field, told in fields.items():
+            number, kind = told.rstrip("*").split()
+            one = entry.field.add(name=field, number=int(number), label=3 if told.endswith("*") else 1)
+            if kind in _MESSAGES:
+                one.type_name = kind
+            else:
+                one.type = descriptor_pb2.FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("events.Event"))
+
+
+_Event = _event_class()
+
+
 def is_event_file(path: str) -> bool:
     return ".tfevents." in os.path.basename(path)
 
@@ -61,13 +91,18 @@ def read_scalars(paths: list[str]) -> dict[str, dict[int, float]]:
     scalars: dict[str, dict[int, float]] = {}
     for path in paths:
         for record in _records(path):
-            step, restarts, values = _event(record)
-            if restarts:
+            try:
+                event = _Event.FromString(record)
+            except message.DecodeError:
+                raise EventFileError(f"{path}: is not a TensorBoard event file, or is damaged") from None
+            if event.session_log.status == _START:
                 for series in scalars.values():
-                    for old in [s for s in series if s >= step]:
+                    for old in [step for step in series if step >= event.step]:
                         del series[old]
-            for tag, value in values:
-                scalars.setdefault(tag, {})[step] = value
+            for value in event.summary.value:
+                number = value.simple_value if value.HasField("simple_value") else _scalar(value.tensor)
+                if number is not None:
+                    scalars.setdefault(value.tag, {})[event.step] = number
     return {tag: series for tag, series in scalars.items() if series}
 
 
@@ -83,72 +118,12 @@ def _records(path: str) -> Iterator[bytes]:
             yield data
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field: an int for varints, the bytes for the rest."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _varint(data, at)
-            yield key >> 3, value
-            continue
-        if kind == 2:
-            size, at = _varint(data, at)
-        else:
-            size = {1: 8, 5: 4}[kind]
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if not byte & 0x80:
-            return value, at
-
-
-def _event(data: bytes) -> tuple[int, bool, list[tuple[str, float]]]:
-    step, restarts, values = 0, False, []
-    for number, field in _fields(data):
-        if number == 2:
-            step = field
-        elif number == 7:
-            restarts = (1, _START) in list(_fields(field))
-        elif number == 5:
-            for of_summary, value in _fields(field):
-                if of_summary == 1 and (scalar := _value(value)) is not None:
-                    values.append(scalar)
-    return step, restarts, values
-
-
-def _value(data: bytes) -> tuple[str, float] | None:
-    tag, number = "", None
-    for of_value, field in _fields(data):
-        if of_value == 1:
-            tag = field.decode()
-        elif of_value == 2:
-            number = struct.unpack("<f", field)[0]
-        elif of_value == 8:
-            number = _tensor(field)
-    return None if number is None else (tag, float(number))
-
-
-def _tensor(data: bytes) -> float | None:
-    """A scalar tensor of float32 or float64; None for anything else."""
-    kind, content, numbers = 0, b"", b""
-    for of_tensor, field in _fields(data):
-        if of_tensor == 1:
-            kind = field
-        elif of_tensor == 4:
-            content = field
-        elif of_tensor in (5, 6):
-            numbers = field
-    code = {_FLOAT: "<f", _DOUBLE: "<d"}.get(kind)
-    raw = content or numbers
-    if code is None or len(raw) != struct.calcsize(code):
+def _scalar(tensor: Any) -> float | None:
+    """Of a tensor of one float32 or float64; None for anything else."""
+    if tensor.dtype not in _CODES:
         return None
-    return struct.unpack(code, raw)[0]
+    code, numbers = _CODES[tensor.dtype], getattr(tensor, _SERIES[tensor.dtype])
+    if tensor.tensor_content:
+        whole = len(tensor.tensor_content) == struct.calcsize(code)
+        return struct.unpack(code, tensor.tensor_content)[0] if whole else None
+    return numbers[0] if len(numbers) == 1 else None

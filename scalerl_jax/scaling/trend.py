@@ -50,7 +50,7 @@ def sentence(trend: str, points: Points) -> str:
             f"flat: the reward stays near {mean:.3f} ({low:.3f} to {high:.3f}), no rise shows above its scatter: "
             "no sigmoid is fitted"
         )
-    means = _group_means(points)
+    means = [mean for _, mean in _groups(points)]
     start = [points.initial] if points.initial_mode != "free" or points.initial_rows else []
     return f"the reward falls from {max([*start, *means[:-1]]):.3f} to {means[-1]:.3f}: no rising sigmoid fits"
 
@@ -94,25 +94,23 @@ def _order_rises(points: Points) -> bool:
     return bool(found.statistic > 0 and found.pvalue <= _HINT)
 
 
-def _groups(points: Points) -> list[np.ndarray]:
+def _groups(points: Points) -> list[tuple[int, float]]:
+    """Neighbours in compute: how many points, and their mean reward."""
     order = np.argsort(points.compute, kind="stable")
-    return [part for part in np.array_split(order, min(_GROUPS, len(order))) if part.size]
-
-
-def _group_means(points: Points) -> list[float]:
     weight = points.trials_weight
-    return [float(np.average(points.reward[part], weights=weight[part])) for part in _groups(points)]
+    parts = [part for part in np.array_split(order, min(_GROUPS, len(order))) if part.size]
+    return [(len(part), float(np.average(points.reward[part], weights=weight[part]))) for part in parts]
 
 
 def _collapses(points: Points) -> bool:
     """Whether it rose first and then lost more than half of that, beyond what neighbours scatter."""
     if len(points.compute) < 2 * _GROUPS:
         return False
-    groups, means = _groups(points), _group_means(points)
+    sizes, means = zip(*_groups(points))
     best = int(np.argmax(means))
     drop = means[best] - means[-1]
     order = np.argsort(points.compute, kind="stable")
     scatter = float(np.mean(np.diff(points.reward[order]) ** 2)) / 2
-    error = np.sqrt(scatter * (1 / len(groups[best]) + 1 / len(groups[-1])))
+    error = np.sqrt(scatter * (1 / sizes[best] + 1 / sizes[-1]))
     gain = means[best] - min(points.initial, means[0])
     return drop > _SURE * error and drop > _FALL * gain
