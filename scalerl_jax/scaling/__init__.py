@@ -1,17 +1,26 @@
 """From the evaluations of a run to what more compute will buy. Needs numpy, scipy and jax; plots need matplotlib.
 
+readers.py        runs out of tables: tables.py (files), tfevents.py, cells.py (numbers), repeats.py
+units.py          of compute, and the scale of a score
 law.py            the sigmoid, the power law beside it, the straightened form
 points.py         checks the evaluations and sets R0 and the noise apart
 noise.py          how far a score can be from the true one
+binning.py        very many evaluations as few
 paper_grid.py     the paper's fit, cell by cell
 padding.py        sizes that numbers of points are rounded up to
+precision.py      float64 on the CPU
 least_squares.py  the fit over the whole plane of shapes
 profile.py        intervals and bands by profile likelihood
 resample.py       bootstrap
+trend.py          whether a run rises at all
 identify.py       whether the points tell A, and what compute would
 fit.py            fit_sigmoid: all of these
 half_time.py      the forecast made at half time beside the outcome
-plot.py           pictures of both
+forecast.py       what more compute will buy a run
+compare.py        which of several runs ends higher, and slopes.py, which gets there faster
+decide.py         the next experiment, by curves drawn from what the points allow (posterior.py)
+plot.py           pictures: of fits and forecasts; compare_plot.py, compare_json.py: a comparison's
+commands/         scalerl-fit, scalerl-compare
 """
 
 from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
