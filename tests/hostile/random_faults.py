@@ -9,62 +9,18 @@ freeze        SIGSTOP to a genuine server until the run has gone on without it, 
 
 import errno
 import os
-import pathlib
 import random
 import resource
 import signal
 import subprocess
-import sys
 import time
 
-from tests.support.waiting import eventually
+from tests.support.servers import ServerProcess
 from tests.train import helpers
 
 KINDS = ("kill", "stop", "full disk", "server dies", "freeze")
 FULL_SECONDS = 120.0  # until a run that can write nothing has noticed
 FROZEN_UPDATES, FROZEN_SECONDS = 2, 6.0  # whichever is reached first
-
-
-class Server:
-    """One genuine replay server on a port of its own."""
-
-    def __init__(self, folder: pathlib.Path, name: str, *flags: str):
-        self._log, self._port_file = folder / f"{name}.log", folder / f"{name}.port"
-        self._flags, self._port = flags, 0
-        self.start()
-
-    def start(self) -> None:
-        self._port_file.unlink(missing_ok=True)
-        with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_server.serve", "--engine=replay", f"--port={self._port}",
-                 f"--port_file={self._port_file}", "--exit_with_parent", "--compute_dtype=float32",
-                 "--sync_dtype=float32", "--maximum_tokens=64", "--slots=8", "--queue=16", "--decode_chunk=4",
-                 *self._flags],
-                cwd=helpers.ROOT,
-                env=helpers.environment(),
-                stdin=subprocess.PIPE,
-                stderr=log,
-            )  # fmt: skip
-
-    def wait(self) -> "Server":
-        def listens() -> bool:
-            assert self.process.poll() is None, self._log.read_text()
-            return self._port_file.exists()
-
-        eventually(listens, "the server listens", seconds=helpers.SECONDS)
-        self._port = int(self._port_file.read_text())
-        return self
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
-
-    def close(self) -> None:
-        self.process.kill()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
 
 class Run(helpers.Run):
@@ -99,7 +55,7 @@ def draw(seed: int, *, events: int, last: int) -> list[tuple[int, str]]:
     return list(zip(sorted(rng.sample(range(1, last), events)), kinds, strict=True))
 
 
-def happen(kind: str, run: Run, servers: list[Server], rng: random.Random) -> None:
+def happen(kind: str, run: Run, servers: list[ServerProcess], rng: random.Random) -> None:
     """Returns when it is over; the run may be starting anew then."""
     assert run.process is not None
     if kind == "kill":
@@ -114,17 +70,17 @@ def happen(kind: str, run: Run, servers: list[Server], rng: random.Random) -> No
         _fill(run)
     elif kind == "server dies":
         server = rng.choice(servers)
-        server.close()
+        server.kill()
         server.start()
         server.wait()
     else:
         server, steps, until = rng.choice(servers), len(run.metrics), time.monotonic() + FROZEN_SECONDS
-        server.process.send_signal(signal.SIGSTOP)
+        server.freeze()
         try:
             while time.monotonic() < until and len(run.metrics) < steps + FROZEN_UPDATES:
                 time.sleep(0.05)
         finally:
-            server.process.send_signal(signal.SIGCONT)
+            server.thaw()
 
 
 def _fill(run: Run) -> None:

@@ -24,7 +24,7 @@ from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.hostile.rpc_generator import CANCEL, FIRST, READ, UNREAD, Call, Generator, group
 from tests.hostile.rpc_sender import CUT_SHORT, LAST, Outcome, Sender, send_all
-from tests.rollout_server.serving_process import Process
+from tests.support.servers import CalledServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -155,7 +155,7 @@ async def connected(address: str) -> AsyncIterator[Sender]:
         await sender.close()
 
 
-async def judge(server: Process, generator: Generator) -> None:
+async def judge(server: CalledServer, generator: Generator) -> None:
     address = f"127.0.0.1:{server.port}"
     process = psutil.Process(server.process.pid)
     codes: collections.Counter[str] = collections.Counter()
@@ -196,7 +196,7 @@ async def judge(server: Process, generator: Generator) -> None:
 def test_storm(engine: str, model: str, tmp_path: pathlib.Path) -> None:
     tensors = hf_tensors(read_config(model))
     generator = Generator(9, tensors=tensors, version=VERSION)
-    server = Process(tmp_path, *ENGINES[engine], f"--model={model}", *FLAGS)
+    server = CalledServer(tmp_path, *ENGINES[engine], f"--model={model}", *FLAGS)
     try:
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
         asyncio.run(judge(server, generator))

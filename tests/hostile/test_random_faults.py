@@ -17,7 +17,9 @@ from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model.decoder_config import read_config
 from tests.hostile import random_faults
 from tests.hostile.liars import Liars
-from tests.hostile.random_faults import Run, Server
+from tests.hostile.random_faults import Run
+from tests.support.servers import ServerProcess
+from tests.train import helpers
 from tests.train.helpers import config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -79,12 +81,12 @@ FLAGS = {
 @pytest.fixture(scope="module")
 def replay(model: str, rollouts: str) -> list[str]:
     # Decoding takes longer than an update, so that groups are in flight whatever happens.
-    return [f"--model={model}", f"--replay_file={rollouts}", "--replay_token_seconds=0.004"]
+    return ["--engine=replay", f"--model={model}", f"--replay_file={rollouts}", "--replay_token_seconds=0.004"]
 
 
 @pytest.fixture
-def servers(tmp_path: pathlib.Path, replay: list[str]) -> Iterator[list[Server]]:
-    made = [Server(tmp_path, f"server-{n}", *replay) for n in range(2)]
+def servers(tmp_path: pathlib.Path, replay: list[str]) -> Iterator[list[ServerProcess]]:
+    made = [helpers.server(tmp_path, f"server-{n}", *replay) for n in range(2)]
     try:
         yield [server.wait() for server in made]
     finally:
@@ -100,13 +102,13 @@ def command(flags: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], replay: list[str]) -> Run:
     folder = tmp_path_factory.mktemp("undisturbed")
-    server = Server(folder, "server", *replay).wait()
-    run = Run(folder / "run", *command, f"--servers={server.address}").start()
+    replaying = helpers.server(folder, "server", *replay).wait()
+    run = Run(folder / "run", *command, f"--servers={replaying.address}").start()
     try:
         run.finish()
     finally:
         run.close()
-        server.close()
+        replaying.close()
     return run
 
 
@@ -125,7 +127,7 @@ def test_ends_where_an_undisturbed_run_does(
     model: str,
     rollouts: str,
     command: list[str],
-    servers: list[Server],
+    servers: list[ServerProcess],
     undisturbed: Run,
 ) -> None:
     rng = random.Random(seed)

@@ -3,13 +3,12 @@
 import os
 import pathlib
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 
 from launch.commands import with_tuned_malloc
+from tests.support.servers import ServerProcess
 
 OURS = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=6"
 
@@ -45,13 +44,10 @@ def test_a_server_is_the_process_that_was_started(chosen, tmp_path, monkeypatch)
     if chosen:
         monkeypatch.setenv("GLIBC_TUNABLES", chosen)
     program = pathlib.Path(sys.executable).with_name("scalerl-serve")
-    port_file = tmp_path / "port"
-    process = subprocess.Popen([program, "--engine=replay", "--port=0", f"--port_file={port_file}"])
+    server = ServerProcess(tmp_path, "--engine=replay", program=[program])
+    process = server.process
     try:
-        deadline = time.monotonic() + 60
-        while not port_file.exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        server.wait()
         # glibc reads the list where it lies, and puts a zero behind each value.
         environment = pathlib.Path(f"/proc/{process.pid}/environ").read_bytes().replace(b"\0", b":")
         values = f"{chosen or 'glibc.malloc.hugetlb=1'}:glibc.malloc.arena_max={os.cpu_count()}"
@@ -59,5 +55,4 @@ def test_a_server_is_the_process_that_was_started(chosen, tmp_path, monkeypatch)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
-        process.kill()
-        process.wait()
+        server.close()

@@ -22,8 +22,8 @@ from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.contract.security import Access, Credentials
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import Push, group, random_weights
-from tests.rollout_server.serving_process import Process
 from tests.rollout_server.test_serve import complaint
+from tests.support.servers import CalledServer
 
 TOKEN, SECONDS = "correct-horse-battery", 60
 
@@ -265,7 +265,7 @@ def test_what_is_open_is_a_warning_at_the_start(tmp_path: pathlib.Path, token: b
     file.write_text(TOKEN)
     file.chmod(0o644)
     flags = [f"--token_file={file}"] if token else []
-    process = Process(tmp_path, "--engine=replay", "--host=0.0.0.0", "--insecure", *flags)
+    process = CalledServer(tmp_path, "--engine=replay", "--host=0.0.0.0", "--insecure", *flags)
     process.close()
     warnings = [line for line in process.log.read_text().splitlines() if line.startswith("W")]
     assert any("--insecure: whoever sees the packets" in line for line in warnings)

@@ -26,7 +26,7 @@ from scalerl_jax.contract import codec, rollout_pb2_grpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from tests.rollout_server.client import group
 from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
-from tests.rollout_server.serving_process import Process
+from tests.support.servers import CalledServer
 
 SECONDS = 60
 
@@ -34,20 +34,20 @@ pytestmark = pytest.mark.timeout(300)  # a server's start alone may take half of
 
 
 @pytest.fixture
-def replay(tmp_path: pathlib.Path) -> Iterator[Process]:
-    process = Process(tmp_path, "--engine=replay", "--slots=4", "--replay_token_seconds=0.01")
+def replay(tmp_path: pathlib.Path) -> Iterator[CalledServer]:
+    process = CalledServer(tmp_path, "--engine=replay", "--slots=4", "--replay_token_seconds=0.01")
     yield process
     process.close()
 
 
-def health(process: Process, service: str) -> int:
+def health(process: CalledServer, service: str) -> int:
     reply = health_pb2_grpc.HealthStub(process.channel).Check(
         health_pb2.HealthCheckRequest(service=service), timeout=SECONDS
     )
     return reply.status
 
 
-def test_health_and_reflection(replay: Process) -> None:
+def test_health_and_reflection(replay: CalledServer) -> None:
     assert health(replay, "") == health(replay, "scalerl.v1.Rollout") == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(grpc.RpcError) as error:
         health(replay, "scalerl.v1.Nothing")
@@ -66,7 +66,7 @@ def test_health_and_reflection(replay: Process) -> None:
     assert (file.package, methods) == ("scalerl.v1", {"Status", "Generate", "PushWeights", "Score"})
 
 
-def test_sigterm_ends_calls_and_watchers_and_exits_0(replay: Process) -> None:
+def test_sigterm_ends_calls_and_watchers_and_exits_0(replay: CalledServer) -> None:
     watch = health_pb2_grpc.HealthStub(replay.channel).Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     # Asked for before it comes: gRPC drops what nobody has asked for when a connection ends.
@@ -84,19 +84,19 @@ def test_sigterm_ends_calls_and_watchers_and_exits_0(replay: Process) -> None:
     assert "Traceback" not in replay.log.read_text()
 
 
-def test_it_ends_with_its_parent(replay: Process) -> None:
+def test_it_ends_with_its_parent(replay: CalledServer) -> None:
     assert replay.process.stdin is not None
     replay.process.stdin.close()
     assert replay.process.wait(SECONDS) == 0
 
 
-def test_it_says_who_can_reach_it(replay: Process) -> None:
+def test_it_says_who_can_reach_it(replay: CalledServer) -> None:
     assert "open to this machine only" in replay.log.read_text()
 
 
 def test_a_crash_that_was_ordered(tmp_path: pathlib.Path) -> None:
     flags = ["--replay_crash_after=3", "--slots=1", "--replay_token_seconds=0.02"]
-    process = Process(tmp_path, "--engine=replay", *flags)
+    process = CalledServer(tmp_path, "--engine=replay", *flags)
     try:
         for name in ("train/0", "train/1"):
             whole = codec.request_to_proto(group(name, incarnation=0, completions=1))
@@ -114,7 +114,7 @@ def test_a_crash_that_was_ordered(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_replay_server_passes_for_one_of_the_model(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
-    process = Process(
+    process = CalledServer(
         tmp_path, "--engine=replay", f"--model={model_folder}", "--sync_dtype=float32", "--head_precision=highest"
     )
     try:
@@ -128,7 +128,7 @@ def test_a_replay_server_passes_for_one_of_the_model(tmp_path: pathlib.Path, mod
 
 def test_the_jax_engine_is_served_without_torch(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
     flags = ["--slots=2", "--queue=2", "--decode_chunk=4", "--maximum_tokens=64", "--compute_dtype=float32"]
-    process = Process(tmp_path, "--engine=jax", f"--model={model_folder}", "--head_precision=highest", *flags)
+    process = CalledServer(tmp_path, "--engine=jax", f"--model={model_folder}", "--head_precision=highest", *flags)
     try:
         assert process.stub.Status(pb.StatusRequest(), timeout=SECONDS).head_precision == "highest"
         request = codec.request_to_proto(group(incarnation=0, completions=4))
@@ -261,6 +261,6 @@ def test_a_taken_port(tmp_path: pathlib.Path, model_folder: pathlib.Path, engine
         assert f"--port={port}" in line and "in use" in line
 
 
-def test_two_servers_do_not_share_a_port(replay: Process, tmp_path: pathlib.Path) -> None:
-    port = (tmp_path / "port").read_text().strip()
+def test_two_servers_do_not_share_a_port(replay: CalledServer, tmp_path: pathlib.Path) -> None:
+    port = str(replay.port)
     assert "in use" in complaint("--engine=replay", f"--port={port}")

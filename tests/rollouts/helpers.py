@@ -3,8 +3,7 @@
 import concurrent.futures
 import json
 import os
-import signal
-import subprocess
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.replay_server import hold_file, read_dump
-from tests.support.paths import ROOT
+from tests.support.servers import ServerProcess
 from tests.support.waiting import eventually
 
 SHAPES = {"model.embed_tokens.weight": (64, 24), "model.norm.weight": (24,), "lm_head.weight": (64, 24)}
@@ -52,46 +51,22 @@ def weights(version: int) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-class ReplayServer:
-    """One server process; it can be killed, stopped, and started again on its port."""
+class ReplayServer(ServerProcess):
+    """A replay server whose options, and whose weights, a test can look at."""
 
     def __init__(self, folder: str, name: str, **options: Any):
-        self._base, self._options, self.port, self.process = os.path.join(folder, name), options, 0, None
-        self.launch()
+        self._options = options
+        self.dump = os.path.join(folder, name + ".npz")
         self.touched = False  # killed or frozen at some time
+        super().__init__(pathlib.Path(folder), name=name)
 
-    def launch(self, **changes: Any) -> None:
-        """Starts the process; `wait` says when it listens."""
+    def command(self) -> list[str | pathlib.Path]:
+        options = {"port": self.port, "port_file": str(self.port_file), "dump": self.dump, "shapes": SHAPES}
+        return [sys.executable, "-m", "tests.rollouts.replay_server", json.dumps(options | self._options)]
+
+    def start(self, **changes: Any) -> None:
         self._options |= changes
-        port_file = self._base + ".port"
-        if os.path.exists(port_file):
-            os.remove(port_file)
-        options = {"port": self.port, "port_file": port_file, "dump": self.dump, "shapes": SHAPES} | self._options
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rollouts.replay_server", json.dumps(options)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stderr=open(self._base + ".log", "ab"),  # noqa: SIM115  the process's own
-        )
-
-    def wait(self) -> "ReplayServer":
-        def port() -> int:
-            assert self.process.poll() is None, open(self._base + ".log").read()  # noqa: SIM115
-            if not os.path.exists(self._base + ".port"):
-                return 0
-            with open(self._base + ".port") as file:
-                return int(file.read())
-
-        self.port = eventually(port)
-        return self
-
-    @property
-    def dump(self) -> str:
-        return self._base + ".npz"
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        super().start()
 
     def held(self):
         """(version, tensors) as the engine has them; version 0 of nobody before there was one."""
@@ -115,8 +90,7 @@ class ReplayServer:
 
     def kill(self) -> None:
         self.touched = True
-        self.process.kill()
-        self.process.wait()
+        super().kill()
 
     def reserve(self) -> "ReplayServer":
         """Kills it, so that its port is known and nobody listens there."""
@@ -126,14 +100,7 @@ class ReplayServer:
 
     def freeze(self) -> None:
         self.touched = True
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
+        super().freeze()
 
 
 def config(**changes: Any) -> Config:

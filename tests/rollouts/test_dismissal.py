@@ -142,7 +142,7 @@ def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
     with Trainer(config(**PHASED), servers) as trainer:
         trainer.update()
         groups = trainer.fleet.batch(trainer.version, trainer.wait)
-        late.launch()
+        late.start()
         eventually(lambda: trainer.states()[late.address] == "candidate")
         assert trainer.fleet.candidates.due() == []  # it holds the phase's version
         assert trainer.fleet.trust.dismiss(groups[0].servers[0], WHY) > 0

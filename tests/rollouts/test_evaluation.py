@@ -172,7 +172,7 @@ def test_the_only_server_dies_while_it_evaluates_and_comes_back(start):
         eventually(lambda: half_way(trainer))
         server.kill()
         server.let_go()
-        server.launch()
+        server.start()
         server.wait()
         check(trainer.fleet.result(future, trainer.wait), 1)
         assert len(trainer.admitted) == 2

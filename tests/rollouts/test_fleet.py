@@ -71,7 +71,7 @@ def test_a_killed_server_loses_nothing_and_comes_back(start):
         trainer.update()
         eventually(lambda: trainer.states()[servers[0].address] == "connecting")
         trainer.update()
-        servers[0].launch()
+        servers[0].start()
         servers[0].wait()
         trainer.update_until(lambda: trainer.admitted.count(servers[0].address) == 2)
         assert_holds(servers[0], trainer.version)
@@ -184,7 +184,7 @@ def test_all_servers_lost_it_says_so_and_waits(start, caplog):
         def wait():
             texts.append(trainer.fleet.waiting())
             if "on no server" in texts[-1] and server.process.poll() is not None:
-                server.launch()
+                server.start()
             trainer.wait()
 
         while len(trainer.admitted) == 1:  # batches that were ready before may come first

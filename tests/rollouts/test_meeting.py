@@ -38,7 +38,7 @@ def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(sta
     with Trainer(config(pacing_max_buffered_batches=2.0), servers) as trainer:
         for _ in range(4):
             trainer.update()
-        late.launch()
+        late.start()
         late.wait()
         version, tensors = eventually(lambda: late.held() if late.held()[1] else None)
         assert version.step == trainer.version
@@ -64,7 +64,7 @@ def test_the_trainer_that_never_waits_still_meets_newcomers(start):
     late = servers[1].reserve()
     with Trainer(config(pacing_max_buffered_batches=3.0), servers) as trainer:
         trainer.update()
-        late.launch()
+        late.start()
         while late.address not in trainer.admitted:
             time.sleep(0.05)  # the update
             trainer.update()
@@ -91,12 +91,12 @@ def test_a_later_server_of_another_kind_is_turned_away(start):
     late = servers[1].reserve()
     with Trainer(config(), servers) as trainer:
         trainer.update()
-        late.launch(fingerprint="another")
+        late.start(fingerprint="another")
         eventually(lambda: trainer.states()[late.address] == "rejected")
         trainer.update()
         # The right one on the same port is welcome.
         late.kill()
-        late.launch(fingerprint="replay")
+        late.start(fingerprint="replay")
         trainer.update_until(lambda: late.address in trainer.admitted)
         trainer.check()
 
@@ -160,7 +160,7 @@ def test_a_server_that_comes_later_with_a_newer_trainers_weights_is_left_alone(s
         assert "start the server anew" in trainer.server(servers[1])["reason"]
         # Which is what helps.
         servers[1].kill()
-        servers[1].launch()
+        servers[1].start()
         trainer.update_until(lambda: servers[1].address in trainer.admitted)
 
 

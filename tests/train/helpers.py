@@ -24,6 +24,7 @@ from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT
+from tests.support.servers import ServerProcess
 from tests.support.waiting import eventually
 
 CONFIG = os.path.join(ROOT, "tests", "train", "tiny.py")
@@ -125,34 +126,21 @@ def write_rollouts(path: str, tokenizer: Tokenizer, config: Config) -> str:
 # ---- Processes -----------------------------------------------------------------------------------------------------
 
 
+def server(folder: pathlib.Path, name: str, *flags: str) -> ServerProcess:
+    """A server that belongs to no trainer, not waited for."""
+    common = ("--compute_dtype=float32", "--sync_dtype=float32", "--maximum_tokens=64", "--slots=8", "--queue=16")
+    return ServerProcess(folder, *common, "--decode_chunk=4", *flags, name=name, environment=environment())
+
+
 @contextlib.contextmanager
 def serve(folder: pathlib.Path, count: int, *flags: str) -> Iterator[list[str]]:
-    """`count` servers that belong to no trainer; gives their addresses."""
-    processes, addresses = [], []
+    """`count` such servers; gives their addresses."""
     with contextlib.ExitStack() as stack:
+        servers = []
         for number in range(count):
-            port_file, log = (os.path.join(folder, f"server-{number}.{kind}") for kind in ("port", "log"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_server.serve", "--port=0", f"--port_file={port_file}",
-                 "--exit_with_parent", "--compute_dtype=float32", "--sync_dtype=float32", "--maximum_tokens=64",
-                 "--slots=8", "--queue=16", "--decode_chunk=4", *flags],
-                cwd=ROOT,
-                env=environment(),
-                stdin=subprocess.PIPE,
-                stderr=stack.enter_context(open(log, "ab")),
-            )  # fmt: skip
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append((process, port_file, log))
-        for process, port_file, log in processes:
-
-            def listens(process=process, port_file=port_file, log=log) -> bool:
-                assert process.poll() is None, read(log)
-                return os.path.exists(port_file)
-
-            eventually(listens, "the server listens", seconds=SECONDS)
-            addresses.append(f"127.0.0.1:{read(port_file).strip()}")
-        yield addresses
+            servers.append(server(folder, f"server-{number}", *flags))
+            stack.callback(servers[-1].close)
+        yield [started.wait().address for started in servers]
 
 
 class Run:

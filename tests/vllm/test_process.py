@@ -17,8 +17,8 @@ from scalerl_jax.contract import codec, rollout_pb2_grpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import CHANNEL_OPTIONS, STOP_SECONDS
 from tests.rollout_server.client import INCARNATION, Push, group
-from tests.rollout_server.serving_process import Process
 from tests.support.models import random_tensors, write_folder
+from tests.support.servers import CalledServer
 from tests.vllm.models import config
 
 SECONDS = 60.0
@@ -43,13 +43,13 @@ def flags(folder: pathlib.Path, **options: object) -> list[str]:
 
 
 @pytest.fixture
-def served(folder: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Process]:
-    process = Process(tmp_path, *flags(folder), seconds=150)
+def served(folder: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[CalledServer]:
+    process = CalledServer(tmp_path, *flags(folder), seconds=150)
     yield process
     process.close()
 
 
-def family(process: Process) -> list[psutil.Process]:
+def family(process: CalledServer) -> list[psutil.Process]:
     """The processes that vLLM started."""
     return [
         child
@@ -69,7 +69,7 @@ def shared_memory() -> set[str]:
 
 def test_it_serves_and_ends_and_leaves_nothing(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     before = shared_memory()
-    served = Process(tmp_path, *flags(folder), seconds=150)
+    served = CalledServer(tmp_path, *flags(folder), seconds=150)
     status = served.stub.Status(pb.StatusRequest(), timeout=SECONDS)
     assert (status.engine, status.model_config) == ("vllm", config().canonical_json())
     call = served.stub.Generate(codec.request_to_proto(group(incarnation=0)), timeout=SECONDS)
@@ -85,7 +85,7 @@ def test_it_serves_and_ends_and_leaves_nothing(folder: pathlib.Path, tmp_path: p
 
 def test_nothing_outlives_a_server_that_was_killed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     before = shared_memory()
-    served = Process(tmp_path, *flags(folder), seconds=150)
+    served = CalledServer(tmp_path, *flags(folder), seconds=150)
     children = family(served)
     assert children
     served.process.kill()
@@ -94,7 +94,7 @@ def test_nothing_outlives_a_server_that_was_killed(folder: pathlib.Path, tmp_pat
     served.close()
 
 
-def test_a_server_whose_worker_died_exits(served: Process) -> None:
+def test_a_server_whose_worker_died_exits(served: CalledServer) -> None:
     """With an error's exit code, so that whoever started it starts it anew."""
     children = family(served)
     children[-1].kill()
@@ -115,7 +115,7 @@ serve.run()
 """
 
 
-async def pushed(served: Process) -> None:
+async def pushed(served: CalledServer) -> None:
     tensors = random_tensors(config(), 1)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}", options=CHANNEL_OPTIONS) as channel:
         push = Push(rollout_pb2_grpc.RolloutStub(channel), codec.Version(INCARNATION, 1), tensors, chunk_bytes=2**16)
@@ -126,7 +126,7 @@ async def pushed(served: Process) -> None:
 
 
 def test_a_server_that_cannot_take_weights_exits(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    served = Process(tmp_path, *flags(folder), seconds=150, program=BROKEN)
+    served = CalledServer(tmp_path, *flags(folder), seconds=150, program=(sys.executable, "-c", BROKEN))
     children = family(served)
     asyncio.run(pushed(served))
     assert served.process.wait(60) not in (0, 2)

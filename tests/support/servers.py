@@ -1,0 +1,90 @@
+"""Server processes: started, waited for, killed, frozen, started again on their port."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import grpc
+
+from scalerl_jax.contract import rollout_pb2_grpc
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+SERVE = (sys.executable, "-m", "rollout_server.serve")
+SECONDS = 600.0  # a loaded machine starts a process in a minute
+
+
+class ServerProcess:
+    """A server that ends with this process; its standard input is held open by us."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *flags: str,
+        name: str = "server",
+        program: Sequence[str | pathlib.Path] = SERVE,
+        environment: Mapping[str, str] | None = None,
+    ):
+        """program: what is started, with the flags of scalerl-serve; `folder`/`name`.log: what it says."""
+        self.log, self.port_file = folder / f"{name}.log", folder / f"{name}.port"
+        self.port = 0  # any that is free; the same one ever after
+        self._command, self._flags, self._environment = program, flags, environment
+        self.start()
+
+    def command(self) -> list[str | pathlib.Path]:
+        return [
+            *self._command, f"--port={self.port}", f"--port_file={self.port_file}", "--exit_with_parent", *self._flags
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """`wait` says when it listens."""
+        self.port_file.unlink(missing_ok=True)
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                self.command(), cwd=ROOT, env=self._environment, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+
+    def wait(self, *, seconds: float = SECONDS) -> Self:
+        def listens() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return self.port_file.exists()
+
+        eventually(listens, "the server listens", seconds=seconds)
+        self.port = int(self.port_file.read_text())
+        return self
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.kill()
+
+
+class CalledServer(ServerProcess):
+    """One that listens already, and a channel to it."""
+
+    def __init__(self, folder: pathlib.Path, *flags: str, seconds: float = 150.0, program: Sequence[str] = SERVE):
+        super().__init__(folder, *flags, program=program)
+        self.wait(seconds=seconds)
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub = rollout_pb2_grpc.RolloutStub(self.channel)
+
+    def close(self) -> None:
+        self.channel.close()
+        super().close()
