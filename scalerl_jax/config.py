@@ -27,7 +27,7 @@ class ModelConfig:
 
 @dataclasses.dataclass
 class EnvironmentConfig:
-    name: str = "arithmetic"  # arithmetic: made here; jsonl: train_file, validation_file
+    name: Literal["arithmetic", "jsonl"] = "arithmetic"  # arithmetic: made here; jsonl: train_file, validation_file
     train_file: str = ""  # JSONL of {"prompt": str, "answer": str}
     validation_file: str = ""  # JSONL of the same, held out: never trained on
     train_prompts: Positive[int] = 512  # arithmetic: how many distinct training prompts

@@ -4,12 +4,15 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check, check_types
 from scalerl_jax.config_names import RENAMED, REPLACED, ConfigError, no_field, under_new_names
+
+_UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def load_file(path: str) -> Config:
@@ -25,13 +28,9 @@ def load_file(path: str) -> Config:
         config = module.get_config()
     except ConfigError:
         raise
-    except AttributeError as error:
-        if not isinstance(error.obj, Config):
-            raise ConfigError(f"--config={path}: AttributeError: {error}") from error
-        names = [field.name for field in dataclasses.fields(Config)]
-        raise ConfigError(f"--config={path}: {no_field('config', str(error.name), names)}") from error
     except Exception as error:  # the user's own code, which may raise anything
-        raise ConfigError(f"--config={path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        why = _no_field(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"--config={path}: {why}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"--config={path}: get_config() returns {type(config).__name__}, not a Config")
     try:
@@ -39,6 +38,21 @@ def load_file(path: str) -> Config:
     except ConfigError as error:
         raise ConfigError(f"--config={path}: {error}") from None
     return config
+
+
+def _no_field(error: Exception) -> str:
+    """The line on a field of a config's group that is none, read or given; "": it is another error."""
+    groups = {type(getattr(Config(), field.name)): f"config.{field.name}" for field in dataclasses.fields(Config)}
+    groups[Config] = "config"
+    if isinstance(error, AttributeError):
+        kind, name = type(error.obj), str(error.name)
+    elif isinstance(error, TypeError) and (found := _UNEXPECTED.match(str(error))):
+        kind, name = {kind.__name__: kind for kind in groups}.get(found[1], type(None)), found[2]
+    else:
+        return ""
+    if kind not in groups or not dataclasses.is_dataclass(kind):
+        return ""
+    return no_field(groups[kind], name, [field.name for field in dataclasses.fields(kind)])
 
 
 def override(config: Config, path: str, text: str) -> None:

@@ -42,7 +42,7 @@ RENAMED = {
     "config.pacing.store_batches": "config.pacing.max_buffered_batches",
     "config.fleet.sparse_share": "config.fleet.max_delta_density",
     "config.fleet.pass_on": "config.fleet.relay",
-    "config.fleet.delta_bytes": "config.fleet.delta_cache_bytes",
+    "config.fleet.patch_bytes": "config.fleet.delta_cache_bytes",
     **{
         f"config.probe.{name}": f"config.parity.{name}"
         for name in ("completions", "mean_limit", "p99_limit", "every", "share", "ratio_limit", "difference_limit")

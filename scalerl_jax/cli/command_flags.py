@@ -1,7 +1,7 @@
 """The flags of the commands that have a workdir or a page, apart from what reads them: --help and a wrong flag are
 answered before jax is imported.
 
-Each function may be called more than once. The flags of the config are not absl's: config.py reads them.
+Each function may be called more than once. The flags of the config are not absl's: config_io.py reads them.
 """
 
 from absl import flags

@@ -92,11 +92,16 @@ class WeightStream:
 
 
 async def both(
-    reading: Coroutine[Any, Any, None], writing: Coroutine[Any, Any, None], *, left: Callable[[], float] | None = None
+    reading: Coroutine[Any, Any, None],
+    writing: Coroutine[Any, Any, None],
+    *,
+    left: Callable[[], float] | None = None,
+    end: Callable[[], object] = lambda: None,
 ) -> None:
     """Both ends of a stream, until the reading is through. Raises what either raises.
 
     left: seconds in which something has to move, or else TimeoutError is raised; None: for ever.
+    end: called as soon as the stream is over, before its ends are: a read may not hear that it is cancelled.
     """
     reader, writer = asyncio.create_task(reading), asyncio.create_task(writing)
     try:
@@ -110,6 +115,7 @@ async def both(
                 writer.result()
         reader.result()
     finally:
+        end()
         reader.cancel()
         writer.cancel()
         await asyncio.gather(reader, writer, return_exceptions=True)

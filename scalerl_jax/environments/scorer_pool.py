@@ -41,6 +41,8 @@ CACHE = 65_536  # scores remembered; completions of one group mostly end in one 
 LONGEST = 100_000  # characters that are looked at, the last ones: answers come at the end
 START_TRIES = 6
 FIRST_PAUSE = 0.25  # seconds before a start is tried again, doubled each time
+# A worker scores one answer at a time, and threads of libraries that it loads take of its memory limit.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _SHORT_OF = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # what the machine may have again soon
 
 Key = bytes
@@ -248,7 +250,7 @@ class _Worker:
                 with self._lock:
                     if self._closing.is_set():
                         raise _WorkerDied
-                    self._running = _Running(command, {**os.environ, "PYTHONPATH": path})
+                    self._running = _Running(command, {**os.environ, **_ONE_THREAD, "PYTHONPATH": path})
             except OSError as error:
                 why = str(error)
                 if error.errno in _SHORT_OF:

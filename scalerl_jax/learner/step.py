@@ -249,7 +249,7 @@ class Learner:
         return [logprobs[len(prompt) :] for (prompt, _), logprobs in zip(samples, scored, strict=True)]
 
     def sync_weights(self) -> dict[str, jax.Array]:
-        """The weights as they are sent: Hugging Face names, wire dtype, buffers of their own (safe to keep)."""
+        """The weights as they are sent: Hugging Face names, sync dtype, buffers of their own (safe to keep)."""
         return self._to_sync(self.state["params"])
 
 

@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract import codec, security
@@ -52,7 +52,6 @@ from scalerl_jax.rollouts.weights.publisher import Publisher, Source
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-GroupsFuture: TypeAlias = "concurrent.futures.Future[list[FinishedGroup]]"
 
 POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's `wait`
 TICK_SECONDS = 0.5

@@ -16,7 +16,7 @@ come after.
 from collections.abc import Callable
 
 MOST = 2**64 - 1  # what fits in the contract
-HEARD = 2**62  # of a server that is outranked: the year 2116. A run itself counts further, see telemetry.py
+HEARD = 2**62  # of a server that is outranked: the year 2116. A run itself counts further, see run/folder.py
 
 
 class Incarnation:

@@ -22,7 +22,8 @@ Row = Mapping[str, Any]
 
 WITHOUT_GRADIENT = 5  # updates on end without a gradient, from which on a run is said to learn nothing
 RECENT = 10  # updates whose mean is held against a limit
-# As rollouts/probe.py has them for config.parity.p99_limit = 0; that file brings gRPC, which a report does without.
+# As rollouts/parity/handshake.py has them for config.parity.p99_limit = 0; that one brings gRPC, which a report
+# does without.
 _P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1}
 _TRUNCATED = (0.05, 0.10)
 _CLIPPED = 0.01

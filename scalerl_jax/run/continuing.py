@@ -16,7 +16,7 @@ from typing import Any
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
-from scalerl_jax.config_names import ConfigError, under_new_names
+from scalerl_jax.config_names import RENAMED, ConfigError, under_new_names
 
 FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
 
@@ -112,6 +112,8 @@ def allowed_fields(names: Collection[str]) -> set[str]:
     fields = config_check.leaves(Config())
     found = {name.strip().removeprefix("config.") for name in names} - {""}
     for name in sorted(found - fields.keys()):
+        if f"config.{name}" in RENAMED:
+            raise ConfigError(f"--allow={name}: was renamed to {RENAMED[f'config.{name}'].removeprefix('config.')}")
         raise ConfigError(f"--allow={name}: config has no field {name!r}")
     return found
 

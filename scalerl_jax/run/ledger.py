@@ -17,7 +17,7 @@ is that of the completions finished so far. Where a new mean makes that estimate
 have caught up: no column ever falls.
 
 What is booked is finite and not negative, whatever anybody reports: a status is believed or dropped before it comes
-here (rollouts/plausible.py), and a file that says otherwise is repaired from the run's rows (ledger_repair.py).
+here (rollouts/servers/validate_status.py); a file that says otherwise is repaired from the run (ledger_repair.py).
 
 Left out on purpose: norms, softmax and the optimizer (well under 1 %), and the probe's scoring.
 """

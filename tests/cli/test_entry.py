@@ -9,8 +9,7 @@ import pytest
 
 from scalerl_jax import config as config_lib
 from scalerl_jax import config_check
-from scalerl_jax.cli import command_help, compare_flags, entry, fit_flags
-from scalerl_jax.scaling import units
+from scalerl_jax.cli import command_help, compare_flags, entry
 from scalerl_jax.scaling.fit import SEED_MARGIN
 
 COMMANDS = {
@@ -92,7 +91,6 @@ def test_a_flag_that_cannot_be_is_one_line(name, flag, said):
 
 
 def test_a_constant_that_a_flag_needs_is_the_one_that_the_fit_uses():
-    assert fit_flags.SCALES == units.SCALES
     assert compare_flags.SEED_MARGIN == SEED_MARGIN
 
 

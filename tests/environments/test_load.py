@@ -3,12 +3,12 @@
 import itertools
 import json
 import re
+import typing
 
 import numpy as np
 import pytest
 
-from scalerl_jax.config import PHRASE, Config
-from scalerl_jax.config_check import check
+from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
 from scalerl_jax.environments import arithmetic
 from scalerl_jax.environments.load import ENVIRONMENTS, load_rows, make_environment
 from scalerl_jax.environments.tokenizer import make_tokenizer
@@ -201,4 +201,7 @@ def test_an_environment_is_a_file_and_a_row_of_the_table(tokenizer, monkeypatch)
     assert [(row.index, row.text, row.answer) for row in train] == [(n, f"train {n}?", str(n)) for n in range(3)]
     assert [row.text for row in validation] == ["validation 0?", "validation 1?"]
     assert tokenizer.decode(train[0].token_ids.tolist()) == "train 0?" and train[2].extra == {"bonus": 0.5}
-    check(config)
+
+
+def test_the_config_offers_every_environment():
+    assert typing.get_args(typing.get_type_hints(EnvironmentConfig)["name"]) == tuple(ENVIRONMENTS)

@@ -79,7 +79,7 @@ class Follower:
         self.full_syncs = 0  # how often it asked for a dense version
 
     async def follow(self, trainer: Trainer) -> PushReport:
-        """Brings it to the newest version, as Connection does, and compares."""
+        """Brings it to the newest version, as Upkeep does, and compares."""
         try:
             report = await trainer.publisher.push(self.served.stub, trainer.step, base=self.base, timeout=30)
         except FullSyncNeeded:

@@ -429,3 +429,20 @@ def test_all_servers_are_sent_away_in_mid_run(liar, monkeypatch):
         liar.generate = all_aborted
         with pytest.raises(FleetError, match=r"every rollout server was turned away; the last one: .* unfinished"):
             trainer.update_until(lambda: False)
+
+
+def test_what_a_server_that_is_turned_away_said_is_cut(liar, honest, caplog):
+    """A megabyte in place of a group's name, in every completion for the probe."""
+
+    async def another_name(request, context, honestly):
+        if not is_probe(request):
+            return await honestly(request, context)
+        await context.write(pb.Completion(incarnation=request.incarnation, group_id="x" * 1_000_000))
+
+    liar.generate = another_name
+    with Trainer(config(), [liar, honest]) as trainer:
+        trainer.admit_until(lambda: trainer.states()[liar.address] == "rejected")
+        trainer.check()
+        assert len(trainer.server(liar)["reason"]) < 2000
+    assert any("turned away" in record.getMessage() for record in caplog.records)
+    assert max(len(record.getMessage()) for record in caplog.records) < 2000

@@ -50,7 +50,7 @@ class ServerState:
         self.samples_step: int | None = None  # the version that they are by
         self.making_room = False  # it gets nothing new: the probe waits for room
         self.leaving = False  # no longer listed
-        self.patience = 0.0  # seconds that the trainer would still wait for it to be ready, see Fleet
+        self.patience = 0.0  # seconds that the trainer would still wait for it to be ready, see Candidates
         self.version_changed = asyncio.Event()  # the one held, or the one that it should hold
         self.hurried = asyncio.Event()  # do not wait for the next heartbeat
         self._telling = Telling()
@@ -148,7 +148,7 @@ class ServerState:
         self.record.banish()
         self.lose("")
         self.enter(REJECTED, reason)
-        self._events.rejected(reason)
+        self._events.rejected(self.reason)
 
     def offend(self, kind: str, detail: str = "", *, times: int = 1) -> bool:
         """It has done wrong, `times` times: counted, logged now and then. True: by this it is sent away for good.

@@ -72,20 +72,23 @@ class Push:
         """sent: told of the bytes of payload that went out. fail: told of a fault of ours."""
         call = stub.PushWeights()
         stream = WeightStream(call, self._payload)
+
+        def over() -> None:
+            self._tree.end()
+            call.cancel()
+
         try:
             await both(
                 self._read(stream),
                 self._write(call, stream, sent),
                 left=lambda: self._moved_at + self._timeout - time.monotonic(),
+                end=over,
             )
         except Exception as error:  # noqa: BLE001  told to whoever waits; a fault of ours ends the run
             if not isinstance(error, PushRefused | TimeoutError | grpc.aio.AioRpcError):
                 fail(error)
             if not self.report.done():  # else the others hear that their stream is over
                 self.report.set_exception(error)
-        finally:
-            self._tree.end()
-            call.cancel()
 
     async def _read(self, stream: WeightStream) -> None:
         tree, report = self._tree, self.report
