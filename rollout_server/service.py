@@ -117,6 +117,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             group = codec.request_from_proto(request, most_completions=most)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        self._engine.end_older(group)  # also where this one is refused
         if self._stopping:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
         if group.pinned_step is not None and self._weights.late:
@@ -283,6 +284,8 @@ class _Health(health.aio.HealthServicer):
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
-    """Returns when the task is over. What it raised stays in it."""
+    """Returns when the task is over. What it raised is told by who awaits it, or by nobody."""
     task.cancel()
     await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

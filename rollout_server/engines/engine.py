@@ -90,6 +90,10 @@ class Engine(Protocol):
         """
         ...
 
+    def end_older(self, request: GroupRequest) -> None:
+        """Ends older requests for one of its completions, as `generate` does at once: with AskedAgain."""
+        ...
+
     def weight_buffer(self, size: int) -> np.ndarray:
         """[size] uint8: where the service keeps its host copy of the weights. Called once, before the first `load`.
 

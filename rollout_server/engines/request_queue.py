@@ -26,11 +26,14 @@ from rollout_server.engines.engine import AskedAgain, EngineInfo, EngineStatus, 
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.contract.codec import Completion, GroupRequest, Version
 
+Name = tuple[int, str, int]  # (incarnation, group, index) of a completion
+
 
 class Caller:
     """Who waits for the completions of one request, on an event loop."""
 
     def __init__(self, request: GroupRequest):
+        self.names = [(request.incarnation, request.group_id, wanted.index) for wanted in request.completions]
         self._count, self._loop = len(request.completions), asyncio.get_running_loop()
         self._results: asyncio.Queue[Completion | Exception | None] = asyncio.Queue()  # None: no more will come
 
@@ -64,6 +67,7 @@ class RequestQueue:
         self.closed = False
         self._info, self._changed, self._lock = info, changed, lock or contextlib.nullcontext()
         self._callers: dict[Sequence, Caller] = {}  # of all that are not finished
+        self._open: dict[Name, Caller] = {}  # by each completion that they have asked for, finished ones too
         self._failure: Exception | None = None
 
     # ----------------------------------------------------------------------------------------------- who asks
@@ -82,12 +86,11 @@ class RequestQueue:
 
         Older requests for its completions end, also where it is refused: whoever asks again has given them up.
         """
+        caller, maximum_tokens = Caller(request), self._info.maximum_tokens
         with self._lock:
-            names = {(request.incarnation, request.group_id, wanted.index) for wanted in request.completions}
-            older = [caller for sequence, caller in self._callers.items() if sequence.name in names]
-            self._end(older, AskedAgain(f"group {request.group_id!r} was asked for again"))
+            self.end_older(request)
             self._check(request)
-            caller, maximum_tokens = Caller(request), self._info.maximum_tokens
+            self._open |= dict.fromkeys(caller.names, caller)
             for wanted in request.completions:
                 sequence = Sequence(request, wanted, counters=self.counters, maximum_tokens=maximum_tokens)
                 self._callers[sequence] = caller
@@ -95,10 +98,20 @@ class RequestQueue:
             self._changed()
             return caller
 
+    def end_older(self, request: GroupRequest) -> None:
+        """Older requests for one of its completions end: whoever asks again has given them up."""
+        names = ((request.incarnation, request.group_id, wanted.index) for wanted in request.completions)
+        with self._lock:
+            older = {self._open[name] for name in names if name in self._open}
+            self._end(older, AskedAgain(f"group {request.group_id!r} was asked for again"))
+
     def cancel(self, caller: Caller) -> None:
         """Frees what it still has of slots and places."""
         with self._lock:
-            self._end([caller])
+            for name in caller.names:
+                if self._open.get(name) is caller:
+                    del self._open[name]
+            self._end({caller})
 
     def _check(self, request: GroupRequest) -> None:
         check_request(request, self._info)
@@ -120,13 +133,13 @@ class RequestQueue:
 
     def _end(self, callers: Iterable[Caller], why: Exception | None = None) -> None:
         """Takes what is left of some requests out of queue and slots; `why`: their callers hear of it."""
-        for caller in dict.fromkeys(callers):
-            mine = [sequence for sequence, other in self._callers.items() if other is caller]
-            for sequence in mine:
-                del self._callers[sequence]
-                self.running.pop(sequence, None)
-            if mine:
-                caller.send(why)
+        ending = set(callers)
+        lost = [(sequence, caller) for sequence, caller in self._callers.items() if caller in ending]
+        for sequence, _ in lost:
+            del self._callers[sequence]
+            self.running.pop(sequence, None)
+        for caller in dict.fromkeys(caller for _, caller in lost):
+            caller.send(why)
         self.waiting = collections.deque(sequence for sequence in self.waiting if sequence in self._callers)
         self._changed()
 

@@ -25,6 +25,9 @@ class FullSyncNeeded(PushRefused):
     """The server's copy is not what a delta starts from: it needs a dense version."""
 
 
+THEIRS = (PushRefused, TimeoutError, grpc.aio.AioRpcError)  # what a stream fails with by no fault of ours
+
+
 def refusal(kind: str, reply: pb.WeightReply | pb.WeightReply.Relayed) -> PushRefused:
     """What a reply that is not `applied` says of the version."""
     if kind == "full_sync":
@@ -62,9 +65,8 @@ class WeightStream:
             await ready(index)
             yield self._source.chunk(index)
             while not self._again.empty():
-                again = self._again.get_nowait()
-                await ready(again)
-                yield self._source.chunk(again)
+                if (again := self._again.get_nowait()) <= index:  # one that has not gone out comes anyway
+                    yield self._source.chunk(again)
         await ready(self._source.chunks)
         yield pb.WeightMessage(commit=True)
         while True:
@@ -111,8 +113,8 @@ async def both(
                 raise TimeoutError
             waited_for = {reader} if writer.done() else {reader, writer}
             await asyncio.wait(waited_for, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if writer.done() and not reader.done():
-                writer.result()
+            if writer.done() and not (reader.done() and isinstance(writer.exception(), THEIRS)):
+                writer.result()  # a fault of ours is told first; of theirs, what the reader has heard says more
         reader.result()
     finally:
         end()

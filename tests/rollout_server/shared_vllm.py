@@ -28,7 +28,8 @@ class Shared:
         self.vllm: Lent = self._runner.run(self._start(options))
 
     async def _start(self, options: dict[str, Any]) -> "Lent":
-        vllm = Lent(EngineOptions(str(self._folder), **{"queue": 0, **options}))
+        workers = options.pop("workers", 1)
+        vllm = Lent(EngineOptions(str(self._folder), **{"queue": 0, **options}), workers=workers)
         await vllm.prepare()
         return vllm
 

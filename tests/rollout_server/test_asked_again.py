@@ -5,7 +5,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 
 import grpc
+import pytest
 
+from rollout_server import weight_push
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.service import RolloutService
 from scalerl_jax.contract import codec
@@ -92,3 +94,19 @@ async def test_it_ends_though_whoever_asked_again_leaves_at_once(make_replay: Ca
     assert first.done() and isinstance(first.exception(), Aborted)
     assert first.exception().args == (grpc.StatusCode.ABORTED,)
     assert second.cancelled() and not service._calls
+
+
+async def test_the_older_call_ends_where_the_newer_one_is_refused(
+    make_replay: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version waits for too long, for the older one among others, whose connection is half dead."""
+    async with serving(make_replay(token_seconds=0.01)) as served:
+        held = (await served.status()).version
+        pinned = long_group(incarnation=held.incarnation, pinned_step=held.step)
+        first = served.stub.Generate(codec.request_to_proto(pinned), timeout=SECONDS)
+        await served.until(lambda status: status.busy_slots > 0)
+        monkeypatch.setattr(weight_push.WeightReceiver, "late", True)
+        second = served.stub.Generate(codec.request_to_proto(pinned), timeout=SECONDS)
+        assert await _outcome(second) == ("FAILED_PRECONDITION", 0)
+        assert await _outcome(first) == ("ABORTED", 0)
+        await served.until(lambda status: status.busy_slots == 0)

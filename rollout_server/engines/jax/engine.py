@@ -87,6 +87,9 @@ class JaxEngine:
     def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
         return self._queue.generate(request)
 
+    def end_older(self, request: GroupRequest) -> None:
+        self._queue.end_older(request)
+
     def weight_buffer(self, size: int) -> np.ndarray:
         return np.empty(size, np.uint8)
 

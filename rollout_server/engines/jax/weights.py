@@ -26,7 +26,7 @@ import numpy as np
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model.decoder import Params, Precision, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.tensor_layout import Tensor, check_shapes, layout
+from scalerl_jax.model.tensor_layout import Tensor, check_shapes, hf_tensors, layout
 
 DecodeWeights = Mapping[str, Any]
 Place = tuple[int | None, str]  # layer (None: of none), name in DecodeWeights
@@ -75,7 +75,7 @@ def changed_weights(
 
 
 def _check(tensors: Mapping[str, Any], config: DecoderConfig) -> None:
-    check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
+    check_shapes(config, {name: tensors[name].shape for name in hf_tensors(config) if name in tensors})
 
 
 def places(config: DecoderConfig) -> dict[Place, list[tuple[str, Tensor]]]:

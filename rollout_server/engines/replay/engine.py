@@ -85,7 +85,11 @@ class ReplayEngine:
                 yield completion
         finally:
             self._queue.cancel(caller)
-            del self._rollouts[id(request)]
+            if self._rollouts.get(id(request)) is rollouts:  # else the same request was asked for again
+                del self._rollouts[id(request)]
+
+    def end_older(self, request: GroupRequest) -> None:
+        self._queue.end_older(request)
 
     def weight_buffer(self, size: int) -> np.ndarray:
         return np.empty(size, np.uint8)

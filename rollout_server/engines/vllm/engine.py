@@ -71,6 +71,9 @@ class VllmEngine:
         self._raise_if_over()
         return self._queue.generate(request)
 
+    def end_older(self, request: GroupRequest) -> None:
+        self._queue.end_older(request)
+
     def weight_buffer(self, size: int) -> np.ndarray:
         assert self._buffer is None
         self._buffer = SharedMemory(size)

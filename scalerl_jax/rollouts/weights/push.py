@@ -19,7 +19,7 @@ from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.contract.weight_stream import PushRefused, WeightStream, both, refusal
+from scalerl_jax.contract.weight_stream import THEIRS, PushRefused, WeightStream, both, refusal
 from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.relay_tree import Tree
 
@@ -85,7 +85,7 @@ class Push:
                 end=over,
             )
         except Exception as error:  # noqa: BLE001  told to whoever waits; a fault of ours ends the run
-            if not isinstance(error, PushRefused | TimeoutError | grpc.aio.AioRpcError):
+            if not isinstance(error, THEIRS):
                 fail(error)
             if not self.report.done():  # else the others hear that their stream is over
                 self.report.set_exception(error)

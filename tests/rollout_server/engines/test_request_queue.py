@@ -162,3 +162,26 @@ async def test_a_closed_generator_gives_everything_back() -> None:
     assert (await waiting).index == 0
     await stream.aclose()
     assert not held.running and not held.waiting
+
+
+async def test_asking_again_for_what_is_finished_ends_the_rest_too() -> None:
+    held = queue()
+    older = held.submit(request("a", 3))
+    held.admit()
+    end(held, next(iter(held.running)))
+    newer = held.submit(request("a", 1))
+    assert names(held.waiting) == [("a", 0)] and not held.running
+    with pytest.raises(AskedAgain):
+        await heard(held, older)
+    held.cancel(older)  # late: the name is the newer one's by now
+    held.end_older(request("a", 1))
+    assert not held.waiting
+    with pytest.raises(AskedAgain):
+        await heard(held, newer)
+
+
+async def test_a_name_is_forgotten_with_its_caller() -> None:
+    held = queue()
+    caller = held.submit(request("a", 2))
+    held.cancel(caller)
+    assert not held._open and not held._callers
