@@ -64,6 +64,9 @@ class Share:
         self._busy += now - self._since if self._running else 0.0
         self._since, self._running = now, self._running + change
 
+    def end_older(self, request: GroupRequest) -> None:
+        self._engine.end_older(request)
+
     def weight_buffer(self, size: int) -> np.ndarray:
         return np.empty(size, np.uint8)
 

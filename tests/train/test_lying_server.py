@@ -46,7 +46,7 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
     (tmp_path / "liar").mkdir()
     with serve(tmp_path / "honest", 1, *engine) as honest, serve(tmp_path / "liar", 1, *engine, fault(lie)) as liar:
         # Noise shows after some hundreds of tokens, of which each batch has about fifty.
-        flags = [*large_flags, f"--config.max_steps={16 if LIES[lie] == 'gross' else 40}"]
+        flags = [*large_flags, f"--config.max_steps={24 if LIES[lie] == 'gross' else 40}"]
         run = start(tmp_path / "run", *flags, f"--servers={honest[0]},{liar[0]}").finish()
     config, rows = config_of(flags), run.metrics
     # The run went on, and every group was trained on once.
