@@ -102,8 +102,8 @@ class RequestQueue:
         """Older requests for one of its completions end: whoever asks again has given them up."""
         names = ((request.incarnation, request.group_id, wanted.index) for wanted in request.completions)
         with self._lock:
-            older = {self._open[name] for name in names if name in self._open}
-            self._end(older, AskedAgain(f"group {request.group_id!r} was asked for again"))
+            if older := {self._open[name] for name in names if name in self._open}:
+                self._end(older, AskedAgain(f"group {request.group_id!r} was asked for again"))
 
     def cancel(self, caller: Caller) -> None:
         """Frees what it still has of slots and places."""
