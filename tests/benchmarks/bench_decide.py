@@ -22,7 +22,7 @@ from absl import app, flags
 
 from scalerl_jax.scaling import decide, posterior
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.runs import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("pairs", "apart", ["apart", "near"], "which pairs of recipes")

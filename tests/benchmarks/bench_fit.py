@@ -23,7 +23,7 @@ from absl import app, flags
 from scipy.optimize import OptimizeWarning, curve_fit
 
 from scalerl_jax.scaling import fit_sigmoid, paper_grid
-from tests.scaling.runs import curve, sampled_passes
+from tests.scaling.simulated import curve, sampled_passes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("repeats", 7, "timed calls of ours", lower_bound=1)

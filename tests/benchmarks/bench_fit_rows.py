@@ -19,7 +19,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-from tests.scaling.runs import curve
+from tests.scaling.simulated import curve
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rows", 1_000_000, "rows of the large files", lower_bound=2001)

@@ -34,7 +34,8 @@ from rollout_server.engines.engine import EngineInfo
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutServer
-from tests.rollouts.helpers import ROOT, VOCABULARY, Trainer, config
+from tests.rollouts.small_trainer import VOCABULARY, Trainer, config
+from tests.support.paths import ROOT
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("servers", 64, "how many there are", lower_bound=1)

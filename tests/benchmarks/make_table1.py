@@ -12,7 +12,7 @@ import os
 
 import numpy as np
 
-from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 from tests.support.paths import ROOT
 
 PATH = os.path.join(ROOT, "configs", "table1.csv")

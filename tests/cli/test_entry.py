@@ -11,6 +11,7 @@ from scalerl_jax import config as config_lib
 from scalerl_jax import config_check
 from scalerl_jax.cli import command_help, compare_flags, entry
 from scalerl_jax.scaling.fit import SEED_MARGIN
+from tests.support.processes import run_command
 
 COMMANDS = {
     "train": "--workdir",
@@ -65,9 +66,7 @@ def test_every_field_of_the_config_says_what_it_is():
 
 
 def test_a_module_that_is_started_as_a_script_helps_as_well():
-    done = subprocess.run(
-        [sys.executable, "-m", "scalerl_jax.export", "--help"], capture_output=True, text=True, timeout=120
-    )
+    done = run_command("scalerl_jax.export", "--help")
     assert done.returncode == 0 and done.stdout.startswith("scalerl-export: ") and "\n  --dtype: " in done.stdout
 
 

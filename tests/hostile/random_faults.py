@@ -14,32 +14,24 @@ import resource
 import signal
 import subprocess
 import time
+from typing import IO
 
+from tests.support.runs import Run
 from tests.support.servers import ServerProcess
-from tests.train import helpers
 
 KINDS = ("kill", "stop", "full disk", "server dies", "freeze")
 FULL_SECONDS = 120.0  # until a run that can write nothing has noticed
 FROZEN_UPDATES, FROZEN_SECONDS = 2, 6.0  # whichever is reached first
 
 
-class Run(helpers.Run):
+class PipedRun(Run):
     """A run whose output goes through a pipe, so that it can be heard while it can write no file."""
 
-    def start(self) -> "Run":
-        with open(self._output, "ab") as output:
-            pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=output, start_new_session=True)
+    def _spawn(self, output: IO[bytes]) -> None:
+        pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=output, start_new_session=True)
         assert pipe.stdin is not None
-        self.process = subprocess.Popen(
-            self._command,
-            cwd=helpers.ROOT,
-            env=helpers.environment(),
-            stdout=pipe.stdin,
-            stderr=pipe.stdin,
-            start_new_session=True,
-        )
+        super()._spawn(pipe.stdin)
         pipe.stdin.close()
-        return self
 
     @property
     def ended(self) -> bool:
@@ -55,7 +47,7 @@ def draw(seed: int, *, events: int, last: int) -> list[tuple[int, str]]:
     return list(zip(sorted(rng.sample(range(1, last), events)), kinds, strict=True))
 
 
-def happen(kind: str, run: Run, servers: list[ServerProcess], rng: random.Random) -> None:
+def happen(kind: str, run: PipedRun, servers: list[ServerProcess], rng: random.Random) -> None:
     """Returns when it is over; the run may be starting anew then."""
     assert run.process is not None
     if kind == "kill":
@@ -83,7 +75,7 @@ def happen(kind: str, run: Run, servers: list[ServerProcess], rng: random.Random
             server.thaw()
 
 
-def _fill(run: Run) -> None:
+def _fill(run: PipedRun) -> None:
     """No file of the trainer's may grow: each write fails as on a full disk."""
     assert run.process is not None
     before, said = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE), len(run.output())

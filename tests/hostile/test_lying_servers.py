@@ -17,9 +17,9 @@ import pytest
 from tests.hostile.liars import Liars
 from tests.hostile.modes import DROPPED, LEFT_OUT, MODES, RUNS, SENT_AWAY, STANDING, Mode, lines_about
 from tests.hostile.status_lies import FORGED
-from tests.train import helpers
+from tests.support.runs import Run, config_of
+from tests.support.servers import serve
 from tests.train.chaos import check_rows
-from tests.train.helpers import config_of, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,7 +49,7 @@ def genuine(tmp_path: pathlib.Path, model: str) -> Iterator[str]:
         yield addresses[0]
 
 
-def booked(run: helpers.Run) -> dict[str, float]:
+def booked(run: Run) -> dict[str, float]:
     """What the last row says that generators have spent, in all classes."""
     compute = run.metrics[-1]["compute"]
     kinds = ("busy", "idle", "evaluation", "setup")
@@ -97,7 +97,7 @@ def judge_log(log: str, addresses: Mapping[str, str], modes: Mapping[str, Mode])
     return wrong
 
 
-def between(run: helpers.Run) -> tuple[Any, dict[str, float], Any]:
+def between(run: Run) -> tuple[Any, dict[str, float], Any]:
     """What a row says to be booked, between the ledgers of some rows before it and of some after it."""
 
     def go_on() -> Any:
@@ -110,7 +110,7 @@ def between(run: helpers.Run) -> tuple[Any, dict[str, float], Any]:
     return early, booked(run), go_on()
 
 
-def lead(run: helpers.Run, liars: Liars, listed: pathlib.Path, modes: Mapping[str, Mode], server: str) -> list[str]:
+def lead(run: Run, liars: Liars, listed: pathlib.Path, modes: Mapping[str, Mode], server: str) -> list[str]:
     """Lets the liars in, waits until each has come to what is expected of it, ends the run; what is wrong with it."""
     addresses = liars.addresses
     first, truth_before = time.monotonic(), liars.truth()

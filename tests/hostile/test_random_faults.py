@@ -17,10 +17,9 @@ from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model.decoder_config import read_config
 from tests.hostile import random_faults
 from tests.hostile.liars import Liars
-from tests.hostile.random_faults import Run
-from tests.support.servers import ServerProcess
-from tests.train import helpers
-from tests.train.helpers import config_of
+from tests.hostile.random_faults import PipedRun
+from tests.support.runs import config_of
+from tests.support.servers import ServerProcess, tiny_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -86,7 +85,7 @@ def replay(model: str, rollouts: str) -> list[str]:
 
 @pytest.fixture
 def servers(tmp_path: pathlib.Path, replay: list[str]) -> Iterator[list[ServerProcess]]:
-    made = [helpers.server(tmp_path, f"server-{n}", *replay) for n in range(2)]
+    made = [tiny_server(tmp_path, f"server-{n}", *replay) for n in range(2)]
     try:
         yield [server.wait() for server in made]
     finally:
@@ -100,10 +99,10 @@ def command(flags: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], replay: list[str]) -> Run:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], replay: list[str]) -> PipedRun:
     folder = tmp_path_factory.mktemp("undisturbed")
-    replaying = helpers.server(folder, "server", *replay).wait()
-    run = Run(folder / "run", *command, f"--servers={replaying.address}").start()
+    replaying = tiny_server(folder, "server", *replay).wait()
+    run = PipedRun(folder / "run", *command, f"--servers={replaying.address}").start()
     try:
         run.finish()
     finally:
@@ -112,7 +111,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], re
     return run
 
 
-def last_checkpoint(run: Run, command: list[str]) -> Checkpoint:
+def last_checkpoint(run: PipedRun, command: list[str]) -> Checkpoint:
     config = config_of(command)
     learner = make_learner(config, read_config(config.model.path), max_segment=64)
     found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state())
@@ -128,7 +127,7 @@ def test_ends_where_an_undisturbed_run_does(
     rollouts: str,
     command: list[str],
     servers: list[ServerProcess],
-    undisturbed: Run,
+    undisturbed: PipedRun,
 ) -> None:
     rng = random.Random(seed)
     lies, events = rng.sample(LIES, LIARS), random_faults.draw(seed, events=EVENTS, last=LAST_EVENT)
@@ -136,7 +135,7 @@ def test_ends_where_an_undisturbed_run_does(
     print(f"\n{story}")
     with Liars(tmp_path, model, lies, rollouts=rollouts) as liars:
         addresses = ",".join([*(server.address for server in servers), *liars.addresses.values()])
-        run = Run(tmp_path / "run", *command, f"--servers={addresses}").start()
+        run = PipedRun(tmp_path / "run", *command, f"--servers={addresses}").start()
         try:
             for step, kind in events:
                 run.until(lambda step=step: len(run.metrics) >= step, f"{step} updates, then {kind}; {story}")

@@ -5,8 +5,6 @@ One subprocess with 8 virtual CPU devices computes everything (mesh_program.py);
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner import mesh_program
 from tests.learner.mesh_program import DECODER, LENGTHS, MESHES, MICRO_BATCHES, ORDERS
-from tests.support.paths import ROOT
+from tests.support.processes import run_command
 
 FLOAT32_TOLERANCE = 1e-5  # norm of the difference over norm, of the whole gradient and of each leaf
 # The same in bf16. However rows are cut, packed and summed, a row is computed the same way, and all sums over rows are
@@ -27,9 +25,7 @@ BFLOAT16_TOLERANCE = {"one": 1e-5, "fsdp8": 1e-5, "fsdp4-tensor2": 4e-2}
 def results(tmp_path_factory):
     """(arrays by name, facts by name)"""
     out = str(tmp_path_factory.mktemp("mesh") / "out")
-    command = [sys.executable, "-m", "tests.learner.mesh_program", out]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    done = run_command("tests.learner.mesh_program", out, environment={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
     with open(f"{out}.json") as file:
         return dict(np.load(f"{out}.npz")), json.load(file)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from scalerl_jax.report.page import write_report
-from tests.report import runs
+from tests.report import run_folders
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup-test brings it")
 
@@ -57,13 +57,19 @@ DESK, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 700}
 def pages(tmp_path_factory) -> dict[str, str]:
     """URLs of a page of one run, which has hostile completions, and of one of two runs."""
     folder = tmp_path_factory.mktemp("report")
-    hostile = {"prompt": runs.HOSTILE, "answer": runs.HOSTILE, "task": runs.HOSTILE, "correct": True, "forced": []}
+    hostile = {
+        "prompt": run_folders.HOSTILE,
+        "answer": run_folders.HOSTILE,
+        "task": run_folders.HOSTILE,
+        "correct": True,
+        "forced": [],
+    }
     samples = [
-        runs.sample(5, 50, runs.HOSTILE, **hostile),
-        runs.sample(5, 51, runs.HOSTILE + "<b>1", **hostile, pieces=[]),
+        run_folders.sample(5, 50, run_folders.HOSTILE, **hostile),
+        run_folders.sample(5, 51, run_folders.HOSTILE + "<b>1", **hostile, pieces=[]),
     ]
-    one = runs.write_run(folder / "a <i>run", samples=samples)
-    other = runs.write_run(folder / "another", final=0.7, updates=20)
+    one = run_folders.write_run(folder / "a <i>run", samples=samples)
+    other = run_folders.write_run(folder / "another", final=0.7, updates=20)
     return {
         "one": pathlib.Path(write_report([one])).as_uri(),
         "two": pathlib.Path(write_report([one, other], str(folder / "two.html"))).as_uri(),
@@ -120,7 +126,7 @@ def test_it_opens_and_says_what_the_run_came_to(open_page):
         "Pass rate against compute", "Health", "Who waited for whom", "Rollouts",
     ]  # fmt: skip
     tiles = dict(zip(page.locator(".tile dt").all_inner_texts(), page.locator(".figure").all_inner_texts()))
-    last = runs.rate(0.3)
+    last = run_folders.rate(0.3)
     assert float(tiles["Pass rate"]) == pytest.approx(last, abs=0.002)
     assert float(tiles["Forecast at half time"]) == pytest.approx(last, abs=0.05)
     assert tiles["Updates"] == "30" and tiles["Health"] == "1 alarm"
@@ -155,7 +161,9 @@ def test_axes_fits_and_tables(open_page):
     rows = page.locator("#score table").first.locator("tbody tr").all_inner_texts()
     assert len(rows) == 16
     cells = rows[-1].split("\t")
-    assert [cells[1], cells[6]] == ["30", "100 × 8"] and float(cells[4]) == pytest.approx(runs.rate(0.3), abs=0.002)
+    assert [cells[1], cells[6]] == ["30", "100 × 8"] and float(cells[4]) == pytest.approx(
+        run_folders.rate(0.3), abs=0.002
+    )
     # Under the pointer stand the evaluation nearest to it and the fit there.
     page.get_by_role("radio", name="Device-hours").check()
     page.get_by_role("radio", name="Linear").check()
@@ -203,7 +211,7 @@ def test_filters_steps_and_shading(open_page):
 def test_hostile_completions_are_text(open_page):
     page = open_page("one")
     elements = page.locator("*").count()
-    for group, whole in ((50, runs.HOSTILE), (51, runs.HOSTILE + "<b>1")):
+    for group, whole in ((50, run_folders.HOSTILE), (51, run_folders.HOSTILE + "<b>1")):
         page.locator(f'.square[aria-label^="update 5, group {group}:"]').click()
         codes = page.locator(".block .t").evaluate_all(
             "all => all.flatMap(one => [...Array(one.textContent.length)].map((_, i) => one.textContent.charCodeAt(i)))"
@@ -211,7 +219,8 @@ def test_hostile_completions_are_text(open_page):
         assert codes == [ord(letter) for letter in whole]
         prompt = page.locator(".block .text").first
         assert (
-            prompt.evaluate("one => one.textContent.length") == len(runs.HOSTILE) and prompt.locator("*").count() == 0
+            prompt.evaluate("one => one.textContent.length") == len(run_folders.HOSTILE)
+            and prompt.locator("*").count() == 0
         )
     assert page.locator("script").count() == 3 and page.locator("img, iframe, object, main svg, b, i").count() == 0
     assert page.locator(".what", has_text="nothing is shaded").count() == 1
@@ -331,7 +340,7 @@ def test_error_bars_stay_inside_the_axes(open_page):
 
 def test_a_warm_start_has_its_loss_and_no_rollouts(browser, tmp_path):
     page = browser.new_page()
-    page.goto(pathlib.Path(write_report([runs.write_warm_start(tmp_path / "warm")])).as_uri())
+    page.goto(pathlib.Path(write_report([run_folders.write_warm_start(tmp_path / "warm")])).as_uri())
     page.wait_for_selector("html[data-ready=yes]")
     tiles = dict(zip(page.locator(".tile dt").all_inner_texts(), page.locator(".figure").all_inner_texts()))
     assert tiles["Loss"] == "1.000" and tiles["Updates"] == "60"

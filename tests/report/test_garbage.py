@@ -6,14 +6,14 @@ import pytest
 
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.report.command import report
-from tests.report import runs
+from tests.report import run_folders
 
 
 @pytest.mark.parametrize("garbage", [b"garbage", b"\xff\xfe\0", b"[1]", b"[" * 100_000])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "config.json", "rollouts"])
 def test_one_line_names_it(tmp_path, name, garbage):
     folder = tmp_path / "run"
-    runs.write_run(folder)
+    run_folders.write_run(folder)
     file = min((folder / "rollouts").iterdir()) if name == "rollouts" else folder / name
     file.write_bytes(garbage + b"\n" + file.read_bytes())
     with pytest.raises(UserError) as caught:
@@ -46,7 +46,7 @@ def failure(folder, out):
 )
 def test_a_value_that_cannot_be_is_named_with_its_row(tmp_path, name, column, value, told):
     folder = tmp_path / "run"
-    runs.write_run(folder)
+    run_folders.write_run(folder)
     rows = (folder / name).read_text().splitlines()
     rows[1] = json.dumps({**json.loads(rows[1]), column: value})
     (folder / name).write_text("".join(f"{row}\n" for row in rows))
@@ -59,7 +59,7 @@ def test_a_value_that_cannot_be_is_named_with_its_row(tmp_path, name, column, va
 )
 def test_a_config_that_cannot_be_is_named(tmp_path, group, field, value):
     folder = tmp_path / "run"
-    runs.write_run(folder)
+    run_folders.write_run(folder)
     written = json.loads((folder / "config.json").read_text())
     written[group][field] = value
     (folder / "config.json").write_text(json.dumps(written))
@@ -68,6 +68,6 @@ def test_a_config_that_cannot_be_is_named(tmp_path, group, field, value):
 
 
 def test_the_folder_of_the_page_is_made(tmp_path):
-    runs.write_run(tmp_path / "run")
+    run_folders.write_run(tmp_path / "run")
     page = tmp_path / "new" / "folder" / "page.html"
     assert report([str(tmp_path / "run")], str(page)) == str(page) and page.stat().st_size > 1000

@@ -6,8 +6,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -21,8 +19,9 @@ from scalerl_jax.report import numbers, page, samples, time_line, writer
 from scalerl_jax.report.command import report
 from scalerl_jax.report.page import as_json, render, write_report
 from scalerl_jax.report.run_data import read_run, read_settings
-from tests.report import runs
+from tests.report import run_folders
 from tests.support.paths import ROOT
+from tests.support.processes import run_command
 
 ASSETS = ROOT / "scalerl_jax" / "report" / "assets"
 
@@ -30,8 +29,10 @@ ASSETS = ROOT / "scalerl_jax" / "report" / "assets"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("runs") / "a run"
-    hostile = runs.sample(5, 50, runs.HOSTILE, prompt=runs.HOSTILE, answer=runs.HOSTILE, task=runs.HOSTILE)
-    return runs.write_run(folder, samples=[hostile])
+    hostile = run_folders.sample(
+        5, 50, run_folders.HOSTILE, prompt=run_folders.HOSTILE, answer=run_folders.HOSTILE, task=run_folders.HOSTILE
+    )
+    return run_folders.write_run(folder, samples=[hostile])
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +52,24 @@ def embedded(text: str) -> dict:
 def test_the_evaluations_and_the_forecast(data):
     rows = data["score"]["evaluations"]
     assert rows["step"] == list(range(0, 31, 2))
-    assert rows["pass_rate"][-1] == pytest.approx(runs.rate(0.3), abs=1 / runs.PROMPTS / runs.SAMPLES)
+    assert rows["pass_rate"][-1] == pytest.approx(
+        run_folders.rate(0.3), abs=1 / run_folders.PROMPTS / run_folders.SAMPLES
+    )
     assert rows["device_hours"] == pytest.approx([0.02 * i for i in range(16)])
     for axis, scale in (("device_hours", 1.0), ("model_flops", 3e13)):
         curve = data["score"]["curves"][axis]["all"]
         assert curve["asymptote"] == pytest.approx(0.9, abs=0.02)
         assert curve["midpoint"] == pytest.approx(0.2 * scale, rel=0.08)
         assert curve["x"][0] == 0 and curve["x"][-1] == pytest.approx(0.6 * scale) and np.all(np.diff(curve["x"]) > 0)
-        drawn = [runs.rate(x / scale) for x in curve["x"]]
+        drawn = [run_folders.rate(x / scale) for x in curve["x"]]
         assert curve["y"] == pytest.approx(drawn, abs=0.01)
         assert np.all(np.array(curve["low"]) <= curve["y"]) and np.all(np.array(curve["y"]) <= curve["high"])
     half = data["score"]["curves"]["device_hours"]["half"]
     assert half["until"] == pytest.approx(0.14)
-    last = np.mean([runs.rate(0.01 * step) for step in range(24, 31, 2)])
+    last = np.mean([run_folders.rate(0.01 * step) for step in range(24, 31, 2)])
     assert half["measured"] == pytest.approx(last, abs=0.002)
     assert half["error"] == pytest.approx(half["forecast"][0] - half["measured"], abs=1e-4)
-    assert {task["name"]: task["prompts"] for task in data["score"]["tasks"]} == runs.TASKS
+    assert {task["name"]: task["prompts"] for task in data["score"]["tasks"]} == run_folders.TASKS
 
 
 def test_the_alarms(data):
@@ -87,7 +90,7 @@ def test_the_time_line_and_the_hours(data):
     for one in time["intervals"]:
         assert sum(one["trainer"]) == pytest.approx(1) and sum(one["generators"]) == pytest.approx(1)
     update, waiting, evaluation, _, other = time["intervals"][10]["trainer"]
-    whole = 0.005 + 0.003  # device-hours of an update's interval, by runs.compute
+    whole = 0.005 + 0.003  # device-hours of an update's interval, by run_folders.compute
     assert (update, evaluation) == pytest.approx((0.004 / whole, 0.003 / whole), rel=1e-3)
     assert waiting + other == pytest.approx(0.001 / whole, rel=1e-3)
     assert time["names"] == [["127.0.0.1:4001", pytest.approx(4.5)], ["verifier", pytest.approx(1.5)]]
@@ -129,7 +132,7 @@ def test_every_interval_is_of_one_level(data):
 
 
 def test_a_flat_run_has_words_in_the_place_of_a_curve(tmp_path):
-    run = read_run(runs.write_run(tmp_path / "flat", final=0.3))
+    run = read_run(run_folders.write_run(tmp_path / "flat", final=0.3))
     for curves in run["score"]["curves"].values():
         assert curves["all"].keys() == {"why"} and curves["all"]["why"].startswith("flat: the reward stays near 0.300")
 
@@ -141,7 +144,7 @@ def test_an_alarm_says_what_to_do(data):
 
 
 def test_a_warm_start_shows_its_loss(tmp_path):
-    run = read_run(runs.write_warm_start(tmp_path / "warm"))
+    run = read_run(run_folders.write_warm_start(tmp_path / "warm"))
     assert (run["kind"], run["updates"], run["planned"]) == ("warm start", 60, 60)
     charts = {chart["key"]: chart for chart in run["health"]["charts"]}
     assert charts.keys() == {"loss", "gradient"}
@@ -171,7 +174,7 @@ def test_a_warm_start_shows_its_loss(tmp_path):
     ],
 )
 def test_garbage_in_a_run_is_one_line_that_names_it(tmp_path, name, line, said):
-    folder = runs.write_run(tmp_path / "run", updates=8)
+    folder = run_folders.write_run(tmp_path / "run", updates=8)
     path = pathlib.Path(folder, name)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]) if name != "config.json" else line)
@@ -224,7 +227,7 @@ def test_spans_are_the_completion(pieces, data):
 
 
 def test_pieces_that_are_not_the_completion_are_refused():
-    row = {**runs.sample(5, 1).row(), "step": 5, "pieces": ["something else"]}
+    row = {**run_folders.sample(5, 1).row(), "step": 5, "pieces": ["something else"]}
     with pytest.raises(ValueError, match="rollouts of step 5: group 1, completion 1: pieces"):
         samples.sample(row, "</think>")
 
@@ -232,14 +235,14 @@ def test_pieces_that_are_not_the_completion_are_refused():
 def test_a_long_completion_keeps_its_ends(monkeypatch):
     monkeypatch.setattr(samples, "MOST_SPANS", 30)
     text = "".join(chr(97 + i % 26) for i in range(90)) + "</think>yes"
-    drawn = samples.sample({**runs.sample(5, 1, text).row(), "step": 5}, "</think>")
+    drawn = samples.sample({**run_folders.sample(5, 1, text).row(), "step": 5}, "</think>")
     assert drawn["left_out"] == [20, 71, 0] and drawn["tokens"] == 101
     assert completion_of(drawn) == text[:20] + text[-10:]
     assert "".join(drawn["text"][drawn["answer_from"] :]) == "yes"
 
 
 def test_a_sample_without_token_texts_is_still_text():
-    drawn = samples.sample({**runs.sample(5, 1).row(), "step": 5, "pieces": []}, "</think>")
+    drawn = samples.sample({**run_folders.sample(5, 1).row(), "step": 5, "pieces": []}, "</think>")
     assert drawn["text"] == ["<think>1+1=2</think>", "2"] and drawn["logprob"] == [None, None] and not drawn["pieces"]
 
 
@@ -249,10 +252,10 @@ def test_a_sample_without_token_texts_is_still_text():
 def test_what_a_rollout_says_stays_data(run, tmp_path):
     text = pathlib.Path(write_report([run], str(tmp_path / "page.html"))).read_text(encoding="utf-8")
     assert len(re.findall(r"<script", text)) == 3 and len(re.findall(r"</script", text)) == 3
-    assert "onerror" not in text.replace(as_json(runs.HOSTILE)[1:-1], "")
+    assert "onerror" not in text.replace(as_json(run_folders.HOSTILE)[1:-1], "")
     assert not {"\u2028", "\u2029", "\x00"} & set(text)
     told = [one for one in embedded(text)["runs"][0]["rollouts"]["samples"] if one["group"] == 50]
-    assert told and all(completion_of(one) == one["prompt"] == one["expected"] == runs.HOSTILE for one in told)
+    assert told and all(completion_of(one) == one["prompt"] == one["expected"] == run_folders.HOSTILE for one in told)
 
 
 @given(
@@ -278,7 +281,7 @@ def test_the_policy_names_what_is_in_the_page(data):
 
 
 def test_names_are_told_apart_and_escaped(tmp_path):
-    folders = [runs.write_run(tmp_path / side / "<b>&", updates=2) for side in ("one", "two")]
+    folders = [run_folders.write_run(tmp_path / side / "<b>&", updates=2) for side in ("one", "two")]
     text = pathlib.Path(write_report(folders, str(tmp_path / "page.html"))).read_text(encoding="utf-8")
     assert "<title>one/&lt;b&gt;&amp;, two/&lt;b&gt;&amp; - scalerl-jax</title>" in text and "<b>" not in text
     assert [one["name"] for one in embedded(text)["runs"]] == ["one/<b>&", "two/<b>&"]
@@ -287,7 +290,7 @@ def test_names_are_told_apart_and_escaped(tmp_path):
 def test_the_page_is_there_whole_or_as_it_was(run, tmp_path):
     path = tmp_path / "page.html"
     path.write_text("before")
-    damaged = runs.write_run(tmp_path / "damaged", updates=2)
+    damaged = run_folders.write_run(tmp_path / "damaged", updates=2)
     pathlib.Path(damaged, "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl: row 1 is not JSON"):
         write_report([run, damaged], str(path))
@@ -351,7 +354,7 @@ def test_samples_are_bounded_and_it_is_said(run, monkeypatch):
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "evals.jsonl", "rollouts"])
 def test_a_run_that_lacks_something_has_a_page(tmp_path, missing):
-    workdir = pathlib.Path(runs.write_run(tmp_path / "run", updates=5, every=5))
+    workdir = pathlib.Path(run_folders.write_run(tmp_path / "run", updates=5, every=5))
     target = workdir / missing
     if target.is_dir():
         for file in target.iterdir():
@@ -363,14 +366,14 @@ def test_a_run_that_lacks_something_has_a_page(tmp_path, missing):
 
 
 def test_a_run_of_few_evaluations_says_why_there_is_no_curve(tmp_path):
-    workdir = runs.write_run(tmp_path / "run", updates=6, every=2)
+    workdir = run_folders.write_run(tmp_path / "run", updates=6, every=2)
     curves = read_run(workdir)["score"]["curves"]["device_hours"]
     assert curves == {"all": {"why": "3 evaluations above compute 0, of at least 4 that a curve needs"}}
 
 
 def test_mistakes_have_one_line(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    begun = runs.write_run(tmp_path / "begun", updates=1)
+    begun = run_folders.write_run(tmp_path / "begun", updates=1)
     for name in ("metrics.jsonl", "evals.jsonl"):
         pathlib.Path(begun, name).write_text("")
     for workdirs, out, message in (
@@ -388,14 +391,13 @@ def test_mistakes_have_one_line(run, tmp_path):
 
 
 def test_the_command(tmp_path):
-    run, out = runs.write_run(tmp_path / "run", updates=4), tmp_path / "pages"
+    run, out = run_folders.write_run(tmp_path / "run", updates=4), tmp_path / "pages"
     out.mkdir()
     for arguments, code, said in (
         ([str(tmp_path), f"--out={out}"], 2, f"error: {tmp_path}: is no run folder: it has no config.json\n"),
         ([run, f"--out={out}"], 0, f"report: {out}/report.html\n"),
     ):
-        command = [sys.executable, "-m", "scalerl_jax.report.command", *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+        result = run_command("scalerl_jax.report.command", *arguments)
         assert (result.returncode, result.stderr if code else result.stdout) == (code, said)
         assert (out / "report.html").exists() == (code == 0)
 
@@ -429,7 +431,7 @@ def test_the_writer_puts_requests_together_and_outlives_what_may_fail(monkeypatc
 
 
 def test_a_page_is_written_in_the_trainers_process(tmp_path):
-    workdir = runs.write_run(tmp_path / "run", updates=4)
+    workdir = run_folders.write_run(tmp_path / "run", updates=4)
     with writer.ReportWriter(workdir) as reports:
         reports.request()
         for _ in range(6000):

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from tests.rollouts.helpers import ReplayServer
 from tests.rollouts.liar import BRISK, Liar
+from tests.rollouts.small_trainer import ReplayServer
 
 # What makes a server behave differently the longer it lives.
 ONCE = {"crash_after", "hang_after", "lie_after", "full_every", "faults"}

@@ -25,7 +25,7 @@ from scalerl_jax.contract import chunks
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import SERVER_OPTIONS
 from scalerl_jax.contract.rpc import SERVICE
-from tests.rollouts.helpers import SHAPES, VOCABULARY
+from tests.rollouts.small_trainer import SHAPES, VOCABULARY
 
 START_SECONDS = 60.0
 BRISK = {"token_seconds": 0.001, "mean_tokens": 12.0}  # of the genuine server beside it

@@ -11,8 +11,8 @@ import pytest
 from scalerl_jax.rollouts.servers import calls as calls_lib
 from scalerl_jax.rollouts.servers import client as connection_lib
 from scalerl_jax.rollouts.servers import server_state
-from tests.rollouts.helpers import Trainer, config
 from tests.rollouts.liar import is_probe
+from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import states_seen
 from tests.rollouts.test_liars import logged, quick_end
 from tests.support.waiting import eventually

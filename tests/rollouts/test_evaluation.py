@@ -3,7 +3,7 @@
 import pytest
 
 from scalerl_jax.rollouts.errors import EvaluationLost
-from tests.rollouts.helpers import Trainer, config, row, score
+from tests.rollouts.small_trainer import Trainer, config, row, score
 from tests.support.waiting import eventually
 
 HELD_OUT = [row(5000 + i) for i in range(12)]

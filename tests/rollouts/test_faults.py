@@ -7,7 +7,7 @@ import pytest
 from rollout_server.engines.replay.scripts import Scripted
 from scalerl_jax.rollouts.group_buffer import RolloutRequest
 from scalerl_jax.rollouts.requests import Requests
-from tests.rollouts.helpers import VOCABULARY, ByteTokenizer, Trainer, config
+from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config
 from tests.rollouts.test_fleet import assert_holds, states_seen
 from tests.support.waiting import eventually
 

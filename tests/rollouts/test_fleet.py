@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.rollouts.servers import client
-from tests.rollouts.helpers import Trainer, config, row, weights
+from tests.rollouts.small_trainer import Trainer, config, row, weights
 from tests.support.waiting import eventually
 
 SLOW = {

@@ -10,8 +10,8 @@ from scalerl_jax.contract import limits
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.servers import offences
-from tests.rollouts.helpers import Trainer, config
 from tests.rollouts.liar import Liar, is_probe
+from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import states_seen
 from tests.support.waiting import eventually
 

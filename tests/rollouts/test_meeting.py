@@ -11,8 +11,8 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.parity.handshake import LIMITS, Expected, Probe, compare, mismatch
 from scalerl_jax.rollouts.servers import client as connection_lib
-from tests.rollouts.helpers import Trainer, config, weights
 from tests.rollouts.liar import Liar
+from tests.rollouts.small_trainer import Trainer, config, weights
 from tests.support.waiting import eventually
 
 

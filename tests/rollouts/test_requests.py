@@ -6,7 +6,7 @@ import pytest
 from scalerl_jax.contract.codec import request_from_proto, request_to_proto
 from scalerl_jax.rollouts.group_buffer import RolloutRequest
 from scalerl_jax.rollouts.requests import Requests, stable_hash
-from tests.rollouts.helpers import ByteTokenizer, config, row
+from tests.rollouts.small_trainer import ByteTokenizer, config, row
 
 
 def make(**changes) -> Requests:

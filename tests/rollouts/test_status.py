@@ -7,7 +7,7 @@ from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight
 from scalerl_jax.rollouts.pacing import Pipeline
 from scalerl_jax.rollouts.status import BatchWait, waits_for
-from tests.rollouts.helpers import row
+from tests.rollouts.small_trainer import row
 
 WAITS = BatchWait(batch=0, since=0.0)
 

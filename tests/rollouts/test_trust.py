@@ -15,7 +15,7 @@ from scalerl_jax.contract import security
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.servers import credentials
 from tests.rollout_server.certificates import Authority
-from tests.rollouts.helpers import ReplayServer, Trainer, config
+from tests.rollouts.small_trainer import ReplayServer, Trainer, config
 from tests.support.waiting import eventually
 
 TOKEN = "correct-horse-battery"

@@ -10,7 +10,7 @@ import pytest
 from scalerl_jax.report.score import AXES, score
 from scalerl_jax.run import live_forecast
 from scalerl_jax.run.live_forecast import LEAST_POINTS, LiveForecast, forecast_of_end
-from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 from tests.support.waiting import eventually
 
 UPDATES = 6400

@@ -16,7 +16,7 @@ from scalerl_jax.scaling.fit import read_intervals
 from scalerl_jax.scaling.least_squares import Data, search_cells
 from scalerl_jax.scaling.points import PARAMETERS
 from scalerl_jax.scaling.precision import double_precision
-from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 # GPU-hours of 100 steps, and where the fitted window ends. Where the paper gives neither: the step's cost goes with the
 # batch and the length, the window ends at half of the budget of the runs beside it, or at twice C_mid.

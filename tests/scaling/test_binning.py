@@ -5,7 +5,7 @@ import pytest
 
 from scalerl_jax.scaling import binning, fit_sigmoid
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.runs import TABLE_1, curve
+from tests.scaling.simulated import TABLE_1, curve
 
 ROWS = 5000
 NOISE = 0.02

@@ -10,7 +10,7 @@ from scalerl_jax.scaling import compare as compare_module
 from scalerl_jax.scaling import fit_sigmoid, slopes
 from scalerl_jax.scaling.compare import Run, compare, difference
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.runs import LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
 
 # B with A fixed at 0.605, as the paper prints it beside its leave-one-out curves.
 PUBLISHED_SLOPES = {

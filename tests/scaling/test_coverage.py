@@ -9,7 +9,7 @@ import pytest
 
 from scalerl_jax.scaling import fit_sigmoid, identify
 from tests.scaling import many
-from tests.scaling.runs import TABLE_1
+from tests.scaling.simulated import TABLE_1
 
 PARAMETERS = ("asymptote", "exponent", "midpoint")
 

@@ -8,7 +8,7 @@ import pytest
 from scalerl_jax.scaling import decide, fit_sigmoid, posterior
 from scalerl_jax.scaling.decide import Contender, plan
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.runs import FIGURE_2, TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import FIGURE_2, TABLE_1, curve, sampled_passes
 
 SPACING = 512.0
 CURVES = 4000

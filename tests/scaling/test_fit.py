@@ -8,7 +8,7 @@ import pytest
 from scipy.optimize import least_squares
 
 from scalerl_jax.scaling import fit_sigmoid, paper_grid
-from tests.scaling.runs import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve
+from tests.scaling.simulated import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve
 
 PUBLISHED = {
     **{f"Table 1 {name}": row for name, row in TABLE_1.items()},

@@ -7,7 +7,7 @@ from matplotlib.image import imread
 from scalerl_jax.scaling import fit_sigmoid, plot
 from scalerl_jax.scaling.half_time import half_time_forecast
 from scalerl_jax.scaling.units import short_number
-from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.linspace(0, 16_000, 21)
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import OptimizeWarning, curve_fit
 
 from scalerl_jax.scaling import paper_grid
-from tests.scaling.runs import curve
+from tests.scaling.simulated import curve
 
 
 def cell_law(initial_reward, asymptote, midpoint):

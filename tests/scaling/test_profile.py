@@ -7,7 +7,7 @@ from scipy.optimize import least_squares
 
 from scalerl_jax.scaling import fit_sigmoid
 from scalerl_jax.scaling.noise import read_counts
-from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])
 

@@ -6,7 +6,7 @@ import pytest
 from scalerl_jax.scaling import fit as fit_module
 from scalerl_jax.scaling import fit_sigmoid, least_squares, noise, resample
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.runs import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])
 

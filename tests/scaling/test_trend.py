@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.scaling import fit_sigmoid
-from tests.scaling.runs import TABLE_1, curve
+from tests.scaling.simulated import TABLE_1, curve
 
 COMPUTE = np.concatenate([[0.0], np.linspace(500, 16_000, 24)])
 

@@ -1,20 +1,21 @@
 """Server processes: started, waited for, killed, frozen, started again on their port."""
 
+import contextlib
 import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 import grpc
 
 from scalerl_jax.contract import rollout_pb2_grpc
 from tests.support.paths import ROOT
+from tests.support.processes import SECONDS, single_threaded
 from tests.support.waiting import eventually
 
 SERVE = (sys.executable, "-m", "rollout_server.serve")
-SECONDS = 600.0  # a loaded machine starts a process in a minute
 
 
 class ServerProcess:
@@ -48,13 +49,18 @@ class ServerProcess:
             )
 
     def wait(self, *, seconds: float = SECONDS) -> Self:
-        def listens() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            return self.port_file.exists()
-
-        eventually(listens, "the server listens", seconds=seconds)
+        self.until_written(self.port_file, seconds=seconds)
         self.port = int(self.port_file.read_text())
         return self
+
+    def until_written(self, file: pathlib.Path, *, seconds: float = SECONDS) -> None:
+        """Until it has made this file, as it does when it listens."""
+
+        def listens() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return file.exists()
+
+        eventually(listens, "the server listens", seconds=seconds)
 
     @property
     def address(self) -> str:
@@ -88,3 +94,20 @@ class CalledServer(ServerProcess):
     def close(self) -> None:
         self.channel.close()
         super().close()
+
+
+def tiny_server(folder: pathlib.Path, name: str, *flags: str) -> ServerProcess:
+    """A server of the tiny task's policy that belongs to no trainer, not waited for."""
+    common = ("--compute_dtype=float32", "--sync_dtype=float32", "--maximum_tokens=64", "--slots=8", "--queue=16")
+    return ServerProcess(folder, *common, "--decode_chunk=4", *flags, name=name, environment=single_threaded())
+
+
+@contextlib.contextmanager
+def serve(folder: pathlib.Path, count: int, *flags: str) -> Iterator[list[str]]:
+    """`count` such servers; gives their addresses."""
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for number in range(count):
+            servers.append(tiny_server(folder, f"server-{number}", *flags))
+            stack.callback(servers[-1].close)
+        yield [started.wait().address for started in servers]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from scalerl_jax.system import platforms
-from tests.scaling.runs import curve
+from tests.scaling.simulated import curve
 from tests.support.paths import ROOT
 
 ROWS = ["x,y"] + [f"{x},{curve(x, 300.0, 1.5, 0.6, 0.2):.6f}" for x in range(0, 4000, 200)]

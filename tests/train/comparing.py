@@ -15,8 +15,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
 from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model.decoder_config import read_config
-from tests.train import helpers
-from tests.train.helpers import config_of
+from tests.support.runs import Run, config_of
 
 # Decoding takes longer than an update, so that groups are in flight whenever the trainer dies.
 REPLAY = ("--engine=replay", "--replay_token_seconds=0.004")
@@ -24,17 +23,17 @@ REPLAY = ("--engine=replay", "--replay_token_seconds=0.004")
 UNPROBED = ("--config.parity.mean_limit=100", "--config.parity.p99_limit=100")
 
 
-def groups(run: helpers.Run) -> list[list[int]]:
+def groups(run: Run) -> list[list[int]]:
     """(group number, prompt) of every group trained on, in order."""
     return [pair for row in run.metrics for pair in row["groups"]]
 
 
-def saved(run: helpers.Run) -> list[str]:
+def saved(run: Run) -> list[str]:
     """The names in the folder of checkpoints: a step that is whole, or longer ones of steps being written."""
     return os.listdir(run.path("checkpoints")) if os.path.isdir(run.path("checkpoints")) else []
 
 
-def last_checkpoint(run: helpers.Run, flags: Sequence[str]) -> Checkpoint:
+def last_checkpoint(run: Run, flags: Sequence[str]) -> Checkpoint:
     config = config_of(flags)
     learner = make_learner(config, read_config(config.model.path), max_segment=64)
     found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state())
@@ -42,7 +41,7 @@ def last_checkpoint(run: helpers.Run, flags: Sequence[str]) -> Checkpoint:
     return found
 
 
-def check_rows(run: helpers.Run, config: Config) -> None:
+def check_rows(run: Run, config: Config) -> None:
     """What holds of the files of any run that ended, however often it was stopped."""
     rows, size = run.metrics, config.rollout.prompts_per_step
     assert [row["step"] for row in rows] == list(range(1, config.max_steps + 1))
@@ -56,7 +55,7 @@ def check_rows(run: helpers.Run, config: Config) -> None:
         assert all(before["compute"][name] <= after["compute"][name] for name in before["compute"])
 
 
-def check_cut(run: helpers.Run, config: Config) -> None:
+def check_cut(run: Run, config: Config) -> None:
     """No completion that was cut counts as right, though some of a long run would be."""
     sampled = [row for step in range(1, config.max_steps + 1) for row in run.rows(f"rollouts/step-{step:08d}.jsonl")]
     cut = [row for row in sampled if row["finish_reason"] == "length"]
@@ -64,7 +63,7 @@ def check_cut(run: helpers.Run, config: Config) -> None:
     assert not any(row["verdict"] for row in cut) and any(row["verdict"] for row in sampled)
 
 
-def compare(whole: helpers.Run, stopped: helpers.Run, flags: Sequence[str], *, tolerance: float = 0.0) -> None:
+def compare(whole: Run, stopped: Run, flags: Sequence[str], *, tolerance: float = 0.0) -> None:
     """Both have ended; `flags` are those of `whole`. tolerance: of the parameters, absolute; 0: bit by bit."""
     config = config_of(flags)
     # 1. The same policy, the same optimizer and the same curriculum.

@@ -1,41 +1,42 @@
 import pytest
 
 from scalerl_jax.environments.tokenizer import Tokenizer
-from tests.train import helpers
+from tests.support.runs import CONFIG, Run, config_of
+from tests.support.tiny_task import write_model, write_rollouts, write_task
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> str:
     """A tiny policy, as a Hugging Face folder."""
-    return helpers.write_model(str(tmp_path_factory.mktemp("policy") / "model"))
+    return write_model(str(tmp_path_factory.mktemp("policy") / "model"))
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> list[str]:
     """The flags that name the task's files."""
-    return helpers.write_task(str(tmp_path_factory.mktemp("task")))
+    return write_task(str(tmp_path_factory.mktemp("task")))
 
 
 @pytest.fixture(scope="session")
 def flags(model, task) -> list[str]:
     """What every run of these tests has on its command line."""
-    return [f"--config={helpers.CONFIG}", f"--config.model.path={model}", *task]
+    return [f"--config={CONFIG}", f"--config.model.path={model}", *task]
 
 
 @pytest.fixture(scope="session")
 def rollouts(tmp_path_factory, model) -> str:
     """Completions for replay servers, as a JSONL file."""
     path = str(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
-    return helpers.write_rollouts(path, Tokenizer(model), helpers.config_of([]))
+    return write_rollouts(path, Tokenizer(model), config_of([]))
 
 
 @pytest.fixture
 def start():
     """Starts runs; none of them outlives the test."""
-    runs: list[helpers.Run] = []
+    runs: list[Run] = []
 
-    def begin(*arguments, **options) -> helpers.Run:
-        runs.append(helpers.Run(*arguments, **options))
+    def begin(*arguments, **options) -> Run:
+        runs.append(Run(*arguments, **options))
         return runs[-1].start()
 
     yield begin

@@ -1,18 +1,17 @@
 """The quickstart, shortened, with a server killed or frozen every few seconds: the run does not notice."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from scalerl_jax.config_io import load_file, override
-from tests.train import helpers
+from tests.support.paths import ROOT
+from tests.support.processes import run_command, single_threaded
 from tests.train.chaos import Chaos, check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-CONFIG = os.path.join(helpers.ROOT, "configs", "quickstart.py")
+CONFIG = os.path.join(ROOT, "configs", "quickstart.py")
 UPDATES = 40
 FLAGS = {
     "max_steps": UPDATES,
@@ -36,8 +35,8 @@ def flags_of(model: str) -> list[str]:
 def warm(tmp_path_factory) -> str:
     """The quickstart's policy before RL."""
     folder = str(tmp_path_factory.mktemp("warm"))
-    command = [sys.executable, "-m", "scalerl_jax.sft", f"--config={CONFIG}", f"--workdir={folder}"]
-    subprocess.run(command, cwd=helpers.ROOT, env=helpers.environment(), check=True, capture_output=True)
+    flags = [f"--config={CONFIG}", f"--workdir={folder}"]
+    run_command("scalerl_jax.sft", *flags, environment=single_threaded()).check_returncode()
     return os.path.join(folder, "model")
 
 

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from tests.support.runs import config_of, read
+from tests.support.servers import serve
 from tests.train.comparing import REPLAY, UNPROBED, compare, last_checkpoint
-from tests.train.helpers import config_of, read, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
 

@@ -6,13 +6,13 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-from tests.train import helpers
+from tests.support.processes import run_command, single_threaded
+from tests.support.runs import CONFIG, Run, read
+from tests.support.servers import serve
 from tests.train.comparing import REPLAY, UNPROBED, compare, saved
-from tests.train.helpers import serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
 
@@ -37,7 +37,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def failed(run: helpers.Run) -> str:
+def failed(run: Run) -> str:
     """The one line that a run ends with that cannot write."""
     code, said = run.wait(), run.output()
     assert code == 2, said
@@ -48,10 +48,10 @@ def failed(run: helpers.Run) -> str:
     return line.removeprefix("error: ")
 
 
-def check_whole(run: helpers.Run) -> None:
+def check_whole(run: Run) -> None:
     """Nothing is half-written: every file is rows that end, or JSON, and no temporary one stays beside them."""
     for name in ("metrics.jsonl", "evals.jsonl"):
-        text = helpers.read(run.path(name))
+        text = read(run.path(name))
         assert not text or text.endswith("\n")
     run.ledger()
     assert [name for name in os.listdir(run.workdir) if "tmp" in name] == []
@@ -122,23 +122,17 @@ def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, model, rollouts
 
 
 def test_a_warm_start_on_a_full_disk(tmp_path, small_disk):
-    command = [
-        sys.executable,
-        "-m",
-        "scalerl_jax.sft",
-        f"--config={helpers.CONFIG}",
-        "--config.environment.name=arithmetic",
-    ]
-    command += ["--config.sft.max_steps=3", "--config.sft.checkpoint_every=1", "--config.sft.rows_per_step=2"]
-    command += ["--config.rollout.interruption_text= </think>", "--config.sft.layers=1"]
+    flags = [f"--config={CONFIG}", "--config.environment.name=arithmetic"]
+    flags += ["--config.sft.max_steps=3", "--config.sft.checkpoint_every=1", "--config.sft.rows_per_step=2"]
+    flags += ["--config.rollout.interruption_text= </think>", "--config.sft.layers=1"]
     disk = small_disk("size=600k")
-    command.append(f"--workdir={disk}/warm")
-    done = subprocess.run(command, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
+    flags.append(f"--workdir={disk}/warm")
+    done = run_command("scalerl_jax.sft", *flags, environment=single_threaded())
     lines = [line for line in done.stderr.splitlines() if not line.startswith("warm start")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert lines[0].startswith(f"error: --workdir={disk}/warm: no space left on device")
     assert not (disk / "warm" / "model").exists()
     small_disk("size=40m")
-    done = subprocess.run(command, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
+    done = run_command("scalerl_jax.sft", *flags, environment=single_threaded())
     assert done.returncode == 0, done.stderr
     assert (disk / "warm" / "model" / "model.safetensors").exists()

@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,7 @@ from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.system import files
-from tests.support.paths import ROOT
+from tests.support.processes import run_command
 
 SIZES = {
     "vocab_size": 320,
@@ -195,8 +193,7 @@ def test_mistakes_are_one_line(tmp_path, runs, tokenizer_dir):
 
 def test_the_command(tmp_path, runs):
     out = str(tmp_path / "out")
-    command = [sys.executable, "-m", "scalerl_jax.export", f"--workdir={runs[QWEN3_TIED][0]}", f"--out={out}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_command("scalerl_jax.export", f"--workdir={runs[QWEN3_TIED][0]}", f"--out={out}")
     assert (done.returncode, done.stdout) == (0, f"{out}: the policy after 8 batches\n"), done.stderr
     assert load_hf(out)[0] == QWEN3_TIED
 

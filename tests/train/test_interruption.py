@@ -8,16 +8,16 @@ import time
 
 import pytest
 
-from tests.train import helpers
+from tests.support.runs import Run, read
+from tests.support.servers import serve
 from tests.train.comparing import REPLAY, UNPROBED, compare, saved
-from tests.train.helpers import serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
 
 UPDATES = 14
 
 
-def stop(run: helpers.Run) -> bool:
+def stop(run: Run) -> bool:
     """Asks a run to stop; False: it was over. What it says and what it leaves behind is checked."""
     assert run.process is not None
     run.process.send_signal(signal.SIGTERM)
@@ -39,9 +39,9 @@ def stop(run: helpers.Run) -> bool:
     return True
 
 
-def reached(run: helpers.Run, step: int) -> bool:
+def reached(run: Run, step: int) -> bool:
     """Whether the process is past its imports, and `step` updates are made."""
-    return helpers.read(run.path("lock")).strip() == str(run.process.pid) and len(run.metrics) >= step
+    return read(run.path("lock")).strip() == str(run.process.pid) and len(run.metrics) >= step
 
 
 @pytest.mark.parametrize("beside", [0, 1], ids=["evaluations stop training", "evaluations beside training"])

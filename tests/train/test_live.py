@@ -16,8 +16,8 @@ from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.run.jsonl import read_rows
-from tests.train import helpers
-from tests.train.helpers import config_of, serve
+from tests.support.runs import Run, config_of
+from tests.support.servers import serve
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
@@ -28,7 +28,7 @@ def held(address: str) -> pb.Version:
         return RolloutStub(channel).Status(pb.StatusRequest(), timeout=60).version
 
 
-def saved_steps(run: helpers.Run) -> list[int]:
+def saved_steps(run: Run) -> list[int]:
     folder = run.path("checkpoints")
     return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
 
@@ -117,7 +117,7 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
     assert moved > 1e-2  # other weights would have been noticed
 
 
-def only(tmp_path, run: helpers.Run, step: int) -> str:
+def only(tmp_path, run: Run, step: int) -> str:
     """A checkpoint folder in which `step` is the newest."""
     folder = tmp_path / f"only-{step}"
     folder.mkdir()

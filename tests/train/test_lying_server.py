@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.train.helpers import config_of, serve
+from tests.support.runs import config_of
+from tests.support.servers import serve
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 

@@ -9,13 +9,14 @@ import pytest
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.train import too_few
-from tests.train import helpers
-from tests.train.helpers import serve
+from tests.support.runs import Run, config_of
+from tests.support.servers import serve
+from tests.support.tiny_task import write_model
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
-def refused(run: helpers.Run) -> str:
+def refused(run: Run) -> str:
     """The line that scalerl-train ends with. It must be the only one, apart from the progress line."""
     code, said = run.wait(), run.output()
     assert code == 2, said
@@ -31,7 +32,7 @@ def check_usable(workdir: pathlib.Path) -> None:
     left = [path for path in workdir.rglob("*") if path.is_file() and path.stat().st_size]
     kept = {"config.json", "incarnation", "lock", "ledger.json"}
     assert {path.name for path in left} <= kept | {f"server-{i}.log" for i in range(9)}
-    other = helpers.config_of([])
+    other = config_of([])
     other.seed = 77
     RunFolder(str(workdir), other).close()
 
@@ -62,7 +63,7 @@ def test_a_config_that_cannot_be(tmp_path, flags, model, start, flag, message):
 
 
 def test_fewer_prompts_than_asked_for_are_enough_and_that_is_said():
-    config = helpers.config_of([])
+    config = config_of([])
     config.rollout.prompts_per_step, config.evaluation.prompts = 15, 7
     assert too_few(config, training=15, held_out=7) == []
     assert too_few(config, training=14, held_out=6) == [
@@ -84,7 +85,7 @@ def test_nobody_listens(tmp_path, flags, start):
 
 def test_another_tokenizer(tmp_path, flags, start):
     """The same decoder, the same ids: only the text they stand for differs."""
-    other = helpers.write_model(str(tmp_path / "other"), words=("what else",))
+    other = write_model(str(tmp_path / "other"), words=("what else",))
     with serve(tmp_path, 1, "--engine=replay", f"--model={other}") as addresses:
         line = refused(start(tmp_path / "run", *flags, f"--servers={addresses[0]}"))
     assert line.startswith(f"server {addresses[0]}: its tokenizer (")
@@ -103,7 +104,7 @@ def test_a_token_that_is_not_the_servers(tmp_path, flags, model, start):
 
 
 def test_a_workdir_of_another_config(tmp_path, flags, start):
-    config = helpers.config_of(flags)
+    config = config_of(flags)
     config.objective.max_ratio = 4.0
     with RunFolder(str(tmp_path / "run"), config) as folder:
         folder.resume(0)

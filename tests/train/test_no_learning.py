@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.train.helpers import prompts, serve
+from tests.support.servers import serve
+from tests.support.tiny_task import prompts
 
 # A replay server's log-probs are nobody's: the probe must let them pass.
 UNPROBED = ("--config.parity.mean_limit=100", "--config.parity.p99_limit=100")

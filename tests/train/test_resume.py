@@ -15,9 +15,9 @@ import time
 import pytest
 
 from tests.rollout_server.certificates import Authority
-from tests.train import helpers
+from tests.support.runs import config_of, read
+from tests.support.servers import serve
 from tests.train.comparing import REPLAY, UNPROBED, check_cut, check_rows, compare, saved
-from tests.train.helpers import config_of, serve
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
@@ -42,10 +42,10 @@ def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, 
     with serve(tmp_path / "servers", 2, *replay) as addresses:
         whole = start(tmp_path / "whole", *flags, f"--servers={addresses[0]}").finish()
         # The same command says again what came of it, and needs no server for that.
-        ended = {name: helpers.read(whole.path(name)) for name in ("metrics.jsonl", "evals.jsonl", "ledger.json")}
+        ended = {name: read(whole.path(name)) for name in ("metrics.jsonl", "evals.jsonl", "ledger.json")}
         again = start(tmp_path / "whole", *flags, "--servers=127.0.0.1:1").finish()
         assert again.output().count("pass rate after") == 2
-        assert {name: helpers.read(whole.path(name)) for name in ended} == ended
+        assert {name: read(whole.path(name)) for name in ended} == ended
 
         rng = random.Random(0)
         stopped = start(tmp_path / "stopped", *flags, f"--servers={','.join(addresses)}")
@@ -130,5 +130,5 @@ def test_phased_run(tmp_path, flags, model, rollouts, start):
     check_rows(run, config_of(flags))
     # Batches 0 and 1 are version 0's, 2 and 3 version 2's, 4 version 4's.
     assert [[int(lag) for lag in row["lags"]] for row in run.metrics] == [[0], [1], [0], [1], [0]]
-    samples = [json.loads(line) for line in helpers.read(run.path("rollouts", "step-00000004.jsonl")).splitlines()]
+    samples = [json.loads(line) for line in read(run.path("rollouts", "step-00000004.jsonl")).splitlines()]
     assert {step for sample in samples for step, _, _ in sample["versions"]} == {2}

@@ -20,9 +20,11 @@ from scalerl_jax.environments import arithmetic
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner.packing import pack
 from scalerl_jax.model import forward, load_hf, logits
+from tests.support.processes import run_command
 
 CONFIG_FILE = """
 from scalerl_jax.config import Config
+from tests.support.processes import run_command
 def get_config():
     config = Config()
     config.model.compute_dtype = config.model.sync_dtype = "float32"
@@ -234,8 +236,10 @@ def test_a_slip_in_allow_is_told_at_the_first_start(config, tmp_path):
 
 
 def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config_file, tmp_path):
-    command = [sys.executable, "-m", "scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    command = ["scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
     # The first one to be whole; the updates that are left take longer than this thread may sleep on a busy machine.
     while not any(path.name.isdigit() for path in tmp_path.glob("checkpoints/*")):
         assert process.poll() is None, process.stderr.read().decode()
@@ -243,7 +247,7 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "model").exists()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_command(*command)
     assert done.returncode == 0, done.stderr
     assert "from update 0" not in done.stderr
     assert weights(tmp_path) == weights(finished)

@@ -3,7 +3,7 @@
 import os
 
 from scalerl_jax.rollouts.servers.discovery import Discovery
-from tests.rollouts.helpers import Trainer, config
+from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import SLOW, assert_holds, states_seen
 from tests.support.waiting import eventually
 

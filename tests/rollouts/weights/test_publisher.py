@@ -14,8 +14,8 @@ from scalerl_jax.contract.codec import Version
 from scalerl_jax.rollouts import fleet
 from scalerl_jax.rollouts.weights import relay_tree
 from scalerl_jax.rollouts.weights.payload import Payload, dense
-from tests.rollouts.helpers import Trainer, config, weights
 from tests.rollouts.liar import Liar
+from tests.rollouts.small_trainer import Trainer, config, weights
 from tests.support.waiting import eventually
 
 

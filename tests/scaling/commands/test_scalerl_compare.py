@@ -11,7 +11,8 @@ from absl.testing import flagsaver
 
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.scaling.commands import scalerl_compare
-from tests.scaling.runs import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, run_command, sampled_passes
+from tests.scaling.simulated import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
+from tests.support.processes import run_command
 
 COMPUTE = np.concatenate([[0.0], np.arange(256, 16_001, 256.0)])
 LOO = {"ScaleRL": TABLE_1["ScaleRL"], **LEAVE_ONE_OUT}

@@ -12,7 +12,8 @@ from absl.testing import flagsaver
 
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.scaling.commands import scalerl_fit
-from tests.scaling.runs import TABLE_1, curve, run_command, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes
+from tests.support.processes import run_command
 
 COMPUTE = np.concatenate([[0.0], np.linspace(250, 16_000, 64)])
 command = functools.partial(run_command, "scalerl_jax.scaling.commands.scalerl_fit")

@@ -17,7 +17,7 @@ from scalerl_jax.cli.entry import UserError
 from scalerl_jax.scaling import readers
 from scalerl_jax.scaling.commands import watch
 from scalerl_jax.scaling.points import TooFewPoints
-from tests.scaling.runs import TABLE_1, curve
+from tests.scaling.simulated import TABLE_1, curve
 from tests.support.waiting import eventually
 
 COMPUTE = np.concatenate([[0.0], np.linspace(500, 16_000, 32)])

@@ -4,10 +4,6 @@ Prompts differ in difficulty: prompt p passes with probability sigmoid(level_i +
 level is set so that the mean over the prompts is the law's score exactly. So the truth holds for these prompts.
 """
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import scipy.special
 
@@ -67,12 +63,3 @@ def sampled_passes(rng, scores, *, runs, prompts=1000, samples=16, spread=2.5, r
         difficulty = spread * rng.standard_normal((runs, 1, prompts))
     rate = scipy.special.expit(level[:, None] + difficulty)
     return rng.binomial(samples, rate, size=(runs, len(scores), prompts)).astype(np.int16)
-
-
-def run_command(module: str, *arguments: str, folder) -> subprocess.CompletedProcess[str]:
-    """`python -m module arguments` with the folder as its working directory."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True, text=True, timeout=170, cwd=folder, env=environment,
-    )  # fmt: skip
