@@ -34,7 +34,7 @@ from jax.sharding import Mesh, PartitionSpec
 from scalerl_jax.contract.weight_delta import COLUMN_SALT, FINAL, MIX, ROW_SALT, Change, Sparse, WeightDelta, encode
 from scalerl_jax.model.decoder import Params, abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.hf import flat
 from scalerl_jax.model.tensor_layout import hf_tensors, layout, rows
 
@@ -132,7 +132,7 @@ class WeightSnapshot:
 
 
 def _compare(
-    new: jax.Array, old: jax.Array, *, row: Row, shape: tuple[int, ...], spec: PartitionSpec, share: float
+    new: jax.Array, old: jax.Array, *, row: WeightRow, shape: tuple[int, ...], spec: PartitionSpec, share: float
 ) -> dict[str, Any]:
     """One shard of one leaf of `shape`: new float32, old uint16, both [layers, ...] or, outside of layers, [...].
 
@@ -234,7 +234,7 @@ class _Shard:
     values: np.ndarray  # [layers, found] uint16
 
 
-def _shards(bits: jax.Array, finds: Leaves, row: Row) -> Iterator[_Shard]:
+def _shards(bits: jax.Array, finds: Leaves, row: WeightRow) -> Iterator[_Shard]:
     own = slice(int(row.layered), None)  # without the layers
     for shard in bits.addressable_shards:
         if shard.replica_id != 0:

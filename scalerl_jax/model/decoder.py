@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from scalerl_jax.model.attention import packed_attention
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.sharding import ROWS, constrain, spec
 from scalerl_jax.model.tensor_layout import rows, sizes
 
@@ -70,7 +70,7 @@ def _round(weight: jax.Array, dtype: str) -> jax.Array:
 _round.defvjp(lambda weight, dtype: (_round(weight, dtype), None), lambda dtype, _, g: (g,))
 
 
-def param_tree(config: DecoderConfig, make: Callable[[Row, tuple[int, ...]], Any]) -> dict[str, Any]:
+def param_tree(config: DecoderConfig, make: Callable[[WeightRow, tuple[int, ...]], Any]) -> dict[str, Any]:
     """The parameter tree with make(row, shape) at its leaves."""
     size = sizes(config)
     tree: dict[str, Any] = {"layers": {}}
@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
         # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
         scales = {"normal": std, "residual": std / math.sqrt(2 * config.layers)}
 
-        def value(row: Row, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+        def value(row: WeightRow, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
             if row.initial == "ones":
                 return lambda key: jnp.ones(shape)
             return lambda key: jax.random.normal(key, shape, jnp.float32) * scales[row.initial]
@@ -120,7 +120,7 @@ def init_params(config: DecoderConfig, key: jax.Array, mesh: Mesh | None = None,
 def abstract_params(config: DecoderConfig, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> Params:
     """ShapeDtypeStructs, with shardings where there is a mesh: what a checkpoint is restored into."""
 
-    def one(row: Row, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def one(row: WeightRow, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else NamedSharding(mesh, spec(shape, row.tree_dimensions, mesh))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 

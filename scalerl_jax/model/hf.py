@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from scalerl_jax.model.decoder import Params, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
-from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.sharding import spec
 from scalerl_jax.model.tensor_layout import check_shapes, layout
 
@@ -83,7 +83,7 @@ def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tu
     for name, tensor in layout(config).items():
         names.setdefault(tensor.row.leaf, []).append(name)
 
-    def make(row: Row, shape: tuple[int, ...]) -> jax.Array:
+    def make(row: WeightRow, shape: tuple[int, ...]) -> jax.Array:
         def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
             value = tensors.read(name, index[::-1] if row.transposed else index)
             return np.asarray(value.T if row.transposed else value).astype(dtype)

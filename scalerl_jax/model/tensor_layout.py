@@ -19,7 +19,7 @@ import numpy as np
 
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.families.rows import WeightRow
 
 # vLLM rounds the vocabulary up to this before it is split.
 VOCABULARY_PADDING = 64
@@ -30,7 +30,7 @@ CUT = ("vocabulary", "heads", "kv_heads", "mlp")  # among vLLM's workers; of the
 class Tensor:
     """One tensor under its Hugging Face name."""
 
-    row: Row
+    row: WeightRow
     layer: int | None  # None: outside of layers
     shape: tuple[int, ...]
     fused: str  # full name of the parameter that holds it
@@ -41,7 +41,7 @@ class Tensor:
         return self.shape[::-1] if self.row.transposed else self.shape
 
 
-def rows(config: DecoderConfig) -> dict[str, Row]:
+def rows(config: DecoderConfig) -> dict[str, WeightRow]:
     """Leaf -> its row, of those of the family that this model has."""
     own = FAMILIES[config.family].ROWS
     return {row.leaf: row for row in own if not (config.tied_embeddings and row.leaf == "head")}
@@ -67,7 +67,7 @@ def layout(config: DecoderConfig) -> Mapping[str, Tensor]:
     size, own = sizes(config), list(rows(config).values())
     layered = [i for i, row in enumerate(own) if row.layered]
     before, after = own[: layered[0]], own[layered[-1] + 1 :]
-    in_order: list[tuple[Row, int | None]] = [(row, None) for row in before]
+    in_order: list[tuple[WeightRow, int | None]] = [(row, None) for row in before]
     in_order += [(own[i], layer) for layer in range(config.layers) for i in layered]
     in_order += [(row, None) for row in after]
     out = {}

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from scalerl_jax.model.families import FAMILIES, dense, qwen3
-from scalerl_jax.model.families.rows import Row
+from scalerl_jax.model.families.rows import WeightRow
 
 _FUSED = "mlp.experts.gate_up_proj"
 EXPERTS = (
-    Row("experts_gate", "mlp.experts.gate_proj", ("head", "width", "mlp"), fused=_FUSED),
-    Row("experts_up", "mlp.experts.up_proj", ("head", "width", "mlp"), fused=_FUSED),
-    Row("experts_down", "mlp.experts.down_proj", ("head", "mlp", "width"), "residual"),
+    WeightRow("experts_gate", "mlp.experts.gate_proj", ("head", "width", "mlp"), fused=_FUSED),
+    WeightRow("experts_up", "mlp.experts.up_proj", ("head", "width", "mlp"), fused=_FUSED),
+    WeightRow("experts_down", "mlp.experts.down_proj", ("head", "mlp", "width"), "residual"),
 )
 
 

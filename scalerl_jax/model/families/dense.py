@@ -7,17 +7,17 @@ x += down(silu(gate(h)) * up(h))                                          h = rm
 from collections.abc import Callable
 from typing import Any
 
-from scalerl_jax.model.families.rows import Row, norm
+from scalerl_jax.model.families.rows import WeightRow, norm
 
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
-EMBED = (Row("embed", "model.embed_tokens.weight", ("vocabulary", "width"), layered=False),)
+EMBED = (WeightRow("embed", "model.embed_tokens.weight", ("vocabulary", "width"), layered=False),)
 ATTENTION = (
     norm("attention_norm", "input_layernorm.weight"),
-    Row("query", "self_attn.q_proj.weight", ("heads", "width"), fused=_QKV),
-    Row("key", "self_attn.k_proj.weight", ("kv_heads", "width"), fused=_QKV),
-    Row("value", "self_attn.v_proj.weight", ("kv_heads", "width"), fused=_QKV),
-    Row("output", "self_attn.o_proj.weight", ("width", "heads"), "residual"),
+    WeightRow("query", "self_attn.q_proj.weight", ("heads", "width"), fused=_QKV),
+    WeightRow("key", "self_attn.k_proj.weight", ("kv_heads", "width"), fused=_QKV),
+    WeightRow("value", "self_attn.v_proj.weight", ("kv_heads", "width"), fused=_QKV),
+    WeightRow("output", "self_attn.o_proj.weight", ("width", "heads"), "residual"),
 )
 HEAD_NORMS = (
     norm("query_norm", "self_attn.q_norm.weight", "head"),
@@ -25,13 +25,13 @@ HEAD_NORMS = (
 )
 MLP = (
     norm("mlp_norm", "post_attention_layernorm.weight"),
-    Row("gate", "mlp.gate_proj.weight", ("mlp", "width"), fused=_GATE_UP),
-    Row("up", "mlp.up_proj.weight", ("mlp", "width"), fused=_GATE_UP),
-    Row("down", "mlp.down_proj.weight", ("width", "mlp"), "residual"),
+    WeightRow("gate", "mlp.gate_proj.weight", ("mlp", "width"), fused=_GATE_UP),
+    WeightRow("up", "mlp.up_proj.weight", ("mlp", "width"), fused=_GATE_UP),
+    WeightRow("down", "mlp.down_proj.weight", ("width", "mlp"), "residual"),
 )
 AFTER = (
     norm("final_norm", "model.norm.weight", layered=False),
-    Row("head", "lm_head.weight", ("vocabulary", "width"), layered=False),
+    WeightRow("head", "lm_head.weight", ("vocabulary", "width"), layered=False),
 )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class WeightRow:
     """`name` and `fused` are within a layer where `layered`.
 
     A dimension's name gives its size (tensor_layout.sizes), the mesh axis along which the trainer cuts it
@@ -31,6 +31,6 @@ class Row:
         return ("layers", *own) if self.layered else own
 
 
-def norm(leaf: str, name: str, dimension: str = "scale", *, layered: bool = True) -> Row:
+def norm(leaf: str, name: str, dimension: str = "scale", *, layered: bool = True) -> WeightRow:
     """The scale of an RMSNorm."""
-    return Row(leaf, name, (dimension,), "ones", decays=False, layered=layered)
+    return WeightRow(leaf, name, (dimension,), "ones", decays=False, layered=layered)
