@@ -3,12 +3,17 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from scalerl_jax import config_names
 from scalerl_jax.config import Config
-from scalerl_jax.config_names import ConfigError
+from scalerl_jax.config_names import RENAMED, RENAMED_VALUES, ConfigError, no_field
+
+# The ends of a range, each a field of its own.
+_RANGES = (
+    ("objective.icepop_low", "objective.icepop_high"),
+    ("rollout.thinking_budget_min", "rollout.thinking_budget_max"),
+)
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -23,21 +28,30 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def saved_leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The contents of a config.json likewise, names and values of older releases replaced; it may hold anything."""
+    out = {}
+    for name, value in values.items():
+        full = prefix + name
+        if isinstance(value, dict) and full not in annotations():
+            out.update(saved_leaves(value, f"{full}."))
+        else:
+            full = f"config.{full}"
+            if isinstance(value, str):
+                value = RENAMED_VALUES.get(full, {}).get(value, value)
+            out[RENAMED.get(full, full).removeprefix("config.")] = value
+    return out
+
+
 def check(config: Config) -> None:
     """Raises ConfigError where a field does not exist, a value has the wrong type, or values do not fit together."""
     check_types(config, Config(), "config")
-    for name, value in leaves(config).items():
+    values = leaves(config)
+    for name, value in values.items():
         _check_leaf(name, value)
-    if config.objective.icepop_low > config.objective.icepop_high:
-        raise ConfigError(
-            f"config.objective.icepop_low={config.objective.icepop_low}: must not be above "
-            f"config.objective.icepop_high, {config.objective.icepop_high}"
-        )
-    if config.rollout.thinking_budget_min > config.rollout.thinking_budget_max:
-        raise ConfigError(
-            f"config.rollout.thinking_budget_min={config.rollout.thinking_budget_min}: must not be above "
-            f"config.rollout.thinking_budget_max, {config.rollout.thinking_budget_max}"
-        )
+    for low, high in _RANGES:
+        if values[low] > values[high]:
+            raise ConfigError(f"config.{low}={values[low]}: must not be above config.{high}, {values[high]}")
     if config.objective.loss == "gspo" and config.objective.aggregation != "sample":
         raise ConfigError("config.objective.loss=gspo: goes with config.objective.aggregation=sample only")
     if config.objective.loss == "cispo" and config.objective.tis_cap > 0:
@@ -101,5 +115,5 @@ def check_types(node: Any, default: Any, where: str) -> None:
         names = [field.name for field in dataclasses.fields(kind)]
         for name, value in vars(node).items():
             if name not in names:
-                raise ConfigError(config_names.no_field(where, name, names))
+                raise ConfigError(no_field(where, name, names))
             check_types(value, getattr(default, name), f"{where}.{name}")

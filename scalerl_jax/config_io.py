@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalerl_jax.config import Config
-from scalerl_jax.config_check import check, check_types
-from scalerl_jax.config_names import RENAMED, REPLACED, ConfigError, no_field, under_new_names
+from scalerl_jax.config_check import check, check_types, saved_leaves
+from scalerl_jax.config_names import RENAMED, REPLACED, ConfigError, no_field
 
 _UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
@@ -59,19 +59,27 @@ def override(config: Config, path: str, text: str) -> None:
     """Sets the leaf `path` ("objective.max_ratio") from a flag's text. Raises ConfigError naming the flag."""
     if f"config.{path}" in RENAMED:
         raise ConfigError(f"--config.{path}: was renamed to --{RENAMED[f'config.{path}']}")
-    node: Any = config
-    parts = path.split(".")
-    for depth, part in enumerate(parts):
-        names = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-        if part not in names:
-            raise ConfigError(f"--config.{path}: {no_field('.'.join(['config', *parts[:depth]]), part, names)}")
-        if depth < len(parts) - 1:
-            node = getattr(node, part)
+    try:
+        group, name = _place(config, path)
+    except ConfigError as error:
+        raise ConfigError(f"--config.{path}: {error}") from None
     # Of the default: where a file gives a float field an integer, the value that stands there has another type.
-    kind = type(getattr(type(node)(), parts[-1]))
+    kind = type(getattr(type(group)(), name))
     if dataclasses.is_dataclass(kind):
         raise ConfigError(f"--config.{path}: is a group of fields, not a value")
-    setattr(node, parts[-1], _convert(f"--config.{path}", kind, text))
+    setattr(group, name, _convert(f"--config.{path}", kind, text))
+
+
+def _place(config: Config, path: str) -> tuple[Any, str]:
+    """The group that has the field `path`, and the field's name in it. Raises ConfigError where there is no such."""
+    group: Any = None
+    node, where, parts = config, "config", path.split(".")
+    for part in parts:
+        names = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+        if part not in names:
+            raise ConfigError(no_field(where, part, names))
+        group, node, where = node, getattr(node, part), f"{where}.{part}"
+    return group, parts[-1]
 
 
 def _convert(name: str, kind: type, text: str) -> Any:
@@ -134,22 +142,12 @@ def from_json(text: str) -> Config:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"config.json: is not JSON ({error})") from error
-    config = _from_dict(Config, under_new_names(values), "config")
+    if not isinstance(values, dict):
+        raise ConfigError(f"config={values!r}: is not of type Config")
+    config = Config()
+    for path, value in saved_leaves(values).items():
+        if f"config.{path}" not in REPLACED:  # a run that was begun before goes on
+            group, name = _place(config, path)
+            setattr(group, name, value)
     check_types(config, Config(), "config")
     return config
-
-
-def _from_dict(kind: type, values: Any, where: str) -> Any:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}={values!r}: is not of type {kind.__name__}")
-    default = kind()
-    names = [field.name for field in dataclasses.fields(kind)]
-    made = {}
-    for name, value in values.items():
-        if f"{where}.{name}" in REPLACED:
-            continue  # a run that was begun before goes on
-        if name not in names:
-            raise ConfigError(no_field(where, name, names))
-        inner = type(getattr(default, name))
-        made[name] = _from_dict(inner, value, f"{where}.{name}") if dataclasses.is_dataclass(inner) else value
-    return kind(**made)

@@ -1,7 +1,6 @@
 """Names that fields of the config have had, and the line that a name which is none gets."""
 
 from collections.abc import Sequence
-from typing import Any
 
 # Under their old names the configs of runs that were begun before are read; on a command line they are an error.
 RENAMED = {
@@ -48,7 +47,7 @@ RENAMED = {
         for name in ("completions", "mean_limit", "p99_limit", "every", "share", "ratio_limit", "difference_limit")
     },
 }
-_VALUES = {"config.objective.truncated": {"excluded": "exclude", "fail": "penalize"}}
+RENAMED_VALUES = {"config.objective.truncated": {"excluded": "exclude", "fail": "penalize"}}
 
 # Fields that are no longer there, and what to set instead.
 REPLACED = {"config.fleet.completion_seconds": "config.fleet.stall_seconds, which bounds the time without progress"}
@@ -68,32 +67,3 @@ def no_field(where: str, name: str, names: Sequence[str]) -> str:
     if groups := {new.rpartition(".")[0] for old, new in RENAMED.items() if old.startswith(f"{full}.")}:
         return f"{full} was renamed to {groups.pop()}"
     return f"{where} has no field {name!r} (it has: {', '.join(names) or 'none'})"
-
-
-def under_new_names(values: Any, where: str = "config") -> Any:
-    """The tree of a config.json with every old name replaced; what is no tree stays as it is."""
-    moved: dict[str, Any] = {}
-
-    def put(path: str, value: Any) -> None:
-        *groups, name = path.split(".")[1:]
-        node = moved
-        for group in groups:
-            node = node.setdefault(group, {})
-            if not isinstance(node, dict):
-                return  # a field and a group of one name: the reader of the tree says so
-        node[name] = value
-
-    def walk(tree: dict[str, Any], path: str) -> None:
-        for name, value in tree.items():
-            full = f"{path}.{name}"
-            if isinstance(value, dict) and value:
-                walk(value, full)
-            else:
-                if isinstance(value, str):
-                    value = _VALUES.get(full, {}).get(value, value)
-                put(RENAMED.get(full, full), value)
-
-    if not isinstance(values, dict):
-        return values
-    walk(values, where)
-    return moved

@@ -6,7 +6,6 @@ from typing import Any
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
-from scalerl_jax.config_names import under_new_names
 from scalerl_jax.report.health import CHARTS, health
 from scalerl_jax.report.log_rows import log_rows, numbers_only
 from scalerl_jax.report.samples import PAGE_BYTES, rollouts
@@ -26,20 +25,11 @@ def read_settings(workdir: str) -> dict[str, Any]:
         raise ValueError(f"{path}: is not JSON ({error})") from error
     if not isinstance(written, dict):
         raise ValueError(f"{path}: is not an object")
-    settings = config_check.leaves(Config())
-    _enter(settings, under_new_names(written), "")
+    settings = {**config_check.leaves(Config()), **config_check.saved_leaves(written)}
     for name, value in settings.items():
         if wrong := config_check.leaf_fault(name, value):
             raise ValueError(f"{path}: {wrong[:200]}")
     return settings
-
-
-def _enter(settings: dict[str, Any], values: dict[str, Any], prefix: str) -> None:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            _enter(settings, value, f"{prefix}{name}.")
-        else:
-            settings[prefix + name] = value
 
 
 def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:

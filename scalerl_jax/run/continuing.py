@@ -11,12 +11,12 @@ What changed, and from which step on, is kept in config_history.jsonl; config.js
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
-from scalerl_jax.config_names import RENAMED, ConfigError, under_new_names
+from scalerl_jax.config_names import RENAMED, ConfigError
 
 FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
 
@@ -95,7 +95,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     A field that `old` lacks, because it was written before the field existed, counts as the default. Raises ConfigError
     where `old` has one that is not a field any more, and it was not at a default that could be told.
     """
-    before = {**config_check.leaves(Config()), **dict(_leaves(under_new_names(old)))}
+    before = {**config_check.leaves(Config()), **config_check.saved_leaves(old)}
     after = config_check.leaves(new)
     for name in before:
         if name not in after and kind_of(name) != FREE:
@@ -129,11 +129,3 @@ def history_row(found: Sequence[Change], *, step: int, time: float) -> str:
     """The line of config_history.jsonl."""
     changed = {change.name: {"before": change.before, "now": change.now, "kind": change.kind} for change in found}
     return json.dumps({"step": step, "time": time, "changed": changed}) + "\n"
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from scalerl_jax.cli.entry import UserError
-from scalerl_jax.config_names import under_new_names
+from scalerl_jax.config_check import saved_leaves
 from scalerl_jax.scaling import tables, tfevents
 from scalerl_jax.scaling.points import TooFewPoints
 from scalerl_jax.system import files
@@ -142,7 +142,7 @@ def _ended(path: str) -> str:
         raise UserError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, RecursionError):
         written = None
-    steps = under_new_names(written).get("max_steps") if isinstance(written, dict) else None
+    steps = saved_leaves(written).get("max_steps") if isinstance(written, dict) else None
     if not isinstance(steps, int):
         raise UserError(f"{config}: is not the config of a run")
     if _last_step(os.path.join(path, tables.RUN_FOLDER_FILE)) >= steps:
