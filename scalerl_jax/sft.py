@@ -26,17 +26,16 @@ import optax
 from absl import flags
 
 from scalerl_jax.cli import command_flags, entry
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, OptimizerConfig
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
-from scalerl_jax.learner.step import Layout, Learner
-from scalerl_jax.model.decoder import Params, Precision, init_params
-from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.learner.step import Learner, make_learner
+from scalerl_jax.model.decoder import Params, init_params
+from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, read_config
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective.losses import cross_entropy
 from scalerl_jax.run import continuing
 from scalerl_jax.run.folder import RunFolder
@@ -45,9 +44,8 @@ from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import files, signals
 from scalerl_jax.traces import ArithmeticTraces, FileTraces, corpus, segments
 
-_GRADIENT_CLIP = 1.0  # global norm: the first updates of a new decoder are steep
-_BETA2 = 0.95
-_EPSILON = 1e-8
+# The gradient is clipped: the first updates of a new decoder are steep.
+_ADAMW = OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=1e-8, max_grad_norm=1.0)
 _FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 _OUTDATED = "model.outdated"  # beside a model that a changed config is making again
 _INITIAL = 4  # a stream of random numbers, beside those of traces.py and environments/arithmetic.py
@@ -81,27 +79,17 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
         except ValueError as error:
             raise ValueError(f"config.sft.model_file={sft.model_file}: {error}") from error
     else:
-        decoder = DecoderConfig(
-            vocab_size=sft.vocab_size,
-            hidden_size=sft.hidden_size,
-            layers=sft.layers,
-            heads=sft.heads,
-            kv_heads=sft.kv_heads,
-            head_dim=sft.head_dim,
-            intermediate_size=sft.intermediate_size,
-            tied_embeddings=True,  # at these sizes a head of its own would be a third of the parameters
-        )
+        sizes = {name: getattr(sft, name) for name in SIZES}
+        # At these sizes a head of its own would be a third of the parameters.
+        decoder = DecoderConfig(**sizes, tied_embeddings=True)
     if decoder.vocab_size < tokenizer.vocabulary:
         raise ValueError(f"the decoder has {decoder.vocab_size} tokens, the tokenizer {tokenizer.vocabulary}")
     return dataclasses.replace(decoder, stop_token_ids=tokenizer.stop_ids)
 
 
-def make_learner(config: Config, decoder: DecoderConfig, *, longest: int) -> Learner:
+def learner_of(config: Config, decoder: DecoderConfig, *, longest: int) -> Learner:
     """`longest`: tokens of the longest example."""
-    sft, mesh = config.sft, make_mesh(
-        replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor
-    )  # fmt: skip
-    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+    sft = config.sft
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         sft.learning_rate,
@@ -109,27 +97,14 @@ def make_learner(config: Config, decoder: DecoderConfig, *, longest: int) -> Lea
         max(sft.max_steps, sft.warmup_steps + 1),
         sft.learning_rate * _FINAL_RATE,
     )
-    return Learner(
-        decoder=decoder,
-        optimizer=optimizer.adamw(
-            schedule,
-            beta1=0.9,
-            beta2=_BETA2,
-            epsilon=_EPSILON,
-            weight_decay=sft.weight_decay,
-            clip=_GRADIENT_CLIP,
-        ),
-        mesh=mesh,
-        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
+    return make_learner(
+        config,
+        decoder,
+        max_segment=min(longest, sft.seq_len),
+        seq_len=sft.seq_len,
+        rows_per_step=sft.rows_per_step,
+        optimizer=optimizer.from_config(dataclasses.replace(_ADAMW, weight_decay=sft.weight_decay), schedule),
         loss=cross_entropy,
-        layout=Layout(
-            seq_len=sft.seq_len,
-            # As many rows at once as an RL update computes, and no more than there are.
-            rows=shards * min(config.learner.micro_batch_rows, -(-sft.rows_per_step // shards)),
-            max_segment=min(longest, sft.seq_len),
-            logprob_chunk=config.learner.logprob_chunk,
-            remat=config.model.remat,
-        ),
     )
 
 
@@ -202,7 +177,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             tokenizer = Tokenizer(tokenizer_folder)
             decoder = decoder_config(config, tokenizer)
             traces = (FileTraces if config.sft.traces_file else ArithmeticTraces)(config, tokenizer)
-            learner = make_learner(config, decoder, longest=traces.longest)
+            learner = learner_of(config, decoder, longest=traces.longest)
 
         # ---- 3. Begin, or go on ------------------------------------------------------------------------------------
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=2)

@@ -23,25 +23,21 @@ def decayed(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in _KEPT, params)
 
 
-def adamw(
-    schedule: optax.Schedule, *, beta1: float, beta2: float, epsilon: float, weight_decay: float, clip: float = 0.0
-) -> optax.GradientTransformation:
-    adam = optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=decayed)
-    return optax.chain(optax.clip_by_global_norm(clip), adam) if clip > 0 else adam
+def from_config(config: OptimizerConfig, schedule: optax.Schedule | None = None) -> optax.GradientTransformation:
+    """schedule: of the learning rate, in place of the config's, which is constant after a linear warm-up."""
 
-
-def from_config(config: OptimizerConfig) -> optax.GradientTransformation:
-    def schedule(count: jax.Array) -> jax.Array:
+    def warmed_up(count: jax.Array) -> jax.Array:
         return config.learning_rate * jax.numpy.minimum(1.0, (count + 1) / max(1, config.warmup_steps))
 
-    return adamw(
-        schedule,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        epsilon=config.epsilon,
+    adam = optax.adamw(
+        schedule or warmed_up,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.epsilon,
         weight_decay=config.weight_decay,
-        clip=config.max_grad_norm,
+        mask=decayed,
     )
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam) if config.max_grad_norm > 0 else adam
 
 
 def state_shardings(

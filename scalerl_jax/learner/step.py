@@ -115,11 +115,14 @@ class Learner:
             token_logprobs, config=decoder, precision=precision, chunk=layout.logprob_chunk, mesh=mesh
         )
 
-        def loss_of(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, tuple[dict[str, Any], jax.Array]]:
+        def score(params: Params, batch: dict[str, jax.Array], *, entropy: bool = False) -> Any:
             hidden = hidden_of(
                 params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
             )
-            logp, entropy = logprobs_of(params, hidden=hidden, targets=batch["targets"], entropy=True)
+            return logprobs_of(params, hidden=hidden, targets=batch["targets"], entropy=entropy)
+
+        def loss_of(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, tuple[dict[str, Any], jax.Array]]:
+            logp, entropy = score(params, batch, entropy=True)
             total, sums = loss(
                 logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"]
             )
@@ -138,12 +141,6 @@ class Learner:
             updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
             params = optax.apply_updates(state["params"], updates)
             return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, optax.tree.norm(grads)
-
-        def score(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-            hidden = hidden_of(
-                params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
-            )
-            return logprobs_of(params, hidden=hidden, targets=batch["targets"])
 
         def zeros(params: Params) -> Any:
             return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -253,18 +250,37 @@ class Learner:
         return self._to_sync(self.state["params"])
 
 
-def make_learner(config: Config, decoder: DecoderConfig, *, max_segment: int) -> Learner:
-    """The learner of a run on all devices there are. max_segment: see Layout. Raises ValueError as Learner."""
+def make_learner(
+    config: Config,
+    decoder: DecoderConfig,
+    *,
+    max_segment: int,
+    seq_len: int | None = None,
+    rows_per_step: int | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: Loss | None = None,
+) -> Learner:
+    """The learner of a run on all devices there are. Raises ValueError as Learner.
+
+    Args:
+        max_segment: see Layout.
+        seq_len, optimizer, loss: None: as the config says for RL.
+        rows_per_step: of an update, where that may be fewer than the config has in a micro-batch; None: any number.
+    """
     mesh = make_mesh(replica=config.learner.replica, fsdp=config.learner.fsdp, tensor=config.learner.tensor)
+    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+    rows = config.learner.micro_batch_rows
+    if rows_per_step is not None:
+        rows = min(rows, -(-rows_per_step // shards))
     return Learner(
         decoder=decoder,
-        optimizer=optimizer_lib.from_config(config.optimizer),
+        optimizer=optimizer or optimizer_lib.from_config(config.optimizer),
         mesh=mesh,
         precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
-        loss=functools.partial(policy_loss, objective=config.objective),
+        loss=loss or functools.partial(policy_loss, objective=config.objective),
         layout=Layout(
-            seq_len=config.learner.seq_len,
-            rows=config.learner.micro_batch_rows * mesh.shape["replica"] * mesh.shape["fsdp"],
+            seq_len=seq_len or config.learner.seq_len,
+            rows=rows * shards,
             max_segment=max_segment,
             logprob_chunk=config.learner.logprob_chunk,
             remat=config.model.remat,

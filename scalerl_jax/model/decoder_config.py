@@ -11,7 +11,7 @@ from typing import Any
 
 from scalerl_jax.model.families import FAMILIES
 
-_SIZES = {  # field -> its key in config.json
+SIZES = {  # field -> its key in config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "layers": "num_hidden_layers",
@@ -67,7 +67,7 @@ class DecoderConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported")
         optional = ("num_key_value_heads", "head_dim")
-        missing = [key for key in _SIZES.values() if key not in config and key not in optional]
+        missing = [key for key in SIZES.values() if key not in config and key not in optional]
         if missing:
             raise ValueError(f"{missing[0]} is missing")
         heads = int(config["num_attention_heads"])
@@ -82,7 +82,7 @@ class DecoderConfig:
         stop = config.get("eos_token_id")
         stops = () if stop is None else tuple(stop) if isinstance(stop, list) else (int(stop),)
         return DecoderConfig(
-            **{field: int(sizes[key]) for field, key in _SIZES.items()},
+            **{field: int(sizes[key]) for field, key in SIZES.items()},
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
             rope_scaling=scaling,
             norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
@@ -102,7 +102,7 @@ class DecoderConfig:
         return {
             "architectures": [FAMILIES[self.family].ARCHITECTURE],
             "model_type": self.family,
-            **{key: getattr(self, field) for field, key in _SIZES.items()},
+            **{key: getattr(self, field) for field, key in SIZES.items()},
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
             "rope_parameters": rope,

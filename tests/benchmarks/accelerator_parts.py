@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.jax.engine import JaxEngine
-from scalerl_jax.config import PHRASE
+from scalerl_jax.config import PHRASE, OptimizerConfig
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
 from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.learner import optimizer
@@ -42,8 +42,9 @@ def make_learner(work: Work, *, remat: bool) -> Learner:
     learner = learner_of(
         work.decoder,
         Layout(seq_len=work.positions, rows=1, max_segment=max(work.lengths), logprob_chunk=work.chunk, remat=remat),
-        optimizer=optimizer.adamw(
-            lambda _: LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY
+        optimizer=optimizer.from_config(
+            OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY),
+            lambda _: LEARNING_RATE,
         ),
         precision=Precision("bfloat16", "bfloat16"),
     )

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from absl import app, flags
 
+from scalerl_jax.config import OptimizerConfig
 from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack
 from scalerl_jax.learner.step import Layout
@@ -205,8 +206,8 @@ def compare(case: str) -> None:
             logprob_chunk=FLAGS.logprob_chunk,
             remat=FLAGS.remat,
         ),
-        optimizer=optimizer_lib.adamw(
-            lambda _: LEARNING_RATE, beta1=0.9, beta2=0.95, epsilon=EPSILON, weight_decay=DECAY
+        optimizer=optimizer_lib.from_config(
+            OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=EPSILON, weight_decay=DECAY), lambda _: LEARNING_RATE
         ),
         max_ratio=CAP,
     )

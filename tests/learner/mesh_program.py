@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from scalerl_jax.config import ObjectiveConfig
+from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack
@@ -65,8 +65,9 @@ def make_learner(name: str, *, compute: str = "float32") -> Learner:
     learner = learner_of(
         DECODER,
         Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16),
-        optimizer=optimizer.adamw(
-            optax.constant_schedule(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-2, weight_decay=0.01, clip=0.05
+        optimizer=optimizer.from_config(
+            OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=1e-2, weight_decay=0.01, max_grad_norm=0.05),
+            optax.constant_schedule(1e-2),
         ),
         mesh=mesh_of(name),
         precision=Precision(compute=compute, sync=compute),
