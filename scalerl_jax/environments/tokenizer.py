@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from scalerl_jax.system.json_values import read_json
+
 THINK, END_OF_THINKING, END_OF_TEXT = "<think>", "</think>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, THINK, END_OF_THINKING)  # ids 0, 1, 2
-FILES = ("tokenizer.json", "tokenizer_config.json")
 _LONGEST_CHARACTER = 32  # tokens; whatever is no character after that many never becomes one
 
 
@@ -140,10 +141,4 @@ def make_tokenizer(*, corpus: Iterable[str], path: str, vocabulary: int) -> Toke
 
 
 def _read_json(path: str) -> dict:
-    if not os.path.isfile(path):
-        return {}
-    with open(path, encoding="utf-8") as file:
-        try:
-            return json.load(file)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
+    return read_json(path) if os.path.isfile(path) else {}

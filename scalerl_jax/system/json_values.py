@@ -1,5 +1,6 @@
-"""Numbers and arrays as values of JSON."""
+"""JSON files, and numbers and arrays as values of JSON."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,3 +17,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def read_json(path: str) -> Any:
+    """What a file holds. Raises ValueError naming it where that is not JSON, OSError where it cannot be read."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error

@@ -6,16 +6,10 @@ glibc gives such pieces back only when it is asked.
 """
 
 import ctypes
-import functools
 
 
 def trim() -> None:
     """Some milliseconds. Nothing happens with a C library that has no malloc_trim."""
-    function = _malloc_trim()
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if function is not None:
         function(0)
-
-
-@functools.cache
-def _malloc_trim() -> "ctypes._FuncPointer | None":
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -32,7 +32,7 @@ from rollout_server.engines.engine import Changes, EngineOptions, EngineStatus
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.jax import teacher_forcing
 from rollout_server.engines.jax.slots import Prefix, SlotPool
-from rollout_server.engines.jax.weights import DecodeWeights, changed_weights, decode_precision, decode_weights
+from rollout_server.engines.jax.weights import DecodeWeights, decode_precision, decode_weights
 from rollout_server.engines.request_queue import RequestQueue
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import Completion, GroupRequest, Version
@@ -96,7 +96,7 @@ class JaxEngine:
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         held = self._weights  # of the version before: loads come one at a time, and nothing else replaces them
         weights = await asyncio.to_thread(
-            changed_weights, held, tensors, changes, config=self._config, precision=self._precision
+            decode_weights, tensors, self._config, self._precision, held=held, changes=changes
         )
         with self._changed:
             self._queue.raise_if_over()

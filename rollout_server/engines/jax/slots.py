@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from rollout_server.engines.jax import decode
-from rollout_server.engines.jax.decode import NO_TOKEN, Output, Settings
+from rollout_server.engines.jax.decode import Output, Settings
 from rollout_server.engines.jax.programs import Program, Programs, buckets, widths
 from rollout_server.engines.jax.weights import DecodeWeights
 from rollout_server.engines.sequence import Sequence
@@ -58,6 +58,7 @@ class SlotPool:
         self.prefills = 0
         self._config, self._precision = config, precision
         self._steps, self._maximum = steps, maximum
+        self._of_every_chunk = {"config": config, "precision": precision, "steps": steps, "maximum": maximum}
         longest = -(-maximum // ALIGNMENT) * ALIGNMENT
         self._prefill_buckets = buckets(SMALLEST_PREFILL, longest)
         # A long cache gets no tiny sizes: their chunks would be quick anyway.
@@ -76,10 +77,6 @@ class SlotPool:
     def sequences(self) -> list[Sequence]:
         """In slots."""
         return list(self._taken)
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
 
     @property
     def busy(self) -> int:
@@ -218,25 +215,16 @@ class SlotPool:
         self._state = decode.move(self._state, *padded, np.int32(len(origins)))
 
     def _run_chunk(self, weights: DecodeWeights, width: int, program: Program | None) -> Output:
-        run = program or functools.partial(decode.decode_chunk, **self._chunk_settings(width))
+        run = program or functools.partial(decode.decode_chunk, **self._of_every_chunk, width=width)
         self._state, output = run(weights, self._state)
         return output
-
-    def _chunk_settings(self, width: int) -> dict[str, Any]:
-        return {
-            "config": self._config,
-            "precision": self._precision,
-            "steps": self._steps,
-            "maximum": self._maximum,
-            "width": width,
-        }
 
     def _compile_chunk(self, width: int, length: int) -> Program:
         """On another thread: reads nothing that changes."""
         state = jax.eval_shape(
             lambda: decode.empty_state(self._config, self._precision, slots=self.slots, length=length)
         )
-        program = decode.decode_chunk.lower(self._weights_like, state, **self._chunk_settings(width)).compile()
+        program = decode.decode_chunk.lower(self._weights_like, state, **self._of_every_chunk, width=width).compile()
         memory.trim()  # XLA takes tens of MiB to compile
         return program
 
@@ -255,6 +243,3 @@ def _fill(settings: Settings, row: int, sequence: Sequence) -> None:
     settings.phrase_length[row] = len(phrase)
     settings.end[row, len(settings.end[row]) - len(end) :] = end
     settings.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-
-
-assert NO_TOKEN < 0  # so that padding never equals a token

@@ -39,43 +39,36 @@ def decode_precision(precision: Precision) -> Precision:
     return Precision(compute=precision.compute, sync="float32", head=precision.head)
 
 
-def decode_weights(tensors: Mapping[str, Any], config: DecoderConfig, precision: Precision) -> DecodeWeights:
+def decode_weights(
+    tensors: Mapping[str, Any],
+    config: DecoderConfig,
+    precision: Precision,
+    *,
+    held: DecodeWeights | None = None,
+    changes: Mapping[str, Change | None] | None = None,
+) -> DecodeWeights:
     """Host arrays under their Hugging Face names -> decode weights on the device, sharing no memory with `tensors`.
+
+    held, changes: the decode weights of another version, and what changed since in `tensors` (in sync dtype): one that
+    is not named is as it was; None: it may differ anywhere. Without them all are made anew.
 
     Raises ValueError naming a tensor that is missing or of another shape.
     """
-    _check(tensors, config)
-    arrays = {place: _put(tensors, parts, precision) for place, parts in places(config).items()}
-    return jax.block_until_ready(_tree(arrays, config))
-
-
-def changed_weights(
-    held: DecodeWeights,
-    tensors: Mapping[str, Any],
-    changes: Mapping[str, Change | None],
-    *,
-    config: DecoderConfig,
-    precision: Precision,
-) -> DecodeWeights:
-    """The decode weights of `tensors` (host arrays in sync dtype), made from those held by what changed in them.
-
-    A tensor that `changes` does not name is as it was; None: it may differ anywhere. Raises as decode_weights does.
-    """
-    _check(tensors, config)
-    arrays = {}
-    for place, parts in places(config).items():
-        layer, leaf = place
-        before = held[leaf] if layer is None else held["layers"][layer][leaf]
-        found = [changes.get(name, _NOTHING) for name, _ in parts]
-        if any(change is None for change in found):
-            arrays[place] = _put(tensors, parts, precision)
-        else:
-            arrays[place] = _scattered(before, [tensor for _, tensor in parts], found)
-    return jax.block_until_ready(_tree(arrays, config))
-
-
-def _check(tensors: Mapping[str, Any], config: DecoderConfig) -> None:
     check_shapes(config, {name: tensors[name].shape for name in hf_tensors(config) if name in tensors})
+    made: dict[str, Any] = {"layers": [{} for _ in range(config.layers)]}
+    for (layer, leaf), parts in places(config).items():
+        found = [None if changes is None else changes.get(name, _NOTHING) for name, _ in parts]
+        if held is None or any(change is None for change in found):
+            array = _put(tensors, parts, precision)
+        else:
+            array = _scattered(_group(held, layer)[leaf], [tensor for _, tensor in parts], found)
+        _group(made, layer)[leaf] = array
+    return jax.block_until_ready(made)
+
+
+def _group(weights: Any, layer: int | None) -> Any:
+    """The arrays of a layer, or of none."""
+    return weights if layer is None else weights["layers"][layer]
 
 
 def places(config: DecoderConfig) -> dict[Place, list[tuple[str, Tensor]]]:
@@ -84,14 +77,6 @@ def places(config: DecoderConfig) -> dict[Place, list[tuple[str, Tensor]]]:
     for name, tensor in layout(config).items():
         parts.setdefault(tensor.fused, []).append((name, tensor))
     return {(same[0][1].layer, "_".join(tensor.row.leaf for _, tensor in same)): same for same in parts.values()}
-
-
-def _tree(arrays: Mapping[Place, jax.Array], config: DecoderConfig) -> DecodeWeights:
-    layers: list[dict[str, jax.Array]] = [{} for _ in range(config.layers)]
-    weights: dict[str, Any] = {"layers": layers}
-    for (layer, leaf), array in arrays.items():
-        (weights if layer is None else layers[layer])[leaf] = array
-    return weights
 
 
 def _put(tensors: Mapping[str, Any], parts: list[tuple[str, Tensor]], precision: Precision) -> jax.Array:
@@ -134,7 +119,6 @@ def model_params(weights: DecodeWeights, config: DecoderConfig) -> Params:
     leaves: dict[str, list[jax.Array]] = {}
     for (layer, leaf), parts in places(config).items():
         ends = list(itertools.accumulate(tensor.tree_shape[-1] for _, tensor in parts))
-        array = weights[leaf] if layer is None else weights["layers"][layer][leaf]
-        for (_, tensor), part in zip(parts, jnp.split(array, ends[:-1], axis=-1)):
+        for (_, tensor), part in zip(parts, jnp.split(_group(weights, layer)[leaf], ends[:-1], axis=-1)):
             leaves.setdefault(tensor.row.leaf, []).append(part)
     return param_tree(config, lambda row, _: jnp.stack(leaves[row.leaf]) if row.layered else leaves[row.leaf][0])

@@ -34,9 +34,11 @@ def run(pool, weights, requests, *, ahead=0, steps=None, counters=None):
     prefixes, out, chunk = {}, {}, 0
     while waiting or pool.busy or pool.on_their_way:
         version = (steps or [0])[min(chunk, len(steps or [0]) - 1)]
-        while waiting and pool.free:
+        while waiting and pool.slots - pool.busy:
             group = waiting[0].request.group_id
-            entering = [sequence for sequence in waiting[: pool.free] if sequence.request.group_id == group]
+            entering = [
+                sequence for sequence in waiting[: pool.slots - pool.busy] if sequence.request.group_id == group
+            ]
             if group not in prefixes:
                 prefixes[group] = pool.prefill(weights[version], entering[0].request.prompt)
             pool.enter(prefixes[group], entering)
@@ -198,7 +200,11 @@ def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
     waiting = sequences(*requests)
     out, withdrawn, running = {}, set(), {}
     while waiting or pool.busy or pool.on_their_way:
-        entering = waiting[: min(pool.free, int(rng.integers(0, 9)))] if rng.random() < 0.3 or not pool.busy else []
+        entering = (
+            waiting[: min(pool.slots - pool.busy, int(rng.integers(0, 9)))]
+            if rng.random() < 0.3 or not pool.busy
+            else []
+        )
         for sequence in entering:
             pool.enter(pool.prefill(weights, sequence.request.prompt), [sequence])
             running[name_of(sequence)] = sequence
@@ -218,7 +224,7 @@ def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
         np.testing.assert_allclose(one.logprobs, alone[name].logprobs, atol=1e-5)
         assert one.versions == ((7, 0, len(one.token_ids)),)
     assert {8, 16} <= set(at_once)
-    assert pool.free == 32 and sorted(pool._free) == list(range(32))
+    assert pool.slots - pool.busy == 32 and sorted(pool._free) == list(range(32))
 
 
 def test_the_cache_grows_for_a_slot_that_was_moved(at_once):

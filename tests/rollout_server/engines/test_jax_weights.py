@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rollout_server.engines.jax.weights import changed_weights, decode_weights, model_params
+from rollout_server.engines.jax.weights import decode_weights, model_params
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model import Precision
 from scalerl_jax.model.tensor_layout import hf_tensors
@@ -44,7 +44,7 @@ def test_changes_are_scattered_to_where_they_belong(compute: str, head: str) -> 
             np.array([-0.0, 1.5, -3e-39, 7e8], ml_dtypes.bfloat16), len(positions)
         )
         changes[name] = Change(positions, tensor.reshape(-1)[positions])
-    made = changed_weights(held, new, changes, config=CONFIG, precision=precision)
+    made = decode_weights(new, CONFIG, precision, held=held, changes=changes)
     same_bits(made, decode_weights(new, CONFIG, precision))
     same_bits(held, first)  # a chunk that was started with it goes on with it
     # What is kept has nothing to do with the host copy, which the next version overwrites.
@@ -58,7 +58,7 @@ def test_nothing_changed_is_the_same_arrays() -> None:
     rng, precision = np.random.default_rng(0), Precision(sync="bfloat16")
     tensors = {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in hf_tensors(CONFIG).items()}
     held = decode_weights(tensors, CONFIG, precision)
-    made = changed_weights(held, tensors, {}, config=CONFIG, precision=precision)
+    made = decode_weights(tensors, CONFIG, precision, held=held, changes={})
     assert all(x is y for x, y in zip(jax.tree.leaves(held), jax.tree.leaves(made)))
 
 
