@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from scalerl_jax.environments.base import WRONG, Row, Score
 
@@ -60,7 +60,6 @@ class ScorerPool:
         prepare: likewise; called once in each worker, before its first row.
         processes: workers, at least 1.
         seconds: CPU time of one score.
-        capacity: completions that may wait; `submit` blocks while there are as many.
         stuck_seconds: by clock, of one completion; None: as said above.
     """
 
@@ -71,11 +70,9 @@ class ScorerPool:
         prepare: Callable[[], None] | None = None,
         processes: int,
         seconds: float,
-        capacity: int = 65_536,
         stuck_seconds: float | None = None,
     ):
         assert processes > 0 and seconds > 0
-        self._questions: queue.Queue[_Question | None] = queue.Queue(maxsize=capacity)
         self._scores: collections.OrderedDict[Key, Score] = collections.OrderedDict()
         self._asked: dict[Key, Future[Score]] = {}  # not scored yet
         self._lock = threading.Lock()
@@ -86,106 +83,76 @@ class ScorerPool:
         options = [f"--score={_name(score)}", f"--seconds={seconds}"]
         options += [f"--prepare={_name(prepare)}"] if prepare is not None else []
         self._workers = [_Worker(options, stuck_seconds, self._closing) for _ in range(processes)]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(worker,), name=f"verifier-{i}", daemon=True)
-            for i, worker in enumerate(self._workers)
-        ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError as error:
-            self.close()
-            raise ScorerError(f"the verifier cannot start: {error}") from error
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="verifier")  # one for each worker
 
     def submit(self, row: Row, completion: str) -> "Future[Score]":
         """What `completion` is worth. The result raises ScorerError where it cannot be scored."""
         assert not self._closing.is_set()
-        question = _Question(row, completion[-LONGEST:])
+        of_row = {"text": row.text, "answer": row.answer, "task": row.task, "extra": dict(row.extra)}
+        line = json.dumps({"row": of_row, "completion": completion[-LONGEST:]})
+        key = hashlib.blake2b(line.encode(), digest_size=20).digest()
         with self._lock:
-            if question.key in self._asked:
-                return self._asked[question.key]
-            known = self._scores.get(question.key)
-            if known is None:
-                self._asked[question.key] = question.future
-            else:
-                self._scores.move_to_end(question.key)
-        if known is None:
-            self._questions.put(question)
-        else:
-            question.future.set_result(known)
-        return question.future
+            if key in self._scores:
+                self._scores.move_to_end(key)
+                known: Future[Score] = Future()
+                known.set_result(self._scores[key])
+                return known
+            if key not in self._asked:
+                try:
+                    self._asked[key] = self._threads.submit(self._answer, key, line)
+                except RuntimeError as error:
+                    raise ScorerError(f"the verifier cannot start: {error}") from error
+            return self._asked[key]
 
     def close(self) -> None:
         """Ends the workers; what is not scored yet is cancelled."""
         self._closing.set()
-        with contextlib.suppress(queue.Empty):
-            while (question := self._questions.get_nowait()) is not None:
-                question.future.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.interrupt()
-        for _ in self._threads:
-            self._questions.put(None)
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout=10)
+        self._threads.shutdown()
+        for worker in self._workers:
+            worker.end()
 
-    def _serve(self, worker: "_Worker") -> None:
-        """Whatever goes wrong with a question is its future's; the next one is tried all the same."""
-        while (question := self._questions.get()) is not None:
-            future = question.future
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                score = self._score(worker, question)
-            except BaseException as error:  # noqa: BLE001 (carried over to whoever waits for the score)
-                with self._lock:
-                    self._asked.pop(question.key, None)
-                future.set_exception(_as_scorer_error(error))
-            else:
-                future.set_result(score)
-        worker.end()
+    def _answer(self, key: Key, line: str) -> Score:
+        """On a thread. Whatever goes wrong is this question's; the next one is tried all the same."""
+        worker = self._idle.get()
+        try:
+            score = self._ask(worker, line)
+            with self._lock:
+                self.scored += 1
+                self.given_up += score is None
+                self._scores[key] = score or WRONG
+                if len(self._scores) > CACHE:
+                    self._scores.popitem(last=False)
+            return score or WRONG
+        except ScorerError:
+            raise
+        except BaseException as error:
+            raise ScorerError(f"the verifier failed: {' '.join(f'{type(error).__name__}: {error}'.split())}") from error
+        finally:
+            with self._lock:
+                self._asked.pop(key)
+            self._idle.put(worker)
 
-    def _score(self, worker: "_Worker", question: "_Question") -> Score:
-        score = None
+    def _ask(self, worker: "_Worker", line: str) -> Score | None:
+        """None: no worker has an answer."""
         for _ in range(2):
             try:
-                score = worker.ask(question.line)
-                break
+                return worker.ask(line)
             except _WorkerDied:
                 if self._closing.is_set():
                     raise ScorerError("the verifier was closed") from None
                 with self._lock:
                     self.restarts += 1
-        with self._lock:
-            self.scored += 1
-            self.given_up += score is None
-            self._scores[question.key] = score or WRONG
-            self._asked.pop(question.key, None)
-            if len(self._scores) > CACHE:
-                self._scores.popitem(last=False)
-        return score or WRONG
-
-
-class _Question:
-    """What a worker is to know of a row, and a completion. `key` is the same for the same question, and short."""
-
-    def __init__(self, row: Row, completion: str):
-        of_row = {"text": row.text, "answer": row.answer, "task": row.task, "extra": dict(row.extra)}
-        self.line = json.dumps({"row": of_row, "completion": completion})
-        self.key: Key = hashlib.blake2b(self.line.encode(), digest_size=20).digest()
-        self.future: Future[Score] = Future()
+        return None
 
 
 def _name(function: Callable) -> str:
     return f"{function.__module__}:{function.__qualname__}"
-
-
-def _as_scorer_error(error: BaseException) -> ScorerError:
-    if isinstance(error, ScorerError):
-        return error
-    made = ScorerError(f"the verifier failed: {' '.join(f'{type(error).__name__}: {error}'.split())}")
-    made.__cause__ = error
-    return made
 
 
 class _WorkerDied(Exception):

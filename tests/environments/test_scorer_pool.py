@@ -210,7 +210,7 @@ def test_a_killed_worker_is_replaced_and_the_question_asked_again(verifier):
 
 
 def test_many_at_once_each_get_their_own_score():
-    with Verifier(processes=2, seconds=60.0, capacity=8) as verifier:
+    with Verifier(processes=2, seconds=60.0) as verifier:
         futures = [verifier.submit(f"</think>{i % 50}", str(i % 40)) for i in range(400)]
         assert [f.result(600).correct for f in futures] == [i % 50 == i % 40 for i in range(400)]
         assert verifier.scored == 200  # different ones
