@@ -37,7 +37,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
             config = config_io.from_json(file.read().decode(errors="replace"))
     except config_names.ConfigError as error:
         raise entry.UserError(f"--workdir={workdir}: {error}") from error
-    try:
+    with entry.user_mistakes():
         model = model or config.model.path
         if not model:
             made = os.path.join(workdir, "model")
@@ -55,8 +55,6 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
         write_model_folder(
             out, params=params, decoder=decoder, tokenizer_dir=model, dtype=dtype or config.model.sync_dtype
         )
-    except ValueError as error:
-        raise entry.UserError(str(error)) from error
     return checkpoint.step
 
 

@@ -121,7 +121,7 @@ def _gives(said: str, gold: str) -> bool:
         return number.equals(given)
     if not is_mathematics(said) and given is None:
         return _found_in_prose(said, gold, number)
-    return _equal(_without_units(said, given), _without_units(gold, number))
+    return _same(_parsed(_without_units(gold, number)), _parsed(_without_units(said, given)))
 
 
 # ---- Words ---------------------------------------------------------------------------------------------------------
@@ -197,11 +197,8 @@ def _degrees(a: str, b: str) -> bool:
 
 
 def _endless(value: Fraction) -> bool:
-    denominator = value.denominator
-    for prime in (2, 5):
-        while denominator % prime == 0:
-            denominator //= prime
-    return denominator != 1
+    """Whether its decimals never end: no power of ten is a multiple of the denominator."""
+    return pow(10, value.denominator.bit_length(), value.denominator) != 0
 
 
 def measure(text: str) -> Measure | None:
@@ -227,12 +224,10 @@ def measure(text: str) -> Measure | None:
                 value += int(match["whole"])
         else:
             decimals = (match["decimals"] or match["fraction"] or ".")[1:]
-            places = len(decimals)
             integer = re.sub(r"[ ,]", "", match["integer"] or "0")
-            value = Fraction(int(integer + decimals), 10**places)
-            if shift := match["tens"] or match["power"]:
-                value *= Fraction(10) ** int(shift)
-                places = max(0, places - int(shift))
+            shift = int(match["tens"] or match["power"] or 0)
+            value = Fraction(f"{integer}.{decimals}e{shift}")
+            places = max(0, len(decimals) - shift)
     except (ValueError, ZeroDivisionError):
         return None
     if factor != 1:
@@ -309,16 +304,17 @@ def _without_units(text: str, found: Measure | None) -> str:
 # ---- Mathematics ---------------------------------------------------------------------------------------------------
 
 
-def _same(wanted: Any, given: Any) -> bool:
-    return bool(verify([wanted], [given], allow_set_relation_comp=True, timeout_seconds=None))
+def _parsed(text: str, *, prose: bool = False) -> list[Any]:
+    """What math-verify makes of it. Its own time limits are off, here and below: ours covers the whole question."""
+    kinds = [_LATEX, ExprExtractionConfig()] if prose else [_LATEX]
+    return parse(text if prose else f"\\boxed{{{text}}}", kinds, fallback_mode="no_fallback", parsing_timeout=None)
 
 
-def _equal(said: str, gold: str) -> bool:
-    """math-verify's word on two pieces of mathematics. Its own time limits are off: ours covers the whole question."""
-    wanted, given = (
-        parse(f"\\boxed{{{s}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) for s in (gold, said)
-    )
-    return bool(wanted and given) and _same(wanted[0], given[0])
+def _same(wanted: list[Any], given: list[Any]) -> bool:
+    """math-verify's word on two pieces of mathematics."""
+    if not wanted or not given:
+        return False
+    return bool(verify([wanted[0]], [given[0]], allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
@@ -329,13 +325,7 @@ def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
     variable = re.search(r"(?<![a-zA-Z])([a-zA-Z])\s*=\s*[^=a-zA-Z]*[.,;]?$", line)
     if number is not None and number.variable and variable and variable[1] != number.variable:
         return False
-    given = parse(
-        said.replace("\\$", ""), [_LATEX, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
-    )
-    wanted = parse(
-        f"\\boxed{{{_without_units(gold, number)}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None
-    )
-    return bool(wanted and given) and _same(wanted[0], given[0])
+    return _same(_parsed(_without_units(gold, number)), _parsed(said.replace("\\$", ""), prose=True))
 
 
 def _names_several(line: str) -> bool:

@@ -15,26 +15,12 @@ The fleet's thread draws and the trainer's records, so each of these holds the l
 Left out on purpose: weights, difficulty pools, pass-rate targets.
 """
 
-import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 NEVER = np.iinfo(np.int64).max  # the batch in which a prompt not yet retired was retired
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _locked(method: _Method) -> _Method:
-    @functools.wraps(method)
-    def call(self: "Curriculum", *args: Any) -> Any:
-        with self._lock:
-            return method(self, *args)
-
-    return call  # type: ignore[return-value]
 
 
 class NoPromptLeft(ValueError):
@@ -65,73 +51,75 @@ class Curriculum:
         self._recorded = 0  # batches 0 .. recorded-1 are in the history
         self._starts = {0: (0, 0)}  # batch -> (epoch, at) before its first draw
 
-    @_locked
     def draw(self, n: int) -> int:
         """The prompt of group n; n must be the number after the last one drawn.
 
         Raises NoPromptLeft when every prompt is retired.
         """
-        assert n == self._next_group, f"group {n} drawn out of order, {self._next_group} comes next"
-        batch = n // self._groups
-        assert self._recorded >= batch - self._k, f"group {n} drawn before batch {batch - self._k - 1} was recorded"
-        if n % self._groups == 0:
-            self._starts[batch] = (self._epoch, self._at)
-        seen = batch - self._k  # the draw sees the history of batches before this one
-        skipped = 0
-        while True:
-            if self._at == self._prompts:
-                self._epoch, self._at = self._epoch + 1, 0
-                self._order = self._permutation(self._epoch)
-            prompt = int(self._order[self._at])
-            self._at += 1
-            if self._retired_in[prompt] >= seen:
-                self._next_group = n + 1
-                return prompt
-            skipped += 1
-            # Two whole permutations hold every prompt at least once, wherever the first skip stood.
-            if skipped >= 2 * self._prompts:
-                raise NoPromptLeft(
-                    f"every prompt is retired: all {self._prompts} have a group with a pass rate of "
-                    f"{self._retire_at:g} or more; the task is solved, or it has too few prompts"
-                )
+        with self._lock:
+            assert n == self._next_group, f"group {n} drawn out of order, {self._next_group} comes next"
+            batch = n // self._groups
+            assert self._recorded >= batch - self._k, f"group {n} drawn before batch {batch - self._k - 1} was recorded"
+            if n % self._groups == 0:
+                self._starts[batch] = (self._epoch, self._at)
+            seen = batch - self._k  # the draw sees the history of batches before this one
+            skipped = 0
+            while True:
+                if self._at == self._prompts:
+                    self._epoch, self._at = self._epoch + 1, 0
+                    self._order = self._permutation(self._epoch)
+                prompt = int(self._order[self._at])
+                self._at += 1
+                if self._retired_in[prompt] >= seen:
+                    self._next_group = n + 1
+                    return prompt
+                skipped += 1
+                # Two whole permutations hold every prompt at least once, wherever the first skip stood.
+                if skipped >= 2 * self._prompts:
+                    raise NoPromptLeft(
+                        f"every prompt is retired: all {self._prompts} have a group with a pass rate of "
+                        f"{self._retire_at:g} or more; the task is solved, or it has too few prompts"
+                    )
 
-    @_locked
     def record(self, batch: int, groups: Iterable[tuple[int, int, int]]) -> None:
         """Enters the outcomes of a trained batch: (prompt, correct, total) per group, batches in order.
 
         `total` is every completion asked for: an excluded one counts as wrong.
         """
-        assert batch == self._recorded, f"batch {batch} recorded, {self._recorded} comes next"
-        for prompt, correct, total in groups:
-            assert 0 <= correct <= total and total > 0
-            if correct >= self._retire_at * total:
-                self._retired_in[prompt] = min(self._retired_in[prompt], batch)
-        self._recorded = batch + 1
-        for old in [b for b in self._starts if b < self._recorded]:
-            del self._starts[old]
+        with self._lock:
+            assert batch == self._recorded, f"batch {batch} recorded, {self._recorded} comes next"
+            for prompt, correct, total in groups:
+                assert 0 <= correct <= total and total > 0
+                if correct >= self._retire_at * total:
+                    self._retired_in[prompt] = min(self._retired_in[prompt], batch)
+            self._recorded = batch + 1
+            for old in [b for b in self._starts if b < self._recorded]:
+                del self._starts[old]
 
-    @_locked
     def retired(self) -> int:
         """How many prompts the outcomes recorded so far have retired."""
-        return int((self._retired_in != NEVER).sum())
+        with self._lock:
+            return int((self._retired_in != NEVER).sum())
 
-    @_locked
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint after the last recorded batch keeps: the draw order as of the start of the batch after it.
 
         Draws made ahead for later batches are not part of it: a resumed run makes them again, and gets the same.
         """
-        batch = self._recorded
-        if batch in self._starts:
-            epoch, at = self._starts[batch]
-        else:
-            assert self._next_group == batch * self._groups, f"batch {batch} starts before batch {batch - 1} was drawn"
-            epoch, at = self._epoch, self._at
-        return {
-            "retired_in": self._retired_in.copy(),  # [prompts] int64
-            "cursor": np.asarray([batch, epoch, at], np.int64),
-            "identity": np.asarray([self._prompts, self._k, self._groups, self._seed], np.int64),
-        }
+        with self._lock:
+            batch = self._recorded
+            if batch in self._starts:
+                epoch, at = self._starts[batch]
+            else:
+                assert self._next_group == batch * self._groups, (
+                    f"batch {batch} starts before batch {batch - 1} was drawn"
+                )
+                epoch, at = self._epoch, self._at
+            return {
+                "retired_in": self._retired_in.copy(),  # [prompts] int64
+                "cursor": np.asarray([batch, epoch, at], np.int64),
+                "identity": np.asarray([self._prompts, self._k, self._groups, self._seed], np.int64),
+            }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Goes on from `state`; the next draw is the first of its batch. Raises ValueError for another run's state."""

@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from scalerl_jax.learner.digests import as_numpy, compare, described, named
+from scalerl_jax.learner.digests import compare, described, named
 from scalerl_jax.system import files
 
 Tree = Any
@@ -67,24 +67,22 @@ class Checkpoints:
         before it failed with: files.WriteError on a full disk.
         """
         with self._faults():
-            self._save(step, state, manifest, arrays)
-
-    def _save(self, step: int, state: Tree, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        manager = self._manager()
-        if step in manager.all_steps():
-            return
-        record = {
-            "format": _FORMAT,
-            "manifest": dict(manifest),
-            "state": described(state),
-            "arrays": described(as_numpy(arrays)),
-        }
-        record["sha256"] = hashlib.sha256(_canonical(record)).hexdigest()
-        items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "manifest": ocp.args.JsonSave(record)}
-        stored = {name: x for name, x in as_numpy(arrays).items() if x.size}  # Orbax refuses empty ones
-        if stored:
-            items["arrays"] = ocp.args.StandardSave(stored)
-        manager.save(step, args=ocp.args.Composite(**items))
+            manager = self._manager()
+            if step in manager.all_steps():
+                return
+            numpy_arrays = {name: np.asarray(x) for name, x in arrays.items()}
+            record = {
+                "format": _FORMAT,
+                "manifest": dict(manifest),
+                "state": described(state),
+                "arrays": described(numpy_arrays),
+            }
+            record["sha256"] = hashlib.sha256(_canonical(record)).hexdigest()
+            items: dict[str, Any] = {"state": ocp.args.StandardSave(state), "manifest": ocp.args.JsonSave(record)}
+            stored = {name: x for name, x in numpy_arrays.items() if x.size}  # Orbax refuses empty ones
+            if stored:
+                items["arrays"] = ocp.args.StandardSave(stored)
+            manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, abstract: Tree) -> Checkpoint | None:
         """The newest readable checkpoint, laid out as `abstract` (a tree of ShapeDtypeStruct) says; None: no save yet.

@@ -79,7 +79,3 @@ def _old_digest(x: jax.Array) -> jax.Array:
 def named(tree: Tree) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
-
-
-def as_numpy(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in arrays.items()}
