@@ -122,10 +122,8 @@ def relevant(config: Config) -> Config:
     """The fields that the warm start depends on; the rest at their defaults, so that it may change between runs."""
     kept = Config(seed=config.seed, sft=config.sft, telemetry=config.telemetry)
     if not config.sft.traces_file:
-        kept.environment.minimum_terms, kept.environment.maximum_terms = (
-            config.environment.minimum_terms,
-            config.environment.maximum_terms,
-        )
+        for name in ("minimum_terms", "maximum_terms"):
+            setattr(kept.environment, name, getattr(config.environment, name))
     kept.rollout.interruption_text = config.rollout.interruption_text
     kept.rollout.thinking_budget_max = int(config.rollout.thinking_budget_max > 0)
     kept.rollout.thinking_budget_min = 0

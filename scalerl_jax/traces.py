@@ -86,12 +86,7 @@ class ArithmeticTraces:
 
         def examples() -> Iterator[Example]:
             while True:
-                problem = arithmetic.draw(
-                    rng,
-                    minimum_terms=config.environment.minimum_terms,
-                    maximum_terms=config.environment.maximum_terms,
-                    validation=False,
-                )
+                problem = arithmetic.draw(rng, config.environment, validation=False)
                 pieces = arithmetic.trace(problem, rng, error_rate=config.sft.error_rate, phrase=self._phrase)
                 yield tokenize(problem.text, pieces, self._tokenizer)
 
@@ -146,12 +141,7 @@ def read_traces(path: str) -> Iterator[tuple[str, ...]]:
 def corpus(config: Config) -> Iterator[str]:
     """What a new tokenizer is made from: the traces, and the interruption phrase as often as its words need."""
     if not config.sft.traces_file:
-        yield from arithmetic.corpus(
-            minimum_terms=config.environment.minimum_terms,
-            maximum_terms=config.environment.maximum_terms,
-            seed=config.seed,
-            phrase=config.rollout.interruption_text,
-        )
+        yield from arithmetic.corpus(config.environment, seed=config.seed, phrase=config.rollout.interruption_text)
         return
     for prompt, completion, _ in read_traces(config.sft.traces_file):
         yield prompt + completion

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments.base import RIGHT, WRONG, Environment, Row, Score
 
 FIRST_TOTAL, LAST_TOTAL = 2, 7  # running totals of a problem
@@ -41,8 +41,7 @@ def make(config: Config) -> Environment:
         held_out = split == "validation"
         for problem in problems(
             config.evaluation.prompts if held_out else config.environment.train_prompts,
-            minimum_terms=config.environment.minimum_terms,
-            maximum_terms=config.environment.maximum_terms,
+            config.environment,
             seed=config.seed,
             validation=held_out,
         ):
@@ -86,10 +85,10 @@ def held_out(problem: Problem) -> bool:
     return int.from_bytes(digest, "little") % _HELD_OUT_ONE_IN == 0
 
 
-def draw(rng: np.random.Generator, *, minimum_terms: int, maximum_terms: int, validation: bool) -> Problem:
-    """A problem of the side asked for; a chain of n terms has n - 1 operations, n uniform in the range."""
+def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> Problem:
+    """A problem of the side asked for; a chain of n terms has n - 1 operations, n uniform in the config's range."""
     while True:
-        length = int(rng.integers(minimum_terms, maximum_terms + 1)) - 1
+        length = int(rng.integers(environment.minimum_terms, environment.maximum_terms + 1)) - 1
         start = total = int(rng.integers(FIRST_TOTAL, LAST_TOTAL + 1))
         terms: list[int] = []
         while len(terms) < length:
@@ -102,11 +101,12 @@ def draw(rng: np.random.Generator, *, minimum_terms: int, maximum_terms: int, va
             return problem
 
 
-def problems(count: int, *, minimum_terms: int, maximum_terms: int, seed: int, validation: bool) -> list[Problem]:
+def problems(count: int, environment: EnvironmentConfig, *, seed: int, validation: bool) -> list[Problem]:
     """`count` distinct problems. Held-out ones do not depend on `seed`, and are fewer where there are no more.
 
     Raises ValueError where the range of terms is empty or has too few training problems.
     """
+    minimum_terms, maximum_terms = environment.minimum_terms, environment.maximum_terms
     if not 2 <= minimum_terms <= maximum_terms:
         raise ValueError(
             f"config.environment.minimum_terms={minimum_terms}, config.environment.maximum_terms={maximum_terms}: "
@@ -124,7 +124,7 @@ def problems(count: int, *, minimum_terms: int, maximum_terms: int, seed: int, v
                 f"config.environment: chains of {minimum_terms} to {maximum_terms} terms do not make {count} different "
                 f"{'held-out' if validation else 'training'} problems"
             )
-        problem = draw(rng, minimum_terms=minimum_terms, maximum_terms=maximum_terms, validation=validation)
+        problem = draw(rng, environment, validation=validation)
         if problem.text not in found:
             found[problem.text], since = problem, 0
     return list(found.values())
@@ -154,10 +154,10 @@ def _slip(total: int, rest: tuple[int, ...], rng: np.random.Generator) -> int:
     return int(rng.choice(fits)) if fits else total
 
 
-def corpus(*, minimum_terms: int, maximum_terms: int, seed: int, phrase: str) -> Iterator[str]:
+def corpus(environment: EnvironmentConfig, *, seed: int, phrase: str) -> Iterator[str]:
     """Texts for a tokenizer: training problems with their traces, and the phrase often, so that its words are whole."""
     rng = np.random.default_rng([seed, 2])
     for _ in range(200):
-        problem = draw(rng, minimum_terms=minimum_terms, maximum_terms=maximum_terms, validation=False)
+        problem = draw(rng, environment, validation=False)
         yield problem.text + "".join(piece.text for piece in trace(problem, rng, error_rate=0.0))
         yield phrase

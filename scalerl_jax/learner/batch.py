@@ -129,13 +129,10 @@ def build(
 
 def _contains(tokens: np.ndarray, wanted: Sequence[int]) -> bool:
     """Whether `wanted` stands somewhere in tokens [t], on end."""
-    starts = len(tokens) - len(wanted) + 1
-    if starts < 1:
+    if len(tokens) < len(wanted):
         return False
-    found = np.ones(starts, bool)
-    for offset, token in enumerate(wanted):
-        found &= tokens[offset : offset + starts] == token
-    return bool(found.any())
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(wanted))
+    return bool((windows == np.asarray(wanted)).all(axis=1).any())
 
 
 def per_token(sums: dict[str, float]) -> dict[str, float]:

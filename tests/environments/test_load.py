@@ -17,7 +17,7 @@ from tests.environments import odd
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    corpus = arithmetic.corpus(minimum_terms=3, maximum_terms=8, seed=0, phrase=PHRASE)
+    corpus = arithmetic.corpus(EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE)
     return make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
 
 
@@ -60,7 +60,7 @@ def test_the_prompt_is_its_tokens(tokenizer):
 def test_a_trace_without_slips_is_arithmetic():
     rng = np.random.default_rng(0)
     for _ in range(200):
-        problem = arithmetic.draw(rng, minimum_terms=2, maximum_terms=9, validation=False)
+        problem = arithmetic.draw(rng, EnvironmentConfig(minimum_terms=2, maximum_terms=9), validation=False)
         (piece,) = arithmetic.trace(problem, rng, error_rate=0.0)
         thinking, answer = re.fullmatch(r"<think>(.*)</think>(\d)", piece.text).groups()
         parts = re.split(r"=", thinking)
@@ -73,7 +73,7 @@ def test_slips_come_at_the_rate_asked_for_and_the_trace_stays_consistent():
     rng = np.random.default_rng(0)
     steps = slips = 0
     for _ in range(1500):
-        problem = arithmetic.draw(rng, minimum_terms=3, maximum_terms=8, validation=False)
+        problem = arithmetic.draw(rng, EnvironmentConfig(minimum_terms=3, maximum_terms=8), validation=False)
         (piece,) = arithmetic.trace(problem, rng, error_rate=0.2)
         thinking, answer = re.fullmatch(r"<think>(.*)</think>(\d)", piece.text).groups()
         found = re.findall(r"([+-]\d)=(\d)", thinking)
@@ -92,7 +92,7 @@ def test_an_interrupted_trace_is_cut_anywhere_and_answers_with_its_last_total():
     rng = np.random.default_rng(0)
     interrupted = cut_in_a_step = 0
     for _ in range(2000):
-        problem = arithmetic.draw(rng, minimum_terms=3, maximum_terms=8, validation=False)
+        problem = arithmetic.draw(rng, EnvironmentConfig(minimum_terms=3, maximum_terms=8), validation=False)
         pieces = arithmetic.trace(problem, rng, error_rate=0.2, phrase=PHRASE)
         if len(pieces) == 1:
             continue
@@ -107,16 +107,16 @@ def test_an_interrupted_trace_is_cut_anywhere_and_answers_with_its_last_total():
 
 
 def test_of_too_few_held_out_problems_there_are_all():
-    few = arithmetic.problems(5000, minimum_terms=2, maximum_terms=2, seed=0, validation=True)
-    again = arithmetic.problems(9000, minimum_terms=2, maximum_terms=2, seed=1, validation=True)
+    few = arithmetic.problems(5000, EnvironmentConfig(minimum_terms=2, maximum_terms=2), seed=0, validation=True)
+    again = arithmetic.problems(9000, EnvironmentConfig(minimum_terms=2, maximum_terms=2), seed=1, validation=True)
     assert 0 < len(few) == len(again) < 100 and {p.text for p in few} == {p.text for p in again}
 
 
 def test_too_small_a_task_is_named():
     with pytest.raises(ValueError, match="chains of 2 to 2 terms do not make 5000 different training problems"):
-        arithmetic.problems(5000, minimum_terms=2, maximum_terms=2, seed=0, validation=False)
+        arithmetic.problems(5000, EnvironmentConfig(minimum_terms=2, maximum_terms=2), seed=0, validation=False)
     with pytest.raises(ValueError, match="minimum_terms=1"):
-        arithmetic.problems(5, minimum_terms=1, maximum_terms=2, seed=0, validation=False)
+        arithmetic.problems(5, EnvironmentConfig(minimum_terms=1, maximum_terms=2), seed=0, validation=False)
 
 
 def test_a_prompt_over_the_limit_is_refused(tokenizer):

@@ -76,7 +76,7 @@ def test_no_question_of_the_arithmetic_task_is_its_own_answer():
     config = Config()
     with scorer(config) as answers:
         assert answers._pool is None  # no process is started for it
-        for problem in arithmetic.problems(200, minimum_terms=3, maximum_terms=8, seed=0, validation=False):
+        for problem in arithmetic.problems(200, config.environment, seed=0, validation=False):
             thought = f"<think>{problem.text}{problem.answer}</think>"
             assert is_right(answers, problem.answer, completion(thought + problem.answer))
             for said in (problem.text, problem.text.rstrip("="), problem.text + problem.answer):

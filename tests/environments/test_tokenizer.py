@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from scalerl_jax.config import PHRASE
+from scalerl_jax.config import PHRASE, EnvironmentConfig
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import arithmetic
 from scalerl_jax.environments.tokenizer import SPECIAL_TOKENS, Tokenizer, make_tokenizer
@@ -24,7 +24,7 @@ TEXTS = [
 
 
 def corpus():
-    return arithmetic.corpus(minimum_terms=3, maximum_terms=8, seed=0, phrase=PHRASE)
+    return arithmetic.corpus(EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE)
 
 
 @pytest.fixture(scope="module")
