@@ -39,7 +39,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import CHANNEL_OPTIONS
 from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.model import DecoderConfig
-from tests.benchmarks.folders import write_folder
+from tests.benchmarks.folders import QUICKSTART, write_folder
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("repeats", 5, "timed loads of each engine and number of sequences")
@@ -53,16 +53,7 @@ IDLE_SECONDS = 0.5
 WARM_UP_SECONDS = 30.0  # of each engine
 SEQUENCES = (8, 32, 64)
 SIZES = {
-    "tiny": DecoderConfig(
-        vocab_size=384,
-        hidden_size=96,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        intermediate_size=256,
-        tied_embeddings=True,
-    ),
+    "tiny": QUICKSTART,
     "small": DecoderConfig(
         vocab_size=4096,
         hidden_size=512,

@@ -30,7 +30,7 @@ from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling
 from scalerl_jax.model import DecoderConfig
-from tests.benchmarks.folders import write_folder
+from tests.benchmarks.folders import QUICKSTART, write_folder
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("size", "quickstart", ["quickstart", "10m", "both"], "which decoder")
@@ -44,16 +44,7 @@ flags.DEFINE_enum("clock", "wall", ["wall", "cpu"], "cpu: processor seconds, for
 
 SLOTS, GROUP = 64, 16
 SIZES = {
-    "quickstart": DecoderConfig(
-        vocab_size=384,
-        hidden_size=96,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        intermediate_size=256,
-        tied_embeddings=True,
-    ),
+    "quickstart": QUICKSTART,
     "10m": DecoderConfig(
         vocab_size=4096,
         hidden_size=320,

@@ -14,6 +14,17 @@ from scalerl_jax.model import DecoderConfig, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.tensor_layout import hf_tensors
 
+QUICKSTART = DecoderConfig(  # as the defaults of config.sft say
+    vocab_size=384,
+    hidden_size=96,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    tied_embeddings=True,
+)
+
 
 def write_folder(path: str, config: DecoderConfig) -> int:
     """A model folder with random weights; the number of parameters."""
