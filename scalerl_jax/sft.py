@@ -181,7 +181,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=2)
         stack.callback(checkpoints.close)
         with entry.user_mistakes():
-            found = checkpoints.restore(learner.abstract_state())
+            found = checkpoints.restore(learner.abstract_state)
             if found is None:
                 learner.start(initial_params(config, decoder, learner))
         if found is not None:

@@ -177,7 +177,7 @@ def main(config: Config) -> None:
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=config.checkpoint.keep)
         stack.callback(checkpoints.close)
         with entry.user_mistakes():
-            found = checkpoints.restore(learner.abstract_state())
+            found = checkpoints.restore(learner.abstract_state)
             if found is None:
                 learner.start(load_hf(config.model.path, learner.mesh)[1])
             else:

@@ -40,12 +40,17 @@ def from_config(config: OptimizerConfig, schedule: optax.Schedule | None = None)
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam) if config.max_grad_norm > 0 else adam
 
 
-def state_shardings(
-    optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh
-) -> optax.OptState:
-    """Moments lie where their parameters lie; counters are whole everywhere. `params` may be abstract."""
+def abstract_state(optimizer: optax.GradientTransformation, params: Params, mesh: Mesh) -> optax.OptState:
+    """The optimizer's state for `params` (as abstract_params): ShapeDtypeStructs.
+
+    Moments lie where their parameters lie; counters are whole everywhere.
+    """
     whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(struct: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
     state: Any = jax.eval_shape(optimizer.init, params)
     return optax.tree_map_params(
-        optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: whole
+        optimizer, lambda own, of: placed(own, of.sharding), state, params, transform_non_params=placed
     )

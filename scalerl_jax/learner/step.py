@@ -26,9 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner import optimizer as optimizer_lib
-from scalerl_jax.learner.optimizer import state_shardings
 from scalerl_jax.learner.packing import MicroBatch, Place, Segment, pack, plain
-from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward, param_shardings
+from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
@@ -99,13 +98,16 @@ class Learner:
             raise ValueError(f"{rows} rows of a micro-batch do not divide over {shards} shards (replica x fsdp)")
         self.decoder, self.mesh, self.precision = decoder, mesh, precision
         self.seq_len, self.rows = seq_len, rows
-        self._optimizer = optimizer
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(ROWS, None))
         self._whole = NamedSharding(mesh, PartitionSpec())
-        shardings = param_shardings(decoder, mesh)
         abstract = abstract_params(decoder, mesh)
-        opt_shardings = state_shardings(optimizer, abstract, shardings, mesh)
-        self.shardings = {"params": shardings, "opt_state": opt_shardings, "step": self._whole}
+        # The state as ShapeDtypeStructs with shardings: what a checkpoint is restored into.
+        self.abstract_state = {
+            "params": abstract,
+            "opt_state": optimizer_lib.abstract_state(optimizer, abstract, mesh),
+            "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole),
+        }
+        self.shardings = jax.tree.map(lambda struct: struct.sharding, self.abstract_state)
         self.state: State = {}
 
         hidden_of = functools.partial(
@@ -152,13 +154,13 @@ class Learner:
         }
         names = jax.eval_shape(lambda p, b: loss_of(p, b)[1][0], abstract, batch_shape)
         self._sums = dict.fromkeys(names, 0.0)
-        carried = (shardings, dict.fromkeys(names, whole))
+        carried = (self.shardings["params"], dict.fromkeys(names, whole))
         self._accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=(carried, batches))
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=batches)
-        self._zeros = jax.jit(zeros, out_shardings=shardings)
+        self._zeros = jax.jit(zeros, out_shardings=self.shardings["params"])
         self._to_sync = jax.jit(lambda params: to_hf(params, decoder, precision.sync))
-        self._init_optimizer = jax.jit(optimizer.init, out_shardings=opt_shardings)
+        self._init_optimizer = jax.jit(optimizer.init, out_shardings=self.shardings["opt_state"])
 
     def start(self, params: Params) -> None:
         """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start."""
@@ -168,32 +170,17 @@ class Learner:
     def compile(self) -> None:
         """Compiles everything an update needs, ahead of the first batch. `start` or a restored state comes before."""
         empty = pack([plain(np.zeros(2, np.int32))], length=self.seq_len, rows=self.rows)[0]
-        carry = self.gradient(empty)
-        self._apply = self._apply.lower(self.state, carry[0]).compile()
+        grads, _, _ = self.gradient(empty)
+        self._apply = self._apply.lower(self.state, grads).compile()
         self.score([np.zeros(2, np.int32)])
         jax.block_until_ready(self.sync_weights())
-
-    def abstract_state(self) -> State:
-        """The state as ShapeDtypeStructs with shardings: what a checkpoint is restored into."""
-        params = abstract_params(self.decoder, self.mesh)
-        state = {
-            "params": params,
-            "opt_state": jax.eval_shape(self._optimizer.init, params),
-            "step": jax.ShapeDtypeStruct((), jnp.int32),
-        }
-        return jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, self.shardings
-        )
 
     def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:
         return {name: jax.device_put(value, self._batch_sharding) for name, value in batch.arrays().items()}
 
-    def gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, jax.Array]]:
-        """The gradient of the whole batch (float32) and the summed statistics of the loss, `entropy` and `loss`."""
-        grads, sums, _ = self._gradient(batches)
-        return grads, sums
-
-    def _gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, jax.Array], list[jax.Array]]:
+    def gradient(self, batches: Sequence[MicroBatch]) -> tuple[Params, dict[str, jax.Array], list[jax.Array]]:
+        """The gradient of the whole batch (float32), the summed statistics of the loss, `entropy` and `loss`, and the
+        log-probs of each micro-batch's tokens."""
         grads = self._zeros(self.state["params"])
         sums: Any = jax.device_put({k: np.float32(v) for k, v in self._sums.items()}, self._whole)
         scored = []
@@ -208,7 +195,7 @@ class Learner:
         beside: segments without loss whose log-probs are wanted too. They change no bit of the gradient.
         """
         batches, places = pack(segments, length=self.seq_len, rows=self.rows, beside=beside)
-        grads, sums, scored = self._gradient(batches)
+        grads, sums, scored = self.gradient(batches)
         return Pending(grads, sums, len(batches), sum(len(s.tokens) - 1 for s in segments), scored, places)
 
     def apply(self, pending: Pending) -> dict[str, float]:

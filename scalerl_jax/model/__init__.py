@@ -14,7 +14,6 @@ _HOMES = {
     "init_params": "decoder",
     "load_hf": "hf",
     "logits": "head",
-    "param_shardings": "decoder",
     "token_logprobs": "head",
 }
 

@@ -217,7 +217,7 @@ def compare(case: str) -> None:
 
     # The two sides compute the same thing.
     packed_batches, _ = pack(segments, length=learner.seq_len, rows=learner.rows)
-    grads, sums = learner.gradient(packed_batches)
+    grads, sums, _ = learner.gradient(packed_batches)
     ours = {name: np.asarray(value) for name, value in to_hf(grads, config, np.float32).items()}
     del params, grads
     variants = {"padded": torch_inputs(torch_padded(segments, FLAGS.torch_tokens), packed=False)}

@@ -114,7 +114,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], re
 def last_checkpoint(run: PipedRun, command: list[str]) -> Checkpoint:
     config = config_of(command)
     learner = make_learner(config, read_config(config.model.path), max_segment=64)
-    found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state())
+    found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state)
     assert found is not None
     return found
 

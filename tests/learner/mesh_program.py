@@ -114,7 +114,7 @@ def float32_on(name: str, segments: list[Segment], results: Results) -> Learner:
     for micro_batches in MICRO_BATCHES:
         for order in range(ORDERS):
             key = f"gradient/{name}/{micro_batches}/{order}"
-            grads, sums = learner.gradient(arranged(segments, micro_batches, order))
+            grads, sums, _ = learner.gradient(arranged(segments, micro_batches, order))
             results.tree(key, grads)
             results.sums(key, sums)
     results.shards(f"shards/{name}/gradient", grads)
@@ -154,7 +154,7 @@ def main(out: str) -> None:
     checkpoints = Checkpoints(f"{out}-checkpoints", keep=1)
     checkpoints.save(1, learners["fsdp4-tensor2"].state, manifest={}, arrays={})
     for name in ("fsdp4-tensor2", "fsdp8"):
-        found = checkpoints.restore(learners[name].abstract_state())
+        found = checkpoints.restore(learners[name].abstract_state)
         assert found is not None
         continued, learners[name].state = learners[name].state, found.state
         learners[name].update(following)
@@ -184,7 +184,7 @@ def main(out: str) -> None:
     for name in ("one", "fsdp8", "fsdp4-tensor2"):
         learner = make_learner(name, compute="bfloat16")
         for micro_batches in (1, 4):
-            grads, _ = learner.gradient(arranged(segments, micro_batches, 0))
+            grads, _, _ = learner.gradient(arranged(segments, micro_batches, 0))
             results.tree(f"bfloat16/{name}/{micro_batches}", grads)
 
     np.savez(f"{out}.npz", **results.arrays)

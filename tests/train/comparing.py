@@ -36,7 +36,7 @@ def saved(run: Run) -> list[str]:
 def last_checkpoint(run: Run, flags: Sequence[str]) -> Checkpoint:
     config = config_of(flags)
     learner = make_learner(config, read_config(config.model.path), max_segment=64)
-    found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state())
+    found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state)
     assert found is not None
     return found
 

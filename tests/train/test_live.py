@@ -93,7 +93,7 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
     learner.start(load_hf(model, learner.mesh)[1])
     states = {0: learner.state}
     for step in saved_steps(run):
-        found = Checkpoints(only(tmp_path, run, step), keep=1).restore(learner.abstract_state())
+        found = Checkpoints(only(tmp_path, run, step), keep=1).restore(learner.abstract_state)
         assert found is not None and found.step == step
         states[step] = found.state
     tokenizer = Tokenizer(model)
