@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from rollout_server.quiet_log import QuietLog
-from scalerl_jax.contract import peer_text
+from scalerl_jax.contract import peer_text, rpc
 
 # Of a message to a method that has no bound of its own.
 LONGEST = 2**16
@@ -59,11 +59,7 @@ def handler_like(
 ) -> grpc.RpcMethodHandler:
     """One of the same kind, of which `serve` makes the answers: in time, or by writing them itself."""
     codecs = {"request_deserializer": deserialize, "response_serializer": handler.response_serializer}
-    if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(serve, **codecs)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(serve, **codecs)
-    return grpc.unary_unary_rpc_method_handler(serve, **codecs)
+    return rpc.handler(handler.request_streaming, handler.response_streaming, serve, **codecs)
 
 
 class Guard(grpc.aio.ServerInterceptor):

@@ -51,6 +51,9 @@ WATCH_SECONDS = 1.0
 # What is being written to a client when the server stops may still go out for so long.
 STOP_GRACE_SECONDS = 0.5
 
+# What a status tells under the names that engines have for it.
+_SAME = {field.name for field in pb.StatusReply.DESCRIPTOR.fields} - {"version"}
+
 # What Generate answers to what an engine raises.
 REFUSALS: dict[type[BaseException], grpc.StatusCode] = {
     AskedAgain: grpc.StatusCode.ABORTED,
@@ -84,27 +87,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         info, status = self._engine.info, self._engine.status()
         self.activity.called(context.peer())
         return pb.StatusReply(
+            **{name: value for name, value in (vars(info) | vars(status)).items() if name in _SAME},
             server_id=self.server_id,
             engine=info.name,
             version=codec.version_to_proto(status.version),
-            model_config=info.model_config,
-            tokenizer_fingerprint=info.tokenizer_fingerprint,
-            compute_dtype=info.compute_dtype,
-            head_dtype=info.head_dtype,
-            head_precision=info.head_precision,
-            sync_dtype=info.sync_dtype,
-            devices=info.devices,
-            slots=info.slots,
-            busy_slots=status.busy_slots,
-            queue_capacity=info.queue_capacity,
-            queued=status.queued,
-            maximum_tokens=info.maximum_tokens,
-            sampled_tokens=status.sampled_tokens,
-            forced_tokens=status.forced_tokens,
-            prefill_tokens=status.prefill_tokens,
             up_seconds=time.monotonic() - self._began,
-            busy_seconds=status.busy_seconds,
-            pause_seconds=status.pause_seconds,
             versions_applied=self._weights.versions_applied,
             chunks_refused=self._weights.store.chunks_refused,
         )
@@ -112,9 +99,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     # ------------------------------------------------------------------------------------------------ Generate
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        most = self._engine.info.slots + self._engine.info.queue_capacity
         try:
-            group = codec.request_from_proto(request, most_completions=most)
+            group = codec.request_from_proto(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         self._engine.end_older(group)  # also where this one is refused

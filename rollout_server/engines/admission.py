@@ -1,9 +1,12 @@
-"""What an engine could never serve, however free it was: the widths of a request, and token ids."""
+"""What an engine could never serve, however free it was: what a request says, its widths, and token ids."""
+
+import collections
 
 import numpy as np
 
 from rollout_server.engines.engine import EngineInfo
-from scalerl_jax.contract.codec import GroupRequest, check_sampling
+from scalerl_jax.contract import limits
+from scalerl_jax.contract.codec import GroupRequest
 
 # The widest a request may be; fixed, because an engine that compiles its shapes has them in there.
 LONGEST_PHRASE = 128
@@ -13,20 +16,37 @@ MOST_STOPS = 16
 
 def check_request(request: GroupRequest, info: EngineInfo) -> None:
     """Raises ValueError where this engine could never serve it, however free it was."""
-    maximum_tokens, completions = info.maximum_tokens, info.slots + info.queue_capacity
+    maximum_tokens, places = info.maximum_tokens, info.slots + info.queue_capacity
     sampling, interruption = request.sampling, request.interruption
     name = f"group {request.group_id!r}"
-    if not len(request.prompt) or not request.completions:
-        raise ValueError(f"{name}: it has no prompt, or asks for no completion")
+    if not len(request.prompt):
+        raise ValueError(f"{name}: the prompt is empty")
+    if not request.completions:
+        raise ValueError(f"{name}: no completion is asked for")
+    if len(request.completions) > places:
+        raise ValueError(f"{name}: {len(request.completions)} completions, slots and queue hold {places}")
+    (twice, times), *_ = collections.Counter(wanted.index for wanted in request.completions).most_common(1)
+    if times > 1:
+        raise ValueError(f"{name}: completion {twice} is asked for twice in one request")
+    lowest, highest = limits.TEMPERATURES
+    # As float32, which the field is.
+    if not np.float32(lowest) <= sampling.temperature <= highest:
+        raise ValueError(f"{name}: temperature {sampling.temperature:g} is not within {lowest:g} and {highest:g}")
+    if not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1:
+        raise ValueError(f"{name}: top_p {sampling.top_p:g} is not within {limits.SMALLEST_TOP_P:g} and 1")
+    if sampling.top_k < 0 or sampling.answer_budget < 1:
+        raise ValueError(f"{name}: top_k is {sampling.top_k}, the answer budget {sampling.answer_budget}")
+    phrase, end = interruption.text_token_ids, interruption.end_of_thinking_token_ids
+    if phrase[len(phrase) - len(end) :] != end:
+        raise ValueError(f"{name}: the interruption phrase does not end with end_of_thinking")
+    if not phrase and any(wanted.thinking_budget for wanted in request.completions):
+        raise ValueError(f"{name}: a thinking budget without an interruption phrase")
     if len(request.prompt) >= maximum_tokens:
         raise ValueError(f"{name}: a prompt of {len(request.prompt)} tokens, and {maximum_tokens} with the completion")
-    if len(request.completions) > completions:
-        raise ValueError(f"{name}: {len(request.completions)} completions, and slots and queue hold {completions}")
-    check_sampling(name, sampling)
     lists = {
         "prompt": (request.prompt, maximum_tokens),
-        "phrase": (interruption.text_token_ids, LONGEST_PHRASE),
-        "end_of_thinking": (interruption.end_of_thinking_token_ids, LONGEST_END),
+        "phrase": (phrase, LONGEST_PHRASE),
+        "end_of_thinking": (end, LONGEST_END),
         "stop tokens": (sampling.stop_token_ids, MOST_STOPS),
     }
     for what, (ids, longest) in lists.items():

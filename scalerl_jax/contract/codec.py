@@ -6,7 +6,6 @@ classes' bulk fields. Arrays are little-endian on the wire whatever the machine.
 Left out on purpose: nothing here knows an engine or a trainer; numpy and protobuf are all it needs.
 """
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -154,62 +153,34 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
     return message
 
 
-def request_from_proto(message: pb.GenerateRequest, *, most_completions: int | None = None) -> GroupRequest:
-    """Raises ValueError on a request that no server could serve, or for more completions than this one can."""
+def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
+    """Raises ValueError on bytes that are no tokens, and on a name that is too long.
+
+    Whether it can be served, its server says (rollout_server/engines/admission.py).
+    """
     if len(message.group_id) > limits.MAXIMUM_NAME_CHARACTERS:
         raise ValueError(
             f"a group_id of {len(message.group_id)} characters, at most {limits.MAXIMUM_NAME_CHARACTERS} may be"
         )
-    if not message.prompt_token_ids:
-        raise ValueError(f"group {message.group_id!r}: the prompt is empty")
-    if not message.completions:
-        raise ValueError(f"group {message.group_id!r}: no completion is asked for")
-    asked = len(message.completions)
-    if most_completions is not None and asked > most_completions:
-        raise ValueError(f"group {message.group_id!r}: {asked} completions, slots and queue hold {most_completions}")
-    (twice, times), *_ = collections.Counter(c.index for c in message.completions).most_common(1)
-    if times > 1:
-        raise ValueError(f"group {message.group_id!r}: completion {twice} is asked for twice in one request")
-    sampling = Sampling(
-        temperature=message.sampling.temperature,
-        top_p=message.sampling.top_p,
-        top_k=message.sampling.top_k,
-        answer_budget=message.sampling.answer_budget,
-        stop_token_ids=tuple(decode_ids(message.sampling.stop_token_ids).tolist()),
-    )
-    check_sampling(f"group {message.group_id!r}", sampling)
-    interruption = Interruption(
-        tuple(decode_ids(message.interruption.text_token_ids).tolist()),
-        tuple(decode_ids(message.interruption.end_of_thinking_token_ids).tolist()),
-    )
-    end = interruption.end_of_thinking_token_ids
-    phrase = interruption.text_token_ids
-    if phrase[len(phrase) - len(end) :] != end:
-        raise ValueError(f"group {message.group_id!r}: the interruption phrase does not end with end_of_thinking")
-    if not phrase and any(c.thinking_budget for c in message.completions):
-        raise ValueError(f"group {message.group_id!r}: a thinking budget without an interruption phrase")
     return GroupRequest(
         incarnation=message.incarnation,
         group_id=message.group_id,
         prompt=decode_ids(message.prompt_token_ids),
         completions=tuple(CompletionRequest(c.index, c.seed, c.thinking_budget) for c in message.completions),
-        sampling=sampling,
-        interruption=interruption,
+        sampling=Sampling(
+            temperature=message.sampling.temperature,
+            top_p=message.sampling.top_p,
+            top_k=message.sampling.top_k,
+            answer_budget=message.sampling.answer_budget,
+            stop_token_ids=tuple(decode_ids(message.sampling.stop_token_ids).tolist()),
+        ),
+        interruption=Interruption(
+            tuple(decode_ids(message.interruption.text_token_ids).tolist()),
+            tuple(decode_ids(message.interruption.end_of_thinking_token_ids).tolist()),
+        ),
         minimum_step=message.minimum_step,
         pinned_step=message.pinned_step if message.HasField("pinned_step") else None,
     )
-
-
-def check_sampling(name: str, sampling: Sampling) -> None:
-    """Raises ValueError, after the request's name, on what no server could sample by."""
-    lowest, highest = limits.TEMPERATURES
-    # As float32, which the field is.
-    if not np.float32(lowest) <= sampling.temperature <= highest:
-        raise ValueError(f"{name}: temperature {sampling.temperature:g} is not within {lowest:g} and {highest:g}")
-    if not np.float32(limits.SMALLEST_TOP_P) <= sampling.top_p <= 1:
-        raise ValueError(f"{name}: top_p {sampling.top_p:g} is not within {limits.SMALLEST_TOP_P:g} and 1")
-    if sampling.top_k < 0 or sampling.answer_budget < 1:
-        raise ValueError(f"{name}: top_k is {sampling.top_k}, the answer budget {sampling.answer_budget}")
 
 
 def completion_to_proto(completion: Completion) -> pb.Completion:

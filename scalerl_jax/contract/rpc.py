@@ -1,7 +1,7 @@
-"""Both ends of the service, with chunks of weights read and written as chunks.py does it; all else as generated."""
+"""Both ends of the service, as the schema lists its methods, with chunks of weights as chunks.py has them."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,7 +11,8 @@ from scalerl_jax.contract import chunks, rollout_pb2_grpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import MAXIMUM_MESSAGE_BYTES
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Rollout"].full_name
+_ROLLOUT = pb.DESCRIPTOR.services_by_name["Rollout"]
+SERVICE = _ROLLOUT.full_name
 
 
 class Stub(rollout_pb2_grpc.RolloutStub):
@@ -19,62 +20,52 @@ class Stub(rollout_pb2_grpc.RolloutStub):
 
     def __init__(self, channel: Any):
         super().__init__(channel)
-        path = f"/{SERVICE}/"
-        self.Status = channel.unary_unary(
-            path + "Status",
-            request_serializer=pb.StatusRequest.SerializeToString,
-            response_deserializer=_decoder(pb.StatusReply),
-        )
-        self.Generate = channel.unary_stream(
-            path + "Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=_decoder(pb.Completion),
-        )
-        self.Score = channel.unary_unary(
-            path + "Score",
-            request_serializer=pb.ScoreRequest.SerializeToString,
-            response_deserializer=_decoder(pb.ScoreReply),
-        )
-        self.PushWeights = channel.stream_stream(
-            path + "PushWeights",
-            request_serializer=chunks.to_bytes,
-            response_deserializer=_decoder(pb.WeightReply),
-        )
+        for method in _ROLLOUT.methods:
+            make = getattr(channel, kind(method.client_streaming, method.server_streaming))
+            call = make(
+                f"/{SERVICE}/{method.name}",
+                request_serializer=chunks.to_bytes,
+                response_deserializer=_decoder(getattr(pb, method.output_type.name)),
+            )
+            setattr(self, method.name, call)
 
 
-def _decoder(kind: Any) -> Callable[[bytes], Any]:
+def kind(client_streaming: bool, server_streaming: bool) -> str:
+    """What gRPC calls methods of that kind: unary_unary, unary_stream, ..."""
+    return "_".join("stream" if streaming else "unary" for streaming in (client_streaming, server_streaming))
+
+
+def handler(client_streaming: bool, server_streaming: bool, serve: Callable[..., Any], **codecs: Any) -> Any:
+    """A grpc.RpcMethodHandler of that kind; codecs: request_deserializer, response_serializer."""
+    return getattr(grpc, f"{kind(client_streaming, server_streaming)}_rpc_method_handler")(serve, **codecs)
+
+
+def _decoder(message: Any) -> Callable[[bytes], Any]:
     """gRPC makes None of what a decoder cannot read, too, but logs a traceback for each."""
 
     def decode(data: bytes) -> Any:
         try:
-            return kind.FromString(data)
+            return message.FromString(data)
         except DecodeError:
             return None
 
     return decode
 
 
-class _Generated:
-    """Takes down what the generated code would register: which of two handlers counts differs between gRPC releases."""
-
-    def __init__(self, servicer: Any):
-        self.handlers: dict[str, grpc.RpcMethodHandler] = {}
-        rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, self)
-
-    def add_generic_rpc_handlers(self, _: Any) -> None:
-        """The same handlers once more."""
-
-    def add_registered_method_handlers(self, _: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
-        self.handlers.update(handlers)
-
-
 def add_to_server(servicer: Any, server: grpc.aio.Server, *, longest_header: int = MAXIMUM_MESSAGE_BYTES) -> None:
     """longest_header: bytes of the longest message to PushWeights that is no chunk."""
-    handlers = _Generated(servicer).handlers
-    handlers["PushWeights"] = grpc.stream_stream_rpc_method_handler(
-        servicer.PushWeights,
-        request_deserializer=functools.partial(chunks.from_bytes, longest=longest_header),
-        response_serializer=pb.WeightReply.SerializeToString,
-    )
+    handlers = {}
+    for method in _ROLLOUT.methods:
+        read = getattr(pb, method.input_type.name).FromString
+        if method.name == "PushWeights":
+            read = functools.partial(chunks.from_bytes, longest=longest_header)
+        handlers[method.name] = handler(
+            method.client_streaming,
+            method.server_streaming,
+            getattr(servicer, method.name),
+            request_deserializer=read,
+            response_serializer=chunks.to_bytes,
+        )
+    # Both: which of the two counts differs between gRPC releases.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     server.add_registered_method_handlers(SERVICE, handlers)

@@ -4,26 +4,18 @@ A candidate has sampled with the version that the trainer has reached; the train
 policy's, and admits or rejects it. A run ends where nobody is left that could be admitted.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 
-from scalerl_jax.contract import codec
-from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.group_buffer import GroupBuffer
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.pool import ServerPool
+from scalerl_jax.rollouts.servers.probe_samples import Probed
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    server: str
-    samples: tuple[tuple[Row, codec.Completion], ...]
 
 
 class Candidates:
@@ -57,10 +49,10 @@ class Candidates:
             time.sleep(0.05)
 
     @on_loop
-    def due(self) -> list[Candidate]:
+    def due(self) -> list[Probed]:
         """Those to be compared now: each has sampled with the version that the trainer has reached."""
         found = self._pool.in_state(states.CANDIDATE)
-        return [Candidate(c.address, c.samples) for c in found if c.samples_step == c.step == self._buffer.trained]
+        return [Probed(c.process, c.samples) for c in found if c.samples_step == c.step == self._buffer.trained]
 
     @on_loop
     def admit(self, server: str) -> None:

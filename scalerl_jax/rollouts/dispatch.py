@@ -30,9 +30,8 @@ def dispatch(
         buffer, step = buffers[client], client.step
         assert step is not None
         room, split = client.calls.room(group_size=buffer.group_size, typical_seconds=typical_seconds, now=now)
-        process = {"server": client.address, "server_id": client.status.server_id}
         alone = _alone(client, buffers)
-        request = buffer.request(**process, step=step, room=room, split=split, alone=alone, now=now)
+        request = buffer.request(client.process, step=step, room=room, split=split, alone=alone, now=now)
         if request is not None:
             client.calls.ask(buffer, request)
             heapq.heappush(heap, (client.calls.load, number))

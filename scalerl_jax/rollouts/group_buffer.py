@@ -59,14 +59,13 @@ class GroupInFlight:
 
 @dataclasses.dataclass(eq=False)
 class RolloutRequest:
-    """Completions `left` of `group`, asked of `server` in one call."""
+    """Completions `left` of `group`, asked of `process` in one call."""
 
     group: GroupInFlight
-    server: str
+    process: Process
     minimum_step: int
     pinned_step: int | None
     left: set[int]
-    server_id: str = ""  # of the process there
 
 
 def finished(group: GroupInFlight) -> FinishedGroup:
@@ -124,19 +123,19 @@ class GroupBuffer:
         return sum(len(group.pending) for group in self.in_flight.values())
 
     def request(
-        self, *, server: str, step: int, room: int, split: bool, alone: bool, now: float, server_id: str = ""
+        self, process: Process, *, step: int, room: int, split: bool, alone: bool, now: float
     ) -> RolloutRequest | None:
-        """What to ask next of a server that holds version `step` and has room for `room` more completions.
+        """What to ask next of a server process that holds version `step` and has room for `room` more completions.
 
         The oldest group first, so that the batch waited for is served before later ones. split: a group larger than
         `room` may be asked for in parts. alone: no other server could be asked, so even what this one failed to deliver
         the last time is asked of it again.
         """
         for group in self.in_flight.values():
-            if not group.pending or (group.failed_at == server and not alone):
+            if not group.pending or (group.failed_at == process.address and not alone):
                 continue
             if pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
-                return self._ask(group, Process(server, server_id), room, split)
+                return self._ask(group, process, room, split)
         if self._error is not None or room < 1:
             return None
         number = self.next_number
@@ -152,7 +151,7 @@ class GroupBuffer:
         group.opened_at = now
         group.pending = {wanted.index for wanted in group.requests}
         self.in_flight[number] = group
-        return self._ask(group, Process(server, server_id), room, split)
+        return self._ask(group, process, room, split)
 
     def _ask(self, group: GroupInFlight, process: Process, room: int, split: bool) -> RolloutRequest | None:
         if room < 1 or (len(group.pending) > room and not split):
@@ -161,9 +160,7 @@ class GroupBuffer:
         group.pending -= indices
         group.asked.update(dict.fromkeys(indices, process.address))
         pinned = pacing_lib.pinned(self.pacing, group.number, trained=self.trained)
-        return RolloutRequest(
-            group, process.address, self.pacing.minimum_step(group.number), pinned, indices, process.server_id
-        )
+        return RolloutRequest(group, process, self.pacing.minimum_step(group.number), pinned, indices)
 
     def arrived(self, request: RolloutRequest, completion: Completion) -> bool:
         """Enters a completion that came on a request. False: the request no longer waits for it, it changes nothing."""
@@ -174,13 +171,13 @@ class GroupBuffer:
         del request.group.asked[index]
         assert index not in request.group.completions
         request.group.completions[index] = completion
-        request.group.servers[index] = Process(request.server, request.server_id)
+        request.group.servers[index] = request.process
         return True
 
     def returned(self, request: RolloutRequest, *, failed: bool) -> None:
         """The call has ended: what did not come is to be asked again."""
         if request.left and failed:
-            request.group.failed_at = request.server
+            request.group.failed_at = request.process.address
         for index in request.left:
             del request.group.asked[index]
         request.group.pending |= request.left

@@ -2,11 +2,11 @@
 
     version v    the policy after v batches
     group n      belongs to batch b = n // groups_per_batch
-    lag          of a token = b - (the version that sampled it)
+    staleness    of a token = b - (the version that sampled it)
 
 A group is asked of a server only if the step s that the server has acknowledged satisfies minimum_step(n) <= s. Within
-one incarnation a server's step only grows, so every token of the group is sampled at s or later: lag <= k, whatever
-dies or hangs afterwards, because whoever is asked again must pass the same test.
+one incarnation a server's step only grows, so every token of the group is sampled at s or later: staleness <= k,
+whatever dies or hangs afterwards, because whoever is asked again must pass the same test.
 
     Pipeline(k)  minimum_step(n) = max(start, b - k); every version goes out at once and sequences in flight go on
     Phased(k)    batches [p k, (p + 1) k) are sampled from version p k alone, and trained when all of them are finished;
@@ -14,49 +14,58 @@ dies or hangs afterwards, because whoever is asked again must pass the same test
 
 A group can be opened again when its batch's phase is under way, because what was delivered to it is taken back. From
 then on (trained > minimum_step) it is pinned to nothing: generators may hold a later version by now, for an evaluation
-or because the trainer no longer has the phase's, and that only makes the lag smaller.
+or because the trainer no longer has the phase's, and that only makes the staleness smaller.
 
 Neither deadlocks: batch `trained` is the next to be trained; a version that may sample its groups is published by then,
 or may be at any time, being at most `trained`; and the store bound never holds back a group of that batch.
 """
 
-from typing import Protocol
+import abc
 
 from scalerl_jax.config import Config
 
 
-class Pacing(Protocol):
-    groups: int  # per batch
-    batches: int  # of the whole run: groups beyond them are never admitted
-    k: int
+class Pacing(abc.ABC):
+    """Of `batches` batches of `groups` groups each; groups beyond them are never admitted.
+
+    start: the version that the run begins at, or is resumed at.
+    """
+
+    def __init__(self, *, k: int, groups: int, batches: int, start: int = 0):
+        if k < 1:
+            raise ValueError(f"pacing.max_off_policy_steps is {k}: must be at least 1")
+        if groups < 1:
+            raise ValueError(f"rollout.prompts_per_step is {groups}: must be at least 1")
+        assert 0 <= start <= batches
+        self.k, self.groups, self.batches, self._start = k, groups, batches, start
 
     def batch(self, number: int) -> int:
         """The batch that group `number` is trained in."""
-        ...
+        return number // self.groups
 
+    @abc.abstractmethod
     def minimum_step(self, number: int) -> int:
         """The oldest version that may sample any token of the group."""
-        ...
 
     def pinned_step(self, number: int) -> int | None:
         """The only version that may sample the group's tokens; None: any from minimum_step on. See `pinned`."""
-        ...
+        return None
 
+    @abc.abstractmethod
     def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
         """Whether the new group `number` may be opened and asked of a server that holds version `step`.
 
         trained: batches trained so far, so that batch `trained` is in training or waited for.
         stored: groups of later batches than that one that are sampled.
         """
-        ...
 
     def last_needed(self, batch: int) -> int:
         """The last group that must be finished before `batch` is trained."""
-        ...
+        return (batch + 1) * self.groups - 1
 
     def publishes(self, version: int) -> bool:
         """Whether generators are to hold this version."""
-        ...
+        return True
 
 
 def pinned(pacing: Pacing, number: int, *, trained: int) -> int | None:
@@ -70,28 +79,22 @@ def suits(pacing: Pacing, number: int, step: int, *, trained: int) -> bool:
     return step == only if only is not None else step >= pacing.minimum_step(number)
 
 
-class Pipeline:
+class Pipeline(Pacing):
     """Generators run at most k versions behind the batch they sample for.
 
     max_buffered_batches bounds the finished groups that wait beyond the batch in training (or waited for): with a
-    trainer that is the slower side the lag stays near 2 + (groups in flight) / groups_per_batch and does not grow to k.
+    trainer that is the slower side the staleness stays near 2 + (groups in flight) / groups_per_batch and does not
+    grow to k.
     """
 
     def __init__(self, *, k: int, groups: int, batches: int, max_buffered_batches: float = 1.0, start: int = 0):
-        _check(k=k, groups=groups, batches=batches, start=start)
+        super().__init__(k=k, groups=groups, batches=batches, start=start)
         if max_buffered_batches < 0:
             raise ValueError(f"pacing.max_buffered_batches is {max_buffered_batches}: must not be negative")
-        self.k, self.groups, self.batches = k, groups, batches
-        self._start, self._bound = start, max_buffered_batches * groups
-
-    def batch(self, number: int) -> int:
-        return number // self.groups
+        self._bound = max_buffered_batches * groups
 
     def minimum_step(self, number: int) -> int:
         return max(self._start, self.batch(number) - self.k)
-
-    def pinned_step(self, number: int) -> int | None:
-        return None
 
     def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
         batch = self.batch(number)
@@ -100,27 +103,13 @@ class Pipeline:
         # The batch waited for is never held back: with max_buffered_batches 0 the run goes on, one batch at a time.
         return batch <= trained or stored < self._bound
 
-    def last_needed(self, batch: int) -> int:
-        return (batch + 1) * self.groups - 1
 
-    def publishes(self, version: int) -> bool:
-        return True
-
-
-class Phased:
-    """k batches from one frozen version, then k updates: PPO-off-policy-k. The lag within a phase is 0 .. k-1.
+class Phased(Pacing):
+    """k batches from one frozen version, then k updates: PPO-off-policy-k. The staleness in a phase is 0 .. k-1.
 
     A run resumed in the middle of a phase no longer has the phase's version: what is left of the phase is sampled from
-    the version resumed at (`start`), which only makes the lag smaller.
+    the version resumed at (`start`), which only makes the staleness smaller.
     """
-
-    def __init__(self, *, k: int, groups: int, batches: int, start: int = 0):
-        _check(k=k, groups=groups, batches=batches, start=start)
-        self.k, self.groups, self.batches = k, groups, batches
-        self._start = start
-
-    def batch(self, number: int) -> int:
-        return number // self.groups
 
     def minimum_step(self, number: int) -> int:
         return max(self._start, self.batch(number) // self.k * self.k)
@@ -141,15 +130,12 @@ class Phased:
         return version % self.k == 0 or version == self._start
 
 
-class Pinned:
+class Pinned(Pacing):
     """`groups` groups, all of one version: what an evaluation asks for. One batch, number 0."""
 
     def __init__(self, *, version: int, groups: int):
-        self.k, self.groups, self.batches = 0, groups, 1
+        super().__init__(k=1, groups=groups, batches=1)
         self._version = version
-
-    def batch(self, number: int) -> int:
-        return 0
 
     def minimum_step(self, number: int) -> int:
         return self._version
@@ -159,20 +145,6 @@ class Pinned:
 
     def admits(self, number: int, *, step: int, trained: int, stored: int) -> bool:
         return number < self.groups and step == self._version
-
-    def last_needed(self, batch: int) -> int:
-        return self.groups - 1
-
-    def publishes(self, version: int) -> bool:
-        return version == self._version
-
-
-def _check(*, k: int, groups: int, batches: int, start: int) -> None:
-    if k < 1:
-        raise ValueError(f"pacing.max_off_policy_steps is {k}: must be at least 1")
-    if groups < 1:
-        raise ValueError(f"rollout.prompts_per_step is {groups}: must be at least 1")
-    assert 0 <= start <= batches
 
 
 def from_config(config: Config, *, start: int) -> Pacing:

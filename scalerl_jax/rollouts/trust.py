@@ -9,22 +9,14 @@ Its methods are called by the trainer's thread and run on the fleet's event loop
 """
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
-from scalerl_jax.contract import codec
-from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.evaluation import Evaluations
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, Process, finished
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.pool import ServerPool
-
-
-class Probed(NamedTuple):
-    """What a server that has groups has sampled for the probe."""
-
-    process: Process
-    samples: tuple[tuple[Row, codec.Completion], ...]
+from scalerl_jax.rollouts.servers.probe_samples import Probed
 
 
 class Trust:
@@ -59,7 +51,7 @@ class Trust:
         back = sum(buffer.take_back(process, numbers) for buffer in buffers)
         client = self._pool.named(process.address)
         # Another process may have come to its address since.
-        if client is not None and client.status.server_id == process.server_id:
+        if client is not None and client.process == process:
             if numbers is None:
                 client.reject(f"server {process.address}: {why}")
             else:
@@ -72,24 +64,20 @@ class Trust:
     @on_loop
     def working(self) -> list[Process]:
         """The servers that have groups."""
-        return [Process(c.address, c.status.server_id) for c in self._pool.in_state(states.ACTIVE)]
+        return [c.process for c in self._pool.in_state(states.ACTIVE)]
 
     @on_loop
     def probe(self, processes: Collection[Process]) -> None:
         """Those of these that have groups are to sample once more for the probe."""
         for client in self._pool.in_state(states.ACTIVE):
-            if Process(client.address, client.status.server_id) in processes:
+            if client.process in processes:
                 client.probe_again()
 
     @on_loop
     def probed(self) -> list[Probed]:
         """What has come of that since the last call."""
-        out = []
-        for client in self._pool.in_state(states.ACTIVE):
-            if client.samples:
-                process = Process(client.address, client.status.server_id)
-                out.append(Probed(process, client.take_samples()))
-        return out
+        found = [client for client in self._pool.in_state(states.ACTIVE) if client.samples]
+        return [Probed(client.process, client.take_samples()) for client in found]
 
     @on_loop
     def evaluation(self) -> list[FinishedGroup] | None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, RolloutRequest
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
 CHUNK = 4  # tokens
@@ -192,8 +192,7 @@ class Simulation:
             server = min(ready, key=lambda s: s.in_flight / s.slots)
             room = server.slots + self.group_size + server.slots // 4 - server.in_flight
             request = self.buffer.request(
-                server=server.name,
-                server_id=str(server.epoch),
+                Process(server.name, str(server.epoch)),
                 step=server.step,
                 room=room,
                 split=False,

@@ -11,8 +11,8 @@ from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.parity.handshake import FEWEST_TOKENS, Expected, Probe
 from scalerl_jax.rollouts.parity.logprob_parity import Parity, Scored, sums_of
 from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
+from scalerl_jax.rollouts.servers.probe_samples import Probed
 from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
-from scalerl_jax.rollouts.trust import Probed
 from tests.rollouts.small_trainer import Trainer, config, row, weights
 from tests.rollouts.test_fleet import states_seen
 from tests.support.waiting import eventually

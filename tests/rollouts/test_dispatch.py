@@ -1,10 +1,9 @@
 """A group that a server did not deliver is left to another one, where there is one that may be asked for it now."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from scalerl_jax.rollouts.dispatch import dispatch
+from scalerl_jax.rollouts.group_buffer import Process
 from tests.rollouts.test_group_buffer import make
 
 NOW = 1000.0
@@ -15,7 +14,7 @@ class Server:
 
     def __init__(self, address: str, *, step: int = 0, free_at: float = 0.0):
         self.address, self.step, self.free_at = address, step, free_at
-        self.status = SimpleNamespace(server_id="1")
+        self.process = Process(address, "1")
         self.asked: list[int] = []
         self.requests: list = []
         self.calls = self

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rollout_server.engines.replay.scripts import Scripted
-from scalerl_jax.rollouts.group_buffer import RolloutRequest
+from scalerl_jax.rollouts.group_buffer import Process, RolloutRequest
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config
 from tests.rollouts.test_fleet import assert_holds, states_seen
@@ -30,7 +30,7 @@ def check_against_the_script(trainer: Trainer) -> None:
     for groups in trainer.batches:
         for group in groups:
             opened = requests.train(group.number, group.row)
-            rollout = RolloutRequest(opened, "", 0, None, {wanted.index for wanted in opened.requests})
+            rollout = RolloutRequest(opened, Process("", ""), 0, None, {wanted.index for wanted in opened.requests})
             asked = requests.of(rollout, incarnation=1)
             for wanted, completion in zip(asked.completions, group.completions, strict=True):
                 rollout = script.rollout(asked, wanted)

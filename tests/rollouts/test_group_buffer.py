@@ -23,7 +23,7 @@ def make(batches: int = 3) -> GroupBuffer:
 
 
 def ask(buffer: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False) -> RolloutRequest | None:
-    return buffer.request(server=server, server_id="1", step=0, room=room, split=True, alone=alone, now=0.0)
+    return buffer.request(Process(server, "1"), step=0, room=room, split=True, alone=alone, now=0.0)
 
 
 def deliver(buffer: GroupBuffer, request: RolloutRequest, *, scored: bool = True) -> list[Completion]:

@@ -46,7 +46,7 @@ def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(sta
             np.testing.assert_array_equal(tensors[name].view(np.uint32), tensor.view(np.uint32))
         # Held back until the trainer has looked at what it sampled.
         (candidate,) = eventually(trainer.fleet.candidates.due)
-        assert candidate.server == late.address
+        assert candidate.process.address == late.address
         assert len(candidate.samples) == trainer.config.parity.completions
         assert all(set(c.token_steps()) == {trainer.version} for _, c in candidate.samples)
         assert any(c.forced for _, c in candidate.samples)

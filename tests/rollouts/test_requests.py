@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.contract.codec import request_from_proto, request_to_proto
-from scalerl_jax.rollouts.group_buffer import RolloutRequest
+from scalerl_jax.rollouts.group_buffer import Process, RolloutRequest
 from scalerl_jax.rollouts.requests import Requests, stable_hash
 from tests.rollouts.small_trainer import ByteTokenizer, config, row
 
@@ -41,7 +41,7 @@ def test_without_thinking():
     requests = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=0)
     group = requests.train(0, row(0))
     assert {r.thinking_budget for r in group.requests} == {0}
-    rollout = RolloutRequest(group, "server", 3, None, {0, 2})
+    rollout = RolloutRequest(group, Process("server", ""), 3, None, {0, 2})
     sent = request_from_proto(request_to_proto(requests.of(rollout, incarnation=7)))
     assert sent.interruption.text_token_ids == ()
     assert [c.index for c in sent.completions] == [0, 2]

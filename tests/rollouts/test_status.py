@@ -4,7 +4,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process
 from scalerl_jax.rollouts.pacing import Pipeline
 from scalerl_jax.rollouts.status import BatchWait, waits_for
 from tests.rollouts.small_trainer import row
@@ -20,7 +20,7 @@ def buffer() -> GroupBuffer:
 
 
 def request(buffer: GroupBuffer, server: str, room: int):
-    return buffer.request(server=server, step=0, room=room, split=True, alone=True, now=0.0)
+    return buffer.request(Process(server, ""), step=0, room=room, split=True, alone=True, now=0.0)
 
 
 def completion(group_id: str, index: int) -> Completion:

@@ -124,13 +124,12 @@ class Probe:
         for candidate in fleet.candidates.due():
             samples = [(prompt.token_ids, completion) for prompt, completion in candidate.samples]
             found = mismatch(samples, self.score(samples))
-            what = self._too_far(found)
-            if not what:
-                admitted.append((candidate.server, found))
-                fleet.candidates.admit(candidate.server)
-                continue
-            why = f"server {candidate.server}: {what}"
-            fleet.candidates.reject(candidate.server, why)
+            server, what = candidate.process.address, self._too_far(found)
+            if what:
+                fleet.candidates.reject(server, f"server {server}: {what}")
+            else:
+                admitted.append((server, found))
+                fleet.candidates.admit(server)
         return admitted
 
     def compare_again(

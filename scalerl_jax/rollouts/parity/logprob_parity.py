@@ -37,7 +37,7 @@ from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.requests import stable_hash
 
 CAP = 20.0  # on rho: what one token can do to a mean
-GROSS = 0.3  # of one group's mean rho; honest ones at a lag of 8 were seen within 0.03 of 1
+GROSS = 0.3  # of one group's mean rho; honest ones at a staleness of 8 were seen within 0.03 of 1
 GROSS_DIFFERENCE = 2.0  # nats, mean |d| of one group
 FEWEST_TOKENS = 16  # of a group that may be grossly wrong alone
 CERTAIN = 6.0  # standard errors

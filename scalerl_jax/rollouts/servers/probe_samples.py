@@ -3,13 +3,22 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.environments import Row
+from scalerl_jax.rollouts.group_buffer import Process
 
 Sample = tuple[Row, codec.Completion]
+
+
+class Probed(NamedTuple):
+    """What a server has sampled for the probe."""
+
+    process: Process
+    samples: tuple[Sample, ...]
 
 
 async def sample(

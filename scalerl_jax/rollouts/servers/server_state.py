@@ -16,7 +16,7 @@ from typing import Protocol
 
 from scalerl_jax.contract import peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.rollouts.group_buffer import GroupBuffer
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, Process
 from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.offences import Consequence, Record, Telling
 from scalerl_jax.rollouts.servers.probe_samples import Sample
@@ -59,6 +59,11 @@ class ServerState:
     def free_at(self) -> float:
         """It is asked for nothing new before."""
         return self.record.until
+
+    @property
+    def process(self) -> Process:
+        """The one that answered last."""
+        return Process(self.address, self.status.server_id)
 
     @property
     def target(self) -> int | None:
