@@ -15,10 +15,11 @@ dialled; and relay.py answers so that nobody learns what listens where. No name 
 is what is written, and what a name leads to has to show its certificate.
 """
 
+import collections
 import dataclasses
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from scalerl_jax.contract import addresses, limits
 from scalerl_jax.contract import rollout_pb2 as pb
@@ -29,27 +30,21 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
-def check(relays: Iterable[pb.Relay]) -> None:
+def check(relays: Sequence[pb.Relay]) -> None:
     """Raises ValueError where a header names more servers than it may, or one that is not host:port."""
-    total, rows = 0, [relays]
-    for depth in range(limits.MAXIMUM_RELAY_DEPTH + 1):
-        below: list[Iterable[pb.Relay]] = []
-        for row in rows:
-            size = len(row)  # type: ignore[arg-type]
-            total += size
-            if size > limits.MAXIMUM_FAN_OUT:
-                raise ValueError(f"relays names {size} servers behind one, at most {limits.MAXIMUM_FAN_OUT} may be")
-            if total > limits.MAXIMUM_RELAYS:
-                raise ValueError(f"relays names more than {limits.MAXIMUM_RELAYS} servers")
-            for relay in row:
-                addresses.check(relay)
-                if len(relay.relays):
-                    below.append(relay.relays)
-        if not below:
-            return
-        if depth + 1 == limits.MAXIMUM_RELAY_DEPTH:
+    total, rows = 0, collections.deque([(1, relays)])
+    while rows:
+        depth, row = rows.popleft()
+        if row and depth > limits.MAXIMUM_RELAY_DEPTH:
             raise ValueError(f"relays names servers behind each other, more than {limits.MAXIMUM_RELAY_DEPTH} of them")
-        rows = below
+        if len(row) > limits.MAXIMUM_FAN_OUT:
+            raise ValueError(f"relays names {len(row)} servers behind one, at most {limits.MAXIMUM_FAN_OUT} may be")
+        total += len(row)
+        if total > limits.MAXIMUM_RELAYS:
+            raise ValueError(f"relays names more than {limits.MAXIMUM_RELAYS} servers")
+        for relay in row:
+            addresses.check(relay)
+            rows.append((depth + 1, relay.relays))
 
 
 @dataclasses.dataclass(frozen=True)

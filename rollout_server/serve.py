@@ -124,18 +124,8 @@ def _exit_after(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _access() -> Access:
-    try:
-        return access_flags.read(given.HOST.value)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
 def _faults() -> list[grpc.aio.ServerInterceptor]:
-    try:
-        wanted = faults.parse(given.FAULTS.value)
-    except ValueError as error:
-        raise UsageError(f"--faults={given.FAULTS.value}: {error}") from None
+    wanted = given.parsed(given.FAULTS, faults.parse)
     if wanted:
         logging.warning("faults on purpose: %s", given.FAULTS.value)
     return [faults.FaultInterceptor(wanted)] if wanted else []
@@ -163,6 +153,10 @@ def main(argv: Sequence[str]) -> None:
     engine = importlib.import_module(given.ENGINES[given.ENGINE.value])
     told: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
     try:
+        access, interceptors = access_flags.read(given.HOST.value), _faults()
+    except ValueError as error:
+        _fail(error)
+    try:
         asyncio.run(
             serve(
                 functools.partial(engine.make, EngineOptions(**told)),
@@ -171,8 +165,8 @@ def main(argv: Sequence[str]) -> None:
                 port_file=given.PORT_FILE.value,
                 with_parent=given.EXIT_WITH_PARENT.value,
                 stop_seconds=STOP_SECONDS[given.ENGINE.value],
-                access=_access(),
-                interceptors=_faults(),
+                access=access,
+                interceptors=interceptors,
             )
         )
     except UsageError as error:

@@ -4,8 +4,12 @@ Each engine adds its own (engines/*/make.py), which import nothing large either.
 """
 
 import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from absl import flags
+
+T = TypeVar("T")
 
 # By name, the module with the engine's flags and `async make(options)`.
 ENGINES = {name: f"rollout_server.engines.{name}.make" for name in ("jax", "vllm", "replay")}
@@ -51,6 +55,15 @@ RELAY_TO = flags.DEFINE_string(
 INSECURE = flags.DEFINE_bool(
     "insecure", False, "Listen beyond this machine without TLS and a token: whoever reaches it may replace its weights."
 )
+
+
+def parsed(flag: flags.FlagHolder[Any], parse: Callable[[str], T]) -> T:
+    """What a flag's text means. Raises ValueError that names the flag where it means nothing."""
+    try:
+        return parse(flag.value)
+    except ValueError as error:
+        raise ValueError(f"--{flag.name}={flag.value}: {error}") from None
+
 
 for _module in ENGINES.values():
     importlib.import_module(_module)

@@ -81,11 +81,13 @@ class Access:
 OPEN = Access()
 
 
-# ---------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------- files; an empty path: nothing is given
 
 
 def read_token(path: str, *, where: str) -> str:
     """The token in a file; white space around it does not count. Raises ValueError that begins with `where`."""
+    if not path:
+        return ""
     text = _read(path, where).decode("utf-8", errors="replace").strip()
     if len(text) < SHORTEST_TOKEN:
         raise ValueError(f"{where}={path}: holds {len(text)} characters, a token has at least {SHORTEST_TOKEN}")
@@ -96,7 +98,7 @@ def read_token(path: str, *, where: str) -> str:
 
 def exposed(path: str, *, where: str) -> str:
     """What is wrong with the mode of a file that holds a secret, in one line; empty where nothing is."""
-    mode = stat.S_IMODE(os.stat(path).st_mode)
+    mode = stat.S_IMODE(os.stat(path).st_mode) if path else 0
     if not mode & 0o007:
         return ""
     what = "write to" if mode & 0o002 else "read"
@@ -105,6 +107,8 @@ def exposed(path: str, *, where: str) -> str:
 
 def read_authority(path: str, *, where: str) -> bytes:
     """Certificates in PEM. Raises ValueError that begins with `where`: not that, or not valid now."""
+    if not path:
+        return b""
     data = _read(path, where)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))
@@ -122,6 +126,8 @@ def read_pair(certificate: str, key: str, *, where: tuple[str, str]) -> tuple[by
     for given, other in (((certificate, where[0]), (key, where[1])), ((key, where[1]), (certificate, where[0]))):
         if given[0] and not other[0]:
             raise ValueError(f"{given[1]}={given[0]}: goes with {other[1]}")
+    if not certificate:
+        return b"", b""
     data = _read(certificate, where[0]), _read(key, where[1])
     try:
         # A password is asked for on the terminal unless there is one.

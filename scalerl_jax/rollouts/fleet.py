@@ -19,7 +19,6 @@ fault of ours (an exception of score, of a tensors callable, of a draw but Value
 import asyncio
 import collections
 import concurrent.futures
-import dataclasses
 import logging
 import threading
 import time
@@ -27,7 +26,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from scalerl_jax.config import Config
-from scalerl_jax.contract import codec, security
+from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.environments import Row, Score
@@ -39,11 +38,11 @@ from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, GroupInFlight, RolloutRequest, finished
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
-from scalerl_jax.rollouts.requests import Requests, spread_probes
+from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.scoring import Scoring
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.client import ServerClient
-from scalerl_jax.rollouts.servers.context import ClientContext
+from scalerl_jax.rollouts.servers.context import ClientContext, Servers
 from scalerl_jax.rollouts.servers.credentials import Plaintext
 from scalerl_jax.rollouts.servers.events import ServerEvents
 from scalerl_jax.rollouts.servers.pool import ServerPool
@@ -55,20 +54,6 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's `wait`
 TICK_SECONDS = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Servers:
-    """Where servers are, what they are shown, and what they are held against when they are met."""
-
-    addresses: Sequence[str]  # host:port of each at the start
-    probe_prompts: Sequence[Row]  # what candidates sample for the probe
-    # Those listed now, called every fleet.discovery_seconds on a thread of its own; None: they never change.
-    resolve: Callable[[], Sequence[str]] | None = None
-    credentials: security.Credentials = security.PLAIN
-    vocabulary: int = 0  # of the policy; token ids are below it. 0: not known
-    # Raises ProbeError on the status of a server that is not one for this run.
-    check: Callable[[str, pb.StatusReply], None] = lambda server, status: None
 
 
 class Fleet:
@@ -125,7 +110,6 @@ class Fleet:
             requests=requests,
             publisher=self._publisher,
             events=ServerEvents(
-                check=servers.check,
                 arrived=self._arrived,
                 returned=self._returned,
                 changed=self._changed,
@@ -135,9 +119,8 @@ class Fleet:
                 fail=self._fail,
             ),
             incarnation=incarnation,
-            probe_prompts=spread_probes(servers.probe_prompts, config.parity.completions),
-            credentials=servers.credentials,
-            vocabulary=servers.vocabulary,
+            servers=servers,
+            probe_completions=config.parity.completions,
         )
         self._newest: tuple[int, Source] | None = None
         self._pump_due = False

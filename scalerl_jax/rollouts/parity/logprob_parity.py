@@ -25,6 +25,7 @@ Where the run samples otherwise the two differ by right, and nothing is judged h
 import collections
 import dataclasses
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -57,12 +58,7 @@ class Sums:
     squared: float = 0.0  # of rho^2
 
     def __add__(self, other: "Sums") -> "Sums":
-        return Sums(
-            self.tokens + other.tokens,
-            self.difference + other.difference,
-            self.ratio + other.ratio,
-            self.squared + other.squared,
-        )
+        return Sums(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     @property
     def mean_difference(self) -> float:

@@ -41,9 +41,9 @@ class ServerClient(ServerState):
     """See the module."""
 
     def __init__(self, address: str, context: ClientContext):
-        super().__init__(address, context)
+        super().__init__(address, context, end_calls=self._end_work)
         self._config, self._incarnation = context.config, context.incarnation
-        self._channel = security.connect(address, context.credentials)
+        self._channel = security.connect(address, context.servers.credentials)
         self._stub = Stub(self._channel)
         self.calls = Calls(self, self._stub, context, finished=self._call_finished)
         self._upkeep = Upkeep(self, self._stub, context, self.calls)
@@ -84,7 +84,7 @@ class ServerClient(ServerState):
         if self.state == states.ACTIVE and self.step is not None:
             self._upkeep.probe(self.step)
 
-    def _end_calls(self) -> None:
+    def _end_work(self) -> None:
         self._upkeep.end()
         self.calls.end()
 
@@ -118,7 +118,7 @@ class ServerClient(ServerState):
                     async with asyncio.timeout(min(pause, 0.25) if self.state == states.CONNECTING else pause):
                         await self.hurried.wait()
         finally:
-            self._end_calls()
+            self._end_work()
             await self._channel.close()
 
     @property
@@ -169,7 +169,7 @@ class ServerClient(ServerState):
                 return
             self.lose("it no longer holds this run's weights")
         try:
-            self._events.check(self.address, status)  # each time: it costs nothing
+            self._context.servers.check(self.address, status)  # each time: it costs nothing
         except ProbeError as error:
             self.reject(str(error))
             return
@@ -227,7 +227,7 @@ class ServerClient(ServerState):
         self.reject(f"server {self.address}: its status says what cannot be: {lie}")
 
     def _unheard(self, error: grpc.aio.AioRpcError) -> None:
-        why = security.refusal(error, self._context.credentials)
+        why = security.refusal(error, self._context.servers.credentials)
         self.auth_failures = self.auth_failures + 1 if why else 0
         certain = error.code() is grpc.StatusCode.UNAUTHENTICATED  # in so many words, not guessed
         if why and self.state == states.CONNECTING:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import codec, security
+from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.requests import Requests, spread_probes
 from scalerl_jax.rollouts.servers.events import ServerEvents
 from scalerl_jax.rollouts.servers.offences import Records
 from scalerl_jax.rollouts.servers.validate import validate
@@ -15,27 +17,39 @@ from scalerl_jax.rollouts.weights.publisher import Publisher
 
 
 @dataclasses.dataclass(frozen=True)
-class ClientContext:
-    """vocabulary: token ids are below it; 0: not known. probe_prompts: (row, completions)."""
+class Servers:
+    """Where servers are, what they are shown, and what they are held against when they are met."""
 
+    addresses: Sequence[str]  # host:port of each at the start
+    probe_prompts: Sequence[Row]  # what candidates sample for the probe
+    # Those listed now, called every fleet.discovery_seconds on a thread of its own; None: they never change.
+    resolve: Callable[[], Sequence[str]] | None = None
+    credentials: security.Credentials = security.PLAIN
+    vocabulary: int = 0  # of the policy; token ids are below it. 0: not known
+    # Raises ProbeError on the status of a server that is not one for this run.
+    check: Callable[[str, pb.StatusReply], None] = lambda server, status: None
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientContext:
     config: FleetConfig
     requests: Requests
     publisher: Publisher
     events: ServerEvents
     incarnation: Incarnation
-    probe_prompts: tuple[tuple[Row, int], ...]
-    credentials: security.Credentials = security.PLAIN
-    vocabulary: int = 0
+    servers: Servers
+    probe_completions: int  # that a candidate samples for the probe
     records: Records = dataclasses.field(default_factory=Records)
 
     def probe_requests(self, address: str, step: int, *, pinned: bool) -> list[tuple[Row, codec.GroupRequest]]:
         """What the server there is asked for to be compared, with version `step`, or a later one if not pinned."""
         incarnation = self.incarnation.value
         probe = functools.partial(self.requests.probe, address, incarnation=incarnation, version=step, pinned=pinned)
-        return [(row, probe(row, samples=samples)) for row, samples in self.probe_prompts]
+        spread = spread_probes(self.servers.probe_prompts, self.probe_completions)
+        return [(row, probe(row, samples=samples)) for row, samples in spread]
 
     def validate(self, completion: codec.Completion, request: codec.GroupRequest) -> None:
         """Raises ValueError on a completion that breaks the contract."""
         newest = self.publisher.latest
         assert newest is not None  # nothing is asked of a server before it holds a version
-        validate(completion, request, newest=newest, vocabulary=self.vocabulary)
+        validate(completion, request, newest=newest, vocabulary=self.servers.vocabulary)

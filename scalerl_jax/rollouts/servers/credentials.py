@@ -19,15 +19,11 @@ def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
 
     name: what the servers' certificates carry, where config.fleet.tls_name does not say.
     """
-    certificate, key, token = b"", b"", ""
-    if config.tls_certificate or config.tls_key:
-        where = (f"{_HERE}tls_certificate", f"{_HERE}tls_key")
-        certificate, key = security.read_pair(config.tls_certificate, config.tls_key, where=where)
-    if config.token_file:
-        token = security.read_token(config.token_file, where=f"{_HERE}token_file")
+    where = (f"{_HERE}tls_certificate", f"{_HERE}tls_key")
+    pair = security.read_pair(config.tls_certificate, config.tls_key, where=where)
+    token = security.read_token(config.token_file, where=f"{_HERE}token_file")
     for field in ("tls_key", "token_file"):
-        path = getattr(config, field)
-        if path and (why := security.exposed(path, where=_HERE + field)):
+        if why := security.exposed(getattr(config, field), where=_HERE + field):
             _log.warning("%s", why)
     if not config.tls_authority:
         for field in ("tls_certificate", "tls_name"):
@@ -35,7 +31,7 @@ def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
                 raise ValueError(f"{_HERE}{field}={getattr(config, field)}: goes with {_HERE}tls_authority")
         return security.Credentials(token=token)
     authority = security.read_authority(config.tls_authority, where=f"{_HERE}tls_authority")
-    return security.Credentials(authority, certificate, key, token, config.tls_name or name)
+    return security.Credentials(authority, *pair, token, config.tls_name or name)
 
 
 class Plaintext:

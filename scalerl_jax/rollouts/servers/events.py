@@ -13,7 +13,6 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 class ServerEvents:
     """What the parts of one client ask of the fleet and tell it."""
 
-    check: Callable[[str, pb.StatusReply], None]  # raises ProbeError
     arrived: Callable[[GroupBuffer, RolloutRequest, codec.Completion, float], None]  # seconds since it was asked for
     returned: Callable[[GroupBuffer, RolloutRequest, bool], None]
     changed: Callable[[], None]  # look whether there is something to do

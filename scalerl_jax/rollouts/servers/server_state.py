@@ -12,6 +12,7 @@ Lives on the fleet's event loop.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from scalerl_jax.contract import peer_text
@@ -38,7 +39,9 @@ class PinnedWork(Protocol):
 class ServerState:
     """See the module. `address` is what gRPC dials; it names the server in everything people read."""
 
-    def __init__(self, address: str, context: ClientContext):
+    def __init__(self, address: str, context: ClientContext, *, end_calls: Callable[[], None]):
+        """end_calls: ends everything that is asked of it."""
+        self._end_calls = end_calls
         self.address, self._context, self._events = address, context, context.events
         self.state, self.reason, self.state_since = CONNECTING, "not reached yet", time.monotonic()
         self.status = pb.StatusReply()
@@ -143,10 +146,6 @@ class ServerState:
         self.step, self.evaluation, self.samples, self.samples_step = None, None, (), None
         if reason:
             self.enter(CONNECTING, reason)
-
-    def _end_calls(self) -> None:
-        """Everything that is asked of it."""
-        raise NotImplementedError
 
     def reject(self, reason: str) -> None:
         """Turns this process away for good."""

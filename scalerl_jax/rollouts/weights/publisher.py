@@ -16,6 +16,7 @@ not grow with the fleet.
 """
 
 import asyncio
+import collections
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,7 +59,7 @@ class Publisher:
         self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
         self._payloads: dict[tuple[int | None, int], asyncio.Task[Payload]] = {}  # base, step
-        self._retained: dict[int, int] = {}  # step -> how many evaluations need it
+        self._retained: collections.Counter[int] = collections.Counter()  # step -> how many evaluations need it
         self._fail = fail
         self._deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
         self._relay, self._trees = relay, Trees(fail=self._fail)
@@ -87,17 +88,15 @@ class Publisher:
     def retain(self, step: int) -> None:
         """Keeps a version beyond the next one, until it is released as often as it was retained."""
         assert step in self._sources, f"version {step} is not held"
-        self._retained[step] = self._retained.get(step, 0) + 1
+        self._retained[step] += 1
 
     def release(self, step: int) -> None:
         self._retained[step] -= 1
-        if not self._retained[step]:
-            del self._retained[step]
         self._drop_unneeded()
 
     def _drop_unneeded(self) -> None:
         # A push that is under way holds the payload itself.
-        for step in [s for s in self._sources if s != self.latest and s not in self._retained]:
+        for step in [s for s in self._sources if s != self.latest and not self._retained[s]]:
             del self._sources[step]
         for key in [key for key in self._payloads if key[1] not in self._sources]:
             del self._payloads[key]
