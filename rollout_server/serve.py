@@ -33,6 +33,7 @@ from rollout_server import serve_flags as given
 from rollout_server.engines.engine import Engine, EngineOptions
 from rollout_server.engines.model_folder import UsageError
 from rollout_server.service import RolloutServer
+from scalerl_jax.cli import command_help
 from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.contract.security import OPEN, Access
 
@@ -176,12 +177,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run() -> None:
-    # --help: absl looks for the text and the flags in the script that was started.
-    sys.modules["__main__"].__doc__ = f"\n{__doc__}"
-    for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        if module.startswith("rollout_server."):
-            for flag in defined:
-                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    command_help.print_if_asked("rollout_server.serve", config=False)
     app.run(main, flags_parser=_parse)
 
 

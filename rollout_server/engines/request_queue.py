@@ -17,6 +17,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
@@ -146,10 +147,11 @@ class RequestQueue:
     # --------------------------------------------------------------------------------------------- the engine
 
     def admit(self, ready: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
-        """Gives free slots to those that wait, in their order, up to the first that is not ready."""
-        entering = []
-        while self.waiting and len(self.running) < self._info.slots and ready(self.waiting[0]):
-            entering.append(sequence := self.waiting.popleft())
+        """Gives free slots to those that wait and are ready, in their order."""
+        free = self._info.slots - len(self.running)
+        entering = list(itertools.islice(filter(ready, self.waiting), free))
+        for sequence in entering:
+            self.waiting.remove(sequence)
             sequence.began = time.monotonic()
             self.running[sequence] = None
         return entering

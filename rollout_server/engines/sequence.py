@@ -48,10 +48,6 @@ class Sequence:
         """Tokens so far."""
         return len(self._token_ids)
 
-    @property
-    def name(self) -> tuple[int, str, int]:
-        return self.request.incarnation, self.request.group_id, self.wanted.index
-
     @functools.cached_property
     def budget(self) -> ThinkingBudget:
         arguments = ThinkingBudget.arguments(self.request, self.wanted, maximum_tokens=self._maximum_tokens)

@@ -30,7 +30,7 @@ from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers.context import ClientContext
-from scalerl_jax.rollouts.servers.probe_samples import check_whole, received
+from scalerl_jax.rollouts.servers.probe_samples import check_whole
 from scalerl_jax.rollouts.servers.server_state import ServerState
 
 _log = logging.getLogger(__name__)
@@ -153,8 +153,7 @@ class Calls:
         """Hands out what comes. Raises ValueError where it breaks the contract, AioRpcError as the call does."""
         arrived, aborted, repeated = set[int](), set[int](), 0
         async for message in call:
-            completion = received(message)
-            self._context.validate(completion, request)
+            completion = self._context.received(message, request)
             if rollout not in self._calls:  # given up meanwhile
                 return
             if completion.index in arrived | aborted:

@@ -48,8 +48,12 @@ class ClientContext:
         spread = spread_probes(self.servers.probe_prompts, self.probe_completions)
         return [(row, probe(row, samples=samples)) for row, samples in spread]
 
-    def validate(self, completion: codec.Completion, request: codec.GroupRequest) -> None:
-        """Raises ValueError on a completion that breaks the contract."""
+    def received(self, message: pb.Completion | None, request: codec.GroupRequest) -> codec.Completion:
+        """What came on a request. Raises ValueError on a completion that breaks the contract."""
+        if message is None:
+            raise ValueError("a completion that cannot be decoded")
+        completion = codec.completion_from_proto(message)
         newest = self.publisher.latest
         assert newest is not None  # nothing is asked of a server before it holds a version
         validate(completion, request, newest=newest, vocabulary=self.servers.vocabulary)
+        return completion

@@ -2,14 +2,14 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from scalerl_jax.contract import codec
-from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
+from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.group_buffer import Process
+from scalerl_jax.rollouts.servers.context import ClientContext
 
 Sample = tuple[Row, codec.Completion]
 
@@ -22,12 +22,7 @@ class Probed(NamedTuple):
 
 
 async def sample(
-    stub: RolloutStub,
-    requests: Sequence[tuple[Row, codec.GroupRequest]],
-    *,
-    room: int,
-    seconds: float,
-    validate: Callable[[codec.Completion, codec.GroupRequest], None],
+    stub: Stub, context: ClientContext, requests: Sequence[tuple[Row, codec.GroupRequest]], *, room: int, seconds: float
 ) -> list[Sample]:
     """The completions of each (row, request).
 
@@ -36,7 +31,7 @@ async def sample(
     """
     samples: list[Sample] = []
     for wave in _waves(requests, max(1, room)):
-        asked = [asyncio.ensure_future(_ask(stub, *pair, seconds=seconds, validate=validate)) for pair in wave]
+        asked = [asyncio.ensure_future(_ask(stub, context, *pair, seconds=seconds)) for pair in wave]
         try:
             for part in await asyncio.gather(*asked):
                 samples += part
@@ -48,19 +43,13 @@ async def sample(
 
 
 async def _ask(
-    stub: RolloutStub,
-    row: Row,
-    request: codec.GroupRequest,
-    *,
-    seconds: float,
-    validate: Callable[[codec.Completion, codec.GroupRequest], None],
+    stub: Stub, context: ClientContext, row: Row, request: codec.GroupRequest, *, seconds: float
 ) -> list[Sample]:
     got, repeated = dict[int, Sample](), 0
     call = stub.Generate(codec.request_to_proto(request), timeout=seconds)
     try:
         async for message in call:
-            completion = received(message)
-            validate(completion, request)
+            completion = context.received(message, request)
             repeated += completion.index in got
             if repeated > len(request.completions):
                 raise ValueError(f"completion {completion.group_id!r}/{completion.index} came again and again")
@@ -71,13 +60,6 @@ async def _ask(
         call.cancel()
     check_whole(request, got)
     return list(got.values())
-
-
-def received(message: pb.Completion | None) -> codec.Completion:
-    """Raises ValueError on one that breaks the contract."""
-    if message is None:
-        raise ValueError("a completion that cannot be decoded")
-    return codec.completion_from_proto(message)
 
 
 def check_whole(request: codec.GroupRequest, told: Collection[int]) -> None:

@@ -154,7 +154,7 @@ class Upkeep:
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
         seconds = context.config.stall_seconds + rounds * tokens / context.config.slowest_tokens_per_second
         try:
-            got = await sample(self._stub, requests, room=room, seconds=seconds, validate=context.validate)
+            got = await sample(self._stub, context, requests, room=room, seconds=seconds)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 server.reject(f"server {server.address} cannot serve this run: {said(error)}")

@@ -124,11 +124,13 @@ async def test_what_has_no_token_is_put_back_before_all_others() -> None:
     assert names(held.waiting) == [("a", 0), ("a", 2), ("a", 3), ("a", 4)]
 
 
-async def test_admission_stops_at_what_is_not_ready() -> None:
+async def test_admission_passes_over_what_is_not_ready() -> None:
     held = queue()
     held.submit(request("a", 2))
     held.submit(request("b", 1))
-    assert names(held.admit(lambda sequence: sequence.name != (0, "a", 1))) == [("a", 0)]
+    assert names(held.admit(lambda sequence: sequence.wanted.index != 1)) == [("a", 0), ("b", 0)]
+    assert names(held.waiting) == [("a", 1)]
+    assert names(held.admit()) == [("a", 1)]
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("the device is gone")])
