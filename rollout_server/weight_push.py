@@ -75,11 +75,8 @@ class WeightReceiver:
 
     async def push(self, context: grpc.aio.ServicerContext) -> None:
         """One call, from header to last reply."""
-        push = _Push(context)
-        try:
+        with contextlib.closing(_Push(context)) as push:
             await self._push(push)
-        finally:
-            push.close()
 
     async def _push(self, push: "_Push") -> None:
         try:

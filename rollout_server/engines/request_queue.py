@@ -15,12 +15,13 @@ things must happen at once; what is called from an event loop takes it by itself
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from rollout_server.engines.admission import check_request
 from rollout_server.engines.engine import AskedAgain, EngineInfo, EngineStatus, QueueFull, WrongVersion
@@ -53,6 +54,14 @@ class Caller:
             self._loop.call_soon_threadsafe(self._results.put_nowait, item)
 
 
+class Swap(NamedTuple):
+    """A version that waits to be the engine's."""
+
+    version: Version
+    weights: Any
+    pause: "concurrent.futures.Future[float]"  # seconds that decoding stood still
+
+
 class RequestQueue:
     def __init__(
         self,
@@ -65,6 +74,7 @@ class RequestQueue:
         self.counters = Counters()
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[Sequence, None] = {}  # in slots, in the order they came there
+        self.staged: Swap | None = None
         self.closed = False
         self._info, self._changed, self._lock = info, changed, lock or contextlib.nullcontext()
         self._callers: dict[Sequence, Caller] = {}  # of all that are not finished
@@ -176,6 +186,35 @@ class RequestQueue:
         pinned = any(sequence.request.pinned_step is not None for sequence in self._callers)
         return version.incarnation != self.version.incarnation or not pinned
 
+    def stage(self, version: Version, weights: Any) -> "asyncio.Future[float]":
+        """Has the sampling loop swap the weights as soon as it may; gives the seconds that decoding stood still."""
+        with self._lock:
+            self.raise_if_over()
+            assert self.staged is None or self.staged.pause.cancelled(), "one version at a time"
+            self.staged = Swap(version, weights, concurrent.futures.Future())
+            self._changed()
+            return asyncio.wrap_future(self.staged.pause)
+
+    @property
+    def swap_is_due(self) -> bool:
+        return self.staged is not None and self.may_swap(self.staged.version)
+
+    @contextlib.contextmanager
+    def swap(self) -> Iterator[Any]:
+        """Around a swap: the weights to be used from here on, None where none are due. Their version is held now."""
+        staged = self.staged if self.swap_is_due else None
+        self.staged = None if staged else self.staged
+        if staged is None or not staged.pause.set_running_or_notify_cancel():
+            yield None
+            return
+        began = time.monotonic()
+        # The version changes before the pause: a request that comes in it is judged by what will sample it.
+        self.set_version(staged.version)
+        yield staged.weights
+        pause = time.monotonic() - began
+        self.counters.pause_seconds += pause
+        staged.pause.set_result(pause)
+
     def set_version(self, version: Version) -> None:
         self.version = version
         others = [c for sequence, c in self._callers.items() if sequence.request.incarnation != version.incarnation]
@@ -192,6 +231,8 @@ class RequestQueue:
     def close(self, failure: RuntimeError | None = None) -> None:
         """Ends every request where it stands, and takes no more. failure: every caller hears of it, now and later."""
         self.closed, self._failure = True, self._failure or failure
+        if self.staged is not None:
+            self.staged.pause.cancel()
         self._end(list(self._callers.values()), failure)
 
     def raise_if_over(self) -> None:

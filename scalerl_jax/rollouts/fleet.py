@@ -161,13 +161,7 @@ class Fleet:
         are admitted. Raises ValueError where there is no row to draw for a group of the batch.
         """
         self._begin_wait(number)
-        while True:
-            self._something.clear()
-            wait()
-            groups = self._take(number)
-            if groups is not None:
-                return [finished(group) for group in groups]
-            self._something.wait(POLL_SECONDS)
+        return [finished(group) for group in self._until(lambda: self._take(number), wait)]
 
     @on_loop
     def advance(self, version: int) -> None:
@@ -217,13 +211,18 @@ class Fleet:
 
     def result(self, future: "concurrent.futures.Future[T]", wait: Callable[[], None] = lambda: None) -> T:
         """The future's result; calls `wait` as `batch` does meanwhile."""
-        while not future.done():
+        if not future.done():
+            self._until(lambda: self._thread.call(future.done) or None, wait)  # raises what went wrong
+        return future.result()
+
+    def _until(self, look: Callable[[], T | None], wait: Callable[[], None]) -> T:
+        """What `look` finds; looks when something has happened, and every POLL_SECONDS."""
+        while True:
             self._something.clear()
             wait()
-            self._thread.call(lambda: None)  # raises what went wrong
-            if not future.done():
-                self._something.wait(POLL_SECONDS)
-        return future.result()
+            if (found := look()) is not None:
+                return found
+            self._something.wait(POLL_SECONDS)
 
     # ---- the trainer's side: what is going on
 

@@ -91,7 +91,7 @@ def _jax(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
         dispatch(weights, step)
 
     delta.setattr(engine._pool, "dispatch", paused)
-    return lambda version: engine._staged is not None
+    return lambda version: engine._queue.staged is not None
 
 
 def _replay(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
@@ -103,7 +103,7 @@ def _replay(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits
         await flip()  # last: from here to the chunk, or to its sleep, the loop awaits nothing
 
     delta.setattr(engine, "_flip", paused)
-    return lambda version: engine._staged is not None
+    return lambda version: engine._queue.staged is not None
 
 
 def _vllm(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:

@@ -17,8 +17,6 @@ Left out on purpose: paged caches, prefix reuse between groups, several devices 
 """
 
 import asyncio
-import concurrent.futures
-import dataclasses
 import itertools
 import threading
 import time
@@ -39,13 +37,6 @@ from scalerl_jax.contract.codec import Completion, GroupRequest, Version
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors
-
-
-@dataclasses.dataclass(frozen=True)
-class _Staged:
-    version: Version
-    weights: DecodeWeights
-    pause: concurrent.futures.Future[float]
 
 
 class JaxEngine:
@@ -70,7 +61,6 @@ class JaxEngine:
         self._queue = RequestQueue(info, self._changed.notify, self._changed)
         self._weights = decode_weights(Tensors(options.model), config, self._precision)
         self._prefix: tuple[GroupRequest, Prefix] | None = None  # of the weights held; while its request waits
-        self._staged: _Staged | None = None
 
         self._pool.warm_up(self._weights)
         self._scorer.warm_up(self._weights)
@@ -98,13 +88,7 @@ class JaxEngine:
         weights = await asyncio.to_thread(
             decode_weights, tensors, self._config, self._precision, held=held, changes=changes
         )
-        with self._changed:
-            self._queue.raise_if_over()
-            assert self._staged is None or self._staged.pause.cancelled(), "one version at a time"
-            self._staged = _Staged(version, weights, concurrent.futures.Future())
-            self._changed.notify()
-            pause = self._staged.pause
-        return await asyncio.wrap_future(pause)
+        return await self._queue.stage(version, weights)
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
         check_score(token_ids, self.info)
@@ -136,8 +120,6 @@ class JaxEngine:
         finally:
             with self._changed:
                 self._queue.close(failure)
-                if self._staged is not None:
-                    self._staged.pause.cancel()
 
     def _turn(self) -> bool:
         """Waits until there is something to do and does one turn of it. False: the engine is closed."""
@@ -146,7 +128,9 @@ class JaxEngine:
             self._changed.wait_for(self._something_to_do)
             if queue.closed:
                 return False
-            self._swap()
+            with queue.swap() as weights:
+                if weights is not None:
+                    self._weights, self._prefix = weights, None
             for sequence in pool.sequences:
                 if sequence not in queue.running:
                     pool.leave(sequence)
@@ -171,22 +155,7 @@ class JaxEngine:
 
     def _something_to_do(self) -> bool:
         queue = self._queue
-        staged = self._staged is not None and queue.may_swap(self._staged.version)
-        return bool(queue.closed or queue.waiting or queue.running or staged or self._pool.on_their_way)
-
-    def _swap(self) -> None:
-        staged = self._staged
-        if staged is None or not self._queue.may_swap(staged.version):
-            return
-        self._staged = None
-        if not staged.pause.set_running_or_notify_cancel():
-            return
-        began = time.monotonic()
-        self._weights, self._prefix = staged.weights, None
-        self._queue.set_version(staged.version)
-        pause = time.monotonic() - began
-        self._queue.counters.pause_seconds += pause
-        staged.pause.set_result(pause)
+        return bool(queue.closed or queue.waiting or queue.running or queue.swap_is_due or self._pool.on_their_way)
 
     def _enter(self, weights: DecodeWeights, sequences: list[Sequence]) -> None:
         """Gives slots to sequences of one request."""

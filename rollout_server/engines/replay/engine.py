@@ -61,7 +61,6 @@ class ReplayEngine:
         self._faults = faults
         self._queue = RequestQueue(info, self._fill)
         self._rollouts: dict[int, dict[int, Rollout]] = {}  # by id of the request, then by index
-        self._staged: tuple[Version, dict[str, np.ndarray], asyncio.Future[float]] | None = None
         self._wake = asyncio.Event()  # there may be something to do
         self._loop_task: asyncio.Task[None] | None = None
         self._finished = 0
@@ -95,11 +94,7 @@ class ReplayEngine:
         return np.empty(size, np.uint8)
 
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
-        assert self._staged is None, "one version at a time"
-        flipped: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._staged = (version, self._changed(tensors, changes), flipped)
-        self._fill()
-        return await flipped
+        return await self._queue.stage(version, self._changed(tensors, changes))
 
     def _changed(self, tensors: Mapping[str, np.ndarray], changes: Changes) -> dict[str, np.ndarray]:
         """The weights of the next version, made from those held by what changed."""
@@ -123,8 +118,6 @@ class ReplayEngine:
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
-        if self._staged is not None:
-            self._staged[2].cancel()
 
     # ----------------------------------------------------------------------------------------------- the decode loop
 
@@ -182,13 +175,7 @@ class ReplayEngine:
         return bool(sequence.finish_reason)
 
     async def _flip(self) -> None:
-        if self._staged is None or not self._queue.may_swap(self._staged[0]):
-            return
-        # The version changes before the pause: a request that comes in it is judged by what will sample it.
-        began = time.monotonic()
-        (version, self.weights, flipped), self._staged = self._staged, None
-        self._queue.set_version(version)
-        await asyncio.sleep(self._load_seconds)
-        pause = time.monotonic() - began
-        self._queue.counters.pause_seconds += pause
-        flipped.set_result(pause)
+        with self._queue.swap() as weights:
+            if weights is not None:
+                self.weights = weights
+                await asyncio.sleep(self._load_seconds)

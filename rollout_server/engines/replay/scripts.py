@@ -54,9 +54,9 @@ class Script(Protocol):
         ...
 
 
-def completion_hash(request: GroupRequest, wanted: CompletionRequest, salt: str = "") -> int:
+def completion_hash(request: GroupRequest, wanted: CompletionRequest) -> int:
     """64 bits from all that names a completion."""
-    name = f"{salt}\0{request.group_id}\0{wanted.index}\0{wanted.seed}\0".encode()
+    name = f"\0{request.group_id}\0{wanted.index}\0{wanted.seed}\0".encode()
     digest = hashlib.blake2b(name + request.prompt.astype("<i4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

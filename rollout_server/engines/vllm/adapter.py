@@ -196,11 +196,9 @@ class Vllm:
             async for output in self.engine.generate(prompt, self._sampling(request, wanted), name):
                 finished = output.finished
                 one = output.outputs[0]
-                if not prefilled:
-                    prefilled = len(request.prompt) - (output.num_cached_tokens or 0)
-                    yield one.token_ids, one.logprobs.logprobs, prefilled
-                else:
-                    yield one.token_ids, one.logprobs.logprobs, 0
+                computed = 0 if prefilled else len(request.prompt) - (output.num_cached_tokens or 0)
+                prefilled = prefilled or computed
+                yield one.token_ids, one.logprobs.logprobs, computed
         finally:
             if not finished and not self.over:
                 await self.engine.abort(name)
