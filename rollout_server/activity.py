@@ -63,20 +63,21 @@ class Activity:
 
     def called(self, peer: str) -> None:
         """A call that names no incarnation."""
-        trainer = self._trainers.get(self._connections.get(peer, -1))
-        if trainer is not None:
-            trainer.heard = self._clock()
+        self._heard(self._connections.get(peer, -1))
 
     def completed(self, incarnation: int) -> None:
         self._completions += 1
-        if (trainer := self._trainers.get(incarnation)) is not None:
-            trainer.completions += 1
-            trainer.heard = self._clock()
+        self._heard(incarnation).completions += 1
 
     def applied(self, incarnation: int) -> None:
-        if (trainer := self._trainers.get(incarnation)) is not None:
-            trainer.versions += 1
-            trainer.heard = self._clock()
+        self._heard(incarnation).versions += 1
+
+    def _heard(self, incarnation: int) -> _Trainer:
+        """The trainer, which is there now; of one that is not known nothing is kept."""
+        now = self._clock()
+        trainer = self._trainers.get(incarnation, _Trainer(now, now))
+        trainer.heard = now
+        return trainer
 
     def tick(self, status: EngineStatus) -> None:
         """To be called about once a second."""

@@ -3,10 +3,14 @@
 said(text)       for a log: one line, printable, cut; it can neither forge another line nor fill a disk
 details(text)    for gRPC: besides, no longer than DETAIL_BYTES. Details travel in a header, and a header that is too
                  long arrives as RESOURCE_EXHAUSTED, which means something else
+Telling          how often one thing is logged: a flood of it must not fill a disk either
 """
+
+import collections
 
 LONGEST = 300  # characters of what one peer said in one line of a log, where the caller does not say
 DETAIL_BYTES = 1024  # of UTF-8
+TELL_SECONDS = 60.0  # between two lines of one kind
 
 
 def said(text: object, *, longest: int = LONGEST) -> str:
@@ -32,3 +36,19 @@ def details(text: object) -> str:
 
 def _printable(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+class Telling:
+    """Says of each kind of event when it is worth a line again."""
+
+    def __init__(self) -> None:
+        self._told_at: dict[str, float] = {}
+        self._untold: collections.Counter[str] = collections.Counter()
+
+    def happened(self, kind: str, *, now: float) -> int:
+        """How often it has since the last line; 0: it is too early for another. `kind` is ours, not a server's."""
+        self._untold[kind] += 1
+        if now - self._told_at.get(kind, -TELL_SECONDS) < TELL_SECONDS:
+            return 0
+        self._told_at[kind] = now
+        return self._untold.pop(kind)

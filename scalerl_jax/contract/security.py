@@ -30,11 +30,10 @@ from typing import Any
 
 import grpc
 
-from scalerl_jax.contract import certificates, limits
+from scalerl_jax.contract import certificates, limits, peer_text
 
 HEADER = "authorization"
 SHORTEST_TOKEN = 16  # characters
-LOG_SECONDS = 60.0  # refusals are logged at most this often: a flood of them must not fill a disk
 
 # How gRPC ends the details of a call whose connection the other end has closed at once.
 CLOSED = re.compile(r"(Socket closed|Connection reset by peer|Broken pipe)( \(\d+\))?$")
@@ -231,7 +230,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str):
         self._expected = _digest(f"Bearer {token}")
-        self._logged_at, self._refused = -LOG_SECONDS, 0
+        self._telling = peer_text.Telling()
 
     async def intercept_service(
         self,
@@ -243,18 +242,13 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            self._say(handler_call_details.method, context.peer())
+            if times := self._telling.happened("refused", now=time.monotonic()):
+                text = "%d calls without the right token refused; the last: %s from %s"
+                log.warning(text, times, handler_call_details.method, context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token came" if not shown else "not the token")
 
         # A stream both ways, whatever the method is: nothing is read before the refusal.
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-    def _say(self, method: str, peer: str) -> None:
-        self._refused += 1
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_SECONDS:
-            log.warning("%d calls without the right token refused; the last: %s from %s", self._refused, method, peer)
-            self._logged_at, self._refused = now, 0
 
 
 def _digest(value: str | bytes) -> bytes:

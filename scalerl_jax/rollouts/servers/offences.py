@@ -20,6 +20,8 @@ without having delivered much waits longer and longer for the next one to be met
 import collections
 import dataclasses
 
+from scalerl_jax.contract.peer_text import Telling
+
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 600.0
 BANISHED_AT = 8
 GOOD = 512
@@ -27,7 +29,6 @@ REFUSAL_SECONDS = (0.1, 2.0)  # first and longest wait after a refusal
 REFUSALS = 8
 GROWTH = 2
 PROOF_TOKENS = 32
-TELL_SECONDS = 60.0  # one kind of offence is logged at most this often
 FREE_MEETINGS = 3  # that came to nothing, before the next one has to wait
 KEPT_PROCESSES = 16  # records at one address
 WORTH = 64  # completions that a process has to deliver for its meeting to have been worth it
@@ -40,22 +41,6 @@ class Consequence:
     until: float  # it is asked for nothing new before
     banished: bool  # by this one: it is sent away
     tell: int  # how often it has happened since it was logged last, this time included; 0: no line now
-
-
-class Telling:
-    """Says of each kind of event when it is worth a line again."""
-
-    def __init__(self) -> None:
-        self._told_at: dict[str, float] = {}
-        self._untold: collections.Counter[str] = collections.Counter()
-
-    def happened(self, kind: str, *, now: float) -> int:
-        """How often it has since the last line; 0: it is too early for another. `kind` is ours, not a server's."""
-        self._untold[kind] += 1
-        if now - self._told_at.get(kind, -TELL_SECONDS) < TELL_SECONDS:
-            return 0
-        self._told_at[kind] = now
-        return self._untold.pop(kind)
 
 
 class Record:

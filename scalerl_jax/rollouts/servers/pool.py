@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from scalerl_jax.contract.peer_text import Telling
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.client import SURE_AFTER, ServerClient
-from scalerl_jax.rollouts.servers.offences import Telling
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from scalerl_jax.contract import peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, Process
 from scalerl_jax.rollouts.servers.context import ClientContext
-from scalerl_jax.rollouts.servers.offences import Consequence, Record, Telling
+from scalerl_jax.rollouts.servers.offences import Consequence, Record
 from scalerl_jax.rollouts.servers.probe_samples import Sample
 from scalerl_jax.rollouts.servers.states import ACTIVE, CANDIDATE, CONNECTING, REJECTED, SUPERSEDED
 
@@ -56,7 +56,7 @@ class ServerState:
         self.patience = 0.0  # seconds that the trainer would still wait for it to be ready, see Candidates
         self.version_changed = asyncio.Event()  # the one held, or the one that it should hold
         self.hurried = asyncio.Event()  # do not wait for the next heartbeat
-        self._telling = Telling()
+        self._telling = peer_text.Telling()
 
     @property
     def free_at(self) -> float:

@@ -1,5 +1,6 @@
 """The record of one server process: back-off that grows, an end, trust that grows with what was delivered."""
 
+from scalerl_jax.contract.peer_text import TELL_SECONDS, Telling
 from scalerl_jax.rollouts.servers.offences import (
     BANISHED_AT,
     FREE_MEETINGS,
@@ -9,11 +10,9 @@ from scalerl_jax.rollouts.servers.offences import (
     LONGEST_SECONDS,
     PROOF_TOKENS,
     REFUSALS,
-    TELL_SECONDS,
     WORTH,
     Record,
     Records,
-    Telling,
     backoff,
 )
 
