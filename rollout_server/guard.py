@@ -15,18 +15,12 @@ import collections
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
 from rollout_server.quiet_log import QuietLog
 from scalerl_jax.contract import peer_text, rpc
-
-# Of a message to a method that has no bound of its own.
-LONGEST = 2**16
-
-# Calls of a method that has no bound of its own.
-MOST_CALLS = 32
 
 # A client that takes nothing of an answer for so long is given up.
 UNREAD_SECONDS = 120.0
@@ -38,6 +32,16 @@ FAREWELL_SECONDS = 1.0
 DRAIN_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
+
+
+class Bound(NamedTuple):
+    """Of one method."""
+
+    calls: int  # at a time
+    bytes: int  # of a message
+
+
+OTHERS = Bound(calls=32, bytes=2**16)  # of a method that has none of its own
 
 
 class Malformed(Exception):
@@ -63,15 +67,10 @@ def handler_like(
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """To stand behind the one that looks at the token, before all others.
+    """To stand behind the one that looks at the token, before all others. bounds: by method, /package.Service/Name."""
 
-    Args:
-      longest: method (/package.Service/Name) -> bytes that one message to it may have.
-      most: method -> calls of it at a time.
-    """
-
-    def __init__(self, *, longest: Mapping[str, int], most: Mapping[str, int]):
-        self._longest, self._most = longest, most
+    def __init__(self, bounds: Mapping[str, Bound]):
+        self._bounds = bounds
         self._calls: collections.Counter[str] = collections.Counter()  # now
         self._quiet = QuietLog(log)
 
@@ -84,7 +83,7 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:  # gRPC answers UNIMPLEMENTED
             return handler
         method = handler_call_details.method
-        longest, read = self._longest.get(method, LONGEST), handler.request_deserializer
+        longest, read = self._bounds.get(method, OTHERS).bytes, handler.request_deserializer
 
         def deserialize(data: bytes) -> Any:
             """Never raises: gRPC would log a traceback and answer UNKNOWN."""
@@ -101,7 +100,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler_like(handler, serve, deserialize)
 
     async def _serve(self, method: str, handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
-        most = self._most.get(method, MOST_CALLS)
+        most = self._bounds.get(method, OTHERS).calls
         if self._calls[method] >= most:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} such calls are being served already")
         self._calls[method] += 1

@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from rollout_server.activity import Activity
 from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import AskedAgain, Engine, EngineInfo, QueueFull, WrongVersion
-from rollout_server.guard import MOST_CALLS, Guard
+from rollout_server.guard import OTHERS, Bound, Guard
 from rollout_server.reach import LOOPBACK, Reach
 from rollout_server.weight_push import WeightReceiver
 from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc
@@ -176,16 +176,12 @@ class RolloutServer:
         self.engine, self.service = engine, RolloutService(engine, Reach(access.passing, access.beyond))
         self._saying: asyncio.Task[None] | None = None
         self._checker = _Health()
-        most = most_calls(engine.info)
+        bounded = bounds(engine.info)
         self._server = grpc.aio.server(
-            interceptors=[
-                *access.interceptors(),
-                Guard(longest=longest_messages(engine.info), most=most),
-                *interceptors,
-            ],
+            interceptors=[*access.interceptors(), Guard(bounded), *interceptors],
             options=SERVER_OPTIONS,
-            # Health, reflection and what comes next take MOST_CALLS each.
-            maximum_concurrent_rpcs=sum(most.values()) + 4 * MOST_CALLS,
+            # Health, reflection and what comes next have the bound of others each.
+            maximum_concurrent_rpcs=sum(bound.calls for bound in bounded.values()) + 4 * OTHERS.calls,
         )
         rpc.add_to_server(self.service, self._server, longest_header=longest_header(engine.info))
         health_pb2_grpc.add_HealthServicer_to_server(self._checker, self._server)
@@ -227,30 +223,16 @@ class RolloutServer:
         await self.engine.close()
 
 
-def _method(name: str) -> str:
-    return f"/{rpc.SERVICE}/{name}"
-
-
-def most_calls(info: EngineInfo) -> dict[str, int]:
-    """Calls of each method at a time."""
-    return {
-        _method("Status"): SPARE_CALLS,
-        _method("Generate"): info.slots + info.queue_capacity + SPARE_CALLS,
-        _method("Score"): MAXIMUM_SCORES + 1,  # one is told by the service itself that there are too many
-        _method("PushWeights"): MAXIMUM_PUSHES,
+def bounds(info: EngineInfo) -> dict[str, Bound]:
+    """Of each method's messages: what can be served, and as much again for fields that are yet to come."""
+    places, token_bytes = info.slots + info.queue_capacity, 4 * info.maximum_tokens
+    methods = {
+        "Status": Bound(SPARE_CALLS, 2**12),
+        "Generate": Bound(places + SPARE_CALLS, 2**16 + token_bytes + 64 * places),
+        "Score": Bound(MAXIMUM_SCORES + 1, 2**12 + token_bytes),  # the service itself tells one that it is too many
+        "PushWeights": Bound(MAXIMUM_PUSHES, limits.MAXIMUM_REQUEST_BYTES),
     }
-
-
-def longest_messages(info: EngineInfo) -> dict[str, int]:
-    """Bytes of one message to each method: what can be served, and as much again for fields that are yet to come."""
-    tokens = 4 * info.maximum_tokens
-    completions = 64 * (info.slots + info.queue_capacity)
-    return {
-        _method("Status"): 2**12,
-        _method("Generate"): 2**16 + tokens + completions,
-        _method("Score"): 2**12 + tokens,
-        _method("PushWeights"): limits.MAXIMUM_REQUEST_BYTES,
-    }
+    return {f"/{rpc.SERVICE}/{name}": bound for name, bound in methods.items()}
 
 
 def longest_header(info: EngineInfo) -> int:

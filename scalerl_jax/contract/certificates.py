@@ -1,10 +1,9 @@
 """From when and until when certificates are valid, which the standard library tells of a connection's peer only.
 
-    Certificate ::= SEQUENCE { tbsCertificate SEQUENCE { [0] version?, INTEGER serialNumber, SEQUENCE signature,
-                    SEQUENCE issuer, validity SEQUENCE { Time notBefore, Time notAfter }, ... }, ... }      (RFC 5280)
-    Time        ::= UTCTime YYMMDDHHMMSSZ (50 to 99 are of the last century) | GeneralizedTime YYYYMMDDHHMMSSZ
+    Validity ::= SEQUENCE { notBefore Time, notAfter Time }                                                  (RFC 5280)
+    Time     ::= UTCTime YYMMDDHHMMSSZ (50 to 99 are of the last century) | GeneralizedTime YYYYMMDDHHMMSSZ
 
-Only these fields are looked at; whether a certificate is right in all else is for TLS to say.
+The first thing of that form in a certificate is looked at; whether one is right in all else is for TLS to say.
 """
 
 import datetime
@@ -15,11 +14,13 @@ import ssl
 log = logging.getLogger(__name__)
 
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+# In DER: tags and lengths of the sequence (30, 32 or 34 bytes) and of its two times (13 or 15 bytes).
+_TIME = rb"(?:\x17\x0d|\x18\x0f)([0-9]{12}(?:[0-9]{2})?)Z"
+_VALIDITY = re.compile(rb"\x30[\x1e\x20\x22]" + _TIME + _TIME)
 
 
 def validity(pem: bytes) -> list[tuple[datetime.datetime, datetime.datetime]]:
-    """(from, until) of each certificate in PEM, in order. Raises ValueError where one is not laid out as above."""
+    """(from, until) of each certificate in PEM, in order. Raises ValueError where one has no dates as above."""
     return [_validity(ssl.PEM_cert_to_DER_cert(block.decode("ascii"))) for block in _PEM.findall(pem)]
 
 
@@ -53,45 +54,13 @@ def check(pem: bytes, *, where: str, one_is_enough: bool = False, now: datetime.
 
 
 def _validity(der: bytes) -> tuple[datetime.datetime, datetime.datetime]:
-    try:
-        certificate = _inside(der, 0, _SEQUENCE)
-        at = _inside(der, certificate, _SEQUENCE)
-        if der[at] == _VERSION:
-            at = _behind(der, at)
-        for _ in range(3):  # serialNumber, signature, issuer
-            at = _behind(der, at)
-        begin = _inside(der, at, _SEQUENCE)
-        return _time(der, begin), _time(der, _behind(der, begin))
-    except (IndexError, UnicodeDecodeError) as error:
-        raise ValueError("not a certificate") from error
+    found = _VALIDITY.search(der)
+    if found is None:
+        raise ValueError("not a certificate")
+    return _time(found[1].decode()), _time(found[2].decode())
 
 
-def _header(der: bytes, at: int) -> tuple[int, int]:
-    """(where the value begins, where it ends) of the element at a place."""
-    size, begin = der[at + 1], at + 2
-    if size >= 0x80:
-        count = size & 0x7F
-        size, begin = int.from_bytes(der[begin : begin + count], "big"), begin + count
-    if begin + size > len(der):
-        raise IndexError
-    return begin, begin + size
-
-
-def _inside(der: bytes, at: int, tag: int) -> int:
-    if der[at] != tag:
-        raise ValueError(f"an element of kind {der[at]:#x} in the place of one of kind {tag:#x}")
-    return _header(der, at)[0]
-
-
-def _behind(der: bytes, at: int) -> int:
-    return _header(der, at)[1]
-
-
-def _time(der: bytes, at: int) -> datetime.datetime:
-    begin, end = _header(der, at)
-    text = der[begin:end].decode("ascii")
-    if der[at] == _UTC_TIME:
-        text = ("19" if text[:2] >= "50" else "20") + text
-    elif der[at] != _GENERALIZED_TIME:
-        raise ValueError(f"an element of kind {der[at]:#x} in the place of a time")
-    return datetime.datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=datetime.UTC)
+def _time(digits: str) -> datetime.datetime:
+    if len(digits) == 12:
+        digits = ("19" if digits[:2] >= "50" else "20") + digits
+    return datetime.datetime.strptime(digits, "%Y%m%d%H%M%S").replace(tzinfo=datetime.UTC)

@@ -98,7 +98,7 @@ async def test_the_longest_request_there_is_fits(make_replay: MakeReplay) -> Non
         stop_token_ids=tuple(range(16)),
     )
     message = codec.request_to_proto(wanted).SerializeToString()
-    assert len(message) <= service.longest_messages(engine.info)["/scalerl.v1.Rollout/Generate"]
+    assert len(message) <= service.bounds(engine.info)["/scalerl.v1.Rollout/Generate"].bytes
     async with serving(engine) as served:
         assert len(await served.generate(wanted)) == 192
         header = Push(served.stub, codec.Version(1, 1), random_weights(engine, 1)).header
@@ -198,9 +198,9 @@ async def test_calls_that_wait_leave_room_for_others(make_replay: MakeReplay) ->
         assert await over.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         watches = health_pb2_grpc.HealthStub(served.channel)
         seen = []
-        for number in range(guard.MOST_CALLS + 3):
+        for number in range(guard.OTHERS.calls + 3):
             watch = watches.Watch(health_pb2.HealthCheckRequest(service=f"{number}"), timeout=SECONDS)
-            reply = await watch.read() if number < guard.MOST_CALLS else await watch.code()
+            reply = await watch.read() if number < guard.OTHERS.calls else await watch.code()
             seen.append(watch)
         assert reply is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(served.server._checker._server_watchers) < 5  # nothing is kept of names that nobody serves
