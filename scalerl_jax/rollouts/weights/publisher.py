@@ -118,7 +118,7 @@ class Publisher:
         for _ in range(ATTEMPTS):
             async with self._trees.join((base, step), address, server_id) as member:
                 payload = await self._payload(base, step, source)
-                if member.tree is not None:
+                if member.tree is not None and member.leads:
                     return await self._send(stub, payload, timeout=timeout, tree=member.tree, server_id=server_id)
                 applied = await member.wait(timeout)
                 if applied is not None:

@@ -56,11 +56,6 @@ class Tree:
         """The version is streamed to the leader; whoever does that ends it."""
         self._streamed = True
 
-    def give_up(self) -> None:
-        """The leader is gone; it ends where nobody streams to it."""
-        if not self._streamed:
-            self.end()
-
     def moved(self) -> None:
         """Something went out, or came back."""
         self._moved_at = time.monotonic()
@@ -82,7 +77,10 @@ class Tree:
         member.outcome.set_result(relayed)
 
     def leave(self, member: "Member") -> None:
+        """It is gone; where it leads, and nobody streams to it, all is over."""
         self._waiting.pop(member.address, None)
+        if member.leads and not self._streamed:
+            self.end()
 
     def end(self) -> None:
         """The leader's stream is over: whoever still waits is served in another way."""
@@ -102,8 +100,8 @@ class Member:
     address: str
     server_id: str = ""  # as its Status tells; empty: not known, and not looked at
     ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    tree: Tree | None = None  # of a leader
-    of: Tree | None = None  # of a follower
+    tree: Tree | None = None  # once it is ready
+    leads: bool = False
     staged: bool = False  # all of it has been sent to the server
     outcome: "asyncio.Future[pb.WeightReply.Relayed]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -120,14 +118,15 @@ class Member:
 
         Raises PushRefused, TimeoutError.
         """
-        assert self.of is not None
+        tree = self.tree
+        assert tree is not None and not self.leads
         while not self.outcome.done():
             await asyncio.wait({self.outcome}, timeout=min(timeout, PATIENCE_SECONDS) / 10)
-            if not self.staged and self.of.still_for > PATIENCE_SECONDS:
+            if not self.staged and tree.still_for > PATIENCE_SECONDS:
                 break
-            if self.of.still_for > timeout and not self.outcome.done():
+            if tree.still_for > timeout and not self.outcome.done():
                 raise TimeoutError
-        self.of.leave(self)
+        tree.leave(self)
         if not self.outcome.done():
             self._not_this_way(f"nothing moved for {PATIENCE_SECONDS:g} s")
             return None
@@ -165,48 +164,43 @@ class Trees:
 
     @contextlib.asynccontextmanager
     async def join(self, key: Key, address: str, server_id: str = "") -> AsyncIterator[Member]:
-        """The server's place; with a tree (one of nobody else, perhaps) where it is to be sent to from here."""
+        """The server's place in a tree (of nobody else, perhaps); where it leads it is to be sent to from here."""
         member = Member(address, server_id)
         self._seen.add(address)
         avoided = self._avoided.get(address, 0.0) > time.monotonic()
         if len(self._seen) == 1 or avoided or not _may_be_named(member):
-            member.tree = Tree([member])
-            member.ready.set()
+            _plant([member])
         elif key in self._gathering:
             self._gathering[key].append(member)
         else:
             self._gathering[key] = [member]
-            watched(self._plant(key), self._fail)
+            watched(self._gather(key), self._fail)
         try:
             await member.ready.wait()
             yield member
         except (grpc.RpcError, asyncio.CancelledError):
-            member.avoid = (
-                member.avoid or member.tree is not None
-            )  # whoever fails as a leader does not lead again at once
+            member.avoid = member.avoid or member.leads  # whoever fails as a leader does not lead again at once
             raise
         finally:
             if member.tree is not None:
-                member.tree.give_up()
-            if member.of is not None:
-                member.of.leave(member)
-            if key in self._gathering and member in self._gathering[key]:
+                member.tree.leave(member)
+            else:
                 self._gathering[key].remove(member)
             if member.avoid:
                 self._avoided[address] = time.monotonic() + AVOID_SECONDS
 
-    async def _plant(self, key: Key) -> None:
+    async def _gather(self, key: Key) -> None:
         """Makes a tree of those that came in time."""
         await asyncio.sleep(GATHER_SECONDS)
-        members = self._gathering.pop(key)
-        if not members:
-            return
-        tree = Tree(members)
-        members[0].tree = tree
-        for member in members[1:]:
-            member.of = tree
-        for member in members:
-            member.ready.set()
+        if members := self._gathering.pop(key):
+            _plant(members)
+
+
+def _plant(members: list[Member]) -> None:
+    tree, members[0].leads = Tree(members), True
+    for member in members:
+        member.tree = tree
+        member.ready.set()
 
 
 def _may_be_named(member: Member) -> bool:
