@@ -33,7 +33,6 @@ from rollout_server import serve_flags as given
 from rollout_server.engines.engine import Engine, EngineOptions
 from rollout_server.engines.model_folder import UsageError
 from rollout_server.service import RolloutServer
-from scalerl_jax.cli import command_help
 from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.contract.security import OPEN, Access
 
@@ -177,6 +176,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run() -> None:
+    from scalerl_jax.cli import command_help
+
     command_help.print_if_asked("rollout_server.serve", config=False)
     app.run(main, flags_parser=_parse)
 

@@ -28,7 +28,7 @@ class Staging:
         self._buffer = buffer.data  # slices of a memoryview take bytes without a detour
         self._began = time.monotonic()
         self._good = np.zeros(-(-len(buffer) // header.chunk_bytes), bool)  # [chunks]
-        self._waiting = len(self._good)  # chunks that are not good yet
+        self.chunks = self.waiting = len(self._good)  # in all; those that are not good yet
         # Arrays, so that a version in very many chunks takes no more than a few bytes for each of them.
         self._attempts = np.zeros(len(self._good), np.uint8)  # how often it was wrong
         self._asked = np.zeros(len(self._good), bool)  # asked for again and not seen since
@@ -40,16 +40,7 @@ class Staging:
 
     @property
     def complete(self) -> bool:
-        return self._waiting == 0
-
-    @property
-    def waiting(self) -> int:
-        """Chunks that are not there yet."""
-        return self._waiting
-
-    @property
-    def chunks(self) -> int:
-        return len(self._good)
+        return self.waiting == 0
 
     def has(self, index: int) -> bool:
         return bool(self._good[index])
@@ -71,8 +62,8 @@ class Staging:
         Raises ValueError where sending it again would not help.
         """
         index, data = chunk.index, chunk.data
-        if index >= len(self._good):
-            raise ValueError(f"chunk {index} of {len(self._good)}")
+        if index >= self.chunks:
+            raise ValueError(f"chunk {index} of {self.chunks}")
         self._asked[index] = False
         if crc32(data) != chunk.crc32:
             self.chunks_refused += 1
@@ -91,7 +82,7 @@ class Staging:
             self._buffer[start : start + size] = data
             self._good[index] = True
             self._crcs[index] = chunk.crc32
-            self._waiting -= 1
+            self.waiting -= 1
             if self.complete:
                 self.seconds = time.monotonic() - self._began
         return True

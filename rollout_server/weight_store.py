@@ -21,8 +21,6 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import MAXIMUM_CHUNK_BYTES
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, MAXIMUM_ELEMENTS, Change, Sparse, decode, digest
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-
 # Bookkeeping is per chunk, so their number is bounded too: 1 TiB in chunks of 1 MiB.
 MAXIMUM_CHUNKS = 2**20
 
@@ -67,7 +65,7 @@ class WeightStore:
         return self._refused + (self._staging.chunks_refused if self._staging else 0)
 
     def _bytes(self, shape: Iterable[int]) -> int:
-        return math.prod(shape) * ITEM_BYTES[self._sync_dtype]
+        return math.prod(shape) * self._dtype.itemsize
 
     # ---------------------------------------------------------------------------------------------- the header
 
