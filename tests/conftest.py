@@ -2,12 +2,12 @@
 none compiles again, and property tests repeat."""
 
 import os
-import shutil
 import signal
-import tempfile
 
 import pytest
 from hypothesis import settings
+
+from tests.support import compiled
 
 # Read by XLA when it first computes, so set before any test imports jax. A parallel run has one pytest per core; left
 # alone each would start a thread per core as well, and they would wait for each other.
@@ -19,13 +19,8 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Made anew by each run of the tests; inherited by pytest's workers and by the processes that tests start. JAX reports a
-# program that it finds there as compiled all the same, so tests that count compilations count it.
-_COMPILED = "" if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="scalerl-compiled-")
-if _COMPILED:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# In one process of the run alone: its workers inherit the folder.
+_COMPILED = None if "JAX_COMPILATION_CACHE_DIR" in os.environ else compiled.begin()
 
 # The same examples at every run, and no limit on one: a loaded machine is not a bug.
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
@@ -53,7 +48,7 @@ LONGEST = (
 
 def pytest_unconfigure() -> None:
     if _COMPILED:
-        shutil.rmtree(_COMPILED, ignore_errors=True)
+        compiled.end(_COMPILED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

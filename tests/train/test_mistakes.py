@@ -1,28 +1,53 @@
 """What a user may get wrong: one line on stderr names it, exit code 2, and the next try can have the workdir."""
 
+import json
 import os
 import pathlib
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.train import too_few
-from tests.support.runs import Run, config_of
+from tests.support.paths import ROOT
+from tests.support.processes import single_threaded
+from tests.support.runs import config_of
 from tests.support.servers import serve
 from tests.support.tiny_task import write_model
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
-def refused(run: Run) -> str:
-    """The line that scalerl-train ends with. It must be the only one, apart from the progress line."""
-    code, said = run.wait(), run.output()
-    assert code == 2, said
-    lines = [line for line in said.splitlines() if not line.startswith("train 0/")]
-    assert len(lines) == 1 and lines[0].startswith("error: "), said
-    return lines[0].removeprefix("error: ")
+@pytest.fixture(scope="module")
+def starts():
+    """A process that starts scalerl-train; its end is that of all of them."""
+    command = [sys.executable, "-m", "tests.train.forked_starts"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=single_threaded(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def refused(starts):
+    """refused(workdir, *flags): the line that scalerl-train ends with. It must be the only one, apart from progress."""
+
+    def start(workdir: pathlib.Path, *flags: str) -> str:
+        log = pathlib.Path(f"{workdir}.log")
+        told = {"arguments": [f"--workdir={workdir}", *flags], "log": str(log)}
+        starts.stdin.write(json.dumps(told) + "\n")
+        starts.stdin.flush()
+        code, said = int(starts.stdout.readline()), log.read_text()
+        assert code == 2, said
+        lines = [line for line in said.splitlines() if not line.startswith("train 0/")]
+        assert len(lines) == 1 and lines[0].startswith("error: "), said
+        return lines[0].removeprefix("error: ")
+
+    return start
 
 
 def check_usable(workdir: pathlib.Path) -> None:
@@ -52,12 +77,12 @@ def check_usable(workdir: pathlib.Path) -> None:
         ("--config.fleet.token_file={}/nowhere", "config.fleet.token_file={}/nowhere: no such file"),
     ],
 )
-def test_a_config_that_cannot_be(tmp_path, flags, model, start, flag, message):
+def test_a_config_that_cannot_be(tmp_path, flags, model, refused, flag, message):
     weightless = tmp_path / "weightless"
     weightless.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (weightless / name).write_bytes((pathlib.Path(model) / name).read_bytes())
-    line = refused(start(tmp_path / "run", *flags, flag.format(tmp_path), "--servers=127.0.0.1:1"))
+    line = refused(tmp_path / "run", *flags, flag.format(tmp_path), "--servers=127.0.0.1:1")
     assert line.startswith(message.format(tmp_path)), line
     check_usable(tmp_path / "run")
 
@@ -74,43 +99,43 @@ def test_fewer_prompts_than_asked_for_are_enough_and_that_is_said():
         too_few(config, training=14, held_out=0)
 
 
-def test_nobody_listens(tmp_path, flags, start):
+def test_nobody_listens(tmp_path, flags, refused):
     with socket.socket() as taken:  # bound, but it does not listen
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        line = refused(start(tmp_path / "run", *flags, f"--servers={address}", "--config.fleet.connect_seconds=1"))
+        line = refused(tmp_path / "run", *flags, f"--servers={address}", "--config.fleet.connect_seconds=1")
     assert line == f"no rollout server answers at {address} (tried for 1 s): is scalerl-serve running there?"
     check_usable(tmp_path / "run")
 
 
-def test_another_tokenizer(tmp_path, flags, start):
+def test_another_tokenizer(tmp_path, flags, refused):
     """The same decoder, the same ids: only the text they stand for differs."""
     other = write_model(str(tmp_path / "other"), words=("what else",))
     with serve(tmp_path, 1, "--engine=replay", f"--model={other}") as addresses:
-        line = refused(start(tmp_path / "run", *flags, f"--servers={addresses[0]}"))
+        line = refused(tmp_path / "run", *flags, f"--servers={addresses[0]}")
     assert line.startswith(f"server {addresses[0]}: its tokenizer (")
     check_usable(tmp_path / "run")
 
 
-def test_a_token_that_is_not_the_servers(tmp_path, flags, model, start):
+def test_a_token_that_is_not_the_servers(tmp_path, flags, model, refused):
     for name in ("theirs", "ours"):
         (tmp_path / name).write_text(f"the-token-that-is-{name}")
         (tmp_path / name).chmod(0o600)
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--token_file={tmp_path}/theirs") as addresses:
         flags = [*flags, f"--servers={addresses[0]}", f"--config.fleet.token_file={tmp_path}/ours"]
-        line = refused(start(tmp_path / "run", *flags))
+        line = refused(tmp_path / "run", *flags)
     assert line == f"rollout server {addresses[0]}: it does not take the token"
     check_usable(tmp_path / "run")
 
 
-def test_a_workdir_of_another_config(tmp_path, flags, start):
+def test_a_workdir_of_another_config(tmp_path, flags, refused):
     config = config_of(flags)
     config.objective.max_ratio = 4.0
     with RunFolder(str(tmp_path / "run"), config) as folder:
         folder.resume(0)
         folder.metrics(1, {"loss": 0.0})
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    assert refused(start(tmp_path / "run", *flags)) == (
+    assert refused(tmp_path / "run", *flags) == (
         f"--workdir={tmp_path / 'run'}: holds a run of another config: config.objective.max_ratio is 4.0 there and "
         "5.0 now; --allow=objective.max_ratio goes on with what is given now"
     )

@@ -1,0 +1,30 @@
+"""scalerl-train, started again and again, with its imports made once: they take most of the time of a refused start.
+
+Each start is a process of its own, forked before anything was computed.
+
+    stdin    a line a start, in JSON: {"arguments": [...], "log": the file for its stdout and stderr}
+    stdout   a line a start: its exit code
+"""
+
+import json
+import os
+import sys
+
+from scalerl_jax import train
+
+
+def start(arguments: list[str], log: str) -> int:
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(log, "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.argv = ["scalerl-train", *arguments]
+    train.run()
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(start(**json.loads(line)), flush=True)
