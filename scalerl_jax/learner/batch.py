@@ -139,18 +139,10 @@ def per_token(sums: dict[str, float]) -> dict[str, float]:
     """The learner's sums as means over loss tokens, under the names the metrics use."""
     tokens = max(1.0, sums["tokens"])
     return {
-        "loss": sums["loss"],
-        "entropy": sums["entropy"] / tokens,
-        "mismatch": sums["mismatch"] / tokens,
+        **{name: sums[name] for name in ("loss", "gradient_norm", "micro_batches", "row_use")},
+        **{name: sums[name] / tokens for name in ("entropy", "mismatch", "kl", "ratio", "clipped", "masked")},
         "mismatch_max": sums["max_mismatch"],
-        "kl": sums["kl"] / tokens,
-        "ratio": sums["ratio"] / tokens,
         "ratio_max": sums["max_ratio"],
-        "clipped": sums["clipped"] / tokens,
-        "masked": sums["masked"] / tokens,
         # Kish's effective sample size of the importance ratios, as a share of the tokens.
         "effective_sample_size": sums["ratio"] ** 2 / max(1e-30, sums["ratio_squared"] * tokens),
-        "gradient_norm": sums["gradient_norm"],
-        "micro_batches": sums["micro_batches"],
-        "row_use": sums["row_use"],
     }

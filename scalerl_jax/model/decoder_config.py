@@ -66,13 +66,13 @@ class DecoderConfig:
                 raise ValueError(f"{key}={config[key]!r} is not supported")
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported")
-        optional = ("num_key_value_heads", "head_dim")
-        missing = [key for key in SIZES.values() if key not in config and key not in optional]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
+        for key in SIZES.values():
+            if key not in config and key not in ("num_key_value_heads", "head_dim"):
+                raise ValueError(f"{key} is missing")
         heads = int(config["num_attention_heads"])
-        defaults = dict(zip(optional, (heads, int(config["hidden_size"]) // heads)))
-        sizes = {**config, **{key: size for key, size in defaults.items() if not config.get(key)}}
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
+        sizes = {**config, "num_key_value_heads": kv_heads, "head_dim": head_dim}
         # transformers 5 keeps everything about RoPE in rope_parameters; 4 had two keys for it.
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         rope_type = rope.get("rope_type", rope.get("type", "default"))
