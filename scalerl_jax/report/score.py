@@ -10,7 +10,6 @@ from scalerl_jax.report.numbers import rounded
 from scalerl_jax.run.jsonl import evaluation_counts
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
 from scalerl_jax.scaling.half_time import HalfTimeForecast, half_time_forecast
-from scalerl_jax.scaling.trend import RISING
 
 AXES = ("device_hours", "model_flops")  # the fit's two choices of x, as the rows name them
 HALF_TIME_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
@@ -77,8 +76,7 @@ def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
         return {"all": {"why": f"{above} evaluations above compute 0, of at least {FEWEST_POINTS} that a curve needs"}}
     try:
         fit = fit_sigmoid(compute, reward, counts=evaluation_counts(evals))
-        rises = fit.trend == RISING
-        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0") if rises else {"why": fit.verdict}
+        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0") if fit.rises else {"why": fit.verdict}
     except ValueError as error:
         out["all"] = {"why": str(error)}
     forecast, why = half_time(evals, axis)

@@ -16,7 +16,6 @@ import numpy as np
 
 from scalerl_jax.run.jsonl import evaluation_counts
 from scalerl_jax.scaling import fit_sigmoid
-from scalerl_jax.scaling.trend import RISING
 
 LEAST_POINTS = 5  # evaluations above compute 0
 _LEVEL = 0.95
@@ -88,7 +87,7 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
     compute = np.array([row["device_hours"] for row in rows])
     steps = np.array([row["step"] for row in rows])
     fit = fit_sigmoid(compute, [row["pass_rate"] for row in rows], counts=evaluation_counts(rows))
-    if fit.trend != RISING:
+    if not fit.rises:
         raise ValueError(fit.verdict)
     each = float(np.median(np.diff(compute) / np.diff(steps)))
     end = float(compute[-1] + each * (updates - steps[-1]))

@@ -67,16 +67,16 @@ def numbers(cells: Sequence[Any], *, comma: bool = False) -> tuple[np.ndarray, n
             continue
         values[at] = value = _number(cell, comma)
         if not math.isfinite(value):
-            state[at] = NAN if _is_nan(cell) else BAD
-            if state[at] == NAN:
-                values[at] = np.nan
+            state[at] = NAN if math.isnan(value) else BAD
     return values, state
 
 
 def _number(cell: Any, comma: bool) -> float:
-    """Infinite where the cell is no number."""
+    """NaN where the cell says so; infinite where it is no number."""
     if isinstance(cell, bool) or not isinstance(cell, int | float | str):
         return math.inf
+    if isinstance(cell, str) and cell.strip().lower() in _MISSING:
+        return math.nan
     if isinstance(cell, str) and comma:
         text = cell.strip()
         if "," in text or _DOTS_APART.fullmatch(text):
@@ -89,15 +89,6 @@ def _number(cell: Any, comma: bool) -> float:
         return float(cell)
     except (ValueError, OverflowError):
         return math.inf
-
-
-def _is_nan(cell: Any) -> bool:
-    if isinstance(cell, str) and cell.strip().lower() in _MISSING:
-        return True
-    try:
-        return math.isnan(float(cell))
-    except (TypeError, ValueError, OverflowError):
-        return False
 
 
 def complaint(cell: Any) -> str:

@@ -23,29 +23,10 @@ import numpy as np
 
 from scalerl_jax.scaling import fit as fit_module
 from scalerl_jax.scaling import least_squares, resample, slopes
-from scalerl_jax.scaling.fit import SEED_MARGIN, SigmoidFit
-from scalerl_jax.scaling.points import Points
+from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 
 Interval = tuple[float, float]
 _SEED_RESAMPLES = 1000
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Run:
-    """One recipe: its points (check_points) and the fit of them, its seeds together. Equal to itself alone."""
-
-    name: str
-    points: Points
-    fit: SigmoidFit
-
-    @property
-    def seeds(self) -> int:
-        return len(np.unique(self.points.run))
-
-    @property
-    def reached(self) -> float:
-        """Compute of the last point used."""
-        return self.points.most
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-from scalerl_jax.scaling.compare import Comparison, Difference, Run
+from scalerl_jax.scaling.compare import Comparison, Difference
 from scalerl_jax.scaling.decide import Extension, Plan
+from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Forecast
 
 # What a row's A is against the baseline's, and a pair's first against its second.

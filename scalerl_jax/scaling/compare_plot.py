@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from scalerl_jax.scaling.binning import thinned
-from scalerl_jax.scaling.compare import Comparison, Run
+from scalerl_jax.scaling.compare import Comparison
+from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.plot import COLOURS, log_compute_axis, style_axes
 from scalerl_jax.scaling.slopes import straightened
 
@@ -21,16 +22,13 @@ _GREY = "#8a8a8a"
 _HELD_SIZE, _SIZE = 3.2, 3.5
 
 
-def plot_comparison(
-    found: Comparison, evaluations: dict[str, tuple[np.ndarray, np.ndarray]], *, x_label: str, y_label: str
-) -> Figure:
-    """evaluations: compute and reward of each run by name, all rows, those held out too."""
+def plot_comparison(found: Comparison, *, x_label: str, y_label: str) -> Figure:
     figure = Figure(figsize=(12, 4.4 + 0.34 * len(found.runs) + 1.2), layout="constrained")
     lower = max(1.6, 0.34 * len(found.runs) + 0.9)
     (curves, slope), (asymptotes, exponents) = figure.subplots(2, 2, height_ratios=(4.2, lower))
     styles = _styles(found)
-    _curves(curves, found, evaluations, styles, x_label, y_label)
-    _slopes(slope, found, evaluations, styles, x_label)
+    _curves(curves, found, styles, x_label, y_label)
+    _slopes(slope, found, styles, x_label)
     _asymptotes(asymptotes, found, styles)
     _exponents(exponents, found, styles)
     return figure
@@ -46,19 +44,18 @@ def _styles(found: Comparison) -> dict[str, tuple[str, str]]:
     return styles
 
 
-def _used_and_held(run: Run, evaluations) -> list[tuple[np.ndarray, np.ndarray]]:
+def _used_and_held(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
     """Compute and reward of the rows that the fit used, and of those beyond; of very many the means of neighbours."""
-    compute, reward = evaluations[run.name]
-    return [thinned(compute[chosen], reward[chosen]) for chosen in (run.fit.used, compute > run.reached)]
+    return [thinned(run.compute[chosen], run.reward[chosen]) for chosen in (run.fit.used, run.held)]
 
 
-def _curves(axes, found: Comparison, evaluations, styles, x_label: str, y_label: str) -> None:
+def _curves(axes, found: Comparison, styles, x_label: str, y_label: str) -> None:
     style_axes(axes, x_label=x_label, y_label=y_label)
-    positive = np.concatenate([compute[compute > 0] for compute, _ in evaluations.values()])
+    positive = np.concatenate([run.compute[run.compute > 0] for run in found.runs])
     x = np.geomspace(positive.min() / 1.3, positive.max() * 2, 300)
     for run in found.runs:
         colour, line = styles[run.name]
-        used, held = _used_and_held(run, evaluations)
+        used, held = _used_and_held(run)
         axes.plot(x, run.fit.predict(x), color=colour, linestyle=line, linewidth=1.6, label=run.name)
         axes.plot(*used, "o", color=colour, markersize=_SIZE)
         axes.plot(*held, "o", markerfacecolor="white", markeredgecolor=colour, markersize=_HELD_SIZE)
@@ -69,7 +66,7 @@ def _curves(axes, found: Comparison, evaluations, styles, x_label: str, y_label:
     axes.legend(loc="upper left", frameon=False, fontsize=size, ncols=1 if len(found.runs) <= 10 else 2)
 
 
-def _slopes(axes, found: Comparison, evaluations, styles, x_label: str) -> None:
+def _slopes(axes, found: Comparison, styles, x_label: str) -> None:
     refitted = [row for row in found.table if row.slope is not None]
     if not refitted:
         axes.set_axis_off()
@@ -80,7 +77,7 @@ def _slopes(axes, found: Comparison, evaluations, styles, x_label: str) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     for row in refitted:
         colour, line = styles[row.run.name]
-        used, held = _used_and_held(row.run, evaluations)
+        used, held = _used_and_held(row.run)
         for (compute, reward), face in ((used, colour), (held, "white")):
             log_compute, log_straight = straightened(compute, reward, row.slope)
             axes.plot(

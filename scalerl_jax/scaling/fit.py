@@ -23,8 +23,8 @@ from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
 from scalerl_jax.scaling.padding import padded
 from scalerl_jax.scaling.points import Points, check_points
 from scalerl_jax.scaling.precision import double_precision
+from scalerl_jax.scaling.profile import LEVEL, FitState
 
-_LEVEL = 0.95
 _CURVE_POINTS = 128  # curves and bands are computed at this many points at least
 
 
@@ -39,11 +39,16 @@ class SigmoidFit(law.Sigmoid):
     verdict: str  # one sentence: that they do, what fits as well and what compute would tell, or that they do not rise
     used: np.ndarray  # [N] bool over the points given
     dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
-    state: "FitState" = dataclasses.field(repr=False)
+    state: FitState = dataclasses.field(repr=False)
     samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
     trend: str = trend.RISING  # where it is not, the parameters mean nothing (trend.py)
     bins: int | None = None  # so many means of the points were fitted, where there are too many (binning.py)
     compute_to_identify: float = np.inf  # evaluated up to here the points tell A: where they end, if they do already
+
+    @property
+    def rises(self) -> bool:
+        """Whether there is a curve to speak of."""
+        return self.trend == trend.RISING
 
     def predict(self, compute) -> np.ndarray:
         """The curve at compute (a number or an array, 0 allowed): float64 of its shape."""
@@ -52,9 +57,7 @@ class SigmoidFit(law.Sigmoid):
             curve = np.asarray(_curve(_widened(compute.ravel()), **self.parameters))
         return curve[: compute.size].reshape(compute.shape)
 
-    def band(
-        self, compute, *, level: float = _LEVEL, evaluation_variance: float = 0.0
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def band(self, compute, *, level: float = LEVEL, evaluation_variance: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """Lowest and highest curve that the points allow at each compute above 0, [M] each.
 
         evaluation_variance widens it from where the curve can be to where an evaluation with that noise can be.
@@ -62,10 +65,9 @@ class SigmoidFit(law.Sigmoid):
         log_compute = np.log(np.atleast_1d(np.asarray(compute, np.float64)))
         asked = len(log_compute)
         log_compute = _widened(log_compute)
-        rise = self.state.rise(level)
+        state, rise = self.state, self.state.rise(level)
         with double_precision():
-            shapes = profile.band_shapes(self.state.found)
-            state = self.state
+            shapes = profile.band_shapes(state.found)
             ends = profile.band(log_compute, shapes, state.data, state.constraint, state.found.best, rise)
             low, high = (np.asarray(end)[:asked] for end in ends)
         curve = self.predict(np.atleast_1d(compute))
@@ -84,7 +86,7 @@ class SigmoidFit(law.Sigmoid):
         with double_precision():
             return float(law.compute_to_reach(target, **self.parameters))
 
-    def bootstrap_interval(self, name: str, *, level: float = _LEVEL) -> tuple[float, float]:
+    def bootstrap_interval(self, name: str, *, level: float = LEVEL) -> tuple[float, float]:
         """Percentiles of the resamples. Raises ValueError if the fit was made with bootstrap=0."""
         if self.samples is None:
             raise ValueError("bootstrap_interval: the fit was made with bootstrap=0")
@@ -94,25 +96,39 @@ class SigmoidFit(law.Sigmoid):
         return float(low), float(high)
 
 
-@dataclasses.dataclass(frozen=True)
-class FitState:
-    """What intervals and bands are computed from."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """One run or recipe: all its evaluations, its seeds together, and the fit of those used. Equal to itself alone."""
 
-    data: least_squares.Data  # weights 1 / variance
-    constraint: least_squares.Constraint
-    found: profile.Profile  # at _LEVEL
-    degrees: float  # of freedom of the t that intervals use, the counts' included
-    dispersion: float
+    name: str
+    compute: np.ndarray  # [N] in the fit's unit
+    reward: np.ndarray  # [N]
+    fit: SigmoidFit
 
-    def rise(self, level: float) -> float:
-        """How far Q may rise within an interval of this level."""
-        return profile.threshold(level, self.dispersion, self.degrees)
+    @property
+    def points(self) -> Points:
+        return self.fit.state.points
 
-    def intervals(self, level: float, estimate) -> dict[str, tuple[float, float]]:
-        """Of each parameter but R0. estimate: A, B, C_mid, which are inside."""
-        best, rise = self.found.best, self.rise(level)
-        found = self.found if level == _LEVEL else _profile(best, self.data, self.constraint, rise)
-        return read_intervals(found, estimate)
+    @property
+    def seeds(self) -> int:
+        return len(np.unique(self.points.run))
+
+    @property
+    def reached(self) -> float:
+        """Compute of the last point used."""
+        return self.points.most
+
+    @property
+    def held(self) -> np.ndarray:
+        """[N] bool: beyond the points used."""
+        return self.compute > self.reached
+
+    @property
+    def held_error(self) -> float | None:
+        """Mean of predicted minus measured on the points held out."""
+        if not self.held.any():
+            return None
+        return float(np.mean(self.fit.predict(self.compute[self.held]) - self.reward[self.held]))
 
 
 def fit_sigmoid(
@@ -157,43 +173,31 @@ def fit_sigmoid(
             raise ValueError("midpoint_grid: must be above 0")
     data = squares_data(points)
     cells = least_squares.search_cells(data.log_compute, midpoint_grid if grid == "auto" else None)
-    state = likelihood(points, cells)
-    best = state.found.best
-    word = trend.find_trend(
-        points,
-        state.data,
-        cost=float(best.cost) + points.inner_squares,
-        rise=float(best.asymptote - best.initial_reward),
-        dispersion=state.dispersion,
-        degrees=state.degrees,
-    )
+    state = profile.likelihood(points, cells)
+    word = trend.find_trend(state)
     if grid == "paper":
         falls = trend.sentence(trend.FALLING, points)
         estimate, ssr = paper_estimate(points, asymptote_grid, midpoint_grid, falls)
     else:
         estimate, ssr = least_squares_estimate(data, cells, least_squares.free())
-    intervals = state.intervals(_LEVEL, estimate)
-    most = points.most
-    identified = bool(
-        identify.is_identified(*intervals["asymptote"], intervals["midpoint"][1], initial=estimate[3], most=most)
-    )
-    identified = identified and word == trend.RISING
-    needed = most if word == trend.RISING else np.inf
-    if not identified and word == trend.RISING:
-        needed = identify.compute_that_tells(
-            state.data, estimate, intervals, level=_LEVEL, dispersion=state.dispersion, degrees=state.degrees
-        )
+    intervals = state.intervals(LEVEL, estimate)
+    if word == trend.RISING:
+        told = (*intervals["asymptote"], intervals["midpoint"][1])
+        identified = bool(identify.is_identified(*told, initial=estimate[3], most=points.most))
+        needed = points.most if identified else identify.compute_that_tells(state, estimate, intervals)
+        verdict = identify.sentence(identified, intervals["asymptote"], most=points.most, needed=needed)
+    else:
+        identified, needed, verdict = False, np.inf, trend.sentence(word, points)
     samples = None
     if bootstrap:
         samples = resample.bootstrap(points, data, cells, estimate, count=bootstrap, seed=seed, population=population)
-    verdict = identify.sentence(identified, intervals["asymptote"], most=most, needed=needed)
     return SigmoidFit(
         *estimate,
         ssr=ssr + points.scatter,
         points=int(points.rows.sum()),
         intervals=intervals,
         identified=identified,
-        verdict=verdict if word == trend.RISING else trend.sentence(word, points),
+        verdict=verdict,
         used=points.used,
         dispersion=state.dispersion,
         state=state,
@@ -204,7 +208,6 @@ def fit_sigmoid(
     )
 
 
-_search = jax.jit(least_squares.search_from_rows, static_argnums=3)
 _curve = jax.jit(law.sigmoid_law)
 
 
@@ -225,25 +228,13 @@ def squares_data(points: Points) -> least_squares.Data:
     )
 
 
-def likelihood_data(points: Points) -> least_squares.Data:
-    """Weights 1 / variance, and R0 free within what its own evaluation allows."""
-    variance = points.initial_variance
-    return least_squares.make_data(
-        points.compute,
-        points.reward,
-        1 / points.variance,
-        initial=points.initial,
-        initial_weight=np.inf if variance == 0 else 1 / variance,
-    )
-
-
 Estimate = tuple[float, float, float, float]  # A, B, C_mid, R0
 
 
 def least_squares_estimate(data: least_squares.Data, cells, constraint) -> tuple[Estimate, float]:
     """The minimum over the whole plane of shapes, and its sum of squares."""
     with double_precision():
-        solution = jax.device_get(_search(cells, data, constraint, least_squares.CELL_ROWS))
+        solution = jax.device_get(least_squares.search_from_rows(cells, data, constraint))
     exponent, midpoint = np.exp(solution.shape)
     estimate = (float(solution.asymptote), float(exponent), float(midpoint), float(solution.initial_reward))
     return estimate, float(solution.cost)
@@ -267,34 +258,3 @@ def paper_estimate(points: Points, asymptote_grid, midpoint_grid, falls: str) ->
     row, column = cell
     estimate = (float(asymptotes[row]), float(fitted.exponent[cell]), float(midpoints[column]), points.initial)
     return estimate, float(fitted.ssr[cell])
-
-
-def likelihood(points: Points, cells, constraint: least_squares.Constraint | None = None, *, held: int = 0) -> FitState:
-    """Profile intervals, and the dispersion of the noise. held: so many parameters a constraint does not let move."""
-    data = likelihood_data(points)
-    constraint = constraint or least_squares.free()
-    degrees = points.degrees + points.belief + held
-    with double_precision():
-        best = _search(cells, data, constraint, least_squares.CELL_ROWS)
-        squares = points.belief + float(best.cost) + points.inner_squares
-        dispersion = squares / degrees if degrees > 0 else np.inf
-    found = _profile(best, data, constraint, profile.threshold(_LEVEL, dispersion, degrees))
-    return FitState(data, constraint, found, degrees, dispersion)
-
-
-def _profile(best: least_squares.Solution, data: least_squares.Data, constraint, rise: float) -> profile.Profile:
-    margin = profile.LOG_COMPUTE_RANGE
-    log_range = np.array([data.log_compute.min() - margin, data.log_compute.max() + margin])
-    starts = least_squares.search_cells(data.log_compute, coarse=True)
-    with double_precision():
-        return jax.device_get(profile.profile(best, starts, data, constraint, rise, log_range))
-
-
-def read_intervals(found: profile.Profile, estimate) -> dict[str, tuple[float, float]]:
-    """Intervals in the parameters' own units, 0 or infinity where the data leave them open, the estimate inside."""
-    low = np.array([found.low[0], *np.where(found.open_low[1:], 0.0, np.exp(found.low[1:]))])
-    high = np.array([found.high[0], *np.where(found.open_high[1:], np.inf, np.exp(found.high[1:]))])
-    return {
-        name: (float(min(low[i], estimate[i])), float(max(high[i], estimate[i])))
-        for i, name in enumerate(profile.PARAMETERS)
-    }

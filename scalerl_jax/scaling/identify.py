@@ -18,7 +18,7 @@ Left out: that the curve may turn out to be another one. Where the points leave 
 import numpy as np
 import scipy.special
 
-from scalerl_jax.scaling.least_squares import Data
+from scalerl_jax.scaling.profile import LEVEL, FitState
 
 SEED_MARGIN = 0.02  # A of runs that differ only in the seed, as the paper found
 IDENTIFIED_WIDTH = 0.04  # widest 95 % interval of A that still tells A
@@ -35,19 +35,14 @@ def is_identified(low, high, highest_midpoint, initial, most):
 
 
 def compute_that_tells(
-    data: Data,
-    estimate: tuple[float, float, float, float],
-    intervals: dict[str, tuple[float, float]],
-    *,
-    level: float,
-    dispersion: float,
-    degrees: float,
+    state: FitState, estimate: tuple[float, float, float, float], intervals: dict[str, tuple[float, float]]
 ) -> float:
     """The compute up to which evaluations of the same kind are expected to tell A; inf if 100 times the compute is not.
 
-    data: weights 1 / variance; estimate: A, B, C_mid, R0; intervals: the profile's; level, dispersion, degrees: theirs.
+    estimate: A, B, C_mid, R0; intervals: the profile's.
     """
     asymptote, exponent, midpoint, initial = estimate
+    data, dispersion = state.data, state.dispersion
     real = data.weight > 0
     log_compute, weight = data.log_compute[real], data.weight[real]
     if not 0 < exponent < np.inf or not np.isfinite(dispersion) or asymptote <= initial:
@@ -78,7 +73,7 @@ def compute_that_tells(
     scale = np.where(scale > 0, scale, 1.0)
     scaled = total / (scale[:, :, None] * scale[:, None, :]) + 1e-13 * np.eye(total.shape[-1])
     come = np.concatenate([[0.0], np.cumsum(added)]) * len(log_compute) / len(places)
-    rise = dispersion * scipy.special.fdtri(1, degrees + come, level)
+    rise = dispersion * scipy.special.fdtri(1, state.degrees + come, LEVEL)
     with np.errstate(over="ignore"):
         variance = np.einsum("kii->ki", np.linalg.inv(scaled)) / scale**2
         half = np.sqrt(np.maximum(rise[:, None] * variance, 0.0))

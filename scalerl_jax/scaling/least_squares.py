@@ -239,7 +239,8 @@ def polish(shape, data: Data, constraint: Constraint, *, steps: int = _STEPS, to
     return Solution(shape, initial, asymptote, cost)
 
 
-def search_from_rows(cells: Cells, data: Data, constraint: Constraint, rows: int) -> Solution:
+@functools.partial(jax.jit, static_argnames="rows")
+def search_from_rows(cells: Cells, data: Data, constraint: Constraint, rows: int = CELL_ROWS) -> Solution:
     """The lowest of the minima reached from the best cell of each of `rows` bands of the cells (they are B-major)."""
     costs = cell_costs(cells, data, constraint).reshape(rows, -1)
     best = jnp.argmin(costs, axis=1) + jnp.arange(rows) * costs.shape[1]

@@ -4,7 +4,6 @@ Drawn with matplotlib's Figure directly, without pyplot: no global state, no dis
 are written whole or not at all.
 """
 
-import dataclasses
 import io
 import os
 from collections.abc import Sequence
@@ -15,9 +14,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from scalerl_jax.scaling.binning import MOST_POINTS, thinned
-from scalerl_jax.scaling.fit import SigmoidFit
+from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.half_time import BAND_LEVEL, HalfTimeForecast
-from scalerl_jax.scaling.trend import RISING
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system.files import write_whole
 
@@ -111,22 +109,11 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "comput
     write_figure(figure, path)
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """One run of a plot: its points, its fit, and which points (compute above 0) the fit has not seen."""
-
-    name: str
-    compute: np.ndarray  # [N]
-    reward: np.ndarray  # [N]
-    fit: SigmoidFit
-    held: np.ndarray  # [N] bool
-
-
 _TOGETHER = 3  # more runs than this hide each other: then each has a panel of its own
 _PANEL = (2.7, 2.1)  # inches
 
 
-def plot_fits(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
+def plot_fits(curves: Sequence[Run], *, x_label: str, y_label: str) -> Figure:
     """Runs with their curves over a logarithmic compute axis, up to twice the compute that there is.
 
     Up to three runs share one picture; more are drawn as panels with one scale, each before the curves of the others.
@@ -141,10 +128,10 @@ def plot_fits(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
     alone = len(curves) == 1
     for one, colour in zip(curves, COLOURS):
         label = f"A {one.fit.asymptote:.3f}  B {one.fit.exponent:.2f}  C_mid {short_number(one.fit.midpoint)}"
-        label = label if one.fit.trend == RISING else one.fit.trend
+        label = label if one.fit.rises else one.fit.trend
         _draw_run(axes, one, x, colour, label=label if alone else f"{one.name}   {label}", parts_labelled=alone)
     log_compute_axis(axes, x)
-    if alone and curves[0].fit.trend == RISING:
+    if alone and curves[0].fit.rises:
         axes.annotate(
             f"A {curves[0].fit.asymptote:.3f}", (x[0], curves[0].fit.asymptote), xytext=(4, 3),
             textcoords="offset points", color=COLOURS[0], fontsize=9,
@@ -162,13 +149,13 @@ def plot_fits(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
 _KEY = "filled: used by the fit, open: held out, grey: before the burn-in; shaded: 95 % band, dotted: A"
 
 
-def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: str) -> Figure:
+def _panels(curves: Sequence[Run], x: np.ndarray, *, x_label: str, y_label: str) -> Figure:
     columns = min(len(curves), max(4, int(np.ceil(np.sqrt(len(curves))))))
     rows = -(-len(curves) // columns)
     size = (max(8.0, columns * _PANEL[0]), rows * _PANEL[1] + 0.9)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    predicted = [one.fit.predict(x) for one in curves if one.fit.trend == RISING]
+    predicted = [one.fit.predict(x) for one in curves if one.fit.rises]
     for index, axes in enumerate(grid.flat):
         if index >= len(curves):
             axes.set_axis_off()
@@ -181,7 +168,7 @@ def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: st
         _draw_run(axes, one, x, COLOURS[0], points_colour=_INK)  # the points must not drown in the line
         low, high = one.fit.intervals["asymptote"]
         axes.set_title(one.name, loc="left", fontsize=9, color=_INK)
-        told = f"A {one.fit.asymptote:.3f}\n[{low:.3f}, {high:.3f}]" if one.fit.trend == RISING else one.fit.trend
+        told = f"A {one.fit.asymptote:.3f}\n[{low:.3f}, {high:.3f}]" if one.fit.rises else one.fit.trend
         axes.annotate(
             told, (0.97, 0.05), xycoords="axes fraction", ha="right",
             fontsize=8, color=COLOURS[0], path_effects=[withStroke(linewidth=2.5, foreground="white")], zorder=5,
@@ -201,7 +188,7 @@ def _panels(curves: Sequence[Curve], x: np.ndarray, *, x_label: str, y_label: st
 
 def _draw_run(
     axes,
-    one: Curve,
+    one: Run,
     x: np.ndarray,
     colour: str,
     *,
@@ -210,7 +197,7 @@ def _draw_run(
     points_colour: str | None = None,
 ) -> None:
     """Band, asymptote, points and curve of one run."""
-    if one.fit.trend == RISING:
+    if one.fit.rises:
         low, high = one.fit.band(x)
         band_label = "95 % band of the curve" if parts_labelled else None
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, label=band_label)

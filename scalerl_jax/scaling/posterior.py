@@ -23,10 +23,10 @@ import scipy.special
 from jax.scipy.special import log_ndtr, ndtr, ndtri
 
 from scalerl_jax.scaling import least_squares
-from scalerl_jax.scaling.fit import likelihood_data
 from scalerl_jax.scaling.least_squares import Constraint, Data
 from scalerl_jax.scaling.points import Points
 from scalerl_jax.scaling.precision import double_precision
+from scalerl_jax.scaling.profile import likelihood_data
 
 EXPONENT_PRIOR = (float(np.log(2.0)), 0.5)  # of ln B
 _INITIAL_SPREAD = 0.3  # standard deviation of an R0 of which nothing was measured

@@ -10,6 +10,7 @@ Unlike a standard error, the interval is lopsided where the data are, reaches 1 
 lowest and the highest score over all curves whose Q is within the threshold.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -20,7 +21,10 @@ import scipy.special
 
 from scalerl_jax.scaling import least_squares
 from scalerl_jax.scaling.least_squares import Cells, Constraint, Data, Solution
+from scalerl_jax.scaling.points import Points
+from scalerl_jax.scaling.precision import double_precision
 
+LEVEL = 0.95  # of the intervals that a fit comes with
 PARAMETERS = ("asymptote", "exponent", "midpoint")
 LOG_EXPONENT_RANGE = (np.log(0.02), np.log(200.0))  # an interval of B that reaches an end is open there
 LOG_COMPUTE_RANGE = 7.0  # an interval of C_mid is open that far beyond the data, in ln C
@@ -142,3 +146,67 @@ def band_shapes(found: Profile) -> np.ndarray:
     """Shapes [K, 2] that fill the box of the intervals of ln B and ln C_mid."""
     axes = [np.linspace(float(found.low[i]), float(found.high[i]), _BAND_CELLS) for i in (1, 2)]
     return np.stack([a.ravel() for a in np.meshgrid(*axes, indexing="ij")], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FitState:
+    """What intervals and bands are computed from."""
+
+    points: Points
+    data: Data  # weights 1 / variance
+    constraint: Constraint
+    found: Profile  # at LEVEL
+    degrees: float  # of freedom of the t that intervals use, the counts' included
+    dispersion: float
+
+    def rise(self, level: float) -> float:
+        """How far Q may rise within an interval of this level."""
+        return threshold(level, self.dispersion, self.degrees)
+
+    def intervals(self, level: float, estimate) -> dict[str, tuple[float, float]]:
+        """Of each parameter but R0. estimate: A, B, C_mid, which are inside."""
+        best, rise = self.found.best, self.rise(level)
+        found = self.found if level == LEVEL else _profile(best, self.data, self.constraint, rise)
+        return read_intervals(found, estimate)
+
+
+def likelihood_data(points: Points) -> Data:
+    """Weights 1 / variance, and R0 free within what its own evaluation allows."""
+    variance = points.initial_variance
+    return least_squares.make_data(
+        points.compute,
+        points.reward,
+        1 / points.variance,
+        initial=points.initial,
+        initial_weight=np.inf if variance == 0 else 1 / variance,
+    )
+
+
+def likelihood(points: Points, cells, constraint: Constraint | None = None, *, held: int = 0) -> FitState:
+    """Profile intervals, and the dispersion of the noise. held: so many parameters a constraint does not let move."""
+    data = likelihood_data(points)
+    constraint = constraint or least_squares.free()
+    degrees = points.degrees + points.belief + held
+    with double_precision():
+        best = least_squares.search_from_rows(cells, data, constraint)
+        squares = points.belief + float(best.cost) + points.inner_squares
+        dispersion = squares / degrees if degrees > 0 else np.inf
+    found = _profile(best, data, constraint, threshold(LEVEL, dispersion, degrees))
+    return FitState(points, data, constraint, found, degrees, dispersion)
+
+
+def _profile(best: Solution, data: Data, constraint, rise: float) -> Profile:
+    margin = LOG_COMPUTE_RANGE
+    log_range = np.array([data.log_compute.min() - margin, data.log_compute.max() + margin])
+    starts = least_squares.search_cells(data.log_compute, coarse=True)
+    with double_precision():
+        return jax.device_get(profile(best, starts, data, constraint, rise, log_range))
+
+
+def read_intervals(found: Profile, estimate) -> dict[str, tuple[float, float]]:
+    """Intervals in the parameters' own units, 0 or infinity where the data leave them open, the estimate inside."""
+    low = np.array([found.low[0], *np.where(found.open_low[1:], 0.0, np.exp(found.low[1:]))])
+    high = np.array([found.high[0], *np.where(found.open_high[1:], np.inf, np.exp(found.high[1:]))])
+    return {
+        name: (float(min(low[i], estimate[i])), float(max(high[i], estimate[i]))) for i, name in enumerate(PARAMETERS)
+    }

@@ -27,20 +27,6 @@ _TIMES = ("time", "_timestamp", "timestamp", "wall_time", "Wall time")  # column
 
 
 @dataclasses.dataclass(frozen=True)
-class Places(Sequence[str]):
-    """Where rows stand, for messages: made when asked for."""
-
-    table: Table
-    rows: np.ndarray  # [N] of the table
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, at):
-        return self.table.place(int(self.rows[at]))
-
-
-@dataclasses.dataclass(frozen=True)
 class Evaluations:
     """One run as it was read: N rows with both x and y in order of x, compute in the file's unit, y as it stands there.
 
@@ -48,14 +34,22 @@ class Evaluations:
     """
 
     name: str
-    source: str
     seed: str
     compute: np.ndarray  # [N] increasing
     reward: np.ndarray  # [N]
     passes: np.ndarray | None  # [N, prompts] or None
     trials: np.ndarray | None  # [N, prompts]
-    places: Sequence[str]
-    remarks: tuple[str, ...] = ()
+    table: Table
+    rows: np.ndarray  # [N] of the table
+    remarks: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        return self.table.source
+
+    def place(self, at: int) -> str:
+        """Where a row stands, for messages."""
+        return self.table.place(int(self.rows[at]))
 
 
 class _Columns:
@@ -76,9 +70,13 @@ class _Columns:
             self._made[name] = cells_lib.numbers(self.table.cells[name], comma=self._comma)
         return self._made[name]
 
-    def bad(self, name: str, row: int) -> InputError:
-        what = cells_lib.complaint(self.table.cells[name][row])
-        return InputError(f"{self.table.place(row)}: column {name!r}: {what}")
+    def refuse(self, name: str, rows: np.ndarray, wrong: np.ndarray) -> None:
+        """Raises InputError on the first of these rows, [M], whose cell is wrong, [M] bool."""
+        if wrong.any():
+            row = int(rows[np.argmax(wrong)])
+            blank = self.get(name)[1][row] == BLANK
+            what = " is empty" if blank else f": {cells_lib.complaint(self.table.cells[name][row])}"
+            raise InputError(f"{self.table.place(row)}: column {name!r}{what}")
 
 
 def _require(table: Table, column: str, flag: str) -> None:
@@ -168,12 +166,9 @@ def _by_label(
                 raise InputError(f"{table.place(row)}: column {column!r} is empty")
         labels.append(cells)
     groups: dict[tuple[str, str], list[int]] = {}
-    for row, label in enumerate(zip(*labels)):
-        groups.setdefault(label, []).append(row)
-    merged: dict[tuple[str, str], list[int]] = {}
-    for (of_run, of_seed), rows in groups.items():
-        merged.setdefault((str(of_run).strip(), str(of_seed).strip()), []).extend(rows)
-    return {label: np.array(rows) for label, rows in merged.items()}
+    for row, (of_run, of_seed) in enumerate(zip(*labels)):
+        groups.setdefault((str(of_run).strip(), str(of_seed).strip()), []).append(row)
+    return {label: np.array(rows) for label, rows in groups.items()}
 
 
 def _label(path: str, seeds_by_folder: bool) -> tuple[str, str]:
@@ -207,8 +202,7 @@ def _one_run(
     if not rows.size:
         raise InputError(f"{table.source}: no row has a value in column {y!r}")
     for column, state in ((x, of_x), (y, of_y)):
-        if (state[rows] == BAD).any():
-            raise columns.bad(column, int(rows[np.argmax(state[rows] == BAD)]))
+        columns.refuse(column, rows, state[rows] == BAD)
     empty = of_x[rows] == BLANK
     if empty.any():
         raise InputError(f"{table.place(int(rows[np.argmax(empty)]))}: column {x!r} is empty, but {y!r} is not")
@@ -247,9 +241,7 @@ def _one_run(
         )
     kept, one_reward, passes, trials = repeats.without(found, duplicates, reward[rows], passes, trials)
     rows = rows[kept]
-    return Evaluations(
-        name, table.source, seed, compute[rows], one_reward, passes, trials, Places(table, rows), tuple(remarks)
-    )
+    return Evaluations(name, seed, compute[rows], one_reward, passes, trials, table, rows, tuple(remarks))
 
 
 def _counts(columns: _Columns, rows: np.ndarray, counts: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
@@ -259,12 +251,7 @@ def _counts(columns: _Columns, rows: np.ndarray, counts: tuple[str, str]) -> tup
         both = []
         for column in counts:
             values, state = columns.get(column)
-            wrong = state[rows] != cells_lib.GOOD
-            if wrong.any():
-                row = int(rows[np.argmax(wrong)])
-                if state[row] == BLANK:
-                    raise InputError(f"{table.place(row)}: column {column!r} is empty")
-                raise columns.bad(column, row)
+            columns.refuse(column, rows, state[rows] != cells_lib.GOOD)
             both.append(values[rows][:, None])
         return both[0], both[1]
     passed, tried = ([_list(columns, int(row), column) for row in rows] for column in counts)

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from scalerl_jax.scaling import fit as fit_module
-from scalerl_jax.scaling import law, least_squares
+from scalerl_jax.scaling import law, least_squares, profile
 from scalerl_jax.scaling.points import Points
 from scalerl_jax.scaling.precision import double_precision
 
@@ -38,7 +38,7 @@ def refit(points: Points, asymptote: float, *, grid: str = "auto") -> Slope:
         estimate, ssr = fit_module.paper_estimate(points, [asymptote], None, "these scores do not rise")
     else:
         estimate, ssr = fit_module.least_squares_estimate(data, cells, constraint)
-    state = fit_module.likelihood(points, cells, constraint, held=1)
+    state = profile.likelihood(points, cells, constraint, held=1)
     wide, narrow = (state.intervals(level, estimate)["exponent"] for level in (0.95, 0.90))
     return Slope(*estimate, ssr + points.scatter, wide, narrow)
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -146,18 +146,6 @@ def _separated(path: str, wanted: Wanted, *, tabs: bool) -> Table:
     if header_line is None:
         raise InputError(f"{path}: is empty")
     separator = "\t" if tabs else _separator(header_line)
-    table = _rows_of_cells(path, wanted, separator, _blocks)
-    if table is None:  # empty lines, cells that hold line ends, or a mistake: again, a row at a time
-        table = _rows_of_cells(path, wanted, separator, _one_by_one)
-    assert table is not None
-    return table
-
-
-_Parts = Iterator[tuple[list[list[str]], Sequence[int]] | None]
-
-
-def _rows_of_cells(path: str, wanted: Wanted, separator: str, parts: Callable[..., _Parts]) -> Table | None:
-    """parts: gives rows with the numbers of their lines; where it gives None, nothing has been read."""
     reader = csv.reader(_lines(path, newline=""), delimiter=separator)
     numbers: list[int] = []
     try:
@@ -167,39 +155,20 @@ def _rows_of_cells(path: str, wanted: Wanted, separator: str, parts: Callable[..
             raise InputError(f"{path}: line {at} is no header: it holds numbers, not the names of the columns")
         chosen = {name: at for at, name in reversed(list(enumerate(header))) if wanted(name)}
         cells: dict[str, list[Any]] = {name: [] for name in chosen}
-        for part in parts(path, reader, len(header)):
-            if part is None:
-                return None
-            rows, lines = part
-            numbers.extend(lines)
+        while block := [(reader.line_num, row) for row in itertools.islice(reader, _BLOCK)]:
+            for line, row in block:
+                if len(row) != len(header) and any(cell.strip() for cell in row):
+                    raise InputError(f"{path}: line {line}: {len(row)} cells, but the header has {len(header)}")
+            full = [(line, row) for line, row in block if len(row) == len(header)]
+            numbers.extend([line for line, _ in full])
             for name, at in chosen.items():
-                cells[name].extend([row[at] for row in rows])
+                cells[name].extend([row[at] for _, row in full])
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: {error}") from None
     if not numbers:
         raise InputError(f"{path}: has no rows below its header")
     twice = tuple(sorted({name for name in header if header.count(name) > 1}))
     return Table(path, tuple(dict.fromkeys(header)), cells, numbers, separator=separator, twice=twice)
-
-
-def _blocks(path: str, reader: Any, width: int) -> _Parts:
-    """Many rows at a time, as long as each of them is one line of `width` cells."""
-    before = reader.line_num
-    while rows := list(itertools.islice(reader, _BLOCK)):
-        after = reader.line_num
-        if set(map(len, rows)) != {width} or after - before != len(rows):
-            yield None
-            return
-        yield rows, range(before + 1, after + 1)
-        before = after
-
-
-def _one_by_one(path: str, reader: Any, width: int) -> _Parts:
-    for row in reader:
-        if len(row) == width:
-            yield [row], [reader.line_num]
-        elif any(cell.strip() for cell in row):
-            raise InputError(f"{path}: line {reader.line_num}: {len(row)} cells, but the header has {width}")
 
 
 def _separator(header: str) -> str:
@@ -216,33 +185,26 @@ def _is_number(text: str) -> bool:
     return True
 
 
-class _Rows:
-    """Columns that come to be while rows of names and values are added."""
-
-    def __init__(self, path: str, wanted: Wanted, unit: str):
-        self._path, self._wanted, self._unit = path, wanted, unit
-        self._names: dict[str, None] = {}
-        self._cells: dict[str, list[Any]] = {}
-        self._numbers: list[int] = []
-
-    def add(self, numbers: Sequence[int], rows: Sequence[Any]) -> None:
+def _of_objects(path: str, wanted: Wanted, unit: str, parts: Iterable[tuple[Sequence[int], Sequence[Any]]]) -> Table:
+    """parts: numbers of rows, and as many objects of names and values."""
+    names: dict[str, None] = {}
+    cells: dict[str, list[Any]] = {}
+    numbers: list[int] = []
+    for places, rows in parts:
         if not set(map(type, rows)) <= {dict}:
             at = next(at for at, row in enumerate(rows) if not isinstance(row, dict))
-            raise InputError(f"{self._path}: {self._unit} {numbers[at]}: is not a JSON object")
-        if not set().union(*rows) <= self._names.keys():
-            for name in dict.fromkeys(name for row in rows for name in row):
-                if name not in self._names:
-                    self._names[name] = None
-                    if self._wanted(name):
-                        self._cells[name] = [None] * len(self._numbers)
-        for name, column in self._cells.items():
+            raise InputError(f"{path}: {unit} {places[at]}: is not a JSON object")
+        for name in dict.fromkeys(name for row in rows for name in row):
+            if name not in names:
+                names[name] = None
+                if wanted(name):
+                    cells[name] = [None] * len(numbers)
+        for name, column in cells.items():
             column.extend([row.get(name) for row in rows])
-        self._numbers.extend(numbers)
-
-    def table(self) -> Table:
-        if not self._numbers:
-            raise InputError(f"{self._path}: is empty")
-        return Table(self._path, tuple(self._names), self._cells, self._numbers, self._unit)
+        numbers.extend(places)
+    if not numbers:
+        raise InputError(f"{path}: is empty")
+    return Table(path, tuple(names), cells, numbers, unit)
 
 
 def _parsed(path: str, place: str, text: str) -> Any:
@@ -259,32 +221,28 @@ def _parsed(path: str, place: str, text: str) -> Any:
 def _json_lines(path: str, wanted: Wanted, *, torn: bool = False) -> Table:
     """torn: the last line may be cut off, as a trainer leaves it that was killed or that is writing it just now."""
     remarks = []
-    rows = _Rows(path, wanted, "line")
-    lines = _lines(path, newline="\n")
-    before = 0
-    while block := list(itertools.islice(lines, _BLOCK)):
-        numbers: Sequence[int] = range(before + 1, before + len(block) + 1)
-        before += len(block)
-        try:  # as one list, which is parsed in a third of the time
-            found = json.loads(f"[{','.join(block)}]")
-        except (ValueError, RecursionError):
-            found = None
-        if found is None or len(found) != len(block):  # empty lines, or a mistake
-            full = [(number, text) for number, text in zip(numbers, block) if text and not text.isspace()]
-            if torn and full and not full[-1][1].endswith("\n") and not _is_json(full[-1][1]):
-                remarks.append(f"{path}: line {full.pop()[0]} is left out: it is cut off")
-            numbers = [number for number, _ in full]
-            found = [_parsed(path, f" line {number}:", text) for number, text in full]
-        rows.add(numbers, found)
-    return dataclasses.replace(rows.table(), remarks=tuple(remarks))
 
+    def blocks() -> Iterator[tuple[Sequence[int], Sequence[Any]]]:
+        numbered = enumerate(_lines(path, newline="\n"), start=1)
+        while block := list(itertools.islice(numbered, _BLOCK)):
+            try:  # as one list, which is parsed in a third of the time
+                found = json.loads(f"[{','.join([text for _, text in block])}]")
+            except (ValueError, RecursionError):
+                found = []
+            if len(found) != len(block):  # empty lines, or a mistake
+                block = [(number, text) for number, text in block if text and not text.isspace()]
+                found = []
+                for number, text in block:
+                    try:
+                        found.append(_parsed(path, f" line {number}:", text))
+                    except InputError:
+                        if not torn or text.endswith("\n"):
+                            raise
+                        remarks.append(f"{path}: line {number} is left out: it is cut off")
+            yield [number for number, _ in block[: len(found)]], found
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    table = _of_objects(path, wanted, "line", blocks())
+    return dataclasses.replace(table, remarks=tuple(remarks))
 
 
 def _json(path: str, wanted: Wanted) -> Table:
@@ -295,9 +253,7 @@ def _json(path: str, wanted: Wanted) -> Table:
         document, unit = document["log_history"], "log entry"
     if not isinstance(document, list):
         raise InputError(f"{path}: holds neither a log_history, as transformers writes it, nor a list of objects")
-    rows = _Rows(path, wanted, unit)
-    rows.add(range(1, len(document) + 1), document)
-    return rows.table()
+    return _of_objects(path, wanted, unit, [(range(1, len(document) + 1), document)])
 
 
 def _events(path: str, files: list[str], wanted: Wanted) -> Table:

@@ -13,8 +13,8 @@ all equal are flat.
 import numpy as np
 import scipy.special
 
-from scalerl_jax.scaling.least_squares import Data
 from scalerl_jax.scaling.points import PARAMETERS, Points
+from scalerl_jax.scaling.profile import FitState
 
 RISING, FLAT, FALLING = "rising", "flat", "falling"
 _ALPHA = 0.01  # of what is told as a fact
@@ -24,18 +24,16 @@ _SURE = 4.0  # standard errors of a fall from the best group to the last
 _FALL = 0.5  # of the gain so far; a smaller one is a bump
 
 
-def find_trend(points: Points, data: Data, *, cost: float, rise: float, dispersion: float, degrees: float) -> str:
-    """One of RISING, FLAT, FALLING.
-
-    data: of the likelihood, weights 1 / variance; cost: least Q of the law; rise: A - R0 there; dispersion, degrees:
-    of the noise.
-    """
+def find_trend(state: FitState) -> str:
+    """One of RISING, FLAT, FALLING."""
+    points, best = state.points, state.found.best
+    rise = float(best.asymptote - best.initial_reward)
     if np.ptp(points.reward) == 0 and (points.initial_mode == "free" or points.initial == points.reward[0]):
         return FLAT
     if _collapses(points):
         return FALLING
     slope, probability = _line(points)
-    if degrees > 0 and not _explains(points, data, cost, dispersion, degrees) and probability > _ALPHA:
+    if state.degrees > 0 and not _explains(state) and probability > _ALPHA:
         hint = (slope > 0 and probability <= _HINT) or _order_rises(points)
         return RISING if hint and rise > 0 else FLAT
     return FALLING if rise < 0 else RISING
@@ -55,8 +53,9 @@ def sentence(trend: str, points: Points) -> str:
     return f"the reward falls from {max([*start, *means[:-1]]):.3f} to {means[-1]:.3f}: no rising sigmoid fits"
 
 
-def _explains(points: Points, data: Data, cost: float, dispersion: float, degrees: float) -> bool:
+def _explains(state: FitState) -> bool:
     """F test of the law against one number for all points (R0 among them, where it was measured)."""
+    data, cost = state.data, float(state.found.best.cost) + state.points.inner_squares
     real = data.weight > 0
     weight, reward = data.weight[real], data.reward[real]
     w0, y0 = float(data.initial_weight), float(data.initial)
@@ -65,7 +64,7 @@ def _explains(points: Points, data: Data, cost: float, dispersion: float, degree
     level = y0 if exact else (np.sum(weight * reward) + known * y0) / (np.sum(weight) + known)
     one = float(np.sum(weight * (reward - level) ** 2) + known * (y0 - level) ** 2)
     gained = max(0.0, one - cost) / PARAMETERS
-    return gained > dispersion * float(scipy.special.fdtri(PARAMETERS, degrees, 1 - _ALPHA))
+    return gained > state.dispersion * float(scipy.special.fdtri(PARAMETERS, state.degrees, 1 - _ALPHA))
 
 
 def _line(points: Points) -> tuple[float, float]:

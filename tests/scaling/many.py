@@ -12,10 +12,10 @@ import numpy as np
 import scipy.stats
 
 from scalerl_jax.scaling import least_squares, noise, profile
-from scalerl_jax.scaling.fit import read_intervals
 from scalerl_jax.scaling.least_squares import Data, search_cells
 from scalerl_jax.scaling.points import PARAMETERS
 from scalerl_jax.scaling.precision import double_precision
+from scalerl_jax.scaling.profile import read_intervals
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 # GPU-hours of 100 steps, and where the fitted window ends. Where the paper gives neither: the step's cost goes with the

@@ -8,7 +8,8 @@ import scipy.optimize
 
 from scalerl_jax.scaling import compare as compare_module
 from scalerl_jax.scaling import fit_sigmoid, slopes
-from scalerl_jax.scaling.compare import Run, compare, difference
+from scalerl_jax.scaling.compare import compare, difference
+from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.points import check_points
 from tests.scaling.simulated import LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
 
@@ -22,8 +23,7 @@ WINDOW = {"initial_reward": None, "burn_in": 1500, "fit_until": 8000, "counts": 
 
 
 def make_run(name, compute, reward, **window):
-    window = {"initial_reward": None, "burn_in": 0, "fit_until": None, "counts": None, "run": None, **window}
-    return Run(name, check_points(compute, reward, **window), fit_sigmoid(compute, reward, **window))
+    return Run(name, compute, reward, fit_sigmoid(compute, reward, **window))
 
 
 @pytest.fixture(scope="module")

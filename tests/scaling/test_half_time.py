@@ -5,6 +5,7 @@ import pytest
 from matplotlib.image import imread
 
 from scalerl_jax.scaling import fit_sigmoid, plot
+from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.half_time import half_time_forecast
 from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
@@ -44,7 +45,7 @@ def test_many_runs_in_one_picture(tmp_path):
     for name, row in TABLE_1.items():
         reward = curve(COMPUTE, *row) + 0.003 * rng.standard_normal(len(COMPUTE))
         fit = fit_sigmoid(COMPUTE, reward, fit_until="half", burn_in=1000)
-        curves.append(plot.Curve(name, COMPUTE, reward, fit, COMPUTE > 8000))
+        curves.append(Run(name, COMPUTE, reward, fit))
     for chosen in (curves, curves[:2], curves[:1]):
         figure = plot.plot_fits(chosen, x_label="GPU-hours", y_label="pass rate")
         for ending in ("png", "svg"):
@@ -67,7 +68,7 @@ def test_short_numbers(value, text):
 def test_compute_in_any_unit_can_be_drawn(tmp_path, count):
     compute = np.geomspace(1e-300, 32e-300, 8)
     reward = 0.1 + 0.5 / (1 + compute[3] / compute)
-    one = plot.Curve("a", compute, reward, fit_sigmoid(compute, reward, initial_reward=0.1), np.zeros(8, bool))
+    one = Run("a", compute, reward, fit_sigmoid(compute, reward, initial_reward=0.1))
     plot.write_figure(
         plot.plot_fits([one] * count, x_label="compute", y_label="pass rate"), str(tmp_path / "curve.png")
     )

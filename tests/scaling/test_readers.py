@@ -27,7 +27,7 @@ def test_csv_and_tsv(tmp_path):
     assert (run.name, run.seed) == ("a", "")
     np.testing.assert_array_equal(run.compute, [0, 1000])
     np.testing.assert_array_equal(run.reward, [0.4, 0.5])
-    assert run.places[1].endswith("a.csv: line 4")
+    assert run.place(1).endswith("a.csv: line 4")
     (tmp_path / "b.tsv").write_text("x\ty\n1\t0.25\n")
     np.testing.assert_array_equal(one(tmp_path / "b.tsv").reward, [0.25])
 
@@ -180,7 +180,7 @@ def test_rows_out_of_order_are_sorted_and_said(tmp_path):
     run = one(tmp_path / "a.csv")
     np.testing.assert_array_equal(run.compute, [1, 2, 3])
     np.testing.assert_array_equal(run.reward, [0.1, 0.2, 0.3])
-    assert [place.rpartition(": ")[2] for place in run.places] == ["line 3", "line 4", "line 2"]
+    assert [place.rpartition(": ")[2] for place in map(run.place, range(3))] == ["line 3", "line 4", "line 2"]
     (said,) = run.remarks
     assert "column 'x' goes back 1 times; the rows were sorted by it" in said and "--run_column" in said
 
@@ -302,7 +302,7 @@ def test_the_log_of_transformers_trainers(tmp_path):
         assert run.name == "out"
         np.testing.assert_array_equal(run.compute, [10, 20])
         np.testing.assert_array_equal(run.reward, [0.25, 0.5])
-        assert run.places[1].endswith("trainer_state.json: log entry 4")
+        assert run.place(1).endswith("trainer_state.json: log entry 4")
     with pytest.raises(
         readers.InputError, match="--y is needed; the columns are step, loss, reward, epoch, eval_reward"
     ):
@@ -339,7 +339,7 @@ def test_long_files_are_read_as_short_ones_are(tmp_path, monkeypatch):
         for name, last in (("a.csv", 50), ("gap.csv", 51), ("a.jsonl", 50)):
             run = one(tmp_path / name)
             np.testing.assert_allclose(run.reward, np.arange(1, 50) / 100)
-            assert run.places[48].endswith(f"line {last}")
+            assert run.place(48).endswith(f"line {last}")
         with pytest.raises(readers.InputError, match="line 21: is not JSON"):
             one(tmp_path / "bad.jsonl")
         with pytest.raises(readers.InputError, match="line 21: is not a JSON object"):

@@ -23,11 +23,11 @@ from rich.table import Table
 from scalerl_jax.cli import compare_flags as given
 from scalerl_jax.cli import fit_flags
 from scalerl_jax.cli.entry import UserError, run_with_arguments, user_mistakes
-from scalerl_jax.scaling import decide, posterior, trend
+from scalerl_jax.scaling import decide, posterior
 from scalerl_jax.scaling import forecast as forecast_lib
 from scalerl_jax.scaling.commands import results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
-from scalerl_jax.scaling.compare import Comparison, Difference, Run, compare
+from scalerl_jax.scaling.compare import Comparison, Difference, compare
 from scalerl_jax.scaling.compare_json import (
     VERDICTS,
     comparison_document,
@@ -36,8 +36,8 @@ from scalerl_jax.scaling.compare_json import (
     run_document,
 )
 from scalerl_jax.scaling.compare_plot import plot_comparison
+from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Estimate, Forecast
-from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
@@ -66,14 +66,13 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ read, fit, compare
     said: list[str] = []
     fitted = fit_command.read_and_fit(paths, said)
-    said += [f"{one.name}: is left out: {one.fit.verdict}" for one in fitted if one.fit.trend != trend.RISING]
-    rising = [one for one in fitted if one.fit.trend == trend.RISING]
-    if not rising:
+    said += [f"{one.name}: is left out: {one.fit.verdict}" for one in fitted if not one.fit.rises]
+    runs = [one for one in fitted if one.fit.rises]
+    if not runs:
         raise UserError("; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted))
-    runs = [Run(one.name, check_points(one.compute, one.reward, **one.window), one.fit) for one in rising]
     names = [run.name for run in runs]
     if len(runs) < 2 and not (given.FORECAST.value and given.PLAN_BUDGET.value is None):
-        left_out = "; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted if one not in rising)
+        left_out = "; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted if one not in runs)
         raise UserError(
             f"{paths[0]}: holds one run{' that rises' if left_out else ''}, {names[0]!r}; a comparison needs two "
             f"({left_out or '--run_column tells runs apart'})"
@@ -114,8 +113,7 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ write
     figure = None
     if found is not None:
-        evaluations = {one.name: (one.compute, one.reward) for one in rising}
-        figure = plot_comparison(found, evaluations, x_label=label, y_label=y_label)
+        figure = plot_comparison(found, x_label=label, y_label=y_label)
     document: dict[str, Any] = {"x": label, "y": y_label, "grid": grid, "runs": [run_document(run) for run in runs]}
     if found is not None:
         document |= comparison_document(found)

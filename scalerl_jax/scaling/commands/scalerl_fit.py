@@ -10,7 +10,6 @@ Reads every file, fits every run, and only then writes fit.json, fit.png and fit
 input ends it with one line and exit code 2 before a file is written.
 """
 
-import dataclasses
 import math
 import os
 import re
@@ -24,34 +23,16 @@ from rich.table import Table
 
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, check_out, run_with_arguments, user_mistakes
-from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, trend, units
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling.commands import results, watch
-from scalerl_jax.scaling.fit import SEED_MARGIN
-from scalerl_jax.scaling.plot import Curve, plot_fits
+from scalerl_jax.scaling.fit import SEED_MARGIN, Run
+from scalerl_jax.scaling.plot import plot_fits
 from scalerl_jax.scaling.profile import PARAMETERS
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
 # What fit_sigmoid's messages call its arguments, and the flags that they come from.
 _FLAG_OF = {"initial_reward": "--r0", "burn_in": "--burn_in", "fit_until": "--fit_until", "grid=": "--grid="}
-
-
-@dataclasses.dataclass(frozen=True)
-class Fitted:
-    name: str
-    compute: np.ndarray  # [N] in the unit shown
-    reward: np.ndarray  # [N] accuracy
-    held: np.ndarray  # [N] bool: beyond fit_until
-    seeds: int
-    fit: SigmoidFit
-    window: dict[str, Any]  # what fit_sigmoid was told besides compute and reward: R0, window, counts, seeds
-
-    @property
-    def held_error(self) -> float | None:
-        """Mean of predicted minus measured on the points held out."""
-        if not self.held.any():
-            return None
-        return float(np.mean(self.fit.predict(self.compute[self.held]) - self.reward[self.held]))
 
 
 def run() -> None:
@@ -81,7 +62,7 @@ def main(paths: Sequence[str]) -> None:
     console.print(_table(fitted, label, console.width))
     for result in fitted:
         results.say(console, f"{result.name}: {result.fit.verdict}.")
-        if given.TARGET.value is not None and result.fit.trend == trend.RISING:
+        if given.TARGET.value is not None and result.fit.rises:
             results.say(console, f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.")
     console.print(
         f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
@@ -90,9 +71,7 @@ def main(paths: Sequence[str]) -> None:
     )
 
     # ------------------------------------------------------------------ write
-    figure = plot_fits(
-        [Curve(one.name, one.compute, one.reward, one.fit, one.held) for one in fitted], x_label=label, y_label=y_label
-    )
+    figure = plot_fits(fitted, x_label=label, y_label=y_label)
     try:
         *pictures, document = results.write(out, "fit", _document(fitted, label, y_label), figure)
     except OSError as error:
@@ -115,11 +94,11 @@ def check_arguments(paths: Sequence[str], name: str) -> str:
 def axis_labels() -> tuple[str, str]:
     """Of compute and of the score, as the flags name them."""
     x_name = given.X.value or readers.RUN_FOLDER_X
-    unit = units.conversion(given.X_UNIT.value)[1] if given.X_UNIT.value else ""
+    unit = units.conversion(given.X_UNIT.value)[1]
     return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
 
 
-def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
+def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Run]:
     """One fit for each run in the files, its seeds together, as the flags say. said: remarks, added to once each.
 
     Raises UserError.
@@ -130,7 +109,7 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Fitted]:
     initial = _number_or("r0", given.R0.value, "fit")
     until = _number_or("fit_until", given.FIT_UNTIL.value, "half")
     with user_mistakes():
-        factor = units.conversion(given.X_UNIT.value)[0] if given.X_UNIT.value else 1.0
+        factor = units.conversion(given.X_UNIT.value)[0]
 
     # ------------------------------------------------------------------ read
     with user_mistakes(tables.InputError):
@@ -192,7 +171,7 @@ def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
     return number
 
 
-def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, until, scale: str) -> Fitted:
+def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, until, scale: str) -> Run:
     """Fits one run, its seeds together."""
     compute = np.concatenate([one.compute for one in members]) * factor
     raw = np.concatenate([one.reward for one in members])
@@ -201,7 +180,7 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
 
     def place_of(row: int) -> str:
         member = int(np.searchsorted(behind, row, side="right"))
-        return members[member].places[row - int(behind[member]) + len(members[member].compute)]
+        return members[member].place(row - int(behind[member]) + len(members[member].compute))
 
     outside = (reward < 0) | (reward > 1)
     if outside.any():
@@ -217,18 +196,15 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
         if len(width) > 1:  # seeds evaluated on different prompts
             passes, trials = ([a.sum(axis=1, keepdims=True) for a in part] for part in (passes, trials))
         counts = (np.concatenate(passes), np.concatenate(trials))
-    window = {
-        "initial_reward": initial,
-        "burn_in": given.BURN_IN.value,
-        "fit_until": until,
-        "counts": counts,
-        "run": np.repeat(np.arange(len(members)), [len(one.compute) for one in members]),
-    }
     try:
         fit = fit_sigmoid(
             compute,
             reward,
-            **window,
+            initial_reward=initial,
+            burn_in=given.BURN_IN.value,
+            fit_until=until,
+            counts=counts,
+            run=np.repeat(np.arange(len(members)), [len(one.compute) for one in members]),
             grid=given.GRID.value,
             bootstrap=given.BOOTSTRAP.value,
             population=given.PROMPTS.value == "population",
@@ -244,11 +220,10 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
         else:
             place, text = place_of(int(named[1])), text.replace(named[0], "")
         raise UserError(f"{place}: {text}") from error
-    last = compute.max() / 2 if until == "half" else math.inf if until is None else until
-    return Fitted(name, compute, reward, compute > last, len(members), fit, window)
+    return Run(name, compute, reward, fit)
 
 
-def _table(fitted: list[Fitted], label: str, width: int) -> Table:
+def _table(fitted: list[Run], label: str, width: int) -> Table:
     title = f"R0 + (A - R0) / (1 + (C_mid / C)^B), C is {label}; intervals 95 %"
     heads = ("run", "A", "seeds", "B", "C_mid", "R0", "points", "residual", "identified", "error held out")
     table = results.new_table(title, *heads, overflow="fold")
@@ -258,8 +233,7 @@ def _table(fitted: list[Fitted], label: str, width: int) -> Table:
     forms = ("{:.3f}".format, "{:.2f}".format, short_number)
     for one in fitted:
         fit = one.fit
-        error = one.held_error
-        rises = fit.trend == trend.RISING
+        error, rises = one.held_error, fit.rises
         a, b, c = (
             f"{form(getattr(fit, name))}{between}{results.ends(fit.intervals[name], form)}" if rises else fit.trend
             for name, form in zip(PARAMETERS, forms)
@@ -289,11 +263,11 @@ def _reach(fit: SigmoidFit, target: float, label: str) -> str:
     return f"the fitted curve reaches {target:g} at {short_number(needed)} {label}"
 
 
-def _document(fitted: list[Fitted], x_label: str, y_label: str) -> dict:
+def _document(fitted: list[Run], x_label: str, y_label: str) -> dict:
     fits = []
     for one in fitted:
         fit = one.fit
-        rises = fit.trend == trend.RISING  # otherwise the parameters mean nothing, and are null
+        rises = fit.rises  # otherwise the parameters mean nothing, and are null
         entry = {
             "run": one.name,
             "trend": fit.trend,
