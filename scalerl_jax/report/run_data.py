@@ -11,21 +11,17 @@ from scalerl_jax.report.log_rows import log_rows, numbers_only
 from scalerl_jax.report.samples import PAGE_BYTES, rollouts
 from scalerl_jax.report.score import AXES, score
 from scalerl_jax.report.time_line import running_seconds, time_line, totals
+from scalerl_jax.system.json_values import read_object
 
 
 def read_settings(workdir: str) -> dict[str, Any]:
     """The config's leaves by their dotted names; what an older run did not know has its default."""
     path = os.path.join(workdir, "config.json")
     try:
-        with open(path, "rb") as file:
-            written = json.load(file)
+        written = read_object(path)
     except FileNotFoundError as error:
         raise ValueError(f"{workdir}: is no run folder: it has no config.json") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(written, dict):
-        raise ValueError(f"{path}: is not an object")
-    settings = {**config_check.leaves(Config()), **config_check.saved_leaves(written)}
+    settings = config_check.leaves(Config()) | config_check.saved_leaves(written)
     for name, value in settings.items():
         if wrong := config_check.leaf_fault(name, value):
             raise ValueError(f"{path}: {wrong[:200]}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
+from scalerl_jax.run.jsonl import row_of
 
 READ_BYTES = 16_000_000  # of sample files: what is read in well under a second
 PAGE_BYTES = 3_000_000  # of the samples in a page, of all its runs together
@@ -65,13 +66,11 @@ def read_samples(path: str) -> tuple[list[Row], bool]:
             if rows and (size > READ_BYTES or number > MOST_SAMPLES):
                 return rows, False
             try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}: row {number} is not JSON ({error})") from error
-            if not isinstance(rows[-1], dict):
-                raise ValueError(f"{path}: row {number} is not an object")
-            if lacking := [name for name in _NEEDED if name not in rows[-1]]:
-                raise ValueError(f"{path}: row {number} has no {lacking[0]!r}")
+                rows.append(row_of(line))
+                if lacking := [name for name in _NEEDED if name not in rows[-1]]:
+                    raise ValueError(f"has no {lacking[0]!r}")
+            except ValueError as error:
+                raise ValueError(f"{path}: row {number} {error}") from error
     return rows, True
 
 

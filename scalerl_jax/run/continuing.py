@@ -20,8 +20,13 @@ from scalerl_jax.config_names import RENAMED, ConfigError
 
 FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
 
-# Groups of one kind; a new field in one of them is of that kind.
+# A new field is of its group's kind.
 GROUPS = {
+    "model": BOUND,  # path: the start, the tokenizer and the decoder; a folder that has only moved is allowed by name
+    "environment": BOUND,
+    "rollout": BOUND,
+    "pacing": BOUND,
+    "evaluation": SAID,
     "learner": FREE,  # mesh, packing and chunks: the gradient is the same to rounding
     "fleet": FREE,
     "parity": FREE,  # who may sample
@@ -35,37 +40,12 @@ GROUPS = {
 FIELDS = {
     "seed": BOUND,
     "max_steps": FREE,
-    "model.path": BOUND,  # the start, the tokenizer and the decoder; a folder that has only moved is allowed by name
-    "model.compute_dtype": BOUND,
-    "model.sync_dtype": BOUND,
-    "model.head_precision": BOUND,
     "model.remat": FREE,
-    "environment.name": BOUND,
-    "environment.train_file": BOUND,
-    "environment.validation_file": BOUND,
-    "environment.train_prompts": BOUND,
-    "environment.minimum_terms": BOUND,
-    "environment.maximum_terms": BOUND,
-    "environment.verifier_processes": FREE,
-    "environment.verifier_seconds": BOUND,  # a slow answer is right or wrong by it
-    "rollout.prompts_per_step": BOUND,
-    "rollout.group_size": BOUND,
-    "rollout.temperature": BOUND,
-    "rollout.top_p": BOUND,
-    "rollout.top_k": BOUND,
+    "environment.verifier_processes": FREE,  # verifier_seconds is not: a slow answer is right or wrong by it
     "rollout.max_prompt_tokens": FREE,  # a prompt that is longer ends the start: it is never cut
-    "rollout.thinking_budget_min": BOUND,
-    "rollout.thinking_budget_max": BOUND,
-    "rollout.answer_budget": BOUND,
-    "rollout.interruption_text": BOUND,
-    "rollout.end_of_thinking": BOUND,
-    "pacing.kind": BOUND,
-    "pacing.max_off_policy_steps": BOUND,
     "pacing.max_buffered_batches": SAID,  # how stale tokens are, below k: as the number of servers is
     "evaluation.every": FREE,
     "evaluation.servers": FREE,
-    "evaluation.prompts": SAID,
-    "evaluation.samples": SAID,
     "sft.checkpoint_every": FREE,
     "sft.log_every": FREE,
 }
@@ -95,7 +75,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     A field that `old` lacks, because it was written before the field existed, counts as the default. Raises ConfigError
     where `old` has one that is not a field any more, and it was not at a default that could be told.
     """
-    before = {**config_check.leaves(Config()), **config_check.saved_leaves(old)}
+    before = config_check.leaves(Config()) | config_check.saved_leaves(old)
     after = config_check.leaves(new)
     for name in before:
         if name not in after and kind_of(name) != FREE:

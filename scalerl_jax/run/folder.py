@@ -17,7 +17,6 @@ ledger.
 """
 
 import fcntl
-import json
 import os
 import re
 import time
@@ -32,7 +31,7 @@ from scalerl_jax.run.jsonl import cut, line_of, read_rows
 from scalerl_jax.run.rollout_samples import RolloutSample
 from scalerl_jax.system import files
 from scalerl_jax.system.files import write_whole
-from scalerl_jax.system.json_values import plain
+from scalerl_jax.system.json_values import plain, read_object
 
 # What depends on the config: where none of it is there, the folder may be given another one.
 _MADE = ("metrics.jsonl", "evals.jsonl", "checkpoints", "tokenizer", "model")
@@ -218,12 +217,9 @@ class RunFolder:
             write_whole(path, config_io.to_json(self._config))
             return
         try:
-            with open(path, encoding="utf-8") as file:
-                old = json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: is not JSON ({error}): what the run is cannot be told") from error
-        if not isinstance(old, dict):
-            raise ConfigError(f"{path}: is not an object: what the run is cannot be told")
+            old = read_object(path)
+        except ValueError as error:
+            raise ConfigError(f"{error}: what the run is cannot be told") from error
         another = f"--workdir={workdir}: holds a run of another config"
         try:
             self.changes = continuing.changes(old, self._config)

@@ -28,24 +28,35 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            what = f"is not UTF-8 (byte {error.start + 1})" if isinstance(error, UnicodeDecodeError) else "is not JSON"
-            why = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
-            raise ValueError(f"{path}: row {number} {what}{why}; {_MEND}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number} is not an object; {_MEND}")
-        if not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
-            raise ValueError(f"{path}: row {number} has no step; {_MEND}")
+            row = row_of(line)
+            if not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
+                raise ValueError("has no step")
+        except ValueError as error:
+            raise ValueError(f"{path}: row {number} {error}; {_MEND}") from error
         rows.append(row)
     return rows
+
+
+def row_of(line: bytes) -> dict[str, Any]:
+    """Raises ValueError saying what the line is instead."""
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start + 1})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError("is not JSON") from error
+    if not isinstance(row, dict):
+        raise ValueError("is not an object")
+    return row
 
 
 def cut(path: str, step: int) -> None:
     """Drops what is past `step`, and a torn last row; where only the end of the file goes, that needs no room."""
     rows = read_rows(path)
     kept = [row for row in rows if row["step"] <= step]
-    if len(kept) == len(rows) and _ends_whole(path):
+    if len(kept) == len(rows) and files.ends_whole(path):
         return
     if rows[: len(kept)] == kept:
         with open(path, "rb") as file:
@@ -54,15 +65,6 @@ def cut(path: str, step: int) -> None:
             os.truncate(path, end)
     else:
         write_whole(path, "".join(line_of(row) for row in kept))
-
-
-def _ends_whole(path: str) -> bool:
-    with open(path, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell() == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ is that of the completions finished so far. Where a new mean makes that estimate
 have caught up: no column ever falls.
 
 What is booked is finite and not negative, whatever anybody reports: a status is believed or dropped before it comes
-here (rollouts/servers/validate_status.py); a file that says otherwise is repaired from the run (ledger_repair.py).
+here (rollouts/servers/validate_status.py); a file that says otherwise is repaired from the run (ledger_file.py).
 
 Left out on purpose: norms, softmax and the optimizer (well under 1 %), and the probe's scoring.
 """
@@ -31,18 +31,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import layout
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
-from scalerl_jax.run import ledger_repair
+from scalerl_jax.run import ledger_file
 from scalerl_jax.system.files import write_whole
 
 _log = logging.getLogger(__name__)
 
-_CLASSES = ("busy", "idle", "evaluation", "setup")
-_TOKENS = ("training", "evaluation", "setup")
 _SLACK_SECONDS = 1.0  # between two machines' ideas of when something began
 _AWAY_SLACK_SECONDS = 60.0  # between two trainers' wall clocks
 _SERVERS_REMEMBERED = 4096  # last counters kept of that many server processes; an older one is met as if new
@@ -74,8 +73,7 @@ class ModelShape:
         return 3.0 * self.forward_flops(tokens=sum(lengths), context=sum(t * (t + 1) / 2 for t in lengths))
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerCounters:
+class ServerCounters(NamedTuple):
     """Of one server process, since its start (StatusReply in rollout.proto)."""
 
     devices: int
@@ -87,14 +85,7 @@ class ServerCounters:
 
     @staticmethod
     def of(status: pb.StatusReply) -> "ServerCounters":
-        return ServerCounters(
-            devices=status.devices,
-            up_seconds=status.up_seconds,
-            busy_seconds=status.busy_seconds,
-            sampled_tokens=status.sampled_tokens,
-            forced_tokens=status.forced_tokens,
-            prefill_tokens=status.prefill_tokens,
-        )
+        return ServerCounters(*(getattr(status, name) for name in ServerCounters._fields))
 
 
 class Ledger:
@@ -129,18 +120,7 @@ class Ledger:
         self._kind = "idle"
         self._began = False
         self._met: dict[str, float] = {}  # server -> clock of its latest status in this process
-        self._seconds = {f"{side}_{kind}": 0.0 for side in ("trainer", "generator") for kind in _CLASSES}
-        self._trainer = {"flops": 0.0, "tokens": 0}
-        self._sampled = dict.fromkeys(_TOKENS, 0)  # sampled tokens
-        self._decoded = dict.fromkeys(_TOKENS, 0)  # sampled and forced ones: each passes the model once
-        self._prefilled = dict.fromkeys(_TOKENS, 0)
-        self._estimated = dict.fromkeys(_TOKENS, 0.0)  # the generators' FLOPs
-        # Sums over finished completions: tokens, positions they attended to; prompt tokens, positions of the prefill.
-        self._finished = {kind: [0, 0.0, 0, 0.0] for kind in ("training", "evaluation")}
-        # FLOPs of generators that were spent before the file was repaired, by class.
-        self._recovered = dict.fromkeys(_TOKENS, 0.0)
-        self._servers: dict[str, ServerCounters] = {}
-        self._heard: dict[str, float] = {}  # server -> unix seconds of its latest status
+        self._books = ledger_file.nothing_spent()
         if os.path.exists(path):
             self._load()
 
@@ -175,7 +155,8 @@ class Ledger:
         """
         now = self._clock()
         with self._lock:
-            before = self._servers.pop(server_id, None)
+            servers, heard = self._books["servers"], self._books["heard"]
+            before = servers.pop(server_id, None)
             if before is None:
                 younger = counters.up_seconds <= now - self._start + _SLACK_SECONDS
                 before = ServerCounters(counters.devices, 0.0, 0.0, 0, 0, 0) if younger else counters
@@ -184,27 +165,27 @@ class Ledger:
             # A step's busy seconds come when it ends: what is beyond the time that it was up is busy in the time after.
             up = max(counters.up_seconds - before.up_seconds, 0.0)
             busy = min(max(counters.busy_seconds - before.busy_seconds, 0.0), up)
-            self._servers[server_id] = dataclasses.replace(counters, busy_seconds=before.busy_seconds + busy)
-            self._heard[server_id] = self._wall()
-            while len(self._servers) > _SERVERS_REMEMBERED:
-                oldest = next(iter(self._servers))
-                del self._servers[oldest]
-                self._met.pop(oldest, None)
-                self._heard.pop(oldest, None)
+            servers[server_id] = counters._replace(busy_seconds=before.busy_seconds + busy)
+            heard[server_id] = self._wall()
+            while len(servers) > _SERVERS_REMEMBERED:
+                oldest = next(iter(servers))
+                for known in (servers, self._met, heard):
+                    known.pop(oldest, None)
             watched = now - self._met.get(server_id, self._start)
             self._met[server_id] = now
 
             idle = min(up - busy, max(watched - busy, 0.0))
             kind = "evaluation" if evaluating else "training" if self._began else "setup"
+            seconds = self._books["seconds"]
             if kind == "training":
-                self._seconds["generator_busy"] += busy * counters.devices
-                self._seconds["generator_idle"] += idle * counters.devices
+                seconds["generator_busy"] += busy * counters.devices
+                seconds["generator_idle"] += idle * counters.devices
             else:
-                self._seconds[f"generator_{kind}"] += (busy + idle) * counters.devices
+                seconds[f"generator_{kind}"] += (busy + idle) * counters.devices
             sampled = max(counters.sampled_tokens - before.sampled_tokens, 0)
-            self._sampled[kind] += sampled
-            self._decoded[kind] += sampled + max(counters.forced_tokens - before.forced_tokens, 0)
-            self._prefilled[kind] += max(counters.prefill_tokens - before.prefill_tokens, 0)
+            self._books["sampled"][kind] += sampled
+            self._books["decoded"][kind] += sampled + max(counters.forced_tokens - before.forced_tokens, 0)
+            self._books["prefilled"][kind] += max(counters.prefill_tokens - before.prefill_tokens, 0)
         self._save_if_due()
 
     def finished_groups(self, groups: Sequence[FinishedGroup], *, evaluation: bool = False) -> None:
@@ -219,7 +200,7 @@ class Ledger:
     def finished(self, *, prompt_tokens: int, completion_tokens: Sequence[int], evaluation: bool = False) -> None:
         """A group came home: its lengths give the mean context of generated tokens."""
         with self._lock:
-            sums = self._finished["evaluation" if evaluation else "training"]
+            sums = self._books["finished"]["evaluation" if evaluation else "training"]
             for length in completion_tokens:
                 sums[0] += length
                 sums[1] += length * prompt_tokens + length * (length + 1) / 2
@@ -229,8 +210,8 @@ class Ledger:
     def trained(self, lengths: Sequence[int]) -> None:
         """An update went over segments (prompt and completion) of these lengths, in tokens."""
         with self._lock:
-            self._trainer["flops"] += self._shape.update_flops(lengths)
-            self._trainer["tokens"] += sum(lengths)
+            self._books["trainer"]["flops"] += self._shape.update_flops(lengths)
+            self._books["trainer"]["tokens"] += sum(lengths)
 
     def snapshot(self) -> dict[str, float]:
         """The columns of a metrics or evaluation row, cumulative over all trainers of the run; saved as it is taken.
@@ -248,18 +229,19 @@ class Ledger:
             self._advance()
             row: dict[str, float] = {"device_hours": 0.0}
             for side in ("trainer", "generator"):
-                for kind in _CLASSES:
-                    row[f"{side}_{kind}_hours"] = self._seconds[f"{side}_{kind}"] / 3600
+                for kind in ledger_file.CLASSES:
+                    row[f"{side}_{kind}_hours"] = self._books["seconds"][f"{side}_{kind}"] / 3600
                 row["device_hours"] += row[f"{side}_busy_hours"] + row[f"{side}_idle_hours"]
-            flops = {kind: self._generator_flops(kind) for kind in _TOKENS}
-            row["model_flops"] = self._trainer["flops"] + flops["training"]
-            row["trainer_flops"] = self._trainer["flops"]
+            flops = {kind: self._generator_flops(kind) for kind in ledger_file.TOKENS}
+            trainer, sampled = self._books["trainer"], self._books["sampled"]
+            row["model_flops"] = trainer["flops"] + flops["training"]
+            row["trainer_flops"] = trainer["flops"]
             row["generator_flops"] = flops["training"]
             row["evaluation_flops"] = flops["evaluation"]
             row["setup_flops"] = flops["setup"]
-            row["trained_tokens"] = self._trainer["tokens"]
-            row["sampled_tokens"] = self._sampled["training"]
-            row["evaluation_tokens"] = self._sampled["evaluation"]
+            row["trained_tokens"] = trainer["tokens"]
+            row["sampled_tokens"] = sampled["training"]
+            row["evaluation_tokens"] = sampled["evaluation"]
         self.save()
         return row
 
@@ -268,21 +250,7 @@ class Ledger:
         with self._lock:
             self._advance()
             self._saved = self._clock()
-            text = json.dumps(
-                {
-                    "seconds": self._seconds,
-                    "trainer": self._trainer,
-                    "sampled": self._sampled,
-                    "decoded": self._decoded,
-                    "prefilled": self._prefilled,
-                    "estimated": self._estimated,
-                    "finished": self._finished,
-                    "recovered": self._recovered,
-                    "servers": {name: dataclasses.astuple(counters) for name, counters in self._servers.items()},
-                    "heard": self._heard,
-                },
-                allow_nan=False,  # a fault of ours: nothing that is not finite is booked
-            )
+            text = json.dumps(self._books, allow_nan=False)  # a fault of ours: nothing that is not finite is booked
             write_whole(self._path, text, durable=False)  # each second; what is lost with power is in the rows
 
     def _save_if_due(self) -> None:
@@ -292,50 +260,42 @@ class Ledger:
     def _load(self) -> None:
         repaired = ""
         try:
-            saved = ledger_repair.read(self._path)
+            saved = ledger_file.read(self._path)
         except ValueError as error:
-            saved = ledger_repair.recover(self._path, str(error))
-            repaired = saved.pop("said")
-        for mine, name in (
-            (self._seconds, "seconds"),
-            (self._trainer, "trainer"),
-            (self._sampled, "sampled"),
-            (self._decoded, "decoded"),
-            (self._prefilled, "prefilled"),
-            (self._estimated, "estimated"),
-            (self._finished, "finished"),
-            (self._recovered, "recovered"),
-            (self._heard, "heard"),
-        ):
-            mine.update(saved.get(name, {}))
-        self._servers = {name: ServerCounters(*values) for name, values in saved["servers"].items()}
+            saved, repaired = ledger_file.recover(self._path, str(error))
+        saved["servers"] = {name: ServerCounters(*values) for name, values in saved["servers"].items()}
+        for part, mine in self._books.items():
+            mine.update(saved.get(part, {}))
         if repaired:
             self.save()  # now: a run may be interrupted minutes before anything is booked
             _log.warning("%s", repaired)
 
     def _there_was_time(self, server_id: str, before: ServerCounters, counters: ServerCounters) -> bool:
         """Whether a process that an earlier trainer knew can have been up for as long as it says since then."""
-        if server_id in self._met or server_id not in self._heard:
+        heard = self._books["heard"].get(server_id)
+        if server_id in self._met or heard is None:
             return True
-        away = max(0.0, self._wall() - self._heard[server_id]) + _AWAY_SLACK_SECONDS
+        away = max(0.0, self._wall() - heard) + _AWAY_SLACK_SECONDS
         return counters.up_seconds - before.up_seconds <= away
 
     def _advance(self) -> None:
         """Books the trainer's time up to now."""
         now = self._clock()
         kind = "evaluation" if self._kind == "evaluation" else self._kind if self._began else "setup"
-        self._seconds[f"trainer_{kind}"] += (now - self._mark) * self._devices
+        self._books["seconds"][f"trainer_{kind}"] += (now - self._mark) * self._devices
         self._mark = now
 
     def _generator_flops(self, kind: str) -> float:
-        finished = self._finished["evaluation" if kind == "evaluation" else "training"]
+        finished = self._books["finished"]["evaluation" if kind == "evaluation" else "training"]
         tokens, context, prompt_tokens, prompt_context = finished
+        decoded, prefilled = self._books["decoded"][kind], self._books["prefilled"][kind]
         attended = 0.0
         if tokens:
-            attended += self._decoded[kind] * context / tokens
+            attended += decoded * context / tokens
         if prompt_tokens:
-            attended += self._prefilled[kind] * prompt_context / prompt_tokens
-        flops = self._shape.forward_flops(tokens=self._decoded[kind] + self._prefilled[kind], context=attended)
-        flops += self._recovered[kind]
-        self._estimated[kind] = max(self._estimated[kind], flops)
-        return self._estimated[kind]
+            attended += prefilled * prompt_context / prompt_tokens
+        flops = self._shape.forward_flops(tokens=decoded + prefilled, context=attended)
+        flops += self._books["recovered"][kind]
+        estimated = self._books["estimated"]
+        estimated[kind] = max(estimated[kind], flops)
+        return estimated[kind]

@@ -1,44 +1,33 @@
 """One line that says how a run is doing: a bar on a terminal, a plain line every few seconds elsewhere."""
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """What the line shows; None where there is nothing to show yet."""
+def _short(number: float) -> str:
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.1f}{letter}"
+    return f"{number:.0f}"
 
-    step: int = 0
-    pass_rate: float | None = None  # of the latest batch
-    reward: float | None = None  # mean, in [-1, 1]
-    lag: float | None = None  # mean of the trained tokens, in updates
-    trained_per_second: float | None = None  # tokens
-    sampled_per_second: float | None = None  # tokens, all servers
-    note: str = ""  # the evaluation's result, or whatever comes once in a while
-    waiting: str = ""  # who waits for whom, and for how long
 
-    def line(self) -> str:
-        parts = []
-        if self.pass_rate is not None:
-            parts.append(f"pass {self.pass_rate:.3f}")
-        if self.reward is not None:
-            parts.append(f"reward {self.reward:+.3f}")
-        if self.lag is not None:
-            parts.append(f"lag {self.lag:.1f}")
-        if self.trained_per_second is not None:
-            parts.append(f"train {_short(self.trained_per_second)} tok/s")
-        if self.sampled_per_second is not None:
-            parts.append(f"sample {_short(self.sampled_per_second)} tok/s")
-        parts.extend(part for part in (self.note, self.waiting) if part)
-        return "  ".join(parts)
+# What stands in the line, in this order; what has not come yet is left out.
+_PARTS: dict[str, Callable[[Any], str]] = {
+    "pass_rate": "pass {:.3f}".format,  # of the latest batch
+    "reward": "reward {:+.3f}".format,  # mean, in [-1, 1]
+    "lag": "lag {:.1f}".format,  # mean of the trained tokens, in updates
+    "trained_per_second": lambda tokens: f"train {_short(tokens)} tok/s",
+    "sampled_per_second": lambda tokens: f"sample {_short(tokens)} tok/s",  # of all servers
+    "note": str,  # the evaluation's result, or whatever comes once in a while
+    "waiting": str,  # who waits for whom, and for how long
+}
 
 
 class ProgressLine:
@@ -56,7 +45,7 @@ class ProgressLine:
     ):
         self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self._what, self._updates, self._every, self._clock = what, updates, every_seconds, clock
-        self._standing = Standing(step=step)
+        self._shown: dict[str, Any] = {"step": step}
         self._printed_at: float | None = None
         self._printed = ""
         self._bar: Progress | None = None
@@ -85,11 +74,12 @@ class ProgressLine:
         elif self._text() != self._printed:
             self._print()
 
-    def update(self, **changes: object) -> None:
-        """Changes some fields of the standing; the rest stays. `waiting` must be given anew each time."""
-        self._standing = dataclasses.replace(self._standing, **{"waiting": "", **changes})  # type: ignore[arg-type]
+    def update(self, **changes: Any) -> None:
+        """Changes the step and some parts of the line; the rest stays. `waiting` must be given anew each time."""
+        assert changes.keys() <= {"step", *_PARTS}, changes.keys()
+        self._shown |= {"waiting": "", **changes}
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._standing.step, line=self._standing.line())
+            self._bar.update(self._task, completed=self._shown["step"], line=self._line())
             return
         due = self._printed_at is None or self._clock() - self._printed_at >= self._every
         if due and self._text() != self._printed:
@@ -98,17 +88,13 @@ class ProgressLine:
     def say(self, line: str) -> None:
         self._console.print(line)
 
+    def _line(self) -> str:
+        return "  ".join(show(self._shown[name]) for name, show in _PARTS.items() if self._shown.get(name, "") != "")
+
     def _text(self) -> str:
-        return f"{self._what} {self._standing.step}/{self._updates}  {self._standing.line()}".rstrip()
+        return f"{self._what} {self._shown['step']}/{self._updates}  {self._line()}".rstrip()
 
     def _print(self) -> None:
         self._printed_at, self._printed = self._clock(), self._text()
         self._console.print(self._printed)
         self._console.file.flush()
-
-
-def _short(number: float) -> str:
-    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= scale:
-            return f"{number / scale:.1f}{letter}"
-    return f"{number:.0f}"

@@ -121,6 +121,15 @@ def append(descriptor: int, data: bytes, path: str) -> None:
             raise
 
 
+def ends_whole(path: str) -> bool:
+    """Whether a file of lines ends with one, or is empty."""
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
 def tidy(folder: str) -> None:
     """Removes temporary files that no process is writing any more."""
     for name in os.listdir(folder):

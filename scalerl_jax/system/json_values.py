@@ -26,3 +26,15 @@ def read_json(path: str) -> Any:
             return json.load(file)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def read_object(path: str) -> dict[str, Any]:
+    """The object that a file holds. Raises ValueError, one line, where it holds none, and OSError."""
+    try:
+        with open(path, "rb") as file:
+            value = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is not an object")
+    return value

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.run.ledger import Ledger, ModelShape, ServerCounters
-from scalerl_jax.run.ledger_repair import read
+from scalerl_jax.run.ledger_file import read
 
 SHAPE = ModelShape.of(
     DecoderConfig(vocab_size=384, hidden_size=96, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate_size=256)

@@ -21,6 +21,7 @@ from scalerl_jax.config_check import saved_leaves
 from scalerl_jax.scaling import tables, tfevents
 from scalerl_jax.scaling.points import TooFewPoints
 from scalerl_jax.system import files
+from scalerl_jax.system.json_values import read_object
 
 _SETTLE_SECONDS = 0.3  # within which a row that has been begun is finished
 _ATTEMPTS = 3
@@ -112,11 +113,7 @@ def _signature(paths: Sequence[str]) -> _Signature:
 
 def _unfinished(path: str) -> bool:
     """Whether a file of lines does not end with one."""
-    if tfevents.is_event_file(path) or not os.path.isfile(path) or not os.path.getsize(path):
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+    return os.path.isfile(path) and not tfevents.is_event_file(path) and not files.ends_whole(path)
 
 
 def _ours(path: str) -> bool:
@@ -134,15 +131,13 @@ def _ended(path: str) -> str:
         return ""
     config = os.path.join(path, "config.json")
     try:
-        with open(config, encoding="utf-8") as file:
-            written = json.load(file)
         with open(os.path.join(path, "lock"), encoding="utf-8", errors="replace") as file:
             holder = file.read().strip()
+        steps = saved_leaves(read_object(config)).get("max_steps")
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}") from error
-    except (ValueError, RecursionError):
-        written = None
-    steps = saved_leaves(written).get("max_steps") if isinstance(written, dict) else None
+    except ValueError:
+        steps = None
     if not isinstance(steps, int):
         raise UserError(f"{config}: is not the config of a run")
     if _last_step(os.path.join(path, tables.RUN_FOLDER_FILE)) >= steps:

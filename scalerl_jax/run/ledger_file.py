@@ -1,4 +1,4 @@
-"""The ledger's file, read with care: what is broken in it is found, and made again from the run's rows.
+"""The ledger's file: what is in it, and reading it with care: what is broken is found, and made again from the rows.
 
     read      ledger.json as it was written; ValueError says what is broken: it is not JSON, or a number is missing, not
               finite, negative, or larger than anything a run can have spent
@@ -15,20 +15,36 @@ from typing import Any
 
 from scalerl_jax.system.files import write_whole
 
-_MOST = {"seconds": 1e11, "flops": 1e33, "tokens": 1e18}  # 28 million device-hours, ...: far beyond any run
+_MOST = {
+    "seconds": 1e11,
+    "hours": 1e11 / 3600,
+    "flops": 1e33,
+    "tokens": 1e18,
+}  # 28 million device-hours, ...: far beyond any run
 
-_SIDES, _CLASSES = ("trainer", "generator"), ("busy", "idle", "evaluation", "setup")
-_TOKENS = ("training", "evaluation", "setup")
-_KEYS: dict[str, tuple[tuple[str, ...], str]] = {
-    "seconds": (tuple(f"{side}_{kind}" for side in _SIDES for kind in _CLASSES), "seconds"),
-    "trainer": (("flops", "tokens"), "flops"),
-    "sampled": (_TOKENS, "tokens"),
-    "decoded": (_TOKENS, "tokens"),
-    "prefilled": (_TOKENS, "tokens"),
-    "estimated": (_TOKENS, "flops"),
+CLASSES = ("busy", "idle", "evaluation", "setup")
+TOKENS = ("training", "evaluation", "setup")
+_PARTS = {  # of the file: its numbers, each with its unit
+    "seconds": {f"{side}_{kind}": "seconds" for side in ("trainer", "generator") for kind in CLASSES},
+    "trainer": {"flops": "flops", "tokens": "tokens"},
+    "sampled": dict.fromkeys(TOKENS, "tokens"),
+    "decoded": dict.fromkeys(TOKENS, "tokens"),  # sampled and forced ones: each passes the model once
+    "prefilled": dict.fromkeys(TOKENS, "tokens"),
+    "estimated": dict.fromkeys(TOKENS, "flops"),  # the generators'
+    "recovered": dict.fromkeys(TOKENS, "flops"),  # of generators, spent before the file was repaired
 }
-_LATER_KEYS = {"recovered": (_TOKENS, "flops")}  # an older file lacks them
 _FLOPS = {"training": "generator_flops", "evaluation": "evaluation_flops", "setup": "setup_flops"}
+
+
+def nothing_spent() -> dict[str, Any]:
+    """The contents of ledger.json at the start of a run, part by part."""
+    books: dict[str, Any] = {
+        part: {name: 0 if unit == "tokens" else 0.0 for name, unit in units.items()} for part, units in _PARTS.items()
+    }
+    # Sums over finished completions: tokens, positions they attended to; prompt tokens, positions of the prefill.
+    books["finished"] = {kind: [0, 0.0, 0, 0.0] for kind in ("training", "evaluation")}
+    # Of each server: the counters of its latest status, and the unix seconds of it.
+    return books | {"servers": {}, "heard": {}}
 
 
 def read(path: str) -> dict[str, Any]:
@@ -40,30 +56,22 @@ def read(path: str) -> dict[str, Any]:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(saved, dict):
         raise ValueError("it is not an object")
-    for part, (names, unit) in {**_KEYS, **_LATER_KEYS}.items():
-        if part in _LATER_KEYS and part not in saved:
-            continue
+    saved = {"recovered": dict.fromkeys(TOKENS, 0.0), "heard": {}} | saved  # which an older file lacks
+    for part, units in _PARTS.items():
         values = _object(saved, part)
-        for name in names:
-            _check(f"{part}.{name}", values.get(name), _MOST[unit])
+        for name, unit in units.items():
+            _check(f"{part}.{name}", values.get(name), unit)
     for kind in ("training", "evaluation"):
-        sums = _object(saved, "finished").get(kind)
-        if not isinstance(sums, list) or len(sums) != 4:
-            raise ValueError(f"finished.{kind} is not four numbers")
-        for value in sums:
-            _check(f"finished.{kind}", value, _MOST["flops"])
+        _check_all(f"finished.{kind}", _object(saved, "finished").get(kind), "four", 4, "flops")
     for name, values in _object(saved, "servers").items():
-        if not isinstance(values, list) or len(values) != 6:
-            raise ValueError(f"servers.{name[:32]!r} is not six numbers")
-        for value in values:
-            _check(f"servers.{name[:32]!r}", value, _MOST["tokens"])
-    for name, value in (_object(saved, "heard") if "heard" in saved else {}).items():
-        _check(f"heard.{name[:32]!r}", value, _MOST["seconds"])
+        _check_all(f"servers.{name[:32]!r}", values, "six", 6, "tokens")
+    for name, value in _object(saved, "heard").items():
+        _check(f"heard.{name[:32]!r}", value, "seconds")
     return saved
 
 
-def recover(path: str, why: str) -> dict[str, Any]:
-    """What `read` would give, from the rows beside `path`; "said" is a line on it. A copy of the broken file is kept.
+def recover(path: str, why: str) -> tuple[dict[str, Any], str]:
+    """What `read` would give, from the rows beside `path`, and a line on it. A copy of the broken file is kept.
 
     The file itself is left as it is: whoever is interrupted before the repaired one is written finds it broken again.
 
@@ -80,20 +88,23 @@ def recover(path: str, why: str) -> dict[str, Any]:
     aside = f"{path}.broken"
     with open(path, "rb") as file:  # it stays where it is until a whole one takes its place
         write_whole(aside, file.read())
-    return {
-        "seconds": {name: spent[f"{name}_hours"] * 3600 for name in _KEYS["seconds"][0]},
+    flops = {kind: spent[name] for kind, name in _FLOPS.items()}
+    saved = {
+        "seconds": {name: spent[f"{name}_hours"] * 3600 for name in _PARTS["seconds"]},
         "trainer": {"flops": spent["trainer_flops"], "tokens": int(spent["trained_tokens"])},
         "sampled": {
             "training": int(spent["sampled_tokens"]),
             "evaluation": int(spent["evaluation_tokens"]),
             "setup": 0,
         },
-        "estimated": {kind: spent[name] for kind, name in _FLOPS.items()},
-        "recovered": {kind: spent[name] for kind, name in _FLOPS.items()},
+        "estimated": flops,
+        "recovered": flops,
         "servers": {},
-        "said": f"{path}: the compute ledger was broken ({why}); it goes on from {spent['device_hours'] * 3600:.0f} "
-        f"device-seconds, as {origin} has it, and the broken one is kept as {os.path.basename(aside)}",
     }
+    return saved, (
+        f"{path}: the compute ledger was broken ({why}); it goes on from {spent['device_hours'] * 3600:.0f} "
+        f"device-seconds, as {origin} has it, and the broken one is kept as {os.path.basename(aside)}"
+    )
 
 
 def _rows(folder: str) -> Iterator[tuple[dict[str, float], str]]:
@@ -116,12 +127,11 @@ def _sane(columns: Any) -> dict[str, float]:
     """The ledger's columns of a row. Raises ValueError where one is missing or broken."""
     if not isinstance(columns, dict):
         raise ValueError("no columns of the ledger")
-    units = dict.fromkeys((f"{name}_hours" for name in _KEYS["seconds"][0]), "seconds")
+    units = dict.fromkeys(("device_hours", *(f"{name}_hours" for name in _PARTS["seconds"])), "hours")
     units |= dict.fromkeys(("trainer_flops", *_FLOPS.values()), "flops")
     units |= dict.fromkeys(("trained_tokens", "sampled_tokens", "evaluation_tokens"), "tokens")
-    units["device_hours"] = "seconds"
     for name, unit in units.items():
-        _check(name, columns.get(name), _MOST[unit] / (3600 if unit == "seconds" else 1))
+        _check(name, columns.get(name), unit)
     return {name: columns[name] for name in units}
 
 
@@ -131,8 +141,15 @@ def _object(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
     return saved[name]
 
 
-def _check(name: str, value: Any, most: float) -> None:
+def _check_all(name: str, values: Any, word: str, count: int, unit: str) -> None:
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"{name} is not {word} numbers")
+    for value in values:
+        _check(name, value, unit)
+
+
+def _check(name: str, value: Any, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is missing" if value is None else f"{name} is not a number")
-    if not 0 <= value <= most:  # NaN neither; compared as it is, since an integer may be larger than any float
+    if not 0 <= value <= _MOST[unit]:  # NaN neither; compared as it is, since an integer may be larger than any float
         raise ValueError(f"{name} is {str(value)[:40]}")
