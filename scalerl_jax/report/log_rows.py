@@ -20,19 +20,22 @@ _NEEDED = {
 }
 
 
-def log_rows(workdir: str, name: str) -> list[Row]:
-    """Of metrics.jsonl or evals.jsonl; [] without the file. Raises ValueError naming file and row."""
+def log_rows(workdir: str, name: str, numbers: Sequence[str]) -> list[Row]:
+    """Of metrics.jsonl or evals.jsonl; [] without the file. Raises ValueError naming file and row.
+
+    numbers: columns that must be numbers or null where they are there, besides those that must be there.
+    """
     path = os.path.join(workdir, name)
     if not os.path.exists(path):
         return []
     rows = read_rows(path)
     for number, row in enumerate(rows, 1):
-        if wrong := _fault(row, _NEEDED[name]):
+        if wrong := _fault(row, _NEEDED[name], numbers):
             raise ValueError(f"{path}: row {number} {wrong}")
     return rows
 
 
-def _fault(row: Row, needed: Sequence[str]) -> str:
+def _fault(row: Row, needed: Sequence[str], numbers: Sequence[str]) -> str:
     """What is wrong with a row; "" if nothing is."""
     for column in needed:
         if row.get(column) is None:
@@ -59,12 +62,10 @@ def _fault(row: Row, needed: Sequence[str]) -> str:
                 return f"has {column!r} that are not numbers"
             if column == "waited_for" and not all(map(_is_wait, value)):
                 return f"has a {column!r} that is not a list of pairs of a name and seconds"
-        elif isinstance(value, list | dict):
-            continue  # of no concern here: what a later version writes down
-        elif column in needed and not _is_number(value):
-            return f"has a {column!r} that is not a number: {str(value)[:40]}"
-        elif isinstance(value, int | float) and not _is_number(value):
+        elif isinstance(value, int | float) and column not in needed and not _is_number(value):
             return f"has a {column!r} that is not finite"
+        elif column in (*needed, *numbers) and not _is_number(value):  # others are of no concern: of a later version
+            return f"has a {column!r} that is not a number: {str(value)[:40]}"
     return ""
 
 
@@ -79,11 +80,3 @@ def _is_given(value: Any) -> bool:
 
 def _is_wait(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_given(value[1])
-
-
-def numbers_only(rows: Sequence[Row], columns: Sequence[str], path: str) -> None:
-    """Raises ValueError naming the first row in which one of these columns is neither a number nor null."""
-    for number, row in enumerate(rows, 1):
-        for column in columns:
-            if not _is_number(row.get(column)):
-                raise ValueError(f"{path}: row {number} has a {column!r} that is not a number: {str(row[column])[:40]}")

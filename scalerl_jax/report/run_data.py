@@ -7,7 +7,7 @@ from typing import Any
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.report.health import CHARTS, health
-from scalerl_jax.report.log_rows import log_rows, numbers_only
+from scalerl_jax.report.log_rows import log_rows
 from scalerl_jax.report.samples import PAGE_BYTES, rollouts
 from scalerl_jax.report.score import AXES, score
 from scalerl_jax.report.time_line import running_seconds, time_line, totals
@@ -34,10 +34,8 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
     Raises ValueError (one line) where the folder holds no run.
     """
     settings = read_settings(workdir)
-    metrics, evals = log_rows(workdir, "metrics.jsonl"), log_rows(workdir, "evals.jsonl")
     drawn = [*(c for chart in CHARTS for c in chart.columns), "waited_seconds", "update_seconds", "optimizer_step"]
-    numbers_only(metrics, drawn, os.path.join(workdir, "metrics.jsonl"))
-    numbers_only(evals, AXES, os.path.join(workdir, "evals.jsonl"))
+    metrics, evals = log_rows(workdir, "metrics.jsonl", drawn), log_rows(workdir, "evals.jsonl", AXES)
     if not metrics and not evals:
         raise ValueError(f"{workdir}: holds no run yet: metrics.jsonl and evals.jsonl have no rows")
     # A warm start's rows tell of a loss and of no rollouts.

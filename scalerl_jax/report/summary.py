@@ -4,6 +4,7 @@ The last lines are the forecast beside the outcome, and where the report is. Eve
 the same can be shown again later.
 """
 
+import collections
 import os
 from typing import Any
 
@@ -82,11 +83,10 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
             busy, idle = compute[f"{side}_busy_hours"], compute[f"{side}_idle_hours"]
             rest = f"evaluation {compute[f'{side}_evaluation_hours']:.4f}, set-up {compute[f'{side}_setup_hours']:.4f}"
             out.add_row(f"{side} device-hours", f"busy {busy:.4f}, idle {idle:.4f} ({rest})")
-        lags: dict[int, int] = {}
+        lags = collections.Counter[int]()
         for row in metrics:
-            for lag, count in row["lags"].items():
-                lags[int(lag)] = lags.get(int(lag), 0) + count
-        total = max(1, sum(lags.values()))
+            lags.update({int(lag): count for lag, count in row["lags"].items()})
+        total = max(1, lags.total())
         mean = sum(lag * count for lag, count in lags.items()) / total
         shares = ", ".join(f"{lag}: {lags[lag] / total:.0%}" for lag in sorted(lags))
         out.add_row("staleness in updates", f"mean {mean:.2f}, most {max(lags, default=0)}   ({shares})")

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import threading
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from absl import logging
 
@@ -22,50 +22,43 @@ class ReportWriter:
 
     def __init__(self, workdir: str):
         self._workdir = workdir
-        self._wanted = threading.Event()
-        self._closing = False
         self._failed = False
-        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="report", initializer=_let_training_go_first)
+        self._next: Future[None] | None = None
 
     def request(self) -> None:
         """There is something new to show; returns at once."""
-        self._wanted.set()
+        if self._next is not None and not self._next.running() and not self._next.done():
+            return  # it shows this as well
+        try:
+            self._next = self._thread.submit(self._write)
+        except RuntimeError as error:  # the machine has no room for one more thread
+            self._say(error)
 
     def __enter__(self) -> "ReportWriter":
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the machine has no room for one more
-            self._say(error)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing = True
-        self._wanted.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            if sys.platform == "linux":  # where a thread has a priority of its own: training goes first
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        while True:
-            self._wanted.wait()
-            self._wanted.clear()
-            if self._closing:
-                return
-            try:
-                write_report([self._workdir])
-                memory.trim()  # a page reads all rows of the run, and fits curves
-            except (OSError, ValueError) as error:
-                # On a full disk the run ends with its next row, and says so.
-                if getattr(error, "errno", None) not in files.FULL:
-                    self._say(error)
-            except Exception as error:  # noqa: BLE001 (a fault of ours must not end this thread unheard)
-                self._say(f"{type(error).__name__}: {error}")
+    def _write(self) -> None:
+        try:
+            write_report([self._workdir])
+            memory.trim()  # a page reads all rows of the run, and fits curves
+        except (OSError, ValueError) as error:
+            # On a full disk the run ends with its next row, and says so.
+            if getattr(error, "errno", None) not in files.FULL:
+                self._say(error)
+        except Exception as error:  # noqa: BLE001 (a fault of ours must not go unheard)
+            self._say(f"{type(error).__name__}: {error}")
 
     def _say(self, why: object) -> None:
         if not self._failed:
             logging.warning("no report.html: %s; the training goes on", " ".join(str(why).split()))
         self._failed = True
+
+
+def _let_training_go_first() -> None:
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

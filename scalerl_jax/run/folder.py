@@ -17,6 +17,7 @@ ledger.
 """
 
 import fcntl
+import itertools
 import os
 import re
 import time
@@ -190,9 +191,8 @@ class RunFolder:
 
     def rollouts(self, step: int, samples: Iterable[RolloutSample]) -> None:
         """Writes down the first config.telemetry.samples of them, whole or not at all."""
-        lines = []
-        for sample, _ in zip(samples, range(self._config.telemetry.samples), strict=False):
-            lines.append(line_of(plain({"step": step, **sample.row()})))
+        written = itertools.islice(samples, self._config.telemetry.samples)
+        lines = [line_of(plain({"step": step, **sample.row()})) for sample in written]
         write_whole(self.path("rollouts", f"step-{step:08d}.jsonl"), "".join(lines))
 
     def close(self) -> None:

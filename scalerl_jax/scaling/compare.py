@@ -111,12 +111,9 @@ def compare(
     table = []
     for run in runs:
         slope = refit(run, common) if common is not None and run in alike else None
-        if run is base:
-            table.append(LeftOut(run, own[run][0], None, "", slope, None))
-            continue
-        found, word = differ(run, base)
+        found, word = (None, "") if run is base else differ(run, base)
         exponent = None
-        if slope is not None and common is not None:
+        if slope is not None and common is not None and run is not base:
             exponent = exponent_difference(slope, refit(base, common))
         table.append(LeftOut(run, own[run][0], found, word, slope, exponent))
 

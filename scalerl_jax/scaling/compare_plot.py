@@ -13,12 +13,11 @@ from matplotlib.ticker import PercentFormatter
 from scalerl_jax.scaling.binning import thinned
 from scalerl_jax.scaling.compare import Comparison
 from scalerl_jax.scaling.fit import Run
-from scalerl_jax.scaling.plot import COLOURS, log_compute_axis, style_axes
+from scalerl_jax.scaling.plot import COLOURS, GREY, log_compute_axis, style_axes
 from scalerl_jax.scaling.slopes import straightened
 
 _BLACK = "#000000"
 _OTHERS = tuple(colour for colour in COLOURS if colour != _BLACK)
-_GREY = "#8a8a8a"
 _HELD_SIZE, _SIZE = 3.2, 3.5
 
 
@@ -71,7 +70,7 @@ def _slopes(axes, found: Comparison, styles, x_label: str) -> None:
     if not refitted:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no run is shown to have the baseline's A:\nno common A to straighten with",
-                  ha="center", va="center", transform=axes.transAxes, color=_GREY)  # fmt: skip
+                  ha="center", va="center", transform=axes.transAxes, color=GREY)  # fmt: skip
         return
     style_axes(axes, x_label=f"ln {x_label}", y_label="ln F")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -108,7 +107,7 @@ def _exponents(axes, found: Comparison, styles) -> None:
     for position, row in enumerate(found.table):
         if row.slope is None:
             word = "A is not told" if row.verdict == "open" else "A differs"
-            axes.text(0.02, position, word, transform=axes.get_yaxis_transform(), va="center", color=_GREY,
+            axes.text(0.02, position, word, transform=axes.get_yaxis_transform(), va="center", color=GREY,
                       fontsize=8)  # fmt: skip
 
 

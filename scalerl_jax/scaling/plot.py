@@ -22,7 +22,7 @@ from scalerl_jax.system.files import write_whole
 # Okabe and Ito's colours: told apart by colour-blind readers, and in grey by their lightness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A800")
 _INK = "#222222"
-_GREY = "#8a8a8a"
+GREY = "#8a8a8a"
 
 
 def write_figure(figure: Figure, path: str) -> None:
@@ -43,7 +43,7 @@ def style_axes(axes, *, x_label: str, y_label: str) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
-        axes.spines[side].set_color(_GREY)
+        axes.spines[side].set_color(GREY)
 
 
 def log_compute_axis(axes, x: np.ndarray, ticks_at: Sequence[float] = (1, 2, 5)) -> None:
@@ -72,7 +72,7 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "comput
     axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.15, linewidth=0, label="90 % of the curves it allows")
     curve = np.concatenate([[0.0], x])
     axes.plot(curve, fit.predict(curve), color=COLOURS[0], linewidth=2, label="sigmoid fitted on the first half")
-    axes.axvline(end / 2, color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axvline(end / 2, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.axhline(fit.asymptote, color=COLOURS[0], linewidth=1, linestyle=(0, (1, 2)))
     axes.plot(compute[used], reward[used], "o", color=_INK, markersize=5, label="evaluated, used by the fit")
     axes.plot(
@@ -94,7 +94,7 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "comput
         xycoords=("data", "axes fraction"),
         xytext=(-5, -10),
         textcoords="offset points",
-        color=_GREY,
+        color=GREY,
         fontsize=9,
         ha="right",
     )
@@ -214,7 +214,7 @@ def _draw_run(
     for chosen, face, edge, what in (
         (used, points_colour, points_colour, "used"),
         (one.held, "white", points_colour, "held out"),
-        (dropped, _GREY, _GREY, "before the burn-in"),
+        (dropped, GREY, GREY, "before the burn-in"),
     ):
         if chosen.any():
             axes.plot(

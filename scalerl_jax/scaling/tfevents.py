@@ -9,6 +9,7 @@ at step s replaces what was written before from there on. A record cut short at 
 written. Left out: images, histograms, text, compressed files, the checksum of the data.
 """
 
+import functools
 import glob
 import os
 import struct
@@ -38,22 +39,13 @@ class EventFileError(ValueError):
     """Not an event file, or a damaged one; the message names it."""
 
 
-def _crc32c_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_TABLE = _crc32c_table()
-
-
+@functools.lru_cache(4096)  # most records are of few lengths
 def _masked_crc32c(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
     crc ^= 0xFFFFFFFF
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
