@@ -11,7 +11,7 @@ import os
 import sys
 import textwrap
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from absl import flags
@@ -21,10 +21,6 @@ from scalerl_jax import config as config_lib
 WIDTH = 120
 _ASKED = ("--help", "-help", "-h", "-?", "--helpshort", "-helpshort")
 _PACKAGES = ("scalerl_jax.", "rollout_server.")  # absl's own flags stay under --helpfull
-
-
-def is_asked_for(argv: Sequence[str]) -> bool:
-    return any(item in _ASKED for item in argv)
 
 
 def text(module: str, *, config: bool) -> str:
@@ -126,7 +122,7 @@ def _wrapped(start: str, said: str, *, indent: int = 6) -> str:
 
 def print_if_asked(module: str, *, config: bool) -> None:
     """Ends the process with code 0 where the command line asks for help."""
-    if is_asked_for(sys.argv[1:]):
+    if any(item in _ASKED for item in sys.argv[1:]):
         sys.stdout.write(text(module, config=config))
         sys.stdout.flush()
         raise SystemExit(0)
