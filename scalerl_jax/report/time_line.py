@@ -9,6 +9,7 @@ Waiting is what the trainer's loop measured; `waited_for` names who had the olde
 nothing they may sample: the store of untrained groups is full, or the weights they need are not out yet.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
     # The evaluation of step 0 holds the compute before it and the time after it.
     first = evals[0] if evals and evals[0]["step"] < metrics[0]["step"] else None
     begin = first["time"] - first["seconds"] if first else metrics[0]["time"] - measured_seconds(metrics[0])
-    intervals, waited_for = [], dict[str, float]()
+    intervals, waited_for = [], collections.Counter[str]()
     # Seconds of running: `left_out` is what has passed between two starts so far, which is no time of the run.
     before, start, left_out = first, begin, 0.0
     for row in metrics:
@@ -66,14 +67,14 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
         end = max(start, row["time"])
         intervals.append(interval(before, row, start - begin - left_out, end - begin - left_out, pause))
         for name, seconds in row.get("waited_for") or []:
-            waited_for[name] = waited_for.get(name, 0.0) + seconds
+            waited_for[name] += seconds
         before, start = row, row["time"]
     # Servers report each second: an update between two of their reports has the shares of the next one, or of the last.
     for one, neighbour in [*zip(intervals[-2::-1], intervals[:0:-1]), *zip(intervals[1:], intervals)]:
         if not sum(one["generators"]):
             one["generators"] = neighbour["generators"]
     groups = groups_of(len(intervals), _MOST_INTERVALS)
-    names = sorted(waited_for.items(), key=lambda item: -item[1])
+    names = waited_for.most_common()
     return {
         "intervals": [together(intervals[group]) for group in groups],
         "each": groups[0].stop,
@@ -121,10 +122,9 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     trainer, generators = (
         [sum(column) for column in zip(*(part[side] for part in parts))] for side in ("trainer", "generators")
     )
-    names: dict[str, float] = {}
+    names = collections.Counter[str]()
     for part in parts:
-        for name, seconds in part["waited_for"].items():
-            names[name] = names.get(name, 0.0) + seconds
+        names.update(part["waited_for"])
     pauses = [part["pause"] for part in parts if part["pause"] is not None]
     most = max(names.items(), key=lambda item: item[1], default=None)
     return {

@@ -93,7 +93,6 @@ class Evaluations:
         lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
         row = self._folder.evaluation(
             step=asked.step,
-            version=asked.step,
             passes=[sum(score.correct for score in group.scores) for group in groups],
             samples=samples,
             seconds=time.monotonic() - asked.began,

@@ -145,21 +145,20 @@ class RunFolder:
         self,
         *,
         step: int,
-        version: int,
         passes: Sequence[int],
         samples: int,
         seconds: float,
         compute: Mapping[str, float],
         values: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One evaluation: how many of `samples` completions are right, prompt by prompt; returns the row.
+        """One evaluation of version `step`: how many of `samples` completions are right, prompt by prompt.
 
-        `version` sampled every token; `compute` is the ledger's snapshot, whose columns join the row.
+        Returns the row. `compute` is the ledger's snapshot, whose columns join the row.
         """
         assert all(0 <= count <= samples for count in passes) and passes
         row = {
             "step": step,
-            "version": version,
+            "version": step,
             "time": self._clock(),
             "incarnation": self.incarnation,
             "pass_rate": sum(passes) / (len(passes) * samples),

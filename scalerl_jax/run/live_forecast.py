@@ -29,23 +29,25 @@ class LiveForecast:
     def __init__(self, *, updates: int, say: Callable[[str], None]):
         self._updates, self._say = updates, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
-        self._running: Future[dict[str, float]] | None = None
-        self._next: Sequence[Row] | None = None
+        self._asked: list[Future[dict[str, float]]] = []
         self._said: set[str] = set()
 
     def evaluated(self, rows: Sequence[Row]) -> None:
         """All rows of evals.jsonl so far; nothing is done before there are enough, or at the run's end."""
         if sum(row["device_hours"] > 0 for row in rows) < LEAST_POINTS or rows[-1]["step"] >= self._updates:
             return
-        self._next = rows
-        self._start()
+        if len(self._asked) > 1 and self._asked[-1].cancel():  # it has not begun
+            self._asked.pop()
+        try:
+            self._asked.append(self._thread.submit(forecast_of_end, rows, updates=self._updates))
+        except RuntimeError as error:  # the machine has no room for one more thread
+            self._say_once(error)
 
     def take(self) -> dict[str, dict[str, float]]:
         """A row's `forecast`, where one was finished since the last call."""
-        if self._running is None or not self._running.done():
+        if not self._asked or not self._asked[0].done():
             return {}
-        done, self._running = self._running, None
-        self._start()
+        done = self._asked.pop(0)
         error = done.exception()
         if error is None:
             return {"forecast": done.result()}
@@ -61,14 +63,6 @@ class LiveForecast:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _start(self) -> None:
-        if self._running is None and self._next is not None:
-            rows, self._next = self._next, None
-            try:
-                self._running = self._thread.submit(forecast_of_end, rows, updates=self._updates)
-            except RuntimeError as error:  # the machine has no room for one more thread
-                self._say_once(error)
 
     def _say_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__

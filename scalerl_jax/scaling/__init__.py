@@ -7,7 +7,6 @@ points.py         checks the evaluations and sets R0 and the noise apart
 noise.py          how far a score can be from the true one
 binning.py        very many evaluations as few
 paper_grid.py     the paper's fit, cell by cell
-padding.py        sizes that numbers of points are rounded up to
 precision.py      float64 on the CPU
 least_squares.py  the fit over the whole plane of shapes
 profile.py        intervals and bands by profile likelihood

@@ -20,7 +20,6 @@ import numpy as np
 
 from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample, trend
 from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
-from scalerl_jax.scaling.padding import padded
 from scalerl_jax.scaling.points import Points, check_points
 from scalerl_jax.scaling.precision import double_precision
 from scalerl_jax.scaling.profile import LEVEL, FitState
@@ -213,7 +212,9 @@ _curve = jax.jit(law.sigmoid_law)
 
 def _widened(values: np.ndarray) -> np.ndarray:
     """values [M] with ones behind them, so that few shapes are compiled."""
-    return np.pad(values, (0, padded(len(values), least=_CURVE_POINTS) - len(values)), constant_values=1.0)
+    return np.pad(
+        values, (0, least_squares.padded(len(values), least=_CURVE_POINTS) - len(values)), constant_values=1.0
+    )
 
 
 def squares_data(points: Points) -> least_squares.Data:

@@ -15,10 +15,8 @@ class HalfTimeForecast:
 
     compute: np.ndarray  # [N]
     reward: np.ndarray  # [N]
-    used: np.ndarray  # [N] bool: above 0 and at or below half of the final compute
-    last: np.ndarray  # [N] bool: above three quarters of it
-    fit: SigmoidFit
-    forecast: np.ndarray  # [last] the curve at the evaluations of the last quarter
+    last: np.ndarray  # [N] bool: above three quarters of the final compute
+    fit: SigmoidFit  # of those above 0 and at or below half of it
     band: tuple[np.ndarray, np.ndarray]  # [last] each, at `level`
     forecast_mean: float
     measured_mean: float
@@ -55,8 +53,6 @@ def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
     reward = np.asarray(reward, np.float64)
     fit = fit_sigmoid(compute, reward, fit_until="half", counts=counts)
     last = compute > 0.75 * compute.max()
-    forecast = fit.predict(compute[last])
-    measured = float(reward[last].mean())
     # The score at half: between its two neighbours among the evaluations, so that one noisy point weighs less.
     order = np.argsort(compute)
     at_half = float(np.interp(compute.max() / 2, compute[order], reward[order]))
@@ -65,12 +61,10 @@ def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
     return HalfTimeForecast(
         compute=compute,
         reward=reward,
-        used=fit.used,
         last=last,
         fit=fit,
-        forecast=forecast,
         band=fit.band(compute[last], level=BAND_LEVEL),
-        forecast_mean=float(forecast.mean()),
-        measured_mean=measured,
+        forecast_mean=float(fit.predict(compute[last]).mean()),
+        measured_mean=float(reward[last].mean()),
         gain_ahead=(final - at_half) / gain if gain else 0.0,
     )

@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalerl_jax.scaling.padding import padded
-
 LOG_EXPONENT_BOX = (math.log(1e-4), math.log(1e4))  # what the search may not leave
 LOG_COMPUTE_MARGIN = 30.0  # nor the midpoint further than this beyond the data, in ln C
 CELL_ROWS = 40  # of ln B
 _CELL_COLUMNS = 64  # of ln C_mid
 _CELL_EXPONENTS = (0.05, 60.0)
 _STEPS = 80  # at most, of a search
+_LEAST_POINTS = 64
 _TINY = 1e-300
 
 
@@ -67,10 +66,23 @@ class Cells(NamedTuple):
     rise: jax.Array  # [K, N] s of the law
 
 
+def padded(count: int, *, least: int = _LEAST_POINTS) -> int:
+    """The size that a number of points is rounded up to: the first of least, 2 least, 4 least, ... not below it.
+
+    The fit is compiled for every new size: three seconds, and some 35 MiB of programs that stay. A trainer fits its own
+    curve for as long as it runs; with these sizes most runs compile it once, and one of a thousand evaluations five
+    times.
+    """
+    size = least
+    while size < count:
+        size *= 2
+    return size
+
+
 def make_data(
     compute: np.ndarray, reward: np.ndarray, weight: np.ndarray, *, initial: float, initial_weight: float
 ) -> Data:
-    """Pads the points (padding.py). compute, reward, weight: [N]; a reward may have leading axes of data sets."""
+    """Pads the points. compute, reward, weight: [N]; a reward may have leading axes of data sets."""
     count = len(compute)
     pad = padded(count) - count
     widen = [(0, 0)] * (np.ndim(reward) - 1) + [(0, pad)]

@@ -68,7 +68,7 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "comput
     end = compute.max()
     x = np.linspace(end / 400, 1.04 * end, 400)
     low, high = fit.band(x, level=BAND_LEVEL)
-    used = result.used | (compute == 0)
+    used = fit.used | (compute == 0)
     axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.15, linewidth=0, label="90 % of the curves it allows")
     curve = np.concatenate([[0.0], x])
     axes.plot(curve, fit.predict(curve), color=COLOURS[0], linewidth=2, label="sigmoid fitted on the first half")

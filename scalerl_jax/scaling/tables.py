@@ -130,14 +130,13 @@ def _lines(path: str, newline: str | None) -> Iterator[str]:
 def _undecodable(opened: Callable[..., IO[Any]], path: str, wide: bool) -> str:
     if wide:
         return "is not UTF-16 text, though it begins as such"
-    before = 0
     with opened(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return f"line {number}: byte {before + error.start} is not UTF-8 text"
-            before += len(line)
+        data = file.read()
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        return f"line {number}: byte {error.start} is not UTF-8 text"
     return "is not UTF-8 text"
 
 

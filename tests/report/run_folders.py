@@ -118,7 +118,7 @@ def write_run(
                 passes = np.full(PROMPTS, right // PROMPTS) + (np.arange(PROMPTS) < right % PROMPTS)
                 tasks = {name: {"prompts": n, "pass_rate": right / PROMPTS / SAMPLES} for name, n in TASKS.items()}
                 run.evaluation(
-                    step=step, version=step, passes=passes.tolist(), samples=SAMPLES, seconds=0.5,
+                    step=step, passes=passes.tolist(), samples=SAMPLES, seconds=0.5,
                     compute=compute(step), values={"tasks": tasks},
                 )  # fmt: skip
     return str(path)

@@ -64,7 +64,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwarg
                 right = round(pass_rate(step) * prompts * samples)
                 passes = [right // prompts + (i < right % prompts) for i in range(prompts)]
                 run.evaluation(
-                    step=step, version=step, passes=passes, samples=samples, seconds=1.0,
+                    step=step, passes=passes, samples=samples, seconds=1.0,
                     compute=compute(step, **kwargs),
                 )  # fmt: skip
     return str(path)

@@ -36,7 +36,7 @@ def make_config(**changes):
 
 
 def evaluate(run, step, passes=(3, 0, 4)):
-    return run.evaluation(step=step, version=step, passes=passes, samples=4, seconds=1.5, compute=COMPUTE)
+    return run.evaluation(step=step, passes=passes, samples=4, seconds=1.5, compute=COMPUTE)
 
 
 def test_rows_of_a_run(tmp_path):

@@ -96,7 +96,7 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
         for _ in range(2):
             forecast.evaluated(rows)
             end = time.monotonic() + 60
-            while forecast._running is not None:
+            while forecast._asked:
                 assert not forecast.take()
                 assert time.monotonic() < end
                 time.sleep(0.01)

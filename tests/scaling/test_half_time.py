@@ -17,11 +17,12 @@ def test_forecast_of_a_run_on_the_law(tmp_path):
     passes = sampled_passes(np.random.default_rng(2), curve(COMPUTE, *TABLE_1["ScaleRL"]), runs=1)[0]
     reward = passes.mean(axis=1) / 16
     result = half_time_forecast(COMPUTE, reward, (passes, 16))
-    np.testing.assert_array_equal(result.used, (COMPUTE > 0) & (COMPUTE <= 8000))
+    np.testing.assert_array_equal(result.fit.used, (COMPUTE > 0) & (COMPUTE <= 8000))
     np.testing.assert_array_equal(result.last, COMPUTE > 12_000)
     assert result.measured_mean == pytest.approx(reward[COMPUTE > 12_000].mean())
     assert abs(result.error) < 0.015
-    assert np.all(result.band[0] <= result.forecast) and np.all(result.forecast <= result.band[1])
+    forecast = result.fit.predict(COMPUTE[result.last])
+    assert np.all(result.band[0] <= forecast) and np.all(forecast <= result.band[1])
     assert 0.03 < result.gain_ahead < 0.2
     # What comes after the half has no say.
     changed = reward.copy()
