@@ -19,6 +19,7 @@ import numpy as np
 from scalerl_jax.scaling import cells as cells_lib
 from scalerl_jax.scaling import repeats, tfevents
 from scalerl_jax.scaling.cells import BAD, BLANK, NAN
+from scalerl_jax.scaling.noise import Counts
 from scalerl_jax.scaling.tables import RUN_FOLDER_FILE, TRAINER_STATE_FILE, InputError, Table, read_table
 
 RUN_FOLDER_X = "device_hours"
@@ -37,8 +38,7 @@ class Evaluations:
     seed: str
     compute: np.ndarray  # [N] increasing
     reward: np.ndarray  # [N]
-    passes: np.ndarray | None  # [N, prompts] or None
-    trials: np.ndarray | None  # [N, prompts]
+    counts: Counts | None
     table: Table
     rows: np.ndarray  # [N] of the table
     remarks: tuple[str, ...]
@@ -192,10 +192,10 @@ def _one_run(
     y: str,
     name: str,
     seed: str,
-    counts: tuple[str, str] | None,
+    counted: tuple[str, str] | None,
     duplicates: str,
 ) -> Evaluations:
-    """chosen: [M] rows of the table that are this run's."""
+    """chosen: [M] rows of the table that are this run's. counted: the columns of passes and trials."""
     table = columns.table
     (compute, of_x), (reward, of_y) = columns.get(x), columns.get(y)
     rows = chosen[of_y[chosen] != BLANK]
@@ -222,7 +222,7 @@ def _one_run(
 
     times = next((columns.get(c)[0] for c in _TIMES if c in table.cells and c != x), None)
     found = repeats.in_order(compute[rows], reward[rows], None if times is None else times[rows])
-    passes, trials = (None, None) if counts is None else _counts(columns, rows, counts)
+    counts = None if counted is None else _counts(columns, rows, counted)
     if found.repeated.any():
         if duplicates == "error":
             first, again = (int(rows[at]) for at in found.first_pair)
@@ -239,29 +239,26 @@ def _one_run(
             f"{of_whom}: column {x!r} goes back {found.descents} times; the rows were sorted by it "
             "(several runs in one file are told apart by --run_column or --seed_column)"
         )
-    kept, one_reward, passes, trials = repeats.without(found, duplicates, reward[rows], passes, trials)
+    kept, one_reward, counts = repeats.without(found, duplicates, reward[rows], counts)
     rows = rows[kept]
-    return Evaluations(name, seed, compute[rows], one_reward, passes, trials, table, rows, tuple(remarks))
+    return Evaluations(name, seed, compute[rows], one_reward, counts, table, rows, tuple(remarks))
 
 
-def _counts(columns: _Columns, rows: np.ndarray, counts: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
-    """Passes and trials of the rows, [N, prompts] each; one trials for a row is that of each of its prompts."""
+def _counts(columns: _Columns, rows: np.ndarray, counted: tuple[str, str]) -> Counts:
+    """Passes and trials of the rows; one trials for a row is that of each of its prompts."""
     table = columns.table
-    if not any(list in set(map(type, table.cells[column])) for column in counts):
-        both = []
-        for column in counts:
-            values, state = columns.get(column)
-            columns.refuse(column, rows, state[rows] != cells_lib.GOOD)
-            both.append(values[rows][:, None])
-        return both[0], both[1]
-    passed, tried = ([_list(columns, int(row), column) for row in rows] for column in counts)
+    if not any(list in set(map(type, table.cells[column])) for column in counted):
+        for column in counted:
+            columns.refuse(column, rows, columns.get(column)[1][rows] != cells_lib.GOOD)
+        return Counts(*(columns.get(column)[0][rows][:, None] for column in counted))
+    passed, tried = ([_list(columns, int(row), column) for row in rows] for column in counted)
     for row, p, t in zip(rows, passed, tried):
         if len(t) not in (1, len(p)):
             raise InputError(f"{table.place(int(row))}: passes and trials do not have one number for each prompt")
     tried = [t if len(t) == len(p) else t * len(p) for p, t in zip(passed, tried)]
     if len({len(p) for p in passed}) > 1:  # not the same prompts in every evaluation: only totals can be compared
         passed, tried = [[sum(p)] for p in passed], [[sum(t)] for t in tried]
-    return np.array(passed), np.array(tried)
+    return Counts(np.array(passed), np.array(tried))
 
 
 def _list(columns: _Columns, row: int, column: str) -> list[float]:

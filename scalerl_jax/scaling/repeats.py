@@ -10,6 +10,8 @@ import dataclasses
 
 import numpy as np
 
+from scalerl_jax.scaling.noise import Counts
+
 _LISTED = "tell them apart with --run_column or --seed_column"
 
 
@@ -73,8 +75,8 @@ def in_order(compute: np.ndarray, reward: np.ndarray, times: np.ndarray | None) 
 
 
 def without(
-    found: Ordered, how: str, reward: np.ndarray, passes: np.ndarray | None, trials: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    found: Ordered, how: str, reward: np.ndarray, counts: Counts | None
+) -> tuple[np.ndarray, np.ndarray, Counts | None]:
     """Which rows stand for all of their compute [M], with the score and counts of each.
 
     how: "last" takes the last row's; "mean" sums the counts and takes the mean of the scores, weighted by trials where
@@ -83,12 +85,11 @@ def without(
     ends = np.append(found.starts[1:], len(found.order)) - 1
     last = found.order[ends]
     if how != "mean" or not found.repeated.any():
-        return last, reward[last], *(None if part is None else part[last] for part in (passes, trials))
+        return last, reward[last], None if counts is None else counts.rows(last)
     order = found.order
-    weight = np.ones(len(order)) if trials is None else trials[order].sum(axis=1)
+    weight = np.ones(len(order)) if counts is None else counts.total[order]
     weight = np.where(weight > 0, weight, 1e-300)  # a row without trials is refused later, by name
     mean = np.add.reduceat(weight * reward[order], found.starts) / np.add.reduceat(weight, found.starts)
-    passes, trials = (
-        None if part is None else np.add.reduceat(part[order], found.starts, axis=0) for part in (passes, trials)
-    )
-    return last, mean, passes, trials
+    if counts is not None:
+        counts = Counts(*(np.add.reduceat(part[order], found.starts) for part in (counts.passes, counts.trials)))
+    return last, mean, counts

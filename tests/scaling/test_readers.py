@@ -84,8 +84,8 @@ def test_run_folder_brings_its_counts(tmp_path):
         run = one(path, x=None, y=None)
         assert run.name == "mine"
         np.testing.assert_array_equal(run.compute, [0, 0.5])
-        np.testing.assert_array_equal(run.passes, [[0, 2], [2, 4]])
-        np.testing.assert_array_equal(run.trials, [[4, 4], [4, 4]])
+        np.testing.assert_array_equal(run.counts.passes, [[0, 2], [2, 4]])
+        np.testing.assert_array_equal(run.counts.trials, [[4, 4], [4, 4]])
     np.testing.assert_array_equal(one(folder, x="step", y=None).compute, [0, 5])
 
 
@@ -93,8 +93,8 @@ def test_totals_where_the_prompts_change(tmp_path):
     rows = [{"x": 0, "y": 0.5, "p": [1, 1], "n": 2}, {"x": 1, "y": 0.5, "p": [2, 1, 0], "n": [2, 2, 2]}]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     run = one(tmp_path / "a.jsonl", passes_column="p", trials_column="n")
-    np.testing.assert_array_equal(run.passes, [[2], [3]])
-    np.testing.assert_array_equal(run.trials, [[4], [6]])
+    np.testing.assert_array_equal(run.counts.passes, [[2], [3]])
+    np.testing.assert_array_equal(run.counts.trials, [[4], [6]])
 
 
 def scalar(tag, value):
@@ -250,8 +250,8 @@ def test_the_latest_by_its_time_is_the_last(tmp_path):
 def test_a_mean_of_repeated_rows_sums_their_counts(tmp_path):
     (tmp_path / "a.csv").write_text("x,y,p,n\n1,.5,1,2\n1,.25,2,8\n2,.5,4,8\n")
     run = one(tmp_path / "a.csv", passes_column="p", trials_column="n", duplicates="mean")
-    np.testing.assert_array_equal(run.passes, [[3], [4]])
-    np.testing.assert_array_equal(run.trials, [[10], [8]])
+    np.testing.assert_array_equal(run.counts.passes, [[3], [4]])
+    np.testing.assert_array_equal(run.counts.trials, [[10], [8]])
     np.testing.assert_allclose(run.reward, [0.3, 0.5])
 
 

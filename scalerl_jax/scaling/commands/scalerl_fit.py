@@ -189,13 +189,12 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
         ends = {"accuracy": "0 to 1", "reward": "-1 to 1", "percent": "0 to 100"}[scale]
         raise UserError(f"{place_of(row)}: {scale} {raw[row]:g} is outside its range, {ends}{hint}")
     counts: Any = None
-    passes = [one.passes for one in members if one.passes is not None]
-    trials = [one.trials for one in members if one.trials is not None]
-    if len(passes) == len(trials) == len(members):
-        width = {part.shape[1] for part in passes}
-        if len(width) > 1:  # seeds evaluated on different prompts
-            passes, trials = ([a.sum(axis=1, keepdims=True) for a in part] for part in (passes, trials))
-        counts = (np.concatenate(passes), np.concatenate(trials))
+    known = [one.counts for one in members if one.counts is not None]
+    if len(known) == len(members):
+        counts = [[one.passes for one in known], [one.trials for one in known]]
+        if len({one.passes.shape[1] for one in known}) > 1:  # seeds evaluated on different prompts
+            counts = [[a.sum(axis=1, keepdims=True) for a in part] for part in counts]
+        counts = [np.concatenate(part) for part in counts]
     try:
         fit = fit_sigmoid(
             compute,
