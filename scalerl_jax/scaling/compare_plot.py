@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 from scalerl_jax.scaling.binning import thinned
 from scalerl_jax.scaling.compare import Comparison
 from scalerl_jax.scaling.fit import Run
-from scalerl_jax.scaling.plot import COLOURS, GREY, log_compute_axis, style_axes
+from scalerl_jax.scaling.plot import COLOURS, GREY, log_compute_axis, style_axes, write_beside
 from scalerl_jax.scaling.slopes import straightened
 
 _BLACK = "#000000"
@@ -126,10 +126,8 @@ def _intervals(axes, rows, styles, label: str, *, digits: int) -> None:
         left, right = (end if math.isfinite(end) else limit for end, limit in zip(interval, axes.get_xlim()))
         axes.plot((left, right), (position, position), color=colour, linestyle=line, linewidth=2)
         axes.plot(value, position, "o", color=colour, markersize=5)
-        axes.annotate(
-            f"{value:.{digits}f}", (right, position), xytext=(5, 0), textcoords="offset points", va="center",
-            fontsize=8, color=colour, annotation_clip=False,
-        )  # fmt: skip
+        beside = {"va": "center", "annotation_clip": False}
+        write_beside(axes, f"{value:.{digits}f}", (right, position), (5, 0), colour, size=8, **beside)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -46,6 +46,11 @@ def style_axes(axes, *, x_label: str, y_label: str) -> None:
         axes.spines[side].set_color(GREY)
 
 
+def write_beside(axes, text: str, place, offset: tuple[float, float], colour: str, *, size: float = 9, **how) -> None:
+    """A word so many typographical points away from a place."""
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", color=colour, fontsize=size, **how)
+
+
 def log_compute_axis(axes, x: np.ndarray, ticks_at: Sequence[float] = (1, 2, 5)) -> None:
     """A logarithmic compute axis over all of x, whose ticks are short numbers, minor ones not labelled."""
     axes.set_xscale("log")  # before the limits: a linear axis widens those of very small numbers to below 0
@@ -84,27 +89,12 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "comput
     axes.set_xlim(-0.02 * end, 1.04 * end)
     bottom = max(0.0, min(reward.min(), fit.initial_reward) - 0.06)
     axes.set_ylim(bottom, min(1.02, max(reward.max(), high.max()) + 0.06))
-    axes.annotate(
-        f"A = {fit.asymptote:.3f}", (0, fit.asymptote), xytext=(4, -12), textcoords="offset points",
-        color=COLOURS[0], fontsize=9,
-    )  # fmt: skip
-    axes.annotate(
-        "half of the compute",
-        (end / 2, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(-5, -10),
-        textcoords="offset points",
-        color=GREY,
-        fontsize=9,
-        ha="right",
-    )
-    axes.set_title(
-        f"Forecast at half time {result.forecast_mean:.3f}, measured {result.measured_mean:.3f} "
-        f"(error {result.error:+.3f})",
-        loc="left",
-        fontsize=11,
-        color=_INK,
-    )
+    write_beside(axes, f"A = {fit.asymptote:.3f}", (0, fit.asymptote), (4, -12), COLOURS[0])
+    middle = {"xycoords": ("data", "axes fraction"), "ha": "right"}
+    write_beside(axes, "half of the compute", (end / 2, 1.0), (-5, -10), GREY, **middle)
+    outcome = f"measured {result.measured_mean:.3f} (error {result.error:+.3f})"
+    title = f"Forecast at half time {result.forecast_mean:.3f}, {outcome}"
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
     axes.legend(loc="lower right", frameon=False, fontsize=9)
     write_figure(figure, path)
 
@@ -132,10 +122,8 @@ def plot_fits(curves: Sequence[Run], *, x_label: str, y_label: str) -> Figure:
         _draw_run(axes, one, x, colour, label=label if alone else f"{one.name}   {label}", parts_labelled=alone)
     log_compute_axis(axes, x)
     if alone and curves[0].fit.rises:
-        axes.annotate(
-            f"A {curves[0].fit.asymptote:.3f}", (x[0], curves[0].fit.asymptote), xytext=(4, 3),
-            textcoords="offset points", color=COLOURS[0], fontsize=9,
-        )  # fmt: skip
+        asymptote = curves[0].fit.asymptote
+        write_beside(axes, f"A {asymptote:.3f}", (x[0], asymptote), (4, 3), COLOURS[0])
     if alone:
         axes.set_title(curves[0].name, loc="left", fontsize=11, color=_INK)
         axes.legend(loc="lower right", frameon=False, fontsize=9)
