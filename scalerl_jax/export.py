@@ -12,7 +12,7 @@ import os
 
 from absl import flags
 
-from scalerl_jax import config_io, config_names
+from scalerl_jax import config_io
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.learner.checkpoint import read_newest
 from scalerl_jax.model.decoder_config import read_config
@@ -32,11 +32,8 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
     config_file = os.path.join(workdir, "config.json")
     if not os.path.isfile(config_file):
         raise entry.UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")
-    try:
-        with open(config_file, "rb") as file:
-            config = config_io.from_json(file.read().decode(errors="replace"))
-    except config_names.ConfigError as error:
-        raise entry.UserError(f"--workdir={workdir}: {error}") from error
+    with open(config_file, "rb") as file, entry.user_mistakes(before=f"--workdir={workdir}: "):
+        config = config_io.from_json(file.read().decode(errors="replace"))
     with entry.user_mistakes():
         model = model or config.model.path
         if not model:
@@ -61,10 +58,10 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
 def run() -> None:
     command_flags.export()
     platforms.cpu_only()
-    entry.run(_main)
+    entry.run_command(_main)
 
 
-def _main() -> None:
+def _main(_: list[str]) -> None:
     values = flags.FLAGS
     step = export(workdir=values.workdir, out=values.out, dtype=values.dtype, model=values.model)
     print(f"{values.out}: the policy after {step} batches")

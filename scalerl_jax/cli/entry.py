@@ -19,14 +19,11 @@ class UserError(ValueError):
     """A mistake of the user's that is no config field: a folder, a file, an address. The message is one line."""
 
 
-def run(main: Callable[[], None]) -> None:
-    """Runs a command without a config file. A UserError or ConfigError is printed as one line; exit code 2."""
-    command_help.print_if_asked(_module_of(main), config=False)
-    app.run(lambda _: _guarded(main), flags_parser=_parse)
+def run_command(main: Callable[[list[str]], None]) -> None:
+    """Runs a command without a config file; main gets the arguments that are no flags.
 
-
-def run_with_arguments(main: Callable[[list[str]], None]) -> None:
-    """The same, for a command whose arguments that are no flags are its input."""
+    A UserError or ConfigError is printed as one line; exit code 2.
+    """
     command_help.print_if_asked(_module_of(main), config=False)
     app.run(lambda argv: _guarded(lambda: main(argv[1:])), flags_parser=_parse)
 
@@ -110,10 +107,13 @@ def _guarded(main: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def user_mistakes(*kinds: type[Exception]) -> Iterator[None]:
-    """Around code that reads what the user gave: errors of these kinds (none: ValueError) become a UserError."""
+def user_mistakes(*kinds: type[Exception], before: str = "") -> Iterator[None]:
+    """Around code that reads what the user gave: errors of these kinds (none: ValueError) become a UserError.
+
+    before: what their line begins with.
+    """
     caught = kinds or (ValueError,)
     try:
         yield
     except caught as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{before}{error}") from error

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from scalerl_jax.cli import command_flags
-from scalerl_jax.cli.entry import UserError, check_out, run_with_arguments, user_mistakes
+from scalerl_jax.cli.entry import UserError, check_out, run_command, user_mistakes
 from scalerl_jax.report.page import FILE, write_report
 from scalerl_jax.system import platforms
 
@@ -46,7 +46,7 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
 def run() -> None:
     command_flags.report()
     platforms.cpu_only()
-    run_with_arguments(lambda workdirs: print(f"report: {report(workdirs, flags.FLAGS.out)}"))
+    run_command(lambda workdirs: print(f"report: {report(workdirs, flags.FLAGS.out)}"))
 
 
 if __name__ == "__main__":

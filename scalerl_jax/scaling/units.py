@@ -14,6 +14,7 @@ _FLOPS = {
 }
 _TOKENS = {"token": 1.0, "Ktoken": 1e3, "Mtoken": 1e6, "Gtoken": 1e9, "Ttoken": 1e12}
 _KINDS = (_SECONDS, _FLOPS, _TOKENS)
+RANGES = {"accuracy": (0, 1), "reward": (-1, 1), "percent": (0, 100)}  # of the scales of a score
 
 
 def conversion(text: str) -> tuple[float, str]:
@@ -44,9 +45,8 @@ def find_scale(scores: np.ndarray, scale: str) -> tuple[str, str]:
 
 def to_accuracy(scores: np.ndarray, scale: str) -> np.ndarray:
     """Scores in [0, 1] from those of a scale that find_scale gave; what is out of range stays so, to be refused."""
-    if scale == "reward":
-        return (scores + 1) / 2
-    return scores / 100 if scale == "percent" else scores
+    low, high = RANGES[scale]
+    return (scores - low) / (high - low)
 
 
 def short_number(value: float) -> str:

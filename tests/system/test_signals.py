@@ -19,10 +19,10 @@ def say(word):
     print(word, flush=True)
 def stand_still():  # in C: no Python handler runs before it returns
     hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
-def main():
+def main(_):
     signals.expect("the line")
     {body}
-entry.run(main)
+entry.run_command(main)
 """
 BODIES = {
     "short": "say('ready'); threading.Event().wait()",

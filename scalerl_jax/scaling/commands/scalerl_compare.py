@@ -22,7 +22,7 @@ from rich.table import Table
 
 from scalerl_jax.cli import compare_flags as given
 from scalerl_jax.cli import fit_flags
-from scalerl_jax.cli.entry import UserError, run_with_arguments, user_mistakes
+from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import decide, posterior
 from scalerl_jax.scaling import forecast as forecast_lib
 from scalerl_jax.scaling.commands import results
@@ -47,7 +47,7 @@ _SHOWN = 8  # extensions in the table of the plan
 
 def run() -> None:
     platforms.cpu_only()
-    run_with_arguments(main)
+    run_command(main)
 
 
 def main(paths: Sequence[str]) -> None:
@@ -125,21 +125,17 @@ def main(paths: Sequence[str]) -> None:
 
 
 def _forecast(run: Run, target: float | None) -> Forecast:
-    try:
+    with user_mistakes(before=f"{run.name}: --"):
         return forecast_lib.forecast(
             run.fit, run.reached, target=target, budget=given.BUDGET.value, worth=given.MARGIN.value
         )
-    except ValueError as error:
-        raise UserError(f"{run.name}: --{error}") from error
 
 
 def _plan(runs: Sequence[Run], budget: float, seed: int) -> decide.Plan:
     contenders = []
     for index, run in enumerate(runs):
-        try:
+        with user_mistakes(before=f"{run.name}: "):
             curves = posterior.draw_curves(run.points, count=_CURVES, seed=seed + index)
-        except ValueError as error:
-            raise UserError(f"{run.name}: {error}") from error
         spacing = float(np.median(np.diff(np.unique(run.points.compute))))
         contenders.append(decide.Contender(run.name, curves, run.reached, spacing, run.seeds))
     return decide.plan(contenders, budget, at=given.BUDGET.value, margin=given.MARGIN.value, seed=seed)

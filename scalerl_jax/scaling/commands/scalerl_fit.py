@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from scalerl_jax.cli import fit_flags as given
-from scalerl_jax.cli.entry import UserError, check_out, run_with_arguments, user_mistakes
+from scalerl_jax.cli.entry import UserError, check_out, run_command, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling.commands import results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
@@ -39,7 +39,7 @@ def run() -> None:
     import scalerl_jax.cli.watch_flags  # noqa: F401  here: scalerl-compare imports this module too
 
     platforms.cpu_only()
-    run_with_arguments(once_or_watching)
+    run_command(once_or_watching)
 
 
 def once_or_watching(paths: Sequence[str]) -> None:
@@ -186,8 +186,8 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
     if outside.any():
         row = int(np.argmax(outside))
         hint = "; --y_scale=percent?" if given.Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
-        ends = {"accuracy": "0 to 1", "reward": "-1 to 1", "percent": "0 to 100"}[scale]
-        raise UserError(f"{place_of(row)}: {scale} {raw[row]:g} is outside its range, {ends}{hint}")
+        low, high = units.RANGES[scale]
+        raise UserError(f"{place_of(row)}: {scale} {raw[row]:g} is outside its range, {low} to {high}{hint}")
     counts: Any = None
     known = [one.counts for one in members if one.counts is not None]
     if len(known) == len(members):
