@@ -6,11 +6,10 @@ Nothing is imported to find out: docstrings and comments are read from the sourc
 import ast
 import dataclasses
 import importlib.util
-import io
 import os
+import re
 import sys
 import textwrap
-import tokenize
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -43,22 +42,16 @@ def comments(module: str) -> dict[tuple[str, str], str]:
 
     It stands behind the field, or on lines of its own right above it.
     """
-    source = _source(module)
-    alone = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
-    by_line = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    found = {}
-    for made in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
-        for node in made.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                first = node.lineno
-                while first - 1 in alone:
-                    first -= 1
-                lines = range(first, (node.end_lineno or node.lineno) + 1)
-                found[made.name, node.target.id] = " ".join(by_line[line] for line in lines if line in by_line)
+    found, above, group = {}, list[str](), ""
+    for line in _source(module).splitlines():
+        if line.startswith("class "):
+            group = re.split(r"\W", line)[1]
+        if line.startswith("    # "):
+            above.append(line.strip("# "))
+            continue
+        if field := re.match(r"    (\w+): .*?(  # .*)?$", line):
+            found[group, field[1]] = " ".join([*above, (field[2] or "").strip("# ")]).strip()
+        above = []
     return found
 
 

@@ -20,15 +20,12 @@ from typing import IO, Any
 import numpy as np
 
 from scalerl_jax.scaling import tfevents
+from scalerl_jax.scaling.tfevents import InputError
 
 RUN_FOLDER_FILE = "evals.jsonl"
 TRAINER_STATE_FILE = "trainer_state.json"  # of transformers' and TRL's trainers, in each checkpoint
 _BLOCK = 16_384  # rows that are read at once
 _LISTED = 12  # columns named in a message
-
-
-class InputError(ValueError):
-    """A mistake in a file or in what was asked of it: one line, naming the file and the row or the column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,8 +255,6 @@ def _json(path: str, wanted: Wanted) -> Table:
 def _events(path: str, files: list[str], wanted: Wanted) -> Table:
     try:
         scalars = tfevents.read_scalars(files)
-    except tfevents.EventFileError as error:
-        raise InputError(str(error)) from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
     if not scalars:

@@ -35,8 +35,8 @@ _MESSAGES = {  # of each field: number, type; * where it is repeated
 }
 
 
-class EventFileError(ValueError):
-    """Not an event file, or a damaged one; the message names it."""
+class InputError(ValueError):
+    """A mistake in a file or in what was asked of it: one line, naming the file and the row or the column."""
 
 
 @functools.lru_cache(4096)  # most records are of few lengths
@@ -86,7 +86,7 @@ def read_scalars(paths: list[str]) -> dict[str, dict[int, float]]:
             try:
                 event = _Event.FromString(record)
             except message.DecodeError:
-                raise EventFileError(f"{path}: is not a TensorBoard event file, or is damaged") from None
+                raise InputError(f"{path}: is not a TensorBoard event file, or is damaged") from None
             if event.session_log.status == _START:
                 for series in scalars.values():
                     for old in [step for step in series if step >= event.step]:
@@ -103,7 +103,7 @@ def _records(path: str) -> Iterator[bytes]:
         while len(head := file.read(12)) == 12:
             length, crc = struct.unpack("<QI", head)
             if _masked_crc32c(head[:8]) != crc:
-                raise EventFileError(f"{path}: is not a TensorBoard event file, or is damaged")
+                raise InputError(f"{path}: is not a TensorBoard event file, or is damaged")
             data = file.read(length)
             if len(data) < length or len(file.read(4)) < 4:
                 return
