@@ -16,7 +16,7 @@ identify.py       whether the points tell A, and what compute would
 fit.py            fit_sigmoid: all of these
 half_time.py      the forecast made at half time beside the outcome
 forecast.py       what more compute will buy a run
-compare.py        which of several runs ends higher, and slopes.py, which gets there faster
+compare.py        which of several runs ends higher, and which gets there faster
 decide.py         the next experiment, by curves drawn from what the points allow (posterior.py)
 plot.py           pictures: of fits and forecasts; compare_plot.py, compare_json.py: a comparison's
 commands/         scalerl-fit, scalerl-compare

@@ -2,9 +2,9 @@
 
     1. A first. Two runs differ in A if the 95 % interval of the difference leaves out 0 and the difference exceeds the
        margin (0.02: what runs that differ only in their seed show).
-    2. Where they are within the margin, both are refitted with the mean of their A's and B is compared (slopes.py).
-       Where they are further apart but the interval holds 0, the points do not tell, and no B is compared: one A for
-       both may be one that neither has.
+    2. Where they are within the margin, both are refitted with the mean of their A's and B is compared. Where they
+       are further apart but the interval holds 0, the points do not tell, and no B is compared: one A for both may be
+       one that neither has.
 
 The interval of a difference comes from the two runs' own intervals, lopsided as they are (MOVER; Zou and Donner 2008):
 
@@ -12,18 +12,28 @@ The interval of a difference comes from the two runs' own intervals, lopsided as
     high = d + sqrt((a_high - a)^2 + (b - b_low)^2)
 
 The runs' own are profile likelihood; where a run has seeds, widened to what a bootstrap of whole seeds gives.
+
+With A fixed at one number for all, B and C_mid are fitted anew (the paper's leave-one-out procedure), and the
+straightened form
+
+    F(R) = C_mid^B / ((A - R0) / (R - R0) - 1) = C^B
+
+turns each run into a line through the origin of (ln C, ln F) whose slope is its B.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from scalerl_jax.scaling import fit as fit_module
-from scalerl_jax.scaling import least_squares, resample, slopes
+from scalerl_jax.scaling import law, least_squares, profile, resample
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
+from scalerl_jax.scaling.points import Points
+from scalerl_jax.scaling.precision import double_precision
 
 Interval = tuple[float, float]
 _SEED_RESAMPLES = 1000
@@ -43,6 +53,15 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
+class Slope(law.Sigmoid):
+    """A run refitted with A fixed. Intervals are profile likelihood; 0 or infinity where open."""
+
+    ssr: float
+    exponent_95: tuple[float, float]
+    exponent_90: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Pair:
     """Two runs. verdict: "first" or "second" ends higher | "none": no difference shown | "open": not told."""
 
@@ -50,7 +69,7 @@ class Pair:
     second: Run
     asymptote: Difference
     verdict: str
-    slopes: tuple[slopes.Slope, slopes.Slope] | None  # with one A, where no difference is shown
+    slopes: tuple[Slope, Slope] | None  # with one A, where no difference is shown
     exponent: Difference | None
     sentence: str
 
@@ -63,7 +82,7 @@ class LeftOut:
     interval_95: Interval  # of A
     asymptote: Difference | None  # to the baseline; None: the baseline itself
     verdict: str  # "" for the baseline, else as of Pair with the run as first
-    slope: slopes.Slope | None  # with the common A; None where A differs from the baseline's or is not told
+    slope: Slope | None  # with the common A; None where A differs from the baseline's or is not told
     exponent: Difference | None
 
 
@@ -96,8 +115,8 @@ def compare(
     base = runs[baseline]
 
     @functools.cache
-    def refit(run: Run, asymptote: float) -> slopes.Slope:
-        return slopes.refit(run.points, asymptote, grid=grid)
+    def slope_of(run: Run, asymptote: float) -> Slope:
+        return refit(run.points, asymptote, grid=grid)
 
     def differ(first: Run, second: Run) -> tuple[Difference, str]:
         found = difference(first.fit.asymptote, own[first], second.fit.asymptote, own[second])
@@ -110,30 +129,54 @@ def compare(
         common = mean if common_asymptote is None else common_asymptote
     table = []
     for run in runs:
-        slope = refit(run, common) if common is not None and run in alike else None
+        slope = slope_of(run, common) if common is not None and run in alike else None
         found, word = (None, "") if run is base else differ(run, base)
         exponent = None
         if slope is not None and common is not None and run is not base:
-            exponent = exponent_difference(slope, refit(base, common))
+            exponent = exponent_difference(slope, slope_of(base, common))
         table.append(LeftOut(run, own[run][0], found, word, slope, exponent))
 
     pairs = []
-    for i, one in enumerate(runs):
-        for other in runs[i + 1 :]:
-            # The one that looks better comes first, so that sentences read well.
-            first, second = (one, other) if one.fit.asymptote >= other.fit.asymptote else (other, one)
-            found, word = differ(first, second)
-            both, exponent = None, None
-            if word == "none":
-                in_table = common is not None and first in alike and second in alike
-                mean = (first.fit.asymptote + second.fit.asymptote) / 2
-                chosen = common if in_table else mean if common_asymptote is None else common_asymptote
-                assert chosen is not None
-                both = (refit(first, chosen), refit(second, chosen))
-                exponent = exponent_difference(*both)
-            text = _sentence(first, second, found, word, both, exponent, margin)
-            pairs.append(Pair(first, second, found, word, both, exponent, text))
+    for pair in itertools.combinations(runs, 2):
+        first, second = sorted(pair, key=lambda run: -run.fit.asymptote)  # so that sentences read well
+        found, word = differ(first, second)
+        both, exponent = None, None
+        if word == "none":
+            in_table = common is not None and first in alike and second in alike
+            mean = (first.fit.asymptote + second.fit.asymptote) / 2
+            chosen = common if in_table else mean if common_asymptote is None else common_asymptote
+            assert chosen is not None
+            both = (slope_of(first, chosen), slope_of(second, chosen))
+            exponent = exponent_difference(*both)
+        text = _sentence(first, second, found, word, both, exponent, margin)
+        pairs.append(Pair(first, second, found, word, both, exponent, text))
     return Comparison(runs, base, margin, common, table, pairs)
+
+
+def refit(points: Points, asymptote: float, *, grid: str = "auto") -> Slope:
+    """B and C_mid of least squares with A held at `asymptote`; grid as of fit_sigmoid.
+
+    Raises ValueError where the scores do not rise (grid="paper": no cell with B > 0).
+    """
+    data = fit_module.squares_data(points)
+    cells = least_squares.search_cells(data.log_compute)
+    constraint = least_squares.free(asymptote, asymptote)
+    if grid == "paper":
+        estimate, ssr = fit_module.paper_estimate(points, [asymptote], None, "these scores do not rise")
+    else:
+        estimate, ssr = fit_module.least_squares_estimate(data, cells, constraint)
+    state = profile.likelihood(points, cells, constraint, held=1)
+    wide, narrow = (state.intervals(level, estimate)["exponent"] for level in (0.95, 0.90))
+    return Slope(*estimate, ssr + points.scatter, wide, narrow)
+
+
+def straightened(compute: np.ndarray, reward: np.ndarray, slope: Slope) -> tuple[np.ndarray, np.ndarray]:
+    """ln C and ln F, [M <= N], of the evaluations that lie strictly between R0 and A, where F is defined."""
+    above = np.asarray(compute) > 0
+    with double_precision():
+        straight = np.asarray(law.straighten(np.asarray(reward)[above], **slope.parameters))
+    defined = np.isfinite(straight)
+    return np.log(np.asarray(compute)[above][defined]), np.log(straight[defined])
 
 
 def verdict(found: Difference, margin: float) -> str:
@@ -151,7 +194,7 @@ def difference(first: float, own: tuple[Interval, Interval], second: float, othe
     return Difference(first - second, ends[0], ends[1])
 
 
-def exponent_difference(first: slopes.Slope, second: slopes.Slope) -> Difference:
+def exponent_difference(first: Slope, second: Slope) -> Difference:
     """Of B with one A."""
     own = (first.exponent_95, first.exponent_90)
     return difference(first.exponent, own, second.exponent, (second.exponent_95, second.exponent_90))

@@ -7,7 +7,7 @@ import pytest
 import scipy.optimize
 
 from scalerl_jax.scaling import compare as compare_module
-from scalerl_jax.scaling import fit_sigmoid, slopes
+from scalerl_jax.scaling import fit_sigmoid
 from scalerl_jax.scaling.compare import compare, difference
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.points import check_points
@@ -78,7 +78,7 @@ def test_refit_is_the_least_squares_of_scipy():
     points = check_points(
         compute, reward, initial_reward=0.4, burn_in=0, fit_until=None, counts=None, run=None
     )  # fmt: skip
-    found = slopes.refit(points, 0.62)
+    found = compare_module.refit(points, 0.62)
 
     def law(c, exponent, log_midpoint):
         return 0.4 + 0.22 / (1 + np.exp(exponent * (log_midpoint - np.log(c))))
@@ -92,20 +92,20 @@ def test_refit_is_the_least_squares_of_scipy():
 
 
 def test_paper_grid_refits_in_its_cells(left_out):
-    found = slopes.refit(left_out[0].points, 0.61, grid="paper")
+    found = compare_module.refit(left_out[0].points, 0.61, grid="paper")
     steps = np.linspace(100, 40_000, 100)
     assert np.abs(steps - found.midpoint).min() < 1e-9
-    assert found.ssr >= slopes.refit(left_out[0].points, 0.61).ssr
+    assert found.ssr >= compare_module.refit(left_out[0].points, 0.61).ssr
 
 
 def test_the_straightened_form_is_a_line_through_the_origin(left_out):
     run = left_out[0]
-    slope = slopes.refit(run.points, run.fit.asymptote)
-    log_compute, log_straight = slopes.straightened(COMPUTE, curve(COMPUTE, *TABLE_1["ScaleRL"]), slope)
+    slope = compare_module.refit(run.points, run.fit.asymptote)
+    log_compute, log_straight = compare_module.straightened(COMPUTE, curve(COMPUTE, *TABLE_1["ScaleRL"]), slope)
     np.testing.assert_allclose(log_straight, slope.exponent * log_compute, rtol=1e-5)
     assert len(log_compute) == len(COMPUTE) - 1
     # A score at or above A has no place on it.
-    assert len(slopes.straightened(COMPUTE[-1:], np.array([0.7]), slope)[0]) == 0
+    assert len(compare_module.straightened(COMPUTE[-1:], np.array([0.7]), slope)[0]) == 0
 
 
 def test_verdicts():
