@@ -174,7 +174,7 @@ class RolloutServer:
         access: who may call. interceptors: further ones, behind the one that looks at the token.
         """
         self.engine, self.service = engine, RolloutService(engine, Reach(access.passing, access.beyond))
-        self._saying: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[RuntimeError] | None = None
         self._checker = _Health()
         bounded = bounds(engine.info)
         self._server = grpc.aio.server(
@@ -195,28 +195,25 @@ class RolloutServer:
     async def start(self) -> None:
         await self._checker.set(rpc.SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
-        self._saying = asyncio.create_task(self._say())
+        self._watching = asyncio.create_task(self._watch())
 
-    async def _say(self) -> None:
-        """What goes on, into the log; until the engine is over, of which failure() tells."""
-        with contextlib.suppress(RuntimeError):
-            while True:
-                self.service.activity.tick(self.engine.status())
-                await asyncio.sleep(WATCH_SECONDS)
-
-    async def failure(self) -> RuntimeError:
-        """Returns when the engine can never serve again, with what it says about it."""
+    async def _watch(self) -> RuntimeError:
+        """What goes on, into the log; what the engine says when it can never serve again."""
         while True:
             try:
-                self.engine.status()
+                self.service.activity.tick(self.engine.status())
             except RuntimeError as error:
                 return error
             await asyncio.sleep(WATCH_SECONDS)
 
+    async def failure(self) -> RuntimeError:
+        """Returns when the engine can never serve again, with what it says about it."""
+        return await (self._watching or self._watch())
+
     async def stop(self) -> None:
         """Finishes nothing: health says NOT_SERVING, calls end with UNAVAILABLE, the engine is closed."""
-        if self._saying is not None:
-            self._saying.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         await self._checker.enter_graceful_shutdown()
         await self.service.stop()
         await self._server.stop(STOP_GRACE_SECONDS)

@@ -25,7 +25,7 @@ import socket
 import ssl
 import stat
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -258,12 +258,8 @@ def _digest(value: str | bytes) -> bytes:
 
 def is_loopback(host: str) -> bool:
     """Whether listening on `host` lets in nobody but this machine. Raises ValueError where the name is unknown."""
-    return all(ipaddress.ip_address(ip.partition("%")[0]).is_loopback for ip in _addresses(host))
-
-
-def _addresses(host: str) -> Sequence[str]:
     try:
         answers = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(f"{host}: {error.strerror or error}") from error
-    return [str(address[0]) for *_, address in answers]
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in answers)

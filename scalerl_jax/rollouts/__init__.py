@@ -17,7 +17,7 @@ servers/      one server seen from the trainer, and all of them
     upkeep         versions sent to it, and its samples for the probe (probe_samples)
     offences       what it did wrong, and how much it may be given
     validate       what a completion must be before anybody looks at it; validate_status: what a status may say
-    context        what all clients share; events: what they tell the fleet
+    context        what all clients share, and what they tell the fleet
     pool           who belongs to the fleet now; discovery: what --servers means; credentials: what they are shown
 weights/      versions going out
     publisher      the versions, and who is sent what; push: one of them to one server

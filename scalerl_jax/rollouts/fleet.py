@@ -42,9 +42,8 @@ from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.scoring import Scoring
 from scalerl_jax.rollouts.servers import states
 from scalerl_jax.rollouts.servers.client import ServerClient
-from scalerl_jax.rollouts.servers.context import ClientContext, Servers
+from scalerl_jax.rollouts.servers.context import ClientContext, ServerEvents, Servers
 from scalerl_jax.rollouts.servers.credentials import Plaintext
-from scalerl_jax.rollouts.servers.events import ServerEvents
 from scalerl_jax.rollouts.servers.pool import ServerPool
 from scalerl_jax.rollouts.trust import Trust
 from scalerl_jax.rollouts.weights.publisher import Publisher, Source

@@ -1,16 +1,17 @@
-"""What all server clients of one fleet share."""
+"""What all server clients of one fleet share, what they tell the fleet, and what servers are held against."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import codec, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.environments import Row
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.requests import Requests, spread_probes
-from scalerl_jax.rollouts.servers.events import ServerEvents
 from scalerl_jax.rollouts.servers.offences import Records
 from scalerl_jax.rollouts.servers.validate import validate
 from scalerl_jax.rollouts.weights.publisher import Publisher
@@ -28,6 +29,20 @@ class Servers:
     vocabulary: int = 0  # of the policy; token ids are below it. 0: not known
     # Raises ProbeError on the status of a server that is not one for this run.
     check: Callable[[str, pb.StatusReply], None] = lambda server, status: None
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerEvents:
+    """What the parts of one client ask of the fleet and tell it."""
+
+    arrived: Callable[[GroupBuffer, RolloutRequest, codec.Completion, float], None]  # seconds since it was asked for
+    returned: Callable[[GroupBuffer, RolloutRequest, bool], None]
+    changed: Callable[[], None]  # look whether there is something to do
+    rejected: Callable[[str], None]  # the reason
+    event: Callable[[str, dict[str, Any]], None]
+    # A status; whether the time since the one before was evaluation's; whether what lies before it is not known.
+    observe: Callable[[pb.StatusReply, bool, bool], None]
+    fail: Callable[[BaseException], None]  # a fault of ours
 
 
 @dataclasses.dataclass(frozen=True)
