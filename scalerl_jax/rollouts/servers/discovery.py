@@ -14,45 +14,44 @@ class Discovery:
     """Raises ValueError, one line that names what is wrong with --servers; so does resolve()."""
 
     def __init__(self, text: str):
-        self._text = text
-        self._listed: tuple[str, ...] = ()
-        if not text.startswith(("file:", "dns:///")):
-            parts = [part.strip() for part in text.split(",") if part.strip()]
-            self._listed = _checked(f"--servers={text}", parts)
-
-    @property
-    def changes(self) -> bool:
-        """Whether another look may find others."""
-        return not self._listed
+        prefix = next(prefix for prefix in _LOOKS if text.startswith(prefix))
+        self._where, self._look, self._target = f"--servers={text}", _LOOKS[prefix], text.removeprefix(prefix)
+        self.changes = prefix != ""  # whether another look may find others
+        self._listed = () if self.changes else self._checked()
 
     @property
     def name(self) -> str:
         """What the certificates of servers found by a name carry; empty where each is dialled by what it is called."""
-        return _split(self._where, self._target)[0].strip("[]") if self._text.startswith("dns:///") else ""
+        return _split(self._where, self._target)[0].strip("[]") if self._look is _by_name else ""
 
     def resolve(self) -> tuple[str, ...]:
         """The servers' addresses as of now, in order, each once; may block for seconds."""
-        if self._listed:
-            return self._listed
-        found = _read(self._where, self._target) if self._text.startswith("file:") else self._by_name()
-        return _checked(self._where, found)
+        return self._checked() if self.changes else self._listed
 
-    @property
-    def _where(self) -> str:
-        return f"--servers={self._text}"
+    def _checked(self) -> tuple[str, ...]:
+        found = self._look(self._where, self._target)
+        if not found:
+            raise ValueError(f"{self._where}: names no server")
+        for address in found:
+            _split(self._where, address)
+        for address, times in collections.Counter(found).items():
+            if times > 1:
+                raise ValueError(f"{self._where}: names {address} twice")
+        return tuple(found)
 
-    @property
-    def _target(self) -> str:
-        return self._text.removeprefix("file:").removeprefix("dns:///")
 
-    def _by_name(self) -> list[str]:
-        host, port = _split(self._where, self._target)
-        try:
-            answers = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise ValueError(f"{self._where}: {error.strerror or error}") from error
-        hosts = sorted({str(address[0]) for *_, address in answers})
-        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+def _as_written(where: str, addresses: str) -> list[str]:
+    return [address.strip() for address in addresses.split(",") if address.strip()]
+
+
+def _by_name(where: str, name: str) -> list[str]:
+    host, port = _split(where, name)
+    try:
+        answers = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"{where}: {error.strerror or error}") from error
+    hosts = sorted({str(address[0]) for *_, address in answers})
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
 
 def _read(where: str, path: str) -> list[str]:
@@ -66,15 +65,7 @@ def _read(where: str, path: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def _checked(where: str, found: list[str]) -> tuple[str, ...]:
-    if not found:
-        raise ValueError(f"{where}: names no server")
-    for address in found:
-        _split(where, address)
-    for address, times in collections.Counter(found).items():
-        if times > 1:
-            raise ValueError(f"{where}: names {address} twice")
-    return tuple(found)
+_LOOKS = {"file:": _read, "dns:///": _by_name, "": _as_written}
 
 
 def _split(where: str, address: str) -> tuple[str, int]:
