@@ -127,14 +127,11 @@ class Relay:
             if not await self._met(stub):
                 await self.give_up(NOT_MET)
                 return
-            header = pb.WeightHeader()
-            header.CopyFrom(self._staging.header)
-            header.relays.extend(self._server.relays)
             call = stub.PushWeights(timeout=self._timeout)
             stack.callback(call.cancel)
             stream = WeightStream(call, self._staging)
             try:
-                await both(self._read(stream), self._write(call, stream, header))
+                await both(self._read(stream), self._write(call, stream))
             except TimeoutError:
                 why = f"it took nothing for {PATIENCE_SECONDS:g} s"
             except grpc.aio.AioRpcError as error:
@@ -189,9 +186,9 @@ class Relay:
     async def _tell(self, relayed: pb.WeightReply.Relayed) -> None:
         await self._reply(pb.WeightReply(relayed=relayed))
 
-    async def _write(self, call: grpc.aio.StreamStreamCall, stream: WeightStream, header: pb.WeightHeader) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall, stream: WeightStream) -> None:
         """Raises TimeoutError where the other side takes nothing."""
-        async with contextlib.aclosing(stream.messages(header, self._ready)) as messages:
+        async with contextlib.aclosing(stream.messages(self._server.relays, self._ready)) as messages:
             async for message in messages:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await call.write(message)

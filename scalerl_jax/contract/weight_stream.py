@@ -6,7 +6,7 @@ A chunk that is asked for again goes out after the one under way, so often that 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -38,8 +38,8 @@ def refusal(kind: str, reply: pb.WeightReply | pb.WeightReply.Relayed) -> PushRe
 class Chunked(Protocol):
     """A version in chunks; a chunk may be cut any number of times."""
 
-    @property
-    def chunks(self) -> int: ...
+    header: pb.WeightHeader
+    chunks: int
 
     def chunk(self, index: int) -> Chunk: ...
 
@@ -57,10 +57,16 @@ class WeightStream:
         self.resent = 0
 
     async def messages(
-        self, header: pb.WeightHeader, ready: Callable[[int], Awaitable[None]] = _at_once
+        self, relays: Iterable[pb.Relay], ready: Callable[[int], Awaitable[None]] = _at_once
     ) -> AsyncGenerator[pb.WeightMessage | Chunk, None]:
-        """What is to be written, without end. ready: returns when chunk n is there, and after the last the commit."""
-        yield pb.WeightMessage(header=header)
+        """What is to be written, without end.
+
+        relays: whom the other side is to pass it on to. ready: returns when chunk n is there, and after the last the
+        commit.
+        """
+        first = pb.WeightMessage(header=self._source.header)
+        first.header.relays.extend(relays)
+        yield first
         for index in range(self._source.chunks):
             await ready(index)
             yield self._source.chunk(index)

@@ -8,7 +8,9 @@ import pytest
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.weight_stream import PushRefused, WeightStream, both
 
-CHUNKS = types.SimpleNamespace(chunks=4, chunk=lambda index: types.SimpleNamespace(index=index))
+CHUNKS = types.SimpleNamespace(
+    header=pb.WeightHeader(), chunks=4, chunk=lambda index: types.SimpleNamespace(index=index)
+)
 
 
 class Call:
@@ -26,7 +28,7 @@ class Call:
 async def sent(stream: WeightStream, count: int) -> list[int | str]:
     """The first messages: "header", "commit", or the number of a chunk."""
     found: list[int | str] = []
-    async for message in stream.messages(pb.WeightHeader()):
+    async for message in stream.messages([]):
         kind = message.WhichOneof("kind") if isinstance(message, pb.WeightMessage) else message.index
         found.append(kind)
         if len(found) == count:

@@ -111,12 +111,7 @@ class Push:
 
     async def _write(self, call: Any, stream: WeightStream, sent: Callable[[int], None]) -> None:
         """Until cancelled, or until the call is over: its last reply or its status says why."""
-        header = self._payload.header
-        if self._tree.relays:
-            header = pb.WeightHeader()
-            header.CopyFrom(self._payload.header)
-            header.relays.extend(self._tree.relays)
-        async with contextlib.aclosing(stream.messages(header)) as messages:
+        async with contextlib.aclosing(stream.messages(self._tree.relays)) as messages:
             async for message in messages:
                 try:
                     await call.write(message)
