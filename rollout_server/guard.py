@@ -131,17 +131,13 @@ class Unread(Exception):
 
 
 async def _call(handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
-    if handler.request_streaming:
-        assert handler.response_streaming  # no method here is of the fourth kind
-        answers = handler.stream_stream(_messages(context), context)
-    elif isinstance(request, Malformed):
+    if isinstance(request, Malformed):
         raise request
-    elif handler.response_streaming:
-        answers = handler.unary_stream(request, context)
-    else:
-        return await handler.unary_unary(request, context)
+    if handler.request_streaming:
+        request = _messages(context)
+    answers = getattr(handler, rpc.kind(handler.request_streaming, handler.response_streaming))(request, context)
     if not isinstance(answers, AsyncIterator):
-        return await answers  # it writes by itself
+        return await answers  # one, or it writes by itself
     async for answer in answers:
         await context.write(answer)
     return None

@@ -251,6 +251,4 @@ class _Health(health.aio.HealthServicer):
 async def _cancel(task: asyncio.Task[None]) -> None:
     """Returns when the task is over. What it raised is told by who awaits it, or by nobody."""
     task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
+    await asyncio.gather(task, return_exceptions=True)

@@ -69,6 +69,10 @@ class GroupRequest:
     minimum_step: int = 0
     pinned_step: int | None = None
 
+    def most_tokens(self, wanted: CompletionRequest) -> int:
+        """Of one of its completions at the longest, forced tokens included."""
+        return wanted.thinking_budget + len(self.interruption.text_token_ids) + self.sampling.answer_budget
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:

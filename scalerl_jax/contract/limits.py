@@ -29,7 +29,6 @@ KEEPALIVE_SECONDS = 20
 KEEPALIVE_TIMEOUT_SECONDS = 10
 
 _BOTH_ENDS = (
-    ("grpc.max_receive_message_length", MAXIMUM_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAXIMUM_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
@@ -44,6 +43,7 @@ STOP_SECONDS = {"jax": 5.0, "replay": 5.0, "vllm": 30.0}
 # Options for grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS).
 CHANNEL_OPTIONS = (
     *_BOTH_ENDS,
+    ("grpc.max_receive_message_length", MAXIMUM_MESSAGE_BYTES),
     # A server that was away is dialled again soon: gRPC's own back-off grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 250),
     ("grpc.max_reconnect_backoff_ms", 2000),
@@ -51,7 +51,7 @@ CHANNEL_OPTIONS = (
 
 # Options for grpc.aio.server(options=SERVER_OPTIONS).
 SERVER_OPTIONS = (
-    *((name, value) for name, value in _BOTH_ENDS if name != "grpc.max_receive_message_length"),
+    *_BOTH_ENDS,
     ("grpc.max_receive_message_length", MAXIMUM_REQUEST_BYTES),
     # Two servers on one port would share its connections at random; the second must fail instead.
     ("grpc.so_reuseport", 0),

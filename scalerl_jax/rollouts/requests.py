@@ -69,12 +69,6 @@ class Requests:
         """The longest completion there can be, forced tokens included."""
         return self._thinking[1] + len(self.interruption.text_token_ids) + self.sampling.answer_budget
 
-    @staticmethod
-    def most_tokens(request: GroupRequest) -> int:
-        """Of the longest completion that a request asks for, forced tokens included."""
-        thinking = max(wanted.thinking_budget for wanted in request.completions)
-        return thinking + len(request.interruption.text_token_ids) + request.sampling.answer_budget
-
     def training_groups(self, pacing: Pacing, draw: Callable[[int], Row], *, trained: int) -> GroupBuffer:
         """Those of the run from batch `trained` on.
 

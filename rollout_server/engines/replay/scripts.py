@@ -145,8 +145,7 @@ class Recorded:
 
     def rollout(self, request: GroupRequest, wanted: CompletionRequest) -> Rollout:
         prompt = request.prompt.astype(np.int32).tobytes()
-        phrase = request.interruption.text_token_ids
-        most = wanted.thinking_budget + len(phrase) + request.sampling.answer_budget
+        most = request.most_tokens(wanted)
         if rollout := self._named.get((request.group_id, wanted.index, prompt)):
             return rollout.cut(most)
         if bank := self._bank.get(prompt):

@@ -149,7 +149,7 @@ class Upkeep:
         """
         server, context = self._server, self._context
         requests = context.probe_requests(server.address, step, pinned=pinned)
-        tokens = max(context.requests.most_tokens(request) for _, request in requests)
+        tokens = max(request.most_tokens(wanted) for _, request in requests for wanted in request.completions)
         # As for any completion, see calls.py; and some of them wait for a slot.
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
         seconds = context.config.stall_seconds + rounds * tokens / context.config.slowest_tokens_per_second

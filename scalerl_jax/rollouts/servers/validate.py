@@ -39,7 +39,7 @@ def validate(completion: Completion, request: GroupRequest, *, newest: int, voca
     tokens, phrase = completion.token_ids, np.array(request.interruption.text_token_ids, np.int32)
     if tokens.min() < 0 or (vocabulary and tokens.max() >= vocabulary):
         raise ValueError(f"{name} has tokens from {tokens.min()} to {tokens.max()}, of a vocabulary of {vocabulary}")
-    most = asked.thinking_budget + len(phrase) + request.sampling.answer_budget
+    most = request.most_tokens(asked)
     if len(tokens) > most:
         raise ValueError(f"{name} has {len(tokens)} tokens, its budgets and the phrase make {most}")
     if len(completion.forced) > 1:
