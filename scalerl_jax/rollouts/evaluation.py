@@ -62,7 +62,7 @@ class Evaluation:
             # One that is being brought to a newer version now would not stop at ours.
             free = [c for c in free if c.step == self.version or c in done]
         wanted = (self._servers or len(active)) - working
-        for c in sorted(free, key=lambda c: c.in_flight)[: max(0, wanted)]:
+        for c in sorted(free, key=lambda c: c.calls.in_flight)[: max(0, wanted)]:
             c.assign(self)
 
     def lost(self, clients: Sequence[ServerClient], *, latest: int, patience: float) -> bool:

@@ -180,7 +180,7 @@ class Fleet:
         """
         self._newest = (version, tensors)
         if changes is not None:
-            self._publisher.record(version, changes)
+            self._publisher.deltas.record(version, changes)
         if self._buffer.pacing.publishes(version):
             self._publish_newest()
 

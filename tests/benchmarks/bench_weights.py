@@ -290,7 +290,7 @@ async def _stall(config: DecoderConfig, engine: JaxEngine) -> None:
             await asyncio.to_thread(weights.update)
             began = time.perf_counter()
             version = await asyncio.to_thread(weights.version)
-            publisher.record(version.step, version.delta)
+            publisher.deltas.record(version.step, version.delta)
             publisher.publish(version.step, version.tensors)
             kind = "dense" if number % 2 == 0 else "sparse"
             base = version.step - 1 if kind == "sparse" else None

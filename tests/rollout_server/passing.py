@@ -49,7 +49,7 @@ class Run:
         digests = {name: digest(tensor) for name, tensor in self.held.items()}
         delta = WeightDelta(base, self.step, parts if self.step else {}, digests, self.shapes)
         whole = {name: tensor.copy().view(ml_dtypes.bfloat16) for name, tensor in self.held.items()}
-        self.publisher.record(self.step, lambda: delta)
+        self.publisher.deltas.record(self.step, lambda: delta)
         self.publisher.publish(self.step, whole)
         return delta.nbytes
 

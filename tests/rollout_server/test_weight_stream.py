@@ -62,7 +62,7 @@ class Trainer:
         delta = self.recorded.delta(step)
         if first:  # of a trainer that starts anew here: there is nothing to compare it with
             delta = type(delta)(None, step, {}, delta.digests, delta.shapes)
-        self.publisher.record(step, lambda: delta)
+        self.publisher.deltas.record(step, lambda: delta)
         self.publisher.publish(step, lambda: self.whole(step))
         self.step = step
 

@@ -67,11 +67,6 @@ class JaxEngine:
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
-    @property
-    def prefills(self) -> int:
-        """Prompts prefilled since the start."""
-        return self._pool.prefills
-
     # ---------------------------------------------------------------------------------- called on an event loop
 
     def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:

@@ -58,11 +58,6 @@ class ServerClient(ServerState):
 
     # ---- what the fleet reads
 
-    @property
-    def in_flight(self) -> int:
-        """Completions asked of it and not yet delivered."""
-        return self.calls.in_flight
-
     def completions_per_second(self, now: float) -> float:
         """Its measured speed: over the last SPEED_SECONDS, or since it was given up last."""
         since = max(now - SPEED_SECONDS, self.state_since if self.state == states.ACTIVE else now)
@@ -75,7 +70,7 @@ class ServerClient(ServerState):
         if self.leaving:
             return
         self.leaving = True
-        if not self.in_flight:
+        if not self.calls.in_flight:
             self.lose("")
         self.enter(states.LEAVING, "it is no longer listed")
 
@@ -188,8 +183,8 @@ class ServerClient(ServerState):
             self._book_from_here = False
         self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.buffer)
         if not another_process and self._held:  # all the time since the last status
-            self.record.sample(status.sampled_tokens - self.status.sampled_tokens, held=self.in_flight)
-        self._held = self.in_flight > 0
+            self.record.sample(status.sampled_tokens - self.status.sampled_tokens, held=self.calls.in_flight)
+        self._held = self.calls.in_flight > 0
         self.status = status
 
     def _supersede(self, incarnation: int) -> None:
@@ -203,7 +198,7 @@ class ServerClient(ServerState):
     def _stands_still(self, status: pb.StatusReply, now: float) -> bool:
         """Whether it has sampled nothing for too long, of what it is asked for."""
         tokens = status.sampled_tokens + status.prefill_tokens
-        if tokens != self._sampled[0] or not self.in_flight:
+        if tokens != self._sampled[0] or not self.calls.in_flight:
             self._sampled = (tokens, now)
             return False
         seconds = now - self._sampled[1]

@@ -104,7 +104,7 @@ class ServerPool:
 
     def release_departed(self) -> None:
         """Releases who has left, and says when all servers are lost or one is back."""
-        for client in [c for c in self.clients if c.leaving and not c.in_flight]:
+        for client in [c for c in self.clients if c.leaving and not c.calls.in_flight]:
             _log.warning("server %s has left: it is no longer listed", client.address)
             self.clients.remove(client)
             self._said.pop(client, None)

@@ -34,7 +34,10 @@ class DeltaCache:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def record(self, step: int, find: Callable[[], WeightDelta]) -> None:
-        """`find` brings what version `step` changed to the host; called at once, on a thread of its own."""
+        """`find` brings what version `step` changed to the host; called at once, on a thread of its own.
+
+        Of every version in turn, those that are never published too.
+        """
         assert step not in self._deltas
         self._deltas[step] = watched(self._find(step, find), self._fail)
 

@@ -23,7 +23,6 @@ from typing import Any
 
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
@@ -61,7 +60,7 @@ class Publisher:
         self._payloads: dict[tuple[int | None, int], asyncio.Task[Payload]] = {}  # base, step
         self._retained: collections.Counter[int] = collections.Counter()  # step -> how many evaluations need it
         self._fail = fail
-        self._deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
+        self.deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
         self._relay, self._trees = relay, Trees(fail=self._fail)
         self._streams: set[asyncio.Task[None]] = set()
         self.latest: int | None = None
@@ -70,12 +69,8 @@ class Publisher:
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="publisher-staging")
 
     def close(self) -> None:
-        self._deltas.close()
+        self.deltas.close()
         self._staging.shutdown(wait=False, cancel_futures=True)
-
-    def record(self, step: int, find: Callable[[], WeightDelta]) -> None:
-        """What version `step` changed; of every version in turn, those that are never published too."""
-        self._deltas.record(step, find)
 
     def publish(self, step: int, tensors: Source) -> None:
         """Makes `step` the version that servers are to hold."""
@@ -155,13 +150,13 @@ class Publisher:
 
     async def _sparse(self, base: int, step: int, source: Source) -> Payload:
         """A delta where there is one."""
-        delta = await self._deltas.between(base, step)
+        delta = await self.deltas.between(base, step)
         if delta is None:
             return await self._payload(None, step, source)
         return payload_lib.sparse(self._incarnation.value, delta, chunk_bytes=self._chunk_bytes)
 
     async def _dense(self, step: int, source: Source) -> Payload:
-        digests = await self._deltas.digests(step)
+        digests = await self.deltas.digests(step)
 
         def make() -> Payload:
             tensors = source() if callable(source) else source

@@ -79,7 +79,7 @@ def test_groups_are_answered_and_counted(folder, lookahead):
             sampled = sum(int(one.sampled().sum()) for one in everything)
             assert status.sampled_tokens == sampled
             assert status.forced_tokens == sum(len(one.token_ids) for one in everything) - sampled > 0
-            assert status.prefill_tokens == 0 + 1 + 3 + 4 and engine.prefills == 4
+            assert status.prefill_tokens == 0 + 1 + 3 + 4 and engine._pool.prefills == 4
             assert status.busy_seconds > 0 and status.pause_seconds == 0
             assert steady(engine)
 
@@ -204,9 +204,9 @@ def test_one_prefill_per_group_and_version(folder):
                 assert one.versions == ((1, 0, 40),)
                 reference = reference_logprobs(CONFIG, PROMPT, one.token_ids, lambda t: named[1])
                 np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
-            assert engine.prefills == 2
+            assert engine._pool.prefills == 2
             await collect(engine, ask(PROMPT, seeds=range(SLOTS + 5), answer_budget=5))
-            assert engine.prefills == 3
+            assert engine._pool.prefills == 3
 
     asyncio.run(main())
 
