@@ -100,12 +100,13 @@ async def serve(
     # 3. Until the end. A server whose engine is over ends too: whoever started it can start it anew.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+    failure = failed.result() if failed.done() else None
     logging.info("stopping")
-    _exit_after(stop_seconds, 1 if failed.done() else 0)
-    await server.stop()
-    if failed.done():
-        raise failed.result()
+    _exit_after(stop_seconds, 0 if failure is None else 1)
     failed.cancel()
+    await server.stop()
+    if failure is not None:
+        raise failure
 
 
 def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, stop_seconds: float) -> None:

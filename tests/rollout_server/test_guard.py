@@ -216,8 +216,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     counted: collections.Counter[str] = collections.Counter()
     made = guard.Guard.__init__
 
-    def init(self: guard.Guard, **bounds: Any) -> None:
-        made(self, **bounds)
+    def init(self: guard.Guard, *bounds: Any) -> None:
+        made(self, *bounds)
         self._calls = counted
 
     monkeypatch.setattr(guard.Guard, "__init__", init)
