@@ -44,7 +44,6 @@ class Batch:
     metrics: dict[str, float]
     lags: Counter  # staleness -> loss tokens, of every sampled token, trained on or not
     rewards: np.ndarray  # [prompts, group] float64
-    sampled_tokens: int
     prompt_tokens: int  # of the segments, prompts and forced tokens included: what the trainer computes
 
 
@@ -91,7 +90,6 @@ def build(
             )
 
     lengths = loss_tokens.ravel()
-    tokens = int(lengths.sum())
     interrupted = np.mean([[bool(c.forced) for c in row] for row in completions])
     metrics = {
         "pass_rate": float(correct.mean()),
@@ -103,7 +101,7 @@ def build(
         "interrupted": float(interrupted),
         "length_mean": float(lengths.mean()),
         "length_max": float(lengths.max()),
-        "lag_mean": float(sum(lag * count for lag, count in lags.items()) / max(1, tokens)),
+        "lag_mean": float(sum(lag * count for lag, count in lags.items()) / max(1, lags.total())),
         "lag_max": float(max(lags, default=0)),
         "loss_tokens": float(sum(int((s.weights > 0).sum()) for s in segments)),
     }
@@ -122,7 +120,6 @@ def build(
         metrics=metrics,
         lags=lags,
         rewards=rewards,
-        sampled_tokens=tokens,
         prompt_tokens=sum(len(s.tokens) for s in segments),
     )
 

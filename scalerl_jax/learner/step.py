@@ -96,7 +96,7 @@ class Learner:
         shards = mesh.shape["replica"] * mesh.shape["fsdp"]
         if rows % shards:
             raise ValueError(f"{rows} rows of a micro-batch do not divide over {shards} shards (replica x fsdp)")
-        self.decoder, self.mesh, self.precision = decoder, mesh, precision
+        self.decoder, self.mesh = decoder, mesh
         self.seq_len, self.rows = seq_len, rows
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(ROWS, None))
         self._whole = NamedSharding(mesh, PartitionSpec())

@@ -222,11 +222,6 @@ class Layer:
         return apply_rope(x, *self._rotation)
 
 
-def embed(params: Params, tokens: jax.Array, precision: Precision) -> jax.Array:
-    """[...] int32 -> [..., D]. Gathered in float32 first, so that its cotangent is summed in float32."""
-    return precision.cast(params["embed"][tokens])
-
-
 def forward(
     params: Params,
     config: DecoderConfig,
@@ -251,7 +246,8 @@ def forward(
     Returns: [rows, length, width] in the compute dtype, to be given to head.token_logprobs.
     """
     layer, rotation = FAMILIES[config.family].layer, rope_tables(config, positions)
-    x = constrain(embed(params, tokens, precision), mesh, ROWS, None, None)
+    # Gathered in float32 first, so that its cotangent is summed in float32.
+    x = constrain(precision.cast(params["embed"][tokens]), mesh, ROWS, None, None)
 
     attend = functools.partial(
         packed_attention, segment_ids=segment_ids, max_segment=max_segment, precision=precision.dot
