@@ -295,7 +295,9 @@ class _Running:
         return lines[-1] if lines else ""
 
     def kill(self) -> None:
-        self.process.kill()
+        """With what it has started, which may hold its end of the pipe."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self, *, by_itself: bool = False) -> int:
         """Its exit code. It is killed, or was seen to end by itself: then it is given a moment to have ended."""
