@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from scalerl_jax.system.json_values import read_json
+from scalerl_jax.system.json_values import read_object
 
 THINK, END_OF_THINKING, END_OF_TEXT = "<think>", "</think>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, THINK, END_OF_THINKING)  # ids 0, 1, 2
@@ -141,4 +141,4 @@ def make_tokenizer(*, corpus: Iterable[str], path: str, vocabulary: int) -> Toke
 
 
 def _read_json(path: str) -> dict:
-    return read_json(path) if os.path.isfile(path) else {}
+    return read_object(path) if os.path.isfile(path) else {}

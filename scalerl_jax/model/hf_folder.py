@@ -16,7 +16,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig, read_config
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.system import files
-from scalerl_jax.system.json_values import read_json
+from scalerl_jax.system.json_values import read_object
 
 _SHARD_BYTES = 5 * 10**9
 _TOKENIZER_FILES = (
@@ -86,10 +86,10 @@ def _write_rest(folder: str, decoder: DecoderConfig, tokenizer_dir: str, dtype: 
     generation: dict[str, Any] = {"eos_token_id": config["eos_token_id"], "do_sample": True, "temperature": 1.0}
     if os.path.isfile(os.path.join(tokenizer_dir, "config.json")):
         if read_config(tokenizer_dir).canonical_json() == decoder.canonical_json():
-            config = read_json(os.path.join(tokenizer_dir, "config.json"))
+            config = read_object(os.path.join(tokenizer_dir, "config.json"))
             config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config} or {"dtype": dtype}
         if os.path.isfile(os.path.join(tokenizer_dir, "generation_config.json")):
-            generation = read_json(os.path.join(tokenizer_dir, "generation_config.json"))
+            generation = read_object(os.path.join(tokenizer_dir, "generation_config.json"))
     _write_json(folder, "config.json", config)
     _write_json(folder, "generation_config.json", generation)
 

@@ -19,15 +19,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def read_json(path: str) -> Any:
-    """What a file holds. Raises ValueError naming it where that is not JSON, OSError where it cannot be read."""
-    with open(path, encoding="utf-8") as file:
-        try:
-            return json.load(file)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-
 def read_object(path: str) -> dict[str, Any]:
     """The object that a file holds. Raises ValueError, one line, where it holds none, and OSError."""
     try:
