@@ -50,7 +50,7 @@ class StepMetrics:
             reward=batch.metrics["reward"],
             lag=batch.metrics["lag_mean"],
             trained_per_second=batch.prompt_tokens / seconds,
-            sampled_per_second=batch.sampled_tokens / (values["waited_seconds"] + seconds),
+            sampled_per_second=batch.lags.total() / (values["waited_seconds"] + seconds),
             waiting=waiting,
         )
 
