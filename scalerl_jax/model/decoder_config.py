@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.system.json_values import read_object
 
 SIZES = {  # field -> its key in config.json
     "vocab_size": "vocab_size",
@@ -124,8 +123,8 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     file = os.path.join(path, "config.json")
     if not os.path.isfile(file):
         raise ValueError(f"{path}: no config.json there, so it is not a Hugging Face model folder")
-    values = read_object(file)
     try:
-        return DecoderConfig.from_hf(values)
-    except ValueError as error:
+        with open(file, encoding="utf-8") as opened:
+            return DecoderConfig.from_hf(json.load(opened))
+    except (json.JSONDecodeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
