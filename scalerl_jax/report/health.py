@@ -69,13 +69,7 @@ def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
                 "series": series,
                 "latest": rounded([latest])[0],
                 "lines": [
-                    {
-                        "value": rounded([line.value])[0],
-                        "label": line.label,
-                        "bound": line.bound,
-                        "trouble": line.trouble,
-                        "over": line.passed_by(latest),
-                    }
+                    {**dataclasses.asdict(line), "value": rounded([line.value])[0], "over": line.passed_by(latest)}
                     for line in drawn.get(chart.key, [])
                 ],
             }

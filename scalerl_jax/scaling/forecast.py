@@ -174,13 +174,13 @@ def _advise_target(
             return "go on", f"{when}, within the budget: {there}"
         if at_budget.value >= target:
             return "go on", f"the curve reaches {target:g} within the budget, not every curve that fits does: {there}"
-        if (more := _would_tell(fit, budget)) is not None:
-            return "go on", f"these points do not tell: {there}; {_telling(more)}"
+        if telling := _telling(fit, budget):
+            return "go on", f"these points do not tell: {there}; {telling}"
         return "stop", f"the curve stays below {target:g} within the budget: {there}"
     if to_target.value < math.inf:
         return "go on", when
-    if (more := _would_tell(fit, math.inf)) is not None:
-        return "go on", f"the curve ends below {target:g}, but A up to {highest:.3f} fits as well; {_telling(more)}"
+    if telling := _telling(fit, math.inf):
+        return "go on", f"the curve ends below {target:g}, but A up to {highest:.3f} fits as well; {telling}"
     return "stop", f"the curve ends below {target:g}: A is {fit.asymptote:.3f}, at most {highest:.3f}"
 
 
@@ -192,22 +192,17 @@ def _advise_gain(fit: SigmoidFit, found: Estimate, worth: float, what: str) -> t
         return "go on", text
     if found.value >= worth:
         return "go on", f"{text}: by the curve, not for certain, the {worth:g} that count"
-    if (more := _would_tell(fit, math.inf)) is not None:
-        return (
-            "go on",
-            f"{text}, and these points do not tell whether that is the {worth:g} that count; {_telling(more)}",
-        )
+    if telling := _telling(fit, math.inf):
+        return "go on", f"{text}, and these points do not tell whether that is the {worth:g} that count; {telling}"
     return "stop", f"{text}: by the curve less than the {worth:g} that count"
 
 
-def _would_tell(fit: SigmoidFit, most: float) -> float | None:
-    """Compute whose evaluations would tell A, where these do not and it is finite and no more than `most`."""
+def _telling(fit: SigmoidFit, most: float) -> str:
+    """Up to what compute evaluations would tell A, where these do not and it is finite and no more than `most`."""
     needed = fit.compute_to_identify
-    return None if fit.identified or not math.isfinite(needed) or needed > most else needed
-
-
-def _telling(compute: float) -> str:
-    return f"evaluations up to {_short(compute)} would tell"
+    if fit.identified or not math.isfinite(needed) or needed > most:
+        return ""
+    return f"evaluations up to {_short(needed)} would tell"
 
 
 def _range(found: Estimate) -> str:

@@ -44,11 +44,6 @@ def power_law(compute, *, asymptote, coefficient, exponent):
     return asymptote - coefficient * jnp.power(compute, -exponent)
 
 
-def power_law_limit(*, asymptote, exponent, midpoint, initial_reward):
-    """D of the power law that the sigmoid becomes for C far above the midpoint."""
-    return (asymptote - initial_reward) * jnp.power(midpoint, exponent)
-
-
 def straighten(reward, *, asymptote, midpoint, exponent, initial_reward):
     """F(R) = C_mid^B / ((A - R0) / (R - R0) - 1), which is C^B on the curve: ln F against ln C has slope B.
 

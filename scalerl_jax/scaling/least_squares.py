@@ -95,10 +95,9 @@ def make_data(
     )
 
 
-def free(low: float = 0.0, high: float = 1.0, *, prior: tuple[float, float] | None = None) -> Constraint:
-    """No constraint but the range of A; prior: mean and standard deviation of ln B."""
-    mean, precision = (0.0, 0.0) if prior is None else (prior[0], prior[1] ** -2)
-    return Constraint(np.float64(low), np.float64(high), np.False_, np.False_, np.float64(mean), np.float64(precision))
+def free(low: float = 0.0, high: float = 1.0) -> Constraint:
+    """No constraint but the range of A, and no prior."""
+    return Constraint(np.float64(low), np.float64(high), np.False_, np.False_, np.float64(0.0), np.float64(0.0))
 
 
 def search_cells(log_compute: np.ndarray, midpoint_grid: np.ndarray | None = None, *, coarse: bool = False) -> Cells:

@@ -111,11 +111,10 @@ def read_runs(
     runs = []
     asked = {x, y, run_column, seed_column, passes_column, trials_column, "passes", "samples", *_TIMES}
 
+    def wanted(name: str) -> bool:
+        return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_Y, "step") or name.endswith(f" - {y}")
+
     for path in paths:
-
-        def wanted(name: str) -> bool:
-            return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_Y, "step") or name.endswith(f" - {y}")
-
         table = read_table(path, wanted)
         ours = os.path.basename(table.source) == RUN_FOLDER_FILE
         logged = os.path.basename(table.source) == TRAINER_STATE_FILE
@@ -126,28 +125,27 @@ def read_runs(
             raise InputError(f"{table.source}: --{flag} is needed; the columns are {table.listed()}")
         name, seed = _label(table.source if logged else path, seeds_by_folder)
         wide = [c for c in table.columns if c.endswith(f" - {y_here}")]
+        counts = None
         if wide and y_here not in table.columns:
             # The table that the charts of Weights & Biases export: one column for each run, "RUN - METRIC".
             _require(table, x_here, "x")
-            columns = _Columns(table, (x_here, *wide))
-            for column in wide:
-                one = column.removesuffix(f" - {y_here}")
-                every = np.arange(len(table))
-                runs.append(_one_run(columns, every, x_here, column, one, seed, None, duplicates))
-            table.cells.clear()
-            continue
-        for flag, asked_for in (
-            ("x", x_here), ("y", y_here), ("run_column", run_column), ("seed_column", seed_column),
-            ("passes", passes_column), ("trials", trials_column),
-        ):  # fmt: skip
-            if asked_for is not None:
-                _require(table, asked_for, flag)
-        counts = None if passes_column is None or trials_column is None else (passes_column, trials_column)
-        if ours and y_here == RUN_FOLDER_Y and counts is None and {"passes", "samples"} <= set(table.columns):
-            counts = ("passes", "samples")
-        columns = _Columns(table, (x_here, y_here, *(counts or ())))
-        for (of_run, of_seed), chosen in _by_label(table, run_column, seed_column, name, seed).items():
-            runs.append(_one_run(columns, chosen, x_here, y_here, of_run, of_seed, counts, duplicates))
+            parts = [(c, c.removesuffix(f" - {y_here}"), seed, np.arange(len(table))) for c in wide]
+        else:
+            for flag, asked_for in (
+                ("x", x_here), ("y", y_here), ("run_column", run_column), ("seed_column", seed_column),
+                ("passes", passes_column), ("trials", trials_column),
+            ):  # fmt: skip
+                if asked_for is not None:
+                    _require(table, asked_for, flag)
+            if passes_column is not None and trials_column is not None:
+                counts = (passes_column, trials_column)
+            elif ours and y_here == RUN_FOLDER_Y and {"passes", "samples"} <= set(table.columns):
+                counts = ("passes", "samples")
+            labels = _by_label(table, run_column, seed_column, name, seed)
+            parts = [(y_here, *label, chosen) for label, chosen in labels.items()]
+        columns = _Columns(table, (x_here, *dict.fromkeys(part[0] for part in parts), *(counts or ())))
+        for score, of_run, of_seed, chosen in parts:
+            runs.append(_one_run(columns, chosen, x_here, score, of_run, of_seed, counts, duplicates))
         table.cells.clear()  # they have become numbers; the table goes on to say where rows stand
     return runs
 
