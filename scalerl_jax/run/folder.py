@@ -29,7 +29,6 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.run import continuing, trackers
 from scalerl_jax.run.jsonl import cut, line_of, read_rows
-from scalerl_jax.run.rollout_samples import RolloutSample
 from scalerl_jax.system import files
 from scalerl_jax.system.files import write_whole
 from scalerl_jax.system.json_values import plain, read_object
@@ -188,10 +187,10 @@ class RunFolder:
         telemetry = self._config.telemetry
         return telemetry.samples > 0 and telemetry.samples_every > 0 and step % telemetry.samples_every == 0
 
-    def rollouts(self, step: int, samples: Iterable[RolloutSample]) -> None:
+    def rollouts(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Writes down the first config.telemetry.samples of them, whole or not at all."""
         written = itertools.islice(samples, self._config.telemetry.samples)
-        lines = [line_of(plain({"step": step, **sample.row()})) for sample in written]
+        lines = [line_of(plain({"step": step, **sample})) for sample in written]
         write_whole(self.path("rollouts", f"step-{step:08d}.jsonl"), "".join(lines))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """What is written down and said of each step: a row of metrics.jsonl, some completions to read, the progress line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run.alarms import LearningWatch
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.progress import ProgressLine
-from scalerl_jax.run.rollout_samples import RolloutSample
 
 
 class StepMetrics:
@@ -55,31 +54,29 @@ class StepMetrics:
         )
 
 
-def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: Tokenizer) -> list[RolloutSample]:
-    """One completion of each group, a different one each time, so that right and wrong ones are seen.
+def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Rows of rollouts/step-*.jsonl, beside the step: a completion of each group as it was trained on.
 
-    rewards: [prompts, group].
+    A different one each time, so that right and wrong ones are seen. rewards: [prompts, group].
     """
-    out = []
     for p, group in enumerate(groups):
         completion = group.completions[p % len(group.completions)]
         ids = completion.token_ids.tolist()
-        out.append(
-            RolloutSample(
-                group=group.number,
-                index=completion.index,
-                prompt=group.row.text,
-                answer=group.row.answer,
-                completion=tokenizer.decode(ids),
-                token_ids=ids,
-                logprobs=completion.logprobs.tolist(),
-                versions=completion.versions,
-                forced=completion.forced,
-                correct=group.scores[completion.index].correct,
-                reward=float(rewards[p, completion.index]),
-                finish_reason=completion.finish_reason,
-                task=group.row.task,
-                pieces=tokenizer.pieces(ids),
-            )
-        )
-    return out
+        yield {
+            "group": group.number,
+            "index": completion.index,  # in its group
+            "prompt": group.row.text,
+            "answer": group.row.answer,  # the right one
+            "completion": tokenizer.decode(ids),
+            "token_ids": ids,  # [tokens]
+            # [tokens], the generator's own; 0 at forced tokens
+            "logprobs": [round(float(value), 6) for value in completion.logprobs],
+            "versions": completion.versions,  # (step, start, end), covering [0, tokens)
+            "forced": completion.forced,  # (start, end)
+            "verdict": group.scores[completion.index].correct,
+            "reward": float(rewards[p, completion.index]),
+            "finish_reason": completion.finish_reason,
+            "task": group.row.task,  # of the prompt
+            # [tokens] the part of `completion` that each token adds; empty: it cannot be told
+            "pieces": tokenizer.pieces(ids),
+        }

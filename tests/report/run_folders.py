@@ -2,12 +2,12 @@
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.run.folder import RunFolder
-from scalerl_jax.run.rollout_samples import RolloutSample
 
 PROMPTS, SAMPLES = 100, 8
 TASKS = {"6 terms": 60, "10 terms": 40}
@@ -45,7 +45,7 @@ def compute(step: int) -> dict[str, float]:
     }
 
 
-def sample(step: int, group: int, completion: str = "<think>1+1=2</think>2", **changes) -> RolloutSample:
+def sample(step: int, group: int, completion: str = "<think>1+1=2</think>2", **changes) -> dict[str, Any]:
     """One token a character; the third to the sixth are of the next version, every third group was interrupted."""
     count = len(completion)
     interrupted = group % 3 == 0
@@ -59,13 +59,13 @@ def sample(step: int, group: int, completion: str = "<think>1+1=2</think>2", **c
         "logprobs": [0.0 if interrupted and 7 <= i < 10 else -0.4 * (i % 9) for i in range(count)],
         "versions": [(step - 3, 0, 2), (step - 2, 2, 6), (step - 1, 6, count)],
         "forced": [(7, 10)] if interrupted else [],
-        "correct": group % 2 == 0,
+        "verdict": group % 2 == 0,
         "reward": 1.0 if group % 2 == 0 else -1.0,
         "finish_reason": "length" if group % 5 == 4 else "stop",
         "task": "6 terms",
         "pieces": list(completion),
     }
-    return RolloutSample(**{**fields, **changes})
+    return {**fields, **changes}
 
 
 def metrics(step: int) -> dict:
@@ -100,7 +100,7 @@ def metrics(step: int) -> dict:
 
 
 def write_run(
-    path: pathlib.Path, *, updates: int = 30, every: int = 2, final: float = 0.9, samples: Sequence[RolloutSample] = ()
+    path: pathlib.Path, *, updates: int = 30, every: int = 2, final: float = 0.9, samples: Sequence[dict[str, Any]] = ()
 ) -> str:
     """`samples` beside those that every fifth update has."""
     config = Config(max_steps=updates)

@@ -61,7 +61,7 @@ def pages(tmp_path_factory) -> dict[str, str]:
         "prompt": run_folders.HOSTILE,
         "answer": run_folders.HOSTILE,
         "task": run_folders.HOSTILE,
-        "correct": True,
+        "verdict": True,
         "forced": [],
     }
     samples = [

@@ -227,7 +227,7 @@ def test_spans_are_the_completion(pieces, data):
 
 
 def test_pieces_that_are_not_the_completion_are_refused():
-    row = {**run_folders.sample(5, 1).row(), "step": 5, "pieces": ["something else"]}
+    row = {**run_folders.sample(5, 1), "step": 5, "pieces": ["something else"]}
     with pytest.raises(ValueError, match="rollouts of step 5: group 1, completion 1: pieces"):
         samples.sample(row, "</think>")
 
@@ -235,14 +235,14 @@ def test_pieces_that_are_not_the_completion_are_refused():
 def test_a_long_completion_keeps_its_ends(monkeypatch):
     monkeypatch.setattr(samples, "MOST_SPANS", 30)
     text = "".join(chr(97 + i % 26) for i in range(90)) + "</think>yes"
-    drawn = samples.sample({**run_folders.sample(5, 1, text).row(), "step": 5}, "</think>")
+    drawn = samples.sample({**run_folders.sample(5, 1, text), "step": 5}, "</think>")
     assert drawn["left_out"] == [20, 71, 0] and drawn["tokens"] == 101
     assert completion_of(drawn) == text[:20] + text[-10:]
     assert "".join(drawn["text"][drawn["answer_from"] :]) == "yes"
 
 
 def test_a_sample_without_token_texts_is_still_text():
-    drawn = samples.sample({**run_folders.sample(5, 1).row(), "step": 5, "pieces": []}, "</think>")
+    drawn = samples.sample({**run_folders.sample(5, 1), "step": 5, "pieces": []}, "</think>")
     assert drawn["text"] == ["<think>1+1=2</think>", "2"] and drawn["logprob"] == [None, None] and not drawn["pieces"]
 
 

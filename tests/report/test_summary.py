@@ -9,7 +9,6 @@ from rich.console import Console
 from scalerl_jax.config import Config
 from scalerl_jax.report import summary
 from scalerl_jax.run.folder import RunFolder
-from scalerl_jax.run.rollout_samples import RolloutSample
 
 HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
 
@@ -24,20 +23,20 @@ def compute(step, *, first_hours=0.0):
 
 
 def sample(step, group, *, correct, completion):
-    return RolloutSample(
-        group=group,
-        index=0,
-        prompt=f"[bold]{group}+1=\n",
-        answer=str(group + 1),
-        completion=completion,
-        token_ids=[5],
-        logprobs=[-0.5],
-        versions=[(step - 1, 0, 1)],
-        forced=[],
-        correct=correct,
-        reward=1.0 if correct else -1.0,
-        finish_reason="stop",
-    )
+    return {
+        "group": group,
+        "index": 0,
+        "prompt": f"[bold]{group}+1=\n",
+        "answer": str(group + 1),
+        "completion": completion,
+        "token_ids": [5],
+        "logprobs": [-0.5],
+        "versions": [(step - 1, 0, 1)],
+        "forced": [],
+        "verdict": correct,
+        "reward": 1.0 if correct else -1.0,
+        "finish_reason": "stop",
+    }
 
 
 def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwargs) -> str:

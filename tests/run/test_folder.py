@@ -17,7 +17,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.jsonl import read_rows
-from scalerl_jax.run.rollout_samples import RolloutSample
+from scalerl_jax.run.metrics import samples_of
 from tests.support.paths import ROOT
 
 COMPUTE = {"device_hours": 0.5, "model_flops": 1e12}
@@ -361,26 +361,26 @@ def test_writing_events_needs_neither_torch_nor_tensorflow(tmp_path):
 
 
 def test_samples_of_rollouts(tmp_path):
-    sample = RolloutSample(
-        group=3,
+    completion = types.SimpleNamespace(
         index=1,
-        prompt="1+1=",
-        answer="2",
-        completion="<think>é</think>2",
         token_ids=np.array([5, 6, 7], np.int32),
         logprobs=np.array([-0.5, 0.0, -1e-9], np.float32),
         versions=((4, 0, 2), (5, 2, 3)),
         forced=((1, 2),),
-        correct=True,
-        reward=1.0,
         finish_reason="stop",
-        task="hard",
-        pieces=["<think>", "é</think>", "2"],
     )
+    group = types.SimpleNamespace(
+        number=3,
+        row=types.SimpleNamespace(text="1+1=", answer="2", task="hard"),
+        completions=(completion,),
+        scores=(types.SimpleNamespace(correct=False), types.SimpleNamespace(correct=True)),
+    )
+    pieces = ["<think>", "é</think>", "2"]
+    tokenizer = types.SimpleNamespace(decode=lambda ids: "".join(pieces), pieces=lambda ids: pieces)
     with RunFolder(tmp_path, make_config(telemetry__samples=2, telemetry__samples_every=10)) as run:
         run.resume(0)
         assert [step for step in range(25) if run.wants_rollouts(step)] == [0, 10, 20]
-        run.rollouts(10, (sample for _ in range(1000)))
+        run.rollouts(10, samples_of([group] * 1000, np.array([[-1.0, 1.0]] * 1000), tokenizer))
     rows = read_rows(tmp_path / "rollouts" / "step-00000010.jsonl")
     assert len(rows) == 2
     assert rows[0] == {
