@@ -106,12 +106,9 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, list[str]]:
     path, overrides, rest = None, [], []
     items = iter(argv)
     for item in items:
-        bare = item[1:] if item.startswith("--") else item
-        if not bare.startswith("-config"):
-            rest.append(item)
-            continue
-        key, equals, text = bare[1:].partition("=")
-        if key != "config" and not key.startswith("config."):
+        flag, equals, text = item.partition("=")
+        key = flag.removeprefix("-").removeprefix("-")
+        if not flag.startswith("-") or (key != "config" and not key.startswith("config.")):
             rest.append(item)
             continue
         if not equals:

@@ -14,7 +14,8 @@ import re
 import unicodedata
 
 # Characters that stand for commands or for other characters; what is not here is left as it is.
-_SYMBOLS = {
+_SYMBOLS = str.maketrans({
+    **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
     **dict.fromkeys("−﹣－", "-"), **dict.fromkeys("  　   ⁠​\ufeff", " "),
     "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∕": "/", "⁄": "/",
     "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ",
@@ -22,7 +23,7 @@ _SYMBOLS = {
     "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     "²": "^{2}", "³": "^{3}", "¹": "^{1}", "⁰": "^{0}", "⁴": "^{4}", "⁵": "^{5}", "⁶": "^{6}", "⁷": "^{7}",
     "⁸": "^{8}", "⁹": "^{9}", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...",
-}  # fmt: skip
+})  # fmt: skip
 TEXT_COMMAND = (
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc)?|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|operatorname\*?|rm|bf)"
 )
@@ -74,17 +75,8 @@ MATRIX = re.compile(r"\\begin\s*\{[a-z]*(?:matrix|array|cases)\*?\}")
 
 def plain(text: str) -> str:
     """`text` without what does not change its meaning, and with one spelling of what has several."""
-    out = []
-    for character in text:
-        if character in _SYMBOLS:
-            out.append(_SYMBOLS[character])
-        elif "\uff01" <= character <= "\uff5e":  # full width
-            out.append(chr(ord(character) - 0xFEE0))
-        elif not character.isascii() and character.isdecimal():
-            out.append(str(unicodedata.decimal(character)))
-        else:
-            out.append(character)
-    s = "".join(out).replace("\\\\", _NEW_ROW)
+    s = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_SYMBOLS))
+    s = s.replace("\\\\", _NEW_ROW)
     s = _mark_money(s)
     s = _DELIMITERS.sub(" ", s)
     s = re.sub(r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr|big|Big|bigg|Bigg)(?![a-zA-Z])\s*", "", s)

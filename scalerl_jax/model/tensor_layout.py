@@ -114,10 +114,8 @@ class Piece:
         held = np.ones(len(positions), bool)
         for places, part in zip(index, self.source):
             held &= (places >= part.start) & (places < part.stop)
-        to = np.zeros(np.count_nonzero(held), np.int64)
-        for places, part, target, size in zip(index, self.source, self.target, self.size):
-            to = to * size + places[held] + (target.start - part.start)
-        return held, to
+        shifts = [target.start - part.start for part, target in zip(self.source, self.target)]
+        return held, np.ravel_multi_index([places[held] + shift for places, shift in zip(index, shifts)], self.size)
 
 
 def pieces(config: DecoderConfig, rank: int = 0, workers: int = 1) -> dict[str, Piece]:
