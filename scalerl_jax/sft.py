@@ -17,8 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -141,19 +140,6 @@ def outdated(folder: RunFolder) -> bool:
     return changed or os.path.exists(folder.path(_OUTDATED))
 
 
-def replace_model(out: str, write: Callable[[str], None]) -> None:
-    """Puts what `write` makes into the place of the folder `out`; a kill leaves the old one, the new one, or none."""
-    new, old = f"{out}.new", f"{out}.old"
-    for left in (new, old):  # of a run that was killed here
-        shutil.rmtree(left, ignore_errors=True)
-    write(new)
-    with files.naming(out):
-        if os.path.isdir(out):
-            os.rename(out, old)
-        os.rename(new, out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
@@ -224,16 +210,14 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 save(step)
 
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
-        def write(path: str) -> None:
-            write_model_folder(
-                path,
-                params=learner.state["params"],
-                decoder=decoder,
-                tokenizer_dir=tokenizer_folder,
-                dtype=config.model.sync_dtype,
-            )
-
-        replace_model(out, write)
+        write_model_folder(
+            out,
+            params=learner.state["params"],
+            decoder=decoder,
+            tokenizer_dir=tokenizer_folder,
+            dtype=config.model.sync_dtype,
+            replace=True,
+        )
         if os.path.exists(folder.path(_OUTDATED)):
             os.remove(folder.path(_OUTDATED))
         line.say(f"warm start: wrote {out}")

@@ -33,18 +33,19 @@ def write_model_folder(
     tokenizer_dir: str,
     dtype: str = "float32",
     shard_bytes: int = _SHARD_BYTES,
+    replace: bool = False,
 ) -> None:
     """Makes the folder `out`: weights in `dtype`, config.json, generation_config.json, the files of the tokenizer.
 
     The tokenizer's files come from `tokenizer_dir`; where it is a model folder of the same decoder, its config.json and
     generation_config.json are kept, so that nothing they say (padding, chat tokens) is lost.
-    Raises ValueError where `out` exists or tokenizer_dir has no tokenizer.json.
+    Raises ValueError where `out` exists (and is not to be replaced) or tokenizer_dir has no tokenizer.json.
     """
-    if os.path.exists(out):
+    if os.path.exists(out) and not replace:
         raise ValueError(f"{out}: exists already")
     if not os.path.isfile(os.path.join(tokenizer_dir, "tokenizer.json")):
         raise ValueError(f"{tokenizer_dir}: no tokenizer.json there")
-    with files.whole_folder(os.path.abspath(out)) as folder:
+    with files.whole_folder(os.path.abspath(out), replace=replace) as folder:
         _write_weights(folder, params, decoder, dtype, shard_bytes)
         _write_rest(folder, decoder, tokenizer_dir, dtype)
 

@@ -82,18 +82,24 @@ def write_whole(path: str, data: str | bytes, *, durable: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: str) -> Iterator[str]:
+def whole_folder(path: str, *, replace: bool = False) -> Iterator[str]:
     """A new folder to write into, which is at `path` when the block ends; nothing is there where it fails.
 
+    replace: a folder that is there goes when the new one is whole; a kill leaves the old one, the new one, or none.
     Raises WriteError, also where a library says in words of its own that there is no room.
     """
-    beside = f"{path}.tmp"
-    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
+    beside, before = f"{path}.tmp", f"{path}.old"
+    for left in (beside, before) if replace else (beside,):  # of a process that was killed while it wrote
+        shutil.rmtree(left, ignore_errors=True)
     try:
         with naming(path):
             os.makedirs(beside)
         yield beside
+        if replace and os.path.isdir(path):
+            os.rename(path, before)
         os.replace(beside, path)
+        if replace:
+            shutil.rmtree(before, ignore_errors=True)
     except Exception as error:
         if (fault := write_error(error, path)) is not None:
             raise fault from None

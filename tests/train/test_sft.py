@@ -209,7 +209,7 @@ def test_killed_while_it_makes_the_model_again_it_goes_on(finished, config, tmp_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as delta:
-        delta.setattr(sft, "replace_model", killed)
+        delta.setattr(sft, "write_model_folder", killed)
         with pytest.raises(KeyboardInterrupt):
             sft.main(config, str(work), allow=["sft.max_steps"])
     assert weights(work) == weights(finished)  # whole, until another one is
