@@ -8,11 +8,11 @@ process that started it.
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import json
 import logging
 import math
 import os
+import pkgutil
 import resource
 import signal
 import sys
@@ -68,16 +68,10 @@ def reply_to(question: str, score: Callable[[Row, str], Score], limit: Limit) ->
         return json.dumps(dataclasses.asdict(WRONG))
 
 
-def named(name: str) -> Callable:
-    """module:function"""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--score", type=named, required=True)
-    parser.add_argument("--prepare", type=named, default=lambda: None)
+    parser.add_argument("--score", type=pkgutil.resolve_name, required=True)
+    parser.add_argument("--prepare", type=pkgutil.resolve_name, default=lambda: None)
     parser.add_argument("--seconds", type=float, required=True)
     options = parser.parse_args()
     limit = Limit(options.seconds)

@@ -16,14 +16,12 @@ def read_jsonl(
     if not path:
         raise ValueError(f"{field}: no file is given")
     try:
-        file = open(path, encoding="utf-8")  # noqa: SIM115 (closed below; the error here is about opening only)
+        with open(path, encoding="utf-8") as file:
+            lines = list(file)
     except OSError as error:
         raise ValueError(f"{field}={path}: {error.strerror}") from error
-    with file:
-        try:
-            lines = list(file)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
     for number, line in enumerate(lines, 1):
         where = f"{path} row {number}"
         if not line.strip():

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
+from flax import traverse_util
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 from scalerl_jax.learner.digests import compare, described, named
@@ -279,15 +280,12 @@ def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Check
 def _expected(record: dict[str, Any], part: str) -> Tree:
     """The saved tree below `part` (nested dicts, so its names are paths), to be read onto this host's first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    tree: dict[str, Any] = {}
-    for name, (shape, dtype, _) in record["state"].items():
-        *parents, leaf = name.split("/")
-        if name.split("/")[0] == part:
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[leaf] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
-    return tree
+    wanted = {
+        name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
+        for name, (shape, dtype, _) in record["state"].items()
+        if name.split("/")[0] == part
+    }
+    return traverse_util.unflatten_dict(wanted, sep="/")
 
 
 def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
