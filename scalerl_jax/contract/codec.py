@@ -8,6 +8,7 @@ Left out on purpose: nothing here knows an engine or a trainer; numpy and protob
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,10 @@ FINISH_REASONS = {
     pb.FINISH_REASON_ABORTED: "aborted",
 }
 _FINISH_CODES = {name: code for code, name in FINISH_REASONS.items()}
+
+# Fields that have one name, and one meaning, on the wire and here.
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "answer_budget")
+_OF_COMPLETION = ("incarnation", "group_id", "index", "queued_seconds", "sampling_seconds")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -121,6 +126,10 @@ def decode_floats(data: bytes) -> np.ndarray:
     return np.frombuffer(data, dtype="<f4").astype(np.float32)
 
 
+def _same(source: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
 def version_to_proto(version: Version) -> pb.Version:
     return pb.Version(incarnation=version.incarnation, step=version.step)
 
@@ -139,13 +148,7 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
             pb.CompletionRequest(index=c.index, seed=c.seed, thinking_budget=c.thinking_budget)
             for c in request.completions
         ],
-        sampling=pb.Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            answer_budget=sampling.answer_budget,
-            stop_token_ids=encode_ids(sampling.stop_token_ids),
-        ),
+        sampling=pb.Sampling(**_same(sampling, _OF_SAMPLING), stop_token_ids=encode_ids(sampling.stop_token_ids)),
         interruption=pb.Interruption(
             text_token_ids=encode_ids(interruption.text_token_ids),
             end_of_thinking_token_ids=encode_ids(interruption.end_of_thinking_token_ids),
@@ -172,10 +175,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
         prompt=decode_ids(message.prompt_token_ids),
         completions=tuple(CompletionRequest(c.index, c.seed, c.thinking_budget) for c in message.completions),
         sampling=Sampling(
-            temperature=message.sampling.temperature,
-            top_p=message.sampling.top_p,
-            top_k=message.sampling.top_k,
-            answer_budget=message.sampling.answer_budget,
+            **_same(message.sampling, _OF_SAMPLING),
             stop_token_ids=tuple(decode_ids(message.sampling.stop_token_ids).tolist()),
         ),
         interruption=Interruption(
@@ -189,16 +189,12 @@ def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
 
 def completion_to_proto(completion: Completion) -> pb.Completion:
     return pb.Completion(
-        incarnation=completion.incarnation,
-        group_id=completion.group_id,
-        index=completion.index,
+        **_same(completion, _OF_COMPLETION),
         token_ids=encode_ids(completion.token_ids),
         logprobs=encode_floats(completion.logprobs),
         versions=[pb.VersionSpan(step=s, start=a, end=b) for s, a, b in completion.versions],
         forced=[pb.Span(start=a, end=b) for a, b in completion.forced],
         finish_reason=_FINISH_CODES[completion.finish_reason],
-        queued_seconds=completion.queued_seconds,
-        sampling_seconds=completion.sampling_seconds,
     )
 
 
@@ -221,16 +217,12 @@ def completion_from_proto(message: pb.Completion) -> Completion:
     if any(start >= end for start, end in forced) or edges != sorted(edges) or (edges and edges[-1] > len(token_ids)):
         raise ValueError(f"{name}: forced spans that are empty, out of order or outside the completion")
     return Completion(
-        incarnation=message.incarnation,
-        group_id=message.group_id,
-        index=message.index,
+        **_same(message, _OF_COMPLETION),
         token_ids=token_ids,
         logprobs=logprobs,
         versions=versions,
         forced=forced,
         finish_reason=FINISH_REASONS[message.finish_reason],
-        queued_seconds=message.queued_seconds,
-        sampling_seconds=message.sampling_seconds,
     )
 
 

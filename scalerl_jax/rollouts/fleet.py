@@ -17,7 +17,6 @@ fault of ours (an exception of score, of a tensors callable, of a draw but Value
 """
 
 import asyncio
-import collections
 import concurrent.futures
 import logging
 import threading
@@ -82,9 +81,6 @@ class Fleet:
     ):
         if not servers.addresses:
             raise FleetError("no rollout server is given")
-        twice = [a for a, count in collections.Counter(servers.addresses).items() if count > 1]
-        if twice:
-            raise FleetError(f"rollout server {twice[0]} is given twice")
         self._config, self._addresses, self._requests, self._buffer = config, servers.addresses, requests, buffer
         self._on_event, self._plaintext = on_event, Plaintext(servers.credentials)
         self._thread = LoopThread("fleet")

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import itertools
+import operator
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -70,21 +72,13 @@ def check_whole(request: codec.GroupRequest, told: Collection[int]) -> None:
 
 
 def _waves(requests: Sequence[tuple[Row, codec.GroupRequest]], room: int) -> list[list[tuple[Row, codec.GroupRequest]]]:
-    waves: list[list[tuple[Row, codec.GroupRequest]]] = [[]]
-    free = room
-    for row, request in requests:
-        for part in _parts(request, room):
-            if len(part.completions) > free:
-                waves.append([])
-                free = room
-            waves[-1].append((row, part))
-            free -= len(part.completions)
+    """The same completions in waves of at most `room`; in a wave those of one row are one request."""
+    wanted = [(number, one) for number, (_, request) in enumerate(requests) for one in request.completions]
+    waves = []
+    for start in range(0, len(wanted), room):
+        wave: list[tuple[Row, codec.GroupRequest]] = []
+        for number, part in itertools.groupby(wanted[start : start + room], key=operator.itemgetter(0)):
+            row, request = requests[number]
+            wave.append((row, dataclasses.replace(request, completions=tuple(one for _, one in part))))
+        waves.append(wave)
     return waves
-
-
-def _parts(request: codec.GroupRequest, most: int) -> list[codec.GroupRequest]:
-    """The request in parts of at most `most` completions."""
-    wanted = request.completions
-    return [
-        dataclasses.replace(request, completions=wanted[at : at + most]) for at in range(0, len(wanted), max(1, most))
-    ]
