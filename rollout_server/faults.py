@@ -35,14 +35,14 @@ Crash and hang are the replay engine's own; a process frozen or killed is the te
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 
 from rollout_server.guard import CallContext, handler_like
-from scalerl_jax.contract import codec
+from scalerl_jax.contract import codec, rpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 
@@ -113,9 +113,7 @@ class FaultInterceptor(grpc.aio.ServerInterceptor):
         return fault if fault is not None and self.told >= fault.after else None
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: rpc.Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method.rpartition("/")[2]

@@ -75,9 +75,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._quiet = QuietLog(log)
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: rpc.Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
         if handler is None:  # gRPC answers UNIMPLEMENTED

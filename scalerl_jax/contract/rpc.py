@@ -1,7 +1,7 @@
 """Both ends of the service, as the schema lists its methods, with chunks of weights as chunks.py has them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -13,6 +13,9 @@ from scalerl_jax.contract.limits import MAXIMUM_MESSAGE_BYTES
 
 _ROLLOUT = pb.DESCRIPTOR.services_by_name["Rollout"]
 SERVICE = _ROLLOUT.full_name
+
+# What an interceptor goes on with: whoever stands behind it.
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 
 
 class Stub(rollout_pb2_grpc.RolloutStub):

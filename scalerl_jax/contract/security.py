@@ -25,12 +25,11 @@ import socket
 import ssl
 import stat
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
-from scalerl_jax.contract import certificates, limits, peer_text
+from scalerl_jax.contract import certificates, limits, peer_text, rpc
 
 HEADER = "authorization"
 SHORTEST_TOKEN = 16  # characters
@@ -233,9 +232,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         self._telling = peer_text.Telling()
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: rpc.Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler:
         shown = [value for name, value in handler_call_details.invocation_metadata if name == HEADER]
         if len(shown) == 1 and hmac.compare_digest(_digest(shown[0]), self._expected):
