@@ -23,6 +23,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rollout_server.engines.admission import check_request
 from rollout_server.engines.engine import AskedAgain, EngineInfo, EngineStatus, QueueFull, WrongVersion
 from rollout_server.engines.sequence import Counters, Sequence
@@ -76,7 +78,7 @@ class RequestQueue:
         self.running: dict[Sequence, None] = {}  # in slots, in the order they came there
         self.staged: Swap | None = None
         self.closed = False
-        self._info, self._changed, self._lock = info, changed, lock or contextlib.nullcontext()
+        self.info, self._changed, self._lock = info, changed, lock or contextlib.nullcontext()
         self._callers: dict[Sequence, Caller] = {}  # of all that are not finished
         self._open: dict[Name, Caller] = {}  # by each completion that they have asked for, finished ones too
         self._failure: Exception | None = None
@@ -97,7 +99,7 @@ class RequestQueue:
 
         Older requests for its completions end, also where it is refused: whoever asks again has given them up.
         """
-        caller, maximum_tokens = Caller(request), self._info.maximum_tokens
+        caller, maximum_tokens = Caller(request), self.info.maximum_tokens
         with self._lock:
             self.end_older(request)
             self._check(request)
@@ -125,7 +127,7 @@ class RequestQueue:
             self._end({caller})
 
     def _check(self, request: GroupRequest) -> None:
-        check_request(request, self._info)
+        check_request(request, self.info)
         self.raise_if_over()
         held = self.version
         if request.incarnation != held.incarnation:
@@ -135,7 +137,7 @@ class RequestQueue:
         if request.pinned_step is not None and held.step != request.pinned_step:
             raise WrongVersion(f"step {held.step} is held, exactly {request.pinned_step} is wanted")
         # A completion for which a slot is free passes through the queue, but does not wait in it.
-        slots, places = self._info.slots, self._info.queue_capacity
+        slots, places = self.info.slots, self.info.queue_capacity
         if len(self._callers) + len(request.completions) > places + slots:
             raise QueueFull(
                 f"{len(self.waiting)} of {places} places in the queue and {len(self.running)} of {slots} "
@@ -158,7 +160,7 @@ class RequestQueue:
 
     def admit(self, ready: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
         """Gives free slots to those that wait and are ready, in their order."""
-        free = self._info.slots - len(self.running)
+        free = self.info.slots - len(self.running)
         entering = list(itertools.islice(filter(ready, self.waiting), free))
         for sequence in entering:
             self.waiting.remove(sequence)
@@ -240,3 +242,22 @@ class RequestQueue:
             raise self._failure
         if self.closed:
             raise RuntimeError("the engine is closed")
+
+
+class QueuedEngine:
+    """What engines do in the same way, by their queue alone; see engines/engine.py for what each method promises."""
+
+    def __init__(self, queue: RequestQueue):
+        self._queue, self.info = queue, queue.info
+
+    def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
+        return self._queue.generate(request)
+
+    def end_older(self, request: GroupRequest) -> None:
+        self._queue.end_older(request)
+
+    def weight_buffer(self, size: int) -> np.ndarray:
+        return np.empty(size, np.uint8)
+
+    def status(self) -> EngineStatus:
+        return self._queue.status()

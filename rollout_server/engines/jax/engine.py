@@ -20,26 +20,26 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from rollout_server.engines.admission import check_score
-from rollout_server.engines.engine import Changes, EngineOptions, EngineStatus
+from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.jax import teacher_forcing
 from rollout_server.engines.jax.slots import Prefix, SlotPool
 from rollout_server.engines.jax.weights import DecodeWeights, decode_precision, decode_weights
-from rollout_server.engines.request_queue import RequestQueue
+from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
-from scalerl_jax.contract.codec import Completion, GroupRequest, Version
+from scalerl_jax.contract.codec import GroupRequest, Version
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors
 
 
-class JaxEngine:
+class JaxEngine(QueuedEngine):
     """See engines/engine.py for what each method promises.
 
     lookahead: chunks started before the oldest is collected; None: 1, and 0 on a CPU.
@@ -50,7 +50,7 @@ class JaxEngine:
     def __init__(self, options: EngineOptions, *, lookahead: int | None = None):
         self._config = config = read_config(options.model)
         self._precision = Precision(compute=options.compute_dtype, sync=options.sync_dtype, head=options.head_precision)
-        self.info = info = engine_info("jax", options, config)
+        info = engine_info("jax", options, config)
         computing, maximum = decode_precision(self._precision), info.maximum_tokens
         self._pool = SlotPool(config, computing, slots=info.slots, maximum=maximum, steps=options.decode_chunk)
         self._scorer = teacher_forcing.Scorer(config, computing, longest=maximum)
@@ -58,7 +58,7 @@ class JaxEngine:
 
         # Everything below is guarded by this condition; notified when the decode thread may have something to do.
         self._changed = threading.Condition()
-        self._queue = RequestQueue(info, self._changed.notify, self._changed)
+        super().__init__(RequestQueue(info, self._changed.notify, self._changed))
         self._weights = decode_weights(Tensors(options.model), config, self._precision)
         self._prefix: tuple[GroupRequest, Prefix] | None = None  # of the weights held; while its request waits
 
@@ -68,15 +68,6 @@ class JaxEngine:
         self._thread.start()
 
     # ---------------------------------------------------------------------------------- called on an event loop
-
-    def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
-        return self._queue.generate(request)
-
-    def end_older(self, request: GroupRequest) -> None:
-        self._queue.end_older(request)
-
-    def weight_buffer(self, size: int) -> np.ndarray:
-        return np.empty(size, np.uint8)
 
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         held = self._weights  # of the version before: loads come one at a time, and nothing else replaces them
@@ -90,9 +81,6 @@ class JaxEngine:
         with self._changed:
             weights, version = self._weights, self._queue.version
         return await asyncio.to_thread(self._scorer.score, weights, token_ids), version
-
-    def status(self) -> EngineStatus:
-        return self._queue.status()
 
     async def close(self) -> None:
         """Ends every request where it stands."""

@@ -18,9 +18,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 import numpy as np
 
-from rollout_server.engines.engine import Changes, EngineInfo, EngineStatus
+from rollout_server.engines.engine import Changes, EngineInfo
 from rollout_server.engines.replay.scripts import Rollout, Script
-from rollout_server.engines.request_queue import RequestQueue
+from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import Completion, GroupRequest, Version
 
@@ -40,7 +40,7 @@ class Faults:
     crash: Callable[[], None] = _die
 
 
-class ReplayEngine:
+class ReplayEngine(QueuedEngine):
     """See engines/engine.py for what each method promises."""
 
     def __init__(
@@ -53,13 +53,12 @@ class ReplayEngine:
         load_seconds: float = 0.0,  # how long a flip of the weights stops decoding
         faults: Faults = Faults(),
     ):
-        self.info = info
+        super().__init__(RequestQueue(info, self._fill))
         self.weights: dict[str, np.ndarray] = {}  # copies of the version held; none before the first
         self._script = script
         self._chunk = decode_chunk
         self._token_seconds, self._load_seconds = token_seconds, load_seconds
         self._faults = faults
-        self._queue = RequestQueue(info, self._fill)
         self._rollouts: dict[int, dict[int, Rollout]] = {}  # by id of the request, then by index
         self._wake = asyncio.Event()  # there may be something to do
         self._loop_task: asyncio.Task[None] | None = None
@@ -87,12 +86,6 @@ class ReplayEngine:
             if self._rollouts.get(id(request)) is rollouts:  # else the same request was asked for again
                 del self._rollouts[id(request)]
 
-    def end_older(self, request: GroupRequest) -> None:
-        self._queue.end_older(request)
-
-    def weight_buffer(self, size: int) -> np.ndarray:
-        return np.empty(size, np.uint8)
-
     async def load(self, version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
         return await self._queue.stage(version, self._changed(tensors, changes))
 
@@ -109,9 +102,6 @@ class ReplayEngine:
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
         return self._script.score(token_ids), self._queue.version
-
-    def status(self) -> EngineStatus:
-        return self._queue.status()
 
     async def close(self) -> None:
         self._queue.close()

@@ -28,7 +28,7 @@ import numpy as np
 from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import Changes, EngineStatus
 from rollout_server.engines.engine_info import engine_info
-from rollout_server.engines.request_queue import RequestQueue
+from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from rollout_server.engines.vllm.adapter import Vllm
 from rollout_server.engines.vllm.shared_memory import SharedMemory
@@ -40,7 +40,7 @@ LOAD_ATTEMPTS = 3
 log = logging.getLogger(__name__)
 
 
-class VllmEngine:
+class VllmEngine(QueuedEngine):
     """See engines/engine.py for what each method promises.
 
     Args:
@@ -52,10 +52,10 @@ class VllmEngine:
     def __init__(self, vllm: Vllm, *, slots: int, queue: int):
         assert slots <= vllm.options.slots
         options = dataclasses.replace(vllm.options, slots=slots, queue=queue)
-        self.info = engine_info("vllm", options, vllm.config, devices=vllm.workers)
+        info = engine_info("vllm", options, vllm.config, devices=vllm.workers)
+        super().__init__(RequestQueue(info, self._fill))
         self._vllm = vllm
         self._lock = asyncio.Lock()  # weights are written, or scores computed
-        self._queue = RequestQueue(self.info, self._fill)
         self._step = 0  # of the version that the tokens now arriving were sampled by
         self._loads = 0
         self._buffer: SharedMemory | None = None
@@ -69,10 +69,7 @@ class VllmEngine:
 
     def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
         self._raise_if_over()
-        return self._queue.generate(request)
-
-    def end_older(self, request: GroupRequest) -> None:
-        self._queue.end_older(request)
+        return super().generate(request)
 
     def weight_buffer(self, size: int) -> np.ndarray:
         assert self._buffer is None
@@ -97,7 +94,7 @@ class VllmEngine:
 
     def status(self) -> EngineStatus:
         self._count_busy()
-        status = self._queue.status()
+        status = super().status()
         self._raise_if_gone()
         return status
 
