@@ -14,6 +14,7 @@ from rollout_server.engines.replay.engine import ReplayEngine
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.weight_delta import Change, WeightDelta, digest, encode
+from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights.publisher import Publisher
 from scalerl_jax.rollouts.weights.push import PushReport
@@ -55,13 +56,8 @@ class Run:
 
     async def push(self, served: Served, base: int | None, address: str = "", server_id: str = "") -> PushReport:
         address = address or f"127.0.0.1:{served.server.port}"
-        return await self.publisher.push(
-            *(served.stub, self.step),
-            base=base,
-            timeout=30,
-            address=address,
-            server_id=server_id or served.server.service.server_id,
-        )
+        process = Process(address, server_id or served.server.service.server_id)
+        return await self.publisher.push(served.stub, self.step, process, base=base, timeout=30)
 
     def compare(self, served: Served) -> None:
         assert served.engine.status().version == Version(INCARNATION, self.step)

@@ -12,6 +12,7 @@ from rollout_server import reach, relay, weight_push
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.security import Access, Credentials, server_credentials
 from scalerl_jax.contract.weight_stream import FullSyncNeeded, PushRefused
+from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.weights import relay_tree
 from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import serving
@@ -62,7 +63,7 @@ async def test_servers_show_each_other_certificate_and_token(
 
 def test_the_tree_has_everyone_once_and_is_not_deep() -> None:
     async def build(count: int) -> tuple[list[str], int]:
-        tree = relay_tree.Tree([relay_tree.Member(f"s{i}") for i in range(count)])
+        tree = relay_tree.Tree([relay_tree.Member(Process(f"s{i}", "")) for i in range(count)])
 
         def depth(hop) -> int:
             return 1 + max((depth(further) for further in hop.relays), default=0)
@@ -196,7 +197,7 @@ async def test_a_frozen_server_in_the_middle_is_routed_around(
 
 async def test_alone_a_server_does_not_wait_for_others() -> None:
     gathered = relay_tree.Trees()
-    async with gathered.join((0, 1), "here:1") as place:
+    async with gathered.join((0, 1), Process("here:1", "")) as place:
         assert place.tree is not None and place.tree.over
 
 
@@ -336,7 +337,7 @@ async def test_a_header_with_too_many_hops_is_refused_before_anything_is_made_of
 def test_the_largest_tree_that_a_trainer_makes_is_within_the_bounds() -> None:
     async def build() -> list[pb.Relay]:
         return relay_tree.Tree(
-            [relay_tree.Member(f"server-{i}.fleet.example:8000", "f" * 32) for i in range(4000)]
+            [relay_tree.Member(Process(f"server-{i}.fleet.example:8000", "f" * 32)) for i in range(4000)]
         ).relays
 
     reach.check(asyncio.run(build()))

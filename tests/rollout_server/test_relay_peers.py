@@ -15,6 +15,7 @@ from rollout_server.guard import Unread
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.codec import Version
+from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.weights import relay_tree
 from tests.rollout_server.client import INCARNATION, Push
 from tests.rollout_server.passing import MakeReplay, fate, fleet, header_to, published
@@ -117,9 +118,10 @@ async def test_one_that_no_header_may_name_is_sent_to_directly(address: str, ser
     """Named in a header, it would have the leader refuse the version."""
     gathered = relay_tree.Trees()
     async with contextlib.AsyncExitStack() as stack:
-        joining = (("a:1", "a"), ("b:1", "b"), (address, server_id), ("c:1", "c"))
+        joining = (Process("a:1", "a"), Process("b:1", "b"), Process(address, server_id), Process("c:1", "c"))
         places = await asyncio.gather(
-            *(stack.enter_async_context(gathered.join((0, 1), *one)) for one in joining), return_exceptions=False
+            *(stack.enter_async_context(gathered.join((0, 1), one)) for one in joining),
+            return_exceptions=False,
         )
         alone = places[2]
         assert alone.tree is not None and not alone.tree.relays
@@ -129,7 +131,7 @@ async def test_one_that_no_header_may_name_is_sent_to_directly(address: str, ser
 
 
 async def test_a_tree_hears_nothing_in_what_says_nothing() -> None:
-    places = [relay_tree.Member("a:1"), relay_tree.Member("b:1")]
+    places = [relay_tree.Member(Process(f"{name}:1", "")) for name in "ab"]
     tree = relay_tree.Tree(places)
     tree.relayed(pb.WeightReply.Relayed(address="b:1"))
     assert not tree.over and not places[1].outcome.done()

@@ -102,14 +102,8 @@ class Upkeep:
         base = None if self._needs_full_sync else server.step
         self._needs_full_sync = False
         try:
-            report = await self._context.publisher.push(
-                self._stub,
-                step,
-                base=base,
-                timeout=self._context.config.push_seconds,
-                address=server.address,
-                server_id=server.status.server_id,
-            )
+            timeout = self._context.config.push_seconds
+            report = await self._context.publisher.push(self._stub, step, server.process, base=base, timeout=timeout)
         except PushRefused as error:
             if base is not None and isinstance(error, FullSyncNeeded):
                 _log.info("server %s: version %d goes out whole (%s)", server.address, step, peer_text.said(error))

@@ -23,6 +23,7 @@ from typing import Any
 
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
@@ -97,21 +98,21 @@ class Publisher:
             del self._payloads[key]
 
     async def push(
-        self, stub: Stub, step: int, *, base: int | None = None, timeout: float, address: str = "", server_id: str = ""
+        self, stub: Stub, step: int, process: Process | None = None, *, base: int | None = None, timeout: float
     ) -> PushReport:
         """Brings one server from version `base` (None: none of ours) to `step`; returns when it decodes with it.
 
-        address: where other servers reach it; those that need the same at the same time then pass it on to each other.
-        server_id: of the process that is to take it; what another one took counts for nothing. Empty: not known.
+        process: the one that is to take it; what another one took counts for nothing. Servers that need the same at the
+        same time pass it on to each other. None: not known, and then it is sent to from here.
         Raises PushRefused (FullSyncNeeded: try again without a base), grpc.RpcError where the connection fails,
         TimeoutError where nothing of it moves for `timeout` seconds; and whatever making the tensors raises.
         """
-        source = self._sources[step]
-        if not address or not self._relay:
+        source, server_id = self._sources[step], process.server_id if process else ""
+        if process is None or not self._relay:
             payload = await self._payload(base, step, source)
             return await self._send(stub, payload, timeout=timeout, server_id=server_id)
         for _ in range(ATTEMPTS):
-            async with self._trees.join((base, step), address, server_id) as member:
+            async with self._trees.join((base, step), process) as member:
                 payload = await self._payload(base, step, source)
                 if member.tree is not None and member.leads:
                     return await self._send(stub, payload, timeout=timeout, tree=member.tree, server_id=server_id)

@@ -29,6 +29,7 @@ import grpc
 from scalerl_jax.contract import addresses, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.weight_stream import refusal
+from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Tree:
 
     def __init__(self, members: "list[Member]"):
         """The first of them leads."""
-        self._waiting = {member.address: member for member in members[1:]}
+        self._waiting = {member.process.address: member for member in members[1:]}
         self.relays = [_relay(members, child) for child in _children(0, len(members))]
         self._moved_at = time.monotonic()
         self._streamed = False
@@ -78,14 +79,14 @@ class Tree:
 
     def leave(self, member: "Member") -> None:
         """It is gone; where it leads, and nobody streams to it, all is over."""
-        self._waiting.pop(member.address, None)
+        self._waiting.pop(member.process.address, None)
         if member.leads and not self._streamed:
             self.end()
 
     def end(self) -> None:
         """The leader's stream is over: whoever still waits is served in another way."""
         for member in list(self._waiting.values()):
-            self.relayed(pb.WeightReply.Relayed(address=member.address, lost=LEADER_OVER))
+            self.relayed(pb.WeightReply.Relayed(address=member.process.address, lost=LEADER_OVER))
 
     @property
     def still_for(self) -> float:
@@ -97,8 +98,7 @@ class Tree:
 class Member:
     """One server's place in a tree."""
 
-    address: str
-    server_id: str = ""  # as its Status tells; empty: not known, and not looked at
+    process: Process  # server_id: as its Status tells; empty: not known, and not looked at
     ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     tree: Tree | None = None  # once it is ready
     leads: bool = False
@@ -133,7 +133,7 @@ class Member:
         relayed = self.outcome.result()
         kind = relayed.WhichOneof("kind")
         if kind == "applied":
-            if self.server_id and relayed.applied.server_id != self.server_id:
+            if self.process.server_id and relayed.applied.server_id != self.process.server_id:
                 self._not_this_way("it was not this server that took it")
                 return None
             return relayed.applied
@@ -146,7 +146,7 @@ class Member:
     def _not_this_way(self, why: str) -> None:
         _log.info(
             "server %s: a version did not come by other servers (%s), it is sent directly",
-            self.address,
+            self.process.address,
             peer_text.said(why),
         )
         self.avoid = True
@@ -163,9 +163,9 @@ class Trees:
         self._seen: set[str] = set()
 
     @contextlib.asynccontextmanager
-    async def join(self, key: Key, address: str, server_id: str = "") -> AsyncIterator[Member]:
+    async def join(self, key: Key, process: Process) -> AsyncIterator[Member]:
         """The server's place in a tree (of nobody else, perhaps); where it leads it is to be sent to from here."""
-        member = Member(address, server_id)
+        member, address = Member(process), process.address
         self._seen.add(address)
         avoided = self._avoided.get(address, 0.0) > time.monotonic()
         if len(self._seen) == 1 or avoided or not _may_be_named(member):
@@ -206,7 +206,7 @@ def _plant(members: list[Member]) -> None:
 def _may_be_named(member: Member) -> bool:
     """One name that is none (dns:..., ipv4:..., an interface behind a %) would have the leader refuse the version."""
     try:
-        addresses.check(pb.Relay(address=member.address, server_id=member.server_id))
+        addresses.check(pb.Relay(**member.process._asdict()))
     except ValueError:
         return False
     return True
@@ -218,7 +218,7 @@ def _children(index: int, count: int) -> range:
 
 def _relay(members: list[Member], index: int) -> pb.Relay:
     further = [_relay(members, child) for child in _children(index, len(members))]
-    return pb.Relay(address=members[index].address, relays=further, server_id=members[index].server_id)
+    return pb.Relay(**members[index].process._asdict(), relays=further)
 
 
 NO_TREE = Tree([])  # of a stream that nobody passes on
