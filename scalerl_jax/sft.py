@@ -110,11 +110,8 @@ def learner_of(config: Config, decoder: DecoderConfig, *, longest: int) -> Learn
 def initial_params(config: Config, decoder: DecoderConfig, learner: Learner) -> Params:
     if config.sft.model_path:
         return load_hf(config.sft.model_path, learner.mesh)[1]
-    return init_params(decoder, jax.random.key(_fold(config.seed)), learner.mesh)
-
-
-def _fold(seed: int) -> int:
-    return int(np.random.default_rng([seed, _INITIAL]).integers(2**31))
+    seed = int(np.random.default_rng([config.seed, _INITIAL]).integers(2**31))
+    return init_params(decoder, jax.random.key(seed), learner.mesh)
 
 
 def relevant(config: Config) -> Config:

@@ -190,10 +190,8 @@ def fit(keys: Caches, values: Caches, length: int) -> None:
 
 @functools.partial(jax.jit, static_argnames=("length", "axis"))
 def _fit(cache: jax.Array, *, length: int, axis: int) -> jax.Array:
-    missing = length - cache.shape[axis]
-    if missing <= 0:
-        return jax.lax.slice_in_dim(cache, 0, length, axis=axis)
-    return jnp.pad(cache, [(0, missing if i == axis else 0) for i in range(cache.ndim)])
+    missing = length - cache.shape[axis]  # fewer than none: they are cut off
+    return jax.lax.pad(cache, cache.dtype.type(0), [(0, missing if i == axis else 0, 0) for i in range(cache.ndim)])
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
