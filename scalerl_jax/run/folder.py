@@ -107,12 +107,8 @@ class RunFolder:
         if self.changes:
             row = continuing.history_row(self.changes, step=step, time=self._clock())
             history = self.path("config_history.jsonl")
-            with files.naming(history):
-                descriptor = os.open(history, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                files.append(descriptor, row.encode(), history)
-            finally:
-                os.close(descriptor)
+            with files.naming(history), open(history, "ab") as file:
+                files.append(file.fileno(), row.encode(), history)
         write_whole(self.path("config.json"), config_io.to_json(self._config))
         for name in ("metrics.jsonl", "evals.jsonl"):
             path = self.path(name)

@@ -54,15 +54,12 @@ class LiveForecast:
         self._say_once(error)
         return {}
 
-    def close(self) -> None:
-        """Waits for a fit that is running: seconds at most."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
     def __enter__(self) -> "LiveForecast":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Waits for a fit that is running: seconds at most."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _say_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
