@@ -65,11 +65,10 @@ def read_counts(counts, points: int) -> Counts | None:
     if counts is None or isinstance(counts, Counts):
         return counts
     if isinstance(counts, np.ndarray) and counts.ndim == 2 and counts.shape[1] == 2:
-        passes, trials = counts[:, 0], counts[:, 1]
-    elif len(counts) == 2:
-        passes, trials = counts
-    else:
+        counts = counts.T
+    if len(counts) != 2:
         raise ValueError("counts: expected (passes, trials), or an array of two columns, passes and trials")
+    passes, trials = counts
     passes = np.asarray(passes, np.float64)
     if passes.ndim not in (1, 2) or len(passes) != points:
         raise ValueError(f"counts: passes have shape {passes.shape}, but there are {points} points")
@@ -83,8 +82,7 @@ def read_counts(counts, points: int) -> Counts | None:
     if wrong.any():
         row = int(np.argwhere(wrong)[0][0])
         raise ValueError(f"counts: row {row}: passes must be between 0 and the trials")
-    if passes.ndim == 1:
-        passes, trials = passes[:, None], trials[:, None]
+    passes, trials = passes.reshape(points, -1), trials.reshape(points, -1)
     empty = trials.sum(axis=1) == 0
     if empty.any():
         raise ValueError(f"counts: row {int(np.argmax(empty))}: no trials")

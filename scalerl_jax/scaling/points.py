@@ -115,9 +115,8 @@ def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts,
             row = int(np.argmax(apart))
             both = f"passes / trials is {counts.score()[row]:.4f}, the reward {reward[row]:.4f}"
             raise ValueError(f"counts: row {row}: {both}")
-    if run is None:
-        labels = np.zeros(len(compute), int)
-    else:
+    labels = np.zeros(len(compute), int)
+    if run is not None:
         if len(run) != len(compute):
             raise ValueError(f"run: expected {len(compute)} labels, have {len(run)}")
         whole = isinstance(run, np.ndarray) and run.dtype.kind == "i"
@@ -137,25 +136,19 @@ def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts,
         )
 
     initial_counts = counts.rows(start) if counts is not None and start.any() else None
-    if initial_reward is None:
-        if not start.any():
-            raise ValueError("initial_reward: no row at compute 0 to take R0 from; give it as a number, or 'fit'")
-        mode, rows = "measured", int(start.sum())
-    elif isinstance(initial_reward, str):
-        if initial_reward != "fit":
+    rows = int(start.sum())
+    if initial_reward is None or isinstance(initial_reward, str):
+        if initial_reward not in (None, "fit"):
             raise ValueError(f"initial_reward={initial_reward!r}: must be a number, None or 'fit'")
-        mode, rows = "free", int(start.sum())
-    else:
-        mode, rows = "exact", 0
-        if not 0 <= float(initial_reward) <= 1:
-            raise ValueError(f"initial_reward={initial_reward}: is outside [0, 1]")
-    if mode == "exact":
-        initial = float(initial_reward)
-    elif rows:
+        if initial_reward is None and not rows:
+            raise ValueError("initial_reward: no row at compute 0 to take R0 from; give it as a number, or 'fit'")
+        mode = "measured" if initial_reward is None else "free"
         weights = initial_counts.total if initial_counts is not None else None
-        initial = float(np.average(reward[start], weights=weights))
+        initial = float(np.average(reward[start], weights=weights) if rows else reward[used].min())
     else:
-        initial = float(reward[used].min())
+        mode, rows, initial = "exact", 0, float(initial_reward)
+        if not 0 <= initial <= 1:
+            raise ValueError(f"initial_reward={initial_reward}: is outside [0, 1]")
     points = Points(
         compute=compute[used],
         reward=reward[used],
