@@ -82,7 +82,8 @@ def read_counts(counts, points: int) -> Counts | None:
     if wrong.any():
         row = int(np.argwhere(wrong)[0][0])
         raise ValueError(f"counts: row {row}: passes must be between 0 and the trials")
-    passes, trials = passes.reshape(points, -1), trials.reshape(points, -1)
+    if passes.ndim == 1:
+        passes, trials = passes[:, None], trials[:, None]
     empty = trials.sum(axis=1) == 0
     if empty.any():
         raise ValueError(f"counts: row {int(np.argmax(empty))}: no trials")
