@@ -143,16 +143,16 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Run]:
 
 def _seeds_together(evaluations: list[readers.Evaluations]) -> dict[str, list[readers.Evaluations]]:
     """The runs by a name that no two of them share, each with its seeds."""
-    groups: dict[tuple[str, ...], list[readers.Evaluations]] = {}
+    groups: dict[tuple[str, str], list[readers.Evaluations]] = {}
     for index, one in enumerate(evaluations):
         place = os.path.dirname(os.path.abspath(one.source))
         if os.path.basename(one.source) == tables.RUN_FOLDER_FILE:
             place = os.path.dirname(place)
-        seed_of = ((one.name,) if given.SEED_COLUMN.value else ()) + ((place,) if given.SEEDS.value == "folder" else ())
-        groups.setdefault((one.name, *seed_of) if seed_of else (one.name, str(index)), []).append(one)
+        apart = place if given.SEEDS.value == "folder" else "" if given.SEED_COLUMN.value else str(index)
+        groups.setdefault((one.name, apart), []).append(one)
     named: dict[str, list[readers.Evaluations]] = {}
-    names = [key[0] for key in groups]
-    for (name, *_), members in groups.items():
+    names = [name for name, _ in groups]
+    for (name, _), members in groups.items():
         apart = f"{name} ({members[0].source})" if names.count(name) > 1 else name
         again = f"{apart} {len(named) + 1}" if apart in named else apart  # the same file twice
         named[again] = members
