@@ -152,13 +152,14 @@ def _separated(path: str, wanted: Wanted, *, tabs: bool) -> Table:
         chosen = {name: at for at, name in reversed(list(enumerate(header))) if wanted(name)}
         cells: dict[str, list[Any]] = {name: [] for name in chosen}
         while block := [(reader.line_num, row) for row in itertools.islice(reader, _BLOCK)]:
-            for line, row in block:
-                if len(row) != len(header) and any(cell.strip() for cell in row):
-                    raise InputError(f"{path}: line {line}: {len(row)} cells, but the header has {len(header)}")
-            full = [(line, row) for line, row in block if len(row) == len(header)]
-            numbers.extend([line for line, _ in full])
+            if odd := [(line, row) for line, row in block if len(row) != len(header)]:
+                for line, row in odd:
+                    if any(cell.strip() for cell in row):
+                        raise InputError(f"{path}: line {line}: {len(row)} cells, but the header has {len(header)}")
+                block = [(line, row) for line, row in block if len(row) == len(header)]
+            numbers.extend([line for line, _ in block])
             for name, at in chosen.items():
-                cells[name].extend([row[at] for _, row in full])
+                cells[name].extend([row[at] for _, row in block])
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: {error}") from None
     if not numbers:
