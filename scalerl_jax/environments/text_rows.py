@@ -1,6 +1,7 @@
 """JSONL files: one object a line, of texts."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 
 
@@ -28,7 +29,7 @@ def read_jsonl(
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{where}: is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where}: is not a JSON object")
@@ -38,8 +39,8 @@ def read_jsonl(
             if value is None and column in optional:
                 texts.append("")
                 continue
-            if isinstance(value, int | float) and not isinstance(value, bool) and column == "answer":
-                value = str(value)
+            if column == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
+                value = str(value) if math.isfinite(value) else None
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{where}: {column!r} is not a text, or is empty")
             texts.append(value)
