@@ -108,10 +108,7 @@ def sample(row: Row, marker: str) -> dict[str, Any]:
     answer_from = min(head, len(thinking)) + max(0, len(thinking) - tail)
     prompt, prompt_left_out = shortened(row["prompt"])
     pieces = bool(row.get("pieces"))
-    text, cuts = [span.text for span in shown], 0
-    if not pieces:
-        cuts = sum(shortened(part)[1] for part in text)
-        text = [shortened(part)[0] for part in text]
+    parts = [(span.text, 0) if pieces else shortened(span.text) for span in shown]
     return {
         "step": row["step"],
         "group": row["group"],
@@ -127,14 +124,14 @@ def sample(row: Row, marker: str) -> dict[str, Any]:
         "versions": row["versions"],
         "interrupted": bool(row["forced"]),
         "pieces": pieces,
-        "text": text,
+        "text": [text for text, _ in parts],
         "logprob": rounded(None if span.logprob is None else round(span.logprob, 4) for span in shown),
         "ids": [list(span.ids) for span in shown] if pieces else [],
         "steps": runs([span.step for span in shown]),
         "forced": [[start, end] for value, start, end in runs([span.forced for span in shown]) if value],
         "answer_from": answer_from,
         # Where the gap is, how many tokens fell into it, how many characters (where tokens have no text).
-        "left_out": [head if lost else 0, lost, cuts],
+        "left_out": [head if lost else 0, lost, sum(cut for _, cut in parts)],
     }
 
 

@@ -132,9 +132,8 @@ class RunFolder:
         Numbers also go to TensorBoard and W&B, nested ones as outer/inner; lists stay in the file.
         """
         values = plain(values)
-        self._append("metrics.jsonl", {"step": step, "time": self._clock(), "incarnation": self.incarnation, **values})
-        assert self._trackers is not None
-        self._trackers.add(step, values)
+        row = {"step": step, "time": self._clock(), "incarnation": self.incarnation, **values}
+        self._record("metrics.jsonl", row, values, axis="step")
 
     def evaluation(
         self,
@@ -165,10 +164,8 @@ class RunFolder:
             "passes": list(passes),
         }
         row = plain(row)
-        self._append("evals.jsonl", row)
         shown = {"pass_rate": row["pass_rate"], "seconds": seconds, **plain(values or {})}
-        assert self._trackers is not None
-        self._trackers.add(step, {"evaluation": shown}, axis="evaluation/step")
+        self._record("evals.jsonl", row, {"evaluation": shown}, axis="evaluation/step")
         return row
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -225,9 +222,11 @@ class RunFolder:
             more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
             raise ConfigError(f"{another}: {refused[0]}{more}; --allow={names} goes on with what is given now")
 
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        assert self._files, "resume() comes before the first row"
+    def _record(self, name: str, row: Mapping[str, Any], shown: Mapping[str, Any], *, axis: str) -> None:
+        """A row of a log, and what of it goes to TensorBoard and W&B."""
+        assert self._trackers is not None, "resume() comes before the first row"
         files.append(self._files[name], line_of(row).encode(), self.path(name))
+        self._trackers.add(row["step"], shown, axis=axis)
 
 
 def _take_lock(path: str, workdir: str) -> int:

@@ -39,8 +39,8 @@ class Trackers:
         if config.telemetry.wandb_project:
             self._wandb = _start_wandb(workdir, config)
 
-    def add(self, step: int, values: Mapping[str, Any], *, axis: str = "step") -> None:
-        """The numbers among `values`; nested ones as outer/inner."""
+    def add(self, step: int, values: Mapping[str, Any], *, axis: str) -> None:
+        """The numbers among `values`; nested ones as outer/inner. axis: the name of W&B's x."""
         scalars = dict(_flat(values))
         if self._events is not None:
             self._events.add(step, scalars)
