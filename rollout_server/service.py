@@ -7,7 +7,7 @@
         Generate      one pump task per call moves completions from the engine to the call's outbox; ending the pump
                       frees the slots, whatever the client does or does not read
         PushWeights   weight_push.py
-        Score         a bounded number at a time
+        Score         a bounded number at a time, see `bounds`
 
 Everything runs on one event loop, so the state below needs no locks; what matters is that nothing is awaited between a
 check and the act that relies on it. What a client says is bounded before anything is done in proportion to it. An error
@@ -73,7 +73,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self.activity = Activity()
         self._weights = WeightReceiver(engine, reach, server_id=self.server_id, activity=self.activity)
         self._calls: set[asyncio.Task[None]] = set()  # the pump of every Generate call
-        self._scores = 0
         self._stopping = False
         self._began = time.monotonic()
 
@@ -143,17 +142,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     # --------------------------------------------------------------------------------------------------- Score
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
-        if self._scores >= MAXIMUM_SCORES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._scores} sequences are being scored")
-        self._scores += 1
         try:
             token_ids = codec.decode_ids(request.token_ids)
             check_score(token_ids, self._engine.info)
             logprobs, version = await self._engine.score(token_ids)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        finally:
-            self._scores -= 1
         return pb.ScoreReply(logprobs=codec.encode_floats(logprobs), version=codec.version_to_proto(version))
 
 
@@ -226,7 +220,7 @@ def bounds(info: EngineInfo) -> dict[str, Bound]:
     methods = {
         "Status": Bound(SPARE_CALLS, 2**12),
         "Generate": Bound(places + SPARE_CALLS, 2**16 + token_bytes + 64 * places),
-        "Score": Bound(MAXIMUM_SCORES + 1, 2**12 + token_bytes),  # the service itself tells one that it is too many
+        "Score": Bound(MAXIMUM_SCORES, 2**12 + token_bytes),
         "PushWeights": Bound(MAXIMUM_PUSHES, limits.MAXIMUM_REQUEST_BYTES),
     }
     return {f"/{rpc.SERVICE}/{name}": bound for name, bound in methods.items()}

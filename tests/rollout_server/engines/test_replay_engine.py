@@ -82,9 +82,10 @@ async def test_only_so_many_sequences_wait_to_be_scored(
     make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(make_replay()) as served:
-        go, score = asyncio.Event(), served.engine.score
+        go, score, held = asyncio.Event(), served.engine.score, list[np.ndarray]()
 
         async def held_up(token_ids: np.ndarray) -> tuple[np.ndarray, Version]:
+            held.append(token_ids)
             await go.wait()
             return await score(token_ids)
 
@@ -92,7 +93,7 @@ async def test_only_so_many_sequences_wait_to_be_scored(
         tokens = np.arange(2, 8, dtype=np.int32)
         waiting = [asyncio.create_task(served.score(tokens)) for _ in range(MAXIMUM_SCORES)]
         async with asyncio.timeout(30):
-            while served.server.service._scores < MAXIMUM_SCORES:
+            while len(held) < MAXIMUM_SCORES:
                 await asyncio.sleep(0.005)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await served.score(tokens)
