@@ -28,10 +28,6 @@ TAKES_NOT, SAMPLES_NOT = "does not take weights", "does not sample for the probe
 BREATH_SECONDS = 0.1  # between two attempts, at least
 
 
-class Full(Exception):
-    """It has no room for the probe now."""
-
-
 class Upkeep:
     """Of one server, of which `calls` are those for training groups and evaluations."""
 
@@ -63,9 +59,9 @@ class Upkeep:
         server, room = self._server, server_room(self._server.status)
         try:
             got = await self._ask(step, pinned=False, room=room, may_be_full=True)
-        except Full:
-            # By us, most likely: a short queue is kept full. The probe comes in as parts that fit into it; meanwhile
-            # the slots go on with what they have.
+        except grpc.aio.AioRpcError:
+            # It is full. By us, most likely: a short queue is kept full. The probe comes in as parts that fit into it;
+            # meanwhile the slots go on with what they have.
             room = max(1, server.status.queue_capacity)
             server.make_room(True)
             try:
@@ -139,7 +135,7 @@ class Upkeep:
     async def _ask(self, step: int, *, pinned: bool, room: int, may_be_full: bool = False) -> tuple[Sample, ...] | None:
         """What it samples for the probe, with version `step`, or a later one if not pinned; None: it does not.
 
-        room: completions asked for at once. Raises Full where it has no room now and may_be_full.
+        room: completions asked for at once. Raises AioRpcError where it has no room now and may_be_full.
         """
         server, context = self._server, self._context
         requests = context.probe_requests(server.address, step, pinned=pinned)
@@ -153,7 +149,7 @@ class Upkeep:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 server.reject(f"server {server.address} cannot serve this run: {said(error)}")
             elif may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise Full from None
+                raise
             else:
                 server.refuse(SAMPLES_NOT, said(error), tell=True)
             return None
