@@ -13,6 +13,8 @@ The limit of a score is CPU time of its worker, so that it does not depend on wh
 The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. Every
 score is remembered, and a completion that is being scored is not scored a second time beside that.
 
+What waits for a worker has no bound here: it is what the groups in flight and an evaluation have, which are bounded.
+
 A worker that cannot be started, and any other fault here, is raised by the futures of the questions as ScorerError.
 """
 
