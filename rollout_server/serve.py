@@ -100,13 +100,13 @@ async def serve(
     # 3. Until the end. A server whose engine is over ends too: whoever started it can start it anew.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
-    failure = failed.result() if failed.done() else None
+    over = failed.done()
     logging.info("stopping")
-    _exit_after(stop_seconds, 0 if failure is None else 1)
+    _exit_after(stop_seconds, 1 if over else 0)
     failed.cancel()
     await server.stop()
-    if failure is not None:
-        raise failure
+    if over:
+        raise failed.result()
 
 
 def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, stop_seconds: float) -> None:
@@ -123,6 +123,14 @@ def _exit_after(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
+
+
+def _guards() -> tuple[Access, list[grpc.aio.ServerInterceptor]]:
+    """Who may call, and what goes wrong on purpose."""
+    try:
+        return access_flags.read(given.HOST.value), _faults()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _faults() -> list[grpc.aio.ServerInterceptor]:
@@ -154,10 +162,7 @@ def main(argv: Sequence[str]) -> None:
     engine = importlib.import_module(given.ENGINES[given.ENGINE.value])
     told: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
     try:
-        access, interceptors = access_flags.read(given.HOST.value), _faults()
-    except ValueError as error:
-        _fail(error)
-    try:
+        access, interceptors = _guards()
         asyncio.run(
             serve(
                 functools.partial(engine.make, EngineOptions(**told)),

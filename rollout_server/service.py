@@ -26,7 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollout_server.activity import Activity
-from rollout_server.engines.admission import check_score
+from rollout_server.engines.admission import check_places, check_score
 from rollout_server.engines.engine import AskedAgain, Engine, EngineInfo, QueueFull, WrongVersion
 from rollout_server.guard import OTHERS, Bound, Guard
 from rollout_server.reach import LOOPBACK, Reach
@@ -99,6 +99,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         try:
+            check_places(request.group_id, len(request.completions), self._engine.info)  # before any of them is made
             group = codec.request_from_proto(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

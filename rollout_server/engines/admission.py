@@ -16,15 +16,14 @@ MOST_STOPS = 16
 
 def check_request(request: GroupRequest, info: EngineInfo) -> None:
     """Raises ValueError where this engine could never serve it, however free it was."""
-    maximum_tokens, places = info.maximum_tokens, info.slots + info.queue_capacity
+    maximum_tokens = info.maximum_tokens
     sampling, interruption = request.sampling, request.interruption
     name = f"group {request.group_id!r}"
     if not len(request.prompt):
         raise ValueError(f"{name}: the prompt is empty")
     if not request.completions:
         raise ValueError(f"{name}: no completion is asked for")
-    if len(request.completions) > places:
-        raise ValueError(f"{name}: {len(request.completions)} completions, slots and queue hold {places}")
+    check_places(request.group_id, len(request.completions), info)
     (twice, times), *_ = collections.Counter(wanted.index for wanted in request.completions).most_common(1)
     if times > 1:
         raise ValueError(f"{name}: completion {twice} is asked for twice in one request")
@@ -53,6 +52,13 @@ def check_request(request: GroupRequest, info: EngineInfo) -> None:
         if len(ids) > longest:
             raise ValueError(f"{name}: {len(ids)} tokens of {what}, at most {longest} are possible")
         _check_ids(f"{name}: token ids of {what}", np.asarray(ids, np.int64), info)
+
+
+def check_places(group: str, completions: int, info: EngineInfo) -> None:
+    """Raises ValueError where slots and queue together do not hold so many."""
+    places = info.slots + info.queue_capacity
+    if completions > places:
+        raise ValueError(f"group {group!r}: {completions} completions, slots and queue hold {places}")
 
 
 def check_score(token_ids: np.ndarray, info: EngineInfo) -> None:

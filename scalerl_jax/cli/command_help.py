@@ -38,7 +38,7 @@ def docstring(module: str) -> str:
 
 
 def comments(module: str) -> dict[tuple[str, str], str]:
-    """(class, field) -> the comment at the field, of every annotated field of every class in the file.
+    """(class, field) -> the comment at the field, of every annotated field in the file that is one line long.
 
     It stands behind the field, or on lines of its own right above it.
     """

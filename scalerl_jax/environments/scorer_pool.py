@@ -42,6 +42,8 @@ STUCK_SECONDS = 120.0  # by clock, and ten times the limit: an answer took that 
 CACHE = 65_536  # scores remembered; completions of one group mostly end in one of a few answers
 LONGEST = 100_000  # characters that are looked at, the last ones: answers come at the end
 START_TRIES = 6
+CLOSING_SECONDS = 0.5  # between two looks at whether the pool closes
+ENDING_SECONDS = 10.0  # for a process to be gone; one that the kernel holds on to is left to it
 FIRST_PAUSE = 0.25  # seconds before a start is tried again, doubled each time
 # A worker scores one answer at a time, and threads of libraries that it loads take of its memory limit.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -136,9 +138,9 @@ class ScorerPool:
         except BaseException as error:
             raise ScorerError(f"the verifier failed: {' '.join(f'{type(error).__name__}: {error}'.split())}") from error
         finally:
-            with self._lock:
-                self._asked.pop(key)
             self._idle.put(worker)
+            with self._lock:
+                self._asked.pop(key, None)
 
     def _ask(self, worker: "_Worker", line: str) -> Score | None:
         """None: no worker has an answer."""
@@ -219,7 +221,8 @@ class _Worker:
                 with self._lock:
                     if self._closing.is_set():
                         raise _WorkerDied
-                    self._running = _Running(command, {**os.environ, **_ONE_THREAD, "PYTHONPATH": path})
+                    environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": path}
+                    self._running = _Running(command, environment, self._closing)
             except OSError as error:
                 why = str(error)
                 if error.errno in _SHORT_OF:
@@ -235,7 +238,7 @@ class _Worker:
                 if self._closing.is_set():
                     raise
                 why = f"it ended with code {code}: {said}" if said else f"it ended with code {code}"
-                if code >= 0:  # not killed: it will do the same again
+                if code is not None and code >= 0:  # not killed: it will do the same again
                     break
         raise ScorerError(f"the verifier's worker cannot be started ({why}): {' '.join(command)}")
 
@@ -243,7 +246,8 @@ class _Worker:
 class _Running:
     """A process spoken to in lines: one to it, one from it."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]):
+    def __init__(self, command: list[str], environment: dict[str, str], closing: threading.Event):
+        self._closing = closing
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end); it writes to it only until it is ready
         try:
             self.process = subprocess.Popen(
@@ -262,7 +266,10 @@ class _Running:
         os.set_blocking(self._questions.fileno(), False)
 
     def exchange(self, line: str, seconds: float) -> bytes:
-        """Writes a line ("": none) and reads one, within `seconds` by clock. Raises _WorkerDied where none comes."""
+        """Writes a line ("": none) and reads one, within `seconds` by clock.
+
+        Raises _WorkerDied where none comes, and soon after the pool closes: what a worker started may hold the pipe.
+        """
         end = time.monotonic() + seconds
         out, reply = memoryview(line.encode() + b"\n" if line else b""), b""
         with selectors.DefaultSelector() as selector:
@@ -270,8 +277,8 @@ class _Running:
             if out:
                 selector.register(self._questions, selectors.EVENT_WRITE)
             while not reply.endswith(b"\n"):
-                ready = selector.select(max(0.0, end - time.monotonic()))
-                if not ready:
+                ready = selector.select(min(CLOSING_SECONDS, max(0.0, end - time.monotonic())))
+                if not ready and (self._closing.is_set() or time.monotonic() >= end):
                     raise _WorkerDied(ended=False)
                 for key, _ in ready:
                     if key.fileobj is self._replies:
@@ -298,16 +305,20 @@ class _Running:
 
     def kill(self) -> None:
         """With what it has started, which may hold its end of the pipe."""
-        with contextlib.suppress(ProcessLookupError):
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def end(self, *, by_itself: bool = False) -> int:
-        """Its exit code. It is killed, or was seen to end by itself: then it is given a moment to have ended."""
-        if by_itself:
+    def end(self, *, by_itself: bool = False) -> int | None:
+        """Its exit code. It is killed, or was seen to end by itself: then it is given a moment to have ended.
+
+        None: it has not ended.
+        """
+        for killed in (False, True) if by_itself else (True,):
+            if killed:
+                self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10.0)
-        self.process.kill()
-        code = self.process.wait()
+                self.process.wait(ENDING_SECONDS)
+        code = self.process.returncode
         for file in (self._replies, self._questions, self._errors):
             with contextlib.suppress(BrokenPipeError):
                 file.close()

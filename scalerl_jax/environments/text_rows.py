@@ -29,7 +29,7 @@ def read_jsonl(
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where}: is not a JSON object")
@@ -40,7 +40,7 @@ def read_jsonl(
                 texts.append("")
                 continue
             if column == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
-                value = str(value) if math.isfinite(value) else None
+                value = None if isinstance(value, float) and not math.isfinite(value) else str(value)
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{where}: {column!r} is not a text, or is empty")
             texts.append(value)

@@ -4,8 +4,8 @@ Names and shapes are those of tensor_layout.py, on which the generators stand to
 the files and [in, out], stacked over layers, here.
 """
 
-import collections
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,31 +36,40 @@ def to_hf(params: Params, config: DecoderConfig, dtype: Any) -> dict[str, jax.Ar
     return out
 
 
-class Tensors(collections.UserDict[str, Any]):
+class Tensors(Mapping[str, Any]):
     """The safetensors of a folder, opened lazily: `tensors[name]` reads one of them."""
 
     def __init__(self, path: str):
         files = sorted(f for f in os.listdir(path) if f.endswith(".safetensors")) if os.path.isdir(path) else []
         if not files:
             raise ValueError(f"{path}: no weights there (*.safetensors)")
-        super().__init__()  # `data` holds the opened file of each name
+        self._where: dict[str, Any] = {}
         for file in files:
             try:
                 opened = safe_open(os.path.join(path, file), "np")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{os.path.join(path, file)}: {error}") from error
             for name in opened.keys():  # noqa: SIM118 (not a dict)
-                self.data[name] = opened
+                self._where[name] = opened
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self.data[name].get_tensor(name)
+        return self._where[name].get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __iter__(self) -> Any:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
 
     def read(self, name: str, index: Any) -> np.ndarray:
         """Part of a tensor, without reading the rest."""
-        return self.data[name].get_slice(name)[index]
+        return self._where[name].get_slice(name)[index]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.data[name].get_slice(name).get_shape())
+        return tuple(self._where[name].get_slice(name).get_shape())
 
 
 def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[DecoderConfig, Params]:

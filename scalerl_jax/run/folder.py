@@ -224,7 +224,7 @@ class RunFolder:
 
     def _record(self, name: str, row: Mapping[str, Any], shown: Mapping[str, Any], *, axis: str) -> None:
         """A row of a log, and what of it goes to TensorBoard and W&B."""
-        assert self._trackers is not None, "resume() comes before the first row"
+        assert self._trackers is not None and name in self._files, "resume() comes before the first row"
         files.append(self._files[name], line_of(row).encode(), self.path(name))
         self._trackers.add(row["step"], shown, axis=axis)
 

@@ -110,6 +110,7 @@ class Run:
 
     @property
     def seeds(self) -> int:
+        """Those with a point that was used."""
         return len(np.unique(self.points.run))
 
     @property

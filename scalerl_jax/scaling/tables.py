@@ -127,13 +127,14 @@ def _lines(path: str, newline: str | None) -> Iterator[str]:
 def _undecodable(opened: Callable[..., IO[Any]], path: str, wide: bool) -> str:
     if wide:
         return "is not UTF-16 text, though it begins as such"
+    before = 0
     with opened(path, "rb") as file:
-        data = file.read()
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        return f"line {number}: byte {error.start} is not UTF-8 text"
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number}: byte {before + error.start} is not UTF-8 text"
+            before += len(line)
     return "is not UTF-8 text"
 
 
@@ -191,11 +192,12 @@ def _of_objects(path: str, wanted: Wanted, unit: str, parts: Iterable[tuple[Sequ
         if not set(map(type, rows)) <= {dict}:
             at = next(at for at, row in enumerate(rows) if not isinstance(row, dict))
             raise InputError(f"{path}: {unit} {places[at]}: is not a JSON object")
-        for name in dict.fromkeys(name for row in rows for name in row):
-            if name not in names:
-                names[name] = None
-                if wanted(name):
-                    cells[name] = [None] * len(numbers)
+        if not set().union(*rows) <= names.keys():
+            for name in dict.fromkeys(name for row in rows for name in row):
+                if name not in names:
+                    names[name] = None
+                    if wanted(name):
+                        cells[name] = [None] * len(numbers)
         for name, column in cells.items():
             column.extend([row.get(name) for row in rows])
         numbers.extend(places)

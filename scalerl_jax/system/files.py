@@ -83,9 +83,9 @@ def write_whole(path: str, data: str | bytes, *, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: str, *, replace: bool = False) -> Iterator[str]:
-    """A new folder to write into, which is at `path` when the block ends; nothing is there where it fails.
+    """A new folder to write into, which is at `path` when the block ends; nothing is there where the block fails.
 
-    replace: a folder that is there goes when the new one is whole; a kill leaves the old one, the new one, or none.
+    replace: a folder that is there stays until the new one is whole; a kill leaves the old one, the new one, or none.
     Raises WriteError, also where a library says in words of its own that there is no room.
     """
     beside, before = f"{path}.tmp", f"{path}.old"

@@ -25,7 +25,7 @@ async def sample(engine: JaxEngine, prompts: list[np.ndarray], tokens: int) -> l
     async def one(number: int, prompt: np.ndarray) -> list[tuple[np.ndarray, Completion]]:
         completions = tuple(CompletionRequest(i, 100 * number + i, tokens // 2) for i in range(4))
         request = GroupRequest(
-            1, f"{number}", prompt, completions, Sampling(answer_budget=tokens // 2), Interruption((3, 4), (5,))
+            1, f"{number}", prompt, completions, Sampling(answer_budget=tokens // 2), Interruption((3, 4, 5), (5,))
         )
         return [(prompt, completion) async for completion in engine.generate(request)]
 

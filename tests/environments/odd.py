@@ -1,6 +1,7 @@
 """An environment as a user would write it, whose scores are odd: what is asked for is in the completion."""
 
 import os
+import subprocess
 import time
 
 from scalerl_jax.config import Config
@@ -20,6 +21,9 @@ def score(row: Row, completion: str) -> Score:
         raise KeyError(completion)
     if completion == "crashes":
         os._exit(3)
+    if completion == "escapes":  # what holds the worker's pipe is in no group that a kill of it reaches
+        subprocess.Popen(["sleep", "20"], start_new_session=True, close_fds=False)
+        time.sleep(20)
     if completion == "computes":
         while True:
             time.process_time()

@@ -149,6 +149,8 @@ def test_files(tokenizer, tmp_path):
         ("[1, 2]\n", r"train\.jsonl row 2: is not a JSON object"),
         ({"prompt": "x?"}, r"train\.jsonl row 2: 'answer' is not a text"),
         ({"prompt": "x?", "answer": True}, r"train\.jsonl row 2: 'answer' is not a text"),
+        ("[" * 100_000 + "\n", r"train\.jsonl row 2: is not JSON"),
+        ('{"prompt": "x?", "answer": ' + 5_000 * "9" + "}\n", r"train\.jsonl row 2: is not JSON"),
         ({"prompt": "x?", "answer": math.nan}, r"train\.jsonl row 2: 'answer' is not a text"),
         ({"prompt": "  ", "answer": "1"}, r"train\.jsonl row 2: 'prompt' is not a text, or is empty"),
         ({"prompt": "x?", "answer": "1", "task": 3}, r"train\.jsonl row 2: 'task' is not a text"),

@@ -234,6 +234,21 @@ def test_closing_ends_the_workers_and_what_waits():
         os.kill(pid, 0)
 
 
+def test_closing_does_not_wait_for_what_a_worker_has_started():
+    pool = ScorerPool(odd.score, processes=1, seconds=30.0)
+    row = Row("?", "1", extra={"bonus": 1.0})
+    assert pool.submit(row, "1").result(600).correct
+    asked = pool.submit(row, "escapes")
+    while not asked.running():
+        time.sleep(0.01)
+    time.sleep(0.5)  # it has asked by then
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 8
+    with pytest.raises(ScorerError, match="closed"):
+        asked.result(1)
+
+
 def test_a_score_is_what_the_environment_says_of_row_and_completion():
     rows = list(odd.make(Config()).rows("train"))
     pool = ScorerPool(odd.score, processes=1, seconds=1.0)

@@ -27,7 +27,7 @@ def test_nobody_listens(start):
     assert "\n" not in str(error.value)
 
 
-def test_a_server_given_twice_or_none():
+def test_no_server_given():
     with pytest.raises(FleetError, match="no rollout server is given"):
         Trainer(config(), [])
 

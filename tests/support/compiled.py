@@ -6,23 +6,35 @@ an entry at once nor replaces one that is cut off. JAX names an entry by the pro
 and reports a program that it finds there as compiled all the same, so tests that count compilations count it.
 """
 
+import contextlib
+import hashlib
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import zlib
 
 from tests.support.paths import ROOT
 
-KEPT = ROOT / "build" / "compiled-for-tests"
+
+def _processor() -> str:
+    """What this processor can do, in few letters: programs are compiled for it."""
+    with contextlib.suppress(OSError):
+        flags = re.search(r"^(flags|Features)\s*:.*", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return hashlib.blake2b(flags[0].encode(), digest_size=4).hexdigest() if flags else "any"
+    return "any"
+
+
+KEPT = ROOT / "build" / "compiled-for-tests" / _processor()
 MOST_BYTES = 2**30  # a run of all tests makes about a tenth
 
 
 def begin() -> pathlib.Path:
     """The folder of this run; `end` it."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="scalerl-compiled-"))
-    if KEPT.is_dir():
-        shutil.copytree(KEPT, folder, dirs_exist_ok=True)
+    with contextlib.suppress(OSError):  # there is none yet, or another run is just leaving what it has made
+        shutil.copytree(KEPT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.part"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -32,16 +44,20 @@ def begin() -> pathlib.Path:
 
 
 def end(folder: pathlib.Path) -> None:
-    KEPT.mkdir(parents=True, exist_ok=True)
-    if sum(entry.stat().st_size for entry in KEPT.iterdir()) > MOST_BYTES:
+    with contextlib.suppress(OSError):  # another run ends at the same time
+        _keep(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep(folder: pathlib.Path) -> None:
+    if KEPT.is_dir() and sum(entry.stat().st_size for entry in KEPT.iterdir()) > MOST_BYTES:
         shutil.rmtree(KEPT)
-        KEPT.mkdir()
+    KEPT.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if not (KEPT / entry.name).exists() and _is_whole(entry):
             part = KEPT / f"{entry.name}.{os.getpid()}.part"
             shutil.copyfile(entry, part)
             os.replace(part, KEPT / entry.name)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_whole(entry: pathlib.Path) -> bool:

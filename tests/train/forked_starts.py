@@ -8,9 +8,11 @@ Each start is a process of its own, forked before anything was computed.
 
 import json
 import os
+import signal
 import sys
 
 from scalerl_jax import train
+from tests.support.processes import SECONDS
 
 
 def start(arguments: list[str], log: str) -> int:
@@ -20,6 +22,7 @@ def start(arguments: list[str], log: str) -> int:
     with open(log, "ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    signal.alarm(int(SECONDS))  # one that hangs ends, and what it said is told
     sys.argv = ["scalerl-train", *arguments]
     train.run()
     raise SystemExit(0)

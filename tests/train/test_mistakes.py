@@ -29,7 +29,7 @@ def starts():
         command, cwd=ROOT, env=single_threaded(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
-        process.stdin.close()
+        process.kill()
 
 
 @pytest.fixture
@@ -41,8 +41,9 @@ def refused(starts):
         told = {"arguments": [f"--workdir={workdir}", *flags], "log": str(log)}
         starts.stdin.write(json.dumps(told) + "\n")
         starts.stdin.flush()
-        code, said = int(starts.stdout.readline()), log.read_text()
-        assert code == 2, said
+        code = starts.stdout.readline()
+        assert code == "2\n", log.read_text() if log.exists() else "it was not started"
+        said = log.read_text()
         lines = [line for line in said.splitlines() if not line.startswith("train 0/")]
         assert len(lines) == 1 and lines[0].startswith("error: "), said
         return lines[0].removeprefix("error: ")

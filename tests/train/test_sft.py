@@ -24,7 +24,6 @@ from tests.support.processes import run_command
 
 CONFIG_FILE = """
 from scalerl_jax.config import Config
-from tests.support.processes import run_command
 def get_config():
     config = Config()
     config.model.compute_dtype = config.model.sync_dtype = "float32"

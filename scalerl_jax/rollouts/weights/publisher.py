@@ -87,6 +87,7 @@ class Publisher:
         self._retained[step] += 1
 
     def release(self, step: int) -> None:
+        assert self._retained[step] > 0, f"version {step} is not retained"
         self._retained[step] -= 1
         self._drop_unneeded()
 
