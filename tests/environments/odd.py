@@ -1,7 +1,6 @@
 """An environment as a user would write it, whose scores are odd: what is asked for is in the completion."""
 
 import os
-import subprocess
 import time
 
 from scalerl_jax.config import Config
@@ -22,8 +21,10 @@ def score(row: Row, completion: str) -> Score:
     if completion == "crashes":
         os._exit(3)
     if completion == "escapes":  # what holds the worker's pipe is in no group that a kill of it reaches
-        subprocess.Popen(["sleep", "20"], start_new_session=True, close_fds=False)
+        if os.fork() == 0:
+            os.setsid()
         time.sleep(20)
+        os._exit(3)
     if completion == "computes":
         while True:
             time.process_time()
