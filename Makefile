@@ -25,7 +25,7 @@ VENV_VLLM ?= .venv-vllm
 PYTHON_VLLM ?= $(shell for python in $(VENV_VLLM)/bin/python $(BIN)/python python3.11 python3; do \
 	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
-WORKERS ?= 2# processes that pytest spreads the test files over
+WORKERS ?= 3# processes that pytest spreads the test files over: on two cores, since tests wait as well as compute
 TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
 ACCELERATOR_PYTHON ?= python3
 ACCELERATOR_WHEELS ?= build/wheels
