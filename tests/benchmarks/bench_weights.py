@@ -47,6 +47,7 @@ from rollout_server.engines.replay.scripts import Scripted
 from rollout_server.service import RolloutServer
 from rollout_server.weight_store import WeightStore
 from scalerl_jax.contract import codec
+from scalerl_jax.contract.limits import SERVER_OPTIONS
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.security import connect
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
@@ -176,7 +177,7 @@ def stream(config: DecoderConfig) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_receiver, args=(FLAGS.size, theirs), daemon=True)
     process.start()
-    grpc_port, tcp_port = ours.recv()
+    grpc_port, bare_port, tcp_port = ours.recv()
     rng = np.random.default_rng(0)
     tensors = {name: rng.integers(0, 2**15, shape).astype(np.uint16) for name, shape in hf_tensors(config).items()}
     typed = {name: tensor.view(jnp.bfloat16) for name, tensor in tensors.items()}
@@ -200,11 +201,11 @@ def stream(config: DecoderConfig) -> None:
 
     async def run() -> None:
         publisher = Publisher(incarnation=Incarnation(INCARNATION), chunk_bytes=2**20)
-        async with connect(f"127.0.0.1:{grpc_port}") as channel:
+        async with connect(f"127.0.0.1:{grpc_port}") as channel, connect(f"127.0.0.1:{bare_port}") as plain:
             stub = Stub(channel)
             for step in range(FLAGS.repeats + 1):
                 grpc_seconds.append(await push(publisher, stub, step))
-                bare_seconds.append(await bare(channel))
+                bare_seconds.append(await bare(plain))
                 tcp_seconds.append(await asyncio.to_thread(_send, tcp_port, flat))
         publisher.close()
 
@@ -227,10 +228,8 @@ def _send(port: int, data: bytes) -> float:
 
 
 def _receiver(size: str, pipe: Any) -> None:
-    """A process with a server of the contract, and one that reads from a socket into a buffer and does no more.
-
-    The first also has a method /bare/Take, which counts the bytes that come and drops them.
-    """
+    """A process with three servers: of the contract; of a method /bare/Take, which counts the bytes that come and drops
+    them; and one that reads from a socket into a buffer and does no more."""
     config = SIZES[size]
     wanted = 2 * sum(int(np.prod(shape)) for shape in hf_tensors(config).values())
     buffer = bytearray(wanted)
@@ -248,12 +247,14 @@ def _receiver(size: str, pipe: Any) -> None:
         return str(sum([len(message) async for message in messages])).encode()
 
     async def run() -> None:
-        server = RolloutServer(replay(config))
+        server, bare = RolloutServer(replay(config)), grpc.aio.server(options=SERVER_OPTIONS)
         method = grpc.stream_unary_rpc_method_handler(take)
-        server._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", {"Take": method}),))
+        bare.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", {"Take": method}),))
+        port = bare.add_insecure_port("127.0.0.1:0")
+        await bare.start()
         await server.start()
         listener = socket.create_server(("127.0.0.1", 0))
-        pipe.send((server.port, listener.getsockname()[1]))
+        pipe.send((server.port, port, listener.getsockname()[1]))
         await asyncio.to_thread(read, listener)
 
     asyncio.run(run())
