@@ -3,16 +3,16 @@
 import json
 import os
 
-import jax
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from scalerl_jax.environments.tokenizer import make_tokenizer
-from scalerl_jax.model import DecoderConfig, init_params
+from scalerl_jax.model import DecoderConfig
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.tensor_layout import hf_tensors
+from tests.support.params import leaning_params
 
 QUICKSTART = DecoderConfig(  # as the defaults of config.sft say
     vocab_size=384,
@@ -60,17 +60,15 @@ def write_stopping_policy(folder: str, *, width: int, layers: int, stop_every: f
         tied_embeddings=False,
         stop_token_ids=tokenizer.stop_ids,
     )
-    params = jax.device_get(init_params(decoder, jax.random.key(0)))
-    rng = np.random.default_rng(0)
-    common = rng.normal(size=decoder.hidden_size)
-    params["embed"] = (common + 0.1 * rng.normal(size=params["embed"].shape)).astype(np.float32)
-    # The last norm leaves a vector of mean square 1 along `common`, more or less: its product with `common` is known.
-    logit = np.log(vocabulary / stop_every / len(tokenizer.stop_ids))
-    lean = logit / np.linalg.norm(common) / np.sqrt(decoder.hidden_size)
-    head = 0.001 * rng.normal(size=params["head"].shape)
-    for token in tokenizer.stop_ids:
-        head[token] = lean * common
-    params["head"] = head.astype(np.float32)
+
+    def lean(head: np.ndarray, common: np.ndarray) -> None:
+        # The last norm leaves a vector of mean square 1 along `common`, more or less: its product with `common` is
+        # known.
+        logit = np.log(vocabulary / stop_every / len(tokenizer.stop_ids))
+        for token in tokenizer.stop_ids:
+            head[token] = logit / np.linalg.norm(common) / np.sqrt(decoder.hidden_size) * common
+
+    params = leaning_params(decoder, lean, spread=0.1, head=0.001)
     path = os.path.join(folder, "model")
     write_model_folder(path, params=params, decoder=decoder, tokenizer_dir=base)
     return path

@@ -1,5 +1,7 @@
 """Small decoders, packed rows and reference values that the model and learner tests share."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,24 @@ def params_of(config: DecoderConfig = DECODER, *, spread: float = 0.2, seed: int
         lambda path, p: p * (1 + spread * rng.normal(size=p.shape).astype(np.float32)) if "norm" in str(path) else p,
         params,
     )
+
+
+def leaning_params(
+    config: DecoderConfig, lean: Callable[[np.ndarray, np.ndarray], None], *, spread: float, head: float
+):
+    """Parameters of a policy that leans to some tokens, as host arrays; the rest of it is random.
+
+    Every embedding is one common direction and noise of size `spread`, and so is what reaches the head, whose rows
+    are noise of size `head`. lean(head [vocabulary, width], common [width]): turns some rows along it, in place.
+    """
+    params = jax.device_get(init_params(config, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    common = rng.normal(size=config.hidden_size)
+    params["embed"] = (common + spread * rng.normal(size=params["embed"].shape)).astype(np.float32)
+    leaning = head * rng.normal(size=params["head"].shape)
+    lean(leaning, common)
+    params["head"] = leaning.astype(np.float32)
+    return params
 
 
 def from_hf(tensors, config: DecoderConfig, dtype=np.float32):

@@ -8,13 +8,13 @@ import json
 import os
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
-from scalerl_jax.model import DecoderConfig, init_params
+from scalerl_jax.model import DecoderConfig
 from scalerl_jax.model.hf_folder import write_model_folder
+from tests.support.params import leaning_params
 
 TRAIN_PROMPTS, HELD_OUT = 14, 6
 
@@ -35,14 +35,12 @@ def write_model(folder: str, *, words: Sequence[str] = ("time is up",)) -> str:
         tied_embeddings=False,
         stop_token_ids=tokenizer.stop_ids,
     )
-    params = jax.device_get(init_params(decoder, jax.random.key(0)))
-    rng = np.random.default_rng(0)
-    common = rng.normal(size=decoder.hidden_size)
-    params["embed"] = (common + 0.5 * rng.normal(size=params["embed"].shape)).astype(np.float32)
-    head = 0.02 * rng.normal(size=params["head"].shape)
-    for token in (*tokenizer.encode("12="), tokenizer.eos_id):
-        head[token] += 0.25 * common
-    params["head"] = head.astype(np.float32)
+
+    def lean(head: np.ndarray, common: np.ndarray) -> None:
+        for token in (*tokenizer.encode("12="), tokenizer.eos_id):
+            head[token] += 0.25 * common
+
+    params = leaning_params(decoder, lean, spread=0.5, head=0.02)
     write_model_folder(folder, params=params, decoder=decoder, tokenizer_dir=base)
     return folder
 
