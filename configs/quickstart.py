@@ -17,7 +17,7 @@ def get_config() -> Config:
     config.model.path = "runs/quickstart-warm-start/model"
     config.model.compute_dtype = "float32"
     config.model.sync_dtype = "float32"
-    config.model.remat = False
+    config.model.remat = "none"
 
     # Chains of 6 to 10 terms; a fifth of the steps in the warm start's traces are slips. About two epochs of prompts.
     config.environment.minimum_terms = 6

@@ -13,12 +13,10 @@ Left out on purpose: TPUs, which one process has to itself, and several hosts; b
 """
 
 import dataclasses
-import glob
-import importlib.util
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
+
+from scalerl_jax.system.platforms import jax_uses_gpus, visible_gpus
 
 # Of a shared GPU's memory that nobody takes: every process has a CUDA context and the libraries' work space besides.
 SPARE = 0.1
@@ -27,7 +25,6 @@ _OWN_CHOICE = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )  # fmt: skip
-_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,37 +80,6 @@ def share_out(
         sentence=f"{_count(len(gpus), 'GPU')} for the trainer and {_count(servers, 'local server')}: of its memory the "
         f"trainer takes {trainer:.0%}, {each}server {server:.0%} (config.fleet.gpu_share)",
     )
-
-
-def jax_uses_gpus(environment: Mapping[str, str]) -> bool:
-    """Whether JAX, started in this environment, looks for NVIDIA GPUs. Imports nothing of it."""
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return False
-    return any(_is_there(plugin) for plugin in _PLUGINS)
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
-        return False
-
-
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs as CUDA_VISIBLE_DEVICES names them, in CUDA's order. The driver is not started."""
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        names = [name.strip() for name in chosen.split(",") if name.strip()]
-        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first that is none
-    count = len(glob.glob("/dev/nvidia[0-9]*"))
-    if not count and (program := shutil.which("nvidia-smi")):  # as in WSL
-        try:
-            answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False, timeout=60)
-        except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: JAX will say what it finds
-            return []
-        count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
-    return [str(i) for i in range(count)]
 
 
 def _memory(share: float) -> dict[str, str]:

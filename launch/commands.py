@@ -18,7 +18,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from scalerl_jax.cli import command_flags, entry
+from scalerl_jax.cli import command_flags, entry, twin_flags
+from scalerl_jax.config import Config
 from scalerl_jax.system import signals
 
 OLDEST_GLIBC = (2, 35)
@@ -50,10 +51,21 @@ def restart_with_tuned_malloc() -> None:
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def _run(module: str, define: Callable[[], None], *, config: bool = False, tuned: bool = False) -> None:
-    """define: the command's flags. config: it takes --config. tuned: its malloc is."""
+def _run(
+    module: str,
+    define: Callable[[], None],
+    *,
+    config: bool = False,
+    default: Config | None = None,
+    later: bool = False,
+    tuned: bool = False,
+) -> None:
+    """define: the command's flags. config: it takes --config. default: that without one. tuned: its malloc is.
+
+    later: without --config it is known to the command alone.
+    """
     define()
-    entry.answer_at_once(module, config=config)
+    entry.answer_at_once(module, config=config, default=default, later=later)
     if tuned:
         restart_with_tuned_malloc()
     with signals.installed():  # an interrupted import ends in whatever error the module at hand makes of it
@@ -93,8 +105,24 @@ def compare() -> None:
     _run(f"{CURVES}.scalerl_compare", _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.compare_flags"))
 
 
+def verify() -> None:
+    _run("scalerl_jax.verify", command_flags.verify, config=True, default=Config())
+
+
+def evaluate() -> None:
+    _run("scalerl_jax.evaluate", command_flags.evaluate, config=True, later=True, tuned=True)
+
+
 def export() -> None:
     _run("scalerl_jax.export", command_flags.export)
+
+
+def plan() -> None:
+    _run("scalerl_jax.plan", twin_flags.define, config=True, later=True)
+
+
+def launch() -> None:
+    _run("launch.render", _importing("launch.launch_flags"), config=True, later=True)
 
 
 def report() -> None:

@@ -32,7 +32,17 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory
         python,
         "-m",
         "rollout_server.serve",
-        f"--engine={fleet.engine}",
+        *serve_flags(config, engine=fleet.engine, model=model, maximum_tokens=maximum_tokens),
+        *([f"--token_file={fleet.token_file}"] if fleet.token_file else []),
+        *([f"--device_memory={gpu_memory:.3f}"] if fleet.engine == "vllm" and gpu_memory is not None else []),
+    ]
+
+
+def serve_flags(config: Config, *, engine: str, model: str, maximum_tokens: int) -> list[str]:
+    """What every server of a run is told, wherever it is: what the trainer compares when they meet, and its sizes."""
+    fleet = config.fleet
+    return [
+        f"--engine={engine}",
         f"--model={model}",
         f"--slots={fleet.slots}",
         f"--queue={fleet.queue}",
@@ -41,8 +51,7 @@ def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory
         f"--sync_dtype={config.model.sync_dtype}",
         f"--head_precision={config.model.head_precision}",
         f"--maximum_tokens={maximum_tokens}",
-        *([f"--token_file={fleet.token_file}"] if fleet.token_file else []),
-        *([f"--device_memory={gpu_memory:.3f}"] if fleet.engine == "vllm" and gpu_memory is not None else []),
+        *(["--router_replay"] if config.rollout.router_replay else []),
     ]
 
 

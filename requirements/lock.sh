@@ -17,4 +17,7 @@ for python in 3.11 3.12; do
     "$UV" pip compile "${options[@]}" --extra=test setup.py requirements/build.in -o "$test_lock"
     grep -v -E "$CUDA" "$test_lock" > "$test_lock.tmp" && mv "$test_lock.tmp" "$test_lock"
     "$UV" pip compile "${options[@]}" --extra=train setup.py requirements/build.in -c "$test_lock" -o "$train_lock"
+    # Of [plan] only what goes into a folder of its own; `requests`, which jax[tpu] asks for too, is for TPUs that are there.
+    "$UV" pip compile "${options[@]}" --extra=plan setup.py requirements/build.in -c "$test_lock" \
+        | grep '^libtpu==' > "requirements/plan-py$python.lock"
 done

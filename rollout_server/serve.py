@@ -15,7 +15,6 @@ with TLS and a token (access_flags.py).
 
 import asyncio
 import dataclasses
-import functools
 import importlib
 import os
 import signal
@@ -42,15 +41,15 @@ MakeEngine = Callable[[], Awaitable[Engine]]
 # --------------------------------------------------------------------------------------------------- the server
 
 
-def _check_address(host: str, port: int) -> None:
-    """Raises UsageError where nothing can listen there. gRPC itself would say it in many lines."""
+def _check_address(host: str, port: int, *, flags: tuple[str, str] = ("host", "port")) -> None:
+    """Raises UsageError that names the flags where nothing can listen there. gRPC itself would say it in many lines."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        raise UsageError(f"--host={host} --port={port}: cannot listen there ({error})") from None
+        raise UsageError(f"--{flags[0]}={host} --{flags[1]}={port}: cannot listen there ({error})") from None
 
 
 async def serve(
@@ -63,10 +62,12 @@ async def serve(
     stop_seconds: float = 5.0,
     access: Access = OPEN,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    metrics: tuple[str, int] | None = None,
 ) -> None:
     """Serves until told to stop. Raises UsageError where it cannot begin, RuntimeError when its engine is over.
 
     stop_seconds: how long stopping may take before the process is gone whatever hangs.
+    metrics: host and port on which they are told; None: they are not.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     if with_parent:
@@ -75,6 +76,8 @@ async def serve(
 
     # 1. The address first: a taken one is known before minutes of loading.
     _check_address(host, port)
+    if metrics is not None:
+        _check_address(*metrics, flags=("metrics_host", "metrics_port"))
     try:
         engine = await make_engine()
     except ValueError as error:
@@ -92,6 +95,14 @@ async def serve(
         logging.warning("%s", warning)
     name, identity = engine.info.name, server.service.server_id
     logging.info("%s engine at %s:%d, open to %s; server %s", name, host, server.port, access.words(host), identity)
+    if metrics is not None:
+        from rollout_server import server_metrics
+
+        try:
+            told = server_metrics.tell(server.service, *metrics)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        logging.info("metrics at http://%s:%d/metrics", metrics[0], told.port)
     if port_file:
         from scalerl_jax.system.files import write_whole
 
@@ -155,17 +166,39 @@ def _parse(argv: Sequence[str]) -> list[str]:
         _fail(error)
 
 
+def _compute_dtype(sync_dtype: str) -> tuple[str, str]:
+    """What auto is on this machine, and why."""
+    from scalerl_jax.system import platforms, processor
+
+    if sync_dtype == "float32":
+        return sync_dtype, "as --sync_dtype is"
+    # vLLM has no jax beside it, and finds GPUs by itself.
+    accelerated = bool(platforms.visible_gpus(os.environ)) if given.ENGINE.value == "vllm" else None
+    return processor.fastest_dtype(accelerated=accelerated)
+
+
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         _fail(f"{argv[1]}: not a flag")
     logging.set_verbosity(logging.INFO)
     engine = importlib.import_module(given.ENGINES[given.ENGINE.value])
     told: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
+    why = ""  # the flag itself says it
+    if told["compute_dtype"] == "auto":
+        told["compute_dtype"], why = _compute_dtype(told["sync_dtype"])
+
+    async def make() -> Engine:
+        made = await engine.make(EngineOptions(**told))
+        if why:  # a server that cannot begin says only why
+            logging.info("--compute_dtype=auto: %s (%s)", told["compute_dtype"], why)
+        return made
+
     try:
         access, interceptors = _guards()
+        metrics_port = given.METRICS_PORT.value
         asyncio.run(
             serve(
-                functools.partial(engine.make, EngineOptions(**told)),
+                make,
                 host=given.HOST.value,
                 port=given.PORT.value,
                 port_file=given.PORT_FILE.value,
@@ -173,6 +206,7 @@ def main(argv: Sequence[str]) -> None:
                 stop_seconds=STOP_SECONDS[given.ENGINE.value],
                 access=access,
                 interceptors=interceptors,
+                metrics=(given.METRICS_HOST.value, metrics_port) if metrics_port is not None else None,
             )
         )
     except UsageError as error:

@@ -27,12 +27,29 @@ flags.DEFINE_string("model", "", "Hugging Face folder: config.json, *.safetensor
 flags.DEFINE_integer("slots", 64, "Completions sampled at once.", lower_bound=1)
 flags.DEFINE_integer("queue", 128, "Completions that may wait for a slot.", lower_bound=0)
 flags.DEFINE_integer("decode_chunk", 8, "Not vllm: decode steps between two looks at the queue.", 1)
-flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "Of the matrix products.")
+flags.DEFINE_enum(
+    "compute_dtype",
+    "auto",
+    ["auto", *_DTYPES],
+    "Of the matrix products; auto: bfloat16 on accelerators and on CPUs with AMX or AVX512 for it, else float32, and "
+    "always that with --sync_dtype=float32.",
+)
 flags.DEFINE_enum("sync_dtype", "bfloat16", _DTYPES, "In which the weights come.")
 flags.DEFINE_enum(
     "head_precision", "default", ["default", "highest"], "Operands of the head: in compute_dtype, or in float32."
 )
 flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
+flags.DEFINE_bool(
+    "router_replay", False, "Be able to tell the experts of each token, for config.rollout.router_replay."
+)
+
+METRICS_PORT = flags.DEFINE_integer(
+    "metrics_port", None, "Port of the metrics for Prometheus, over HTTP; 0: any free one. Default: there are none.", 0,
+    65535,
+)  # fmt: skip
+METRICS_HOST = flags.DEFINE_string(
+    "metrics_host", "127.0.0.1", "With --metrics_port: address to listen on; whoever reaches it may read the metrics."
+)
 
 FAULTS = flags.DEFINE_string("faults", "", "For tests: kind:after,... of what goes wrong on the wire (faults.py).")
 

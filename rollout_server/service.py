@@ -83,8 +83,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             await _cancel(pump)
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
-        info, status = self._engine.info, self._engine.status()
         self.activity.called(context.peer())
+        return self.status()
+
+    def status(self) -> pb.StatusReply:
+        """What Status answers, now. On the event loop. Raises RuntimeError where the engine is over."""
+        info, status = self._engine.info, self._engine.status()
         return pb.StatusReply(
             **{name: value for name, value in (vars(info) | vars(status)).items() if name in _SAME},
             server_id=self.server_id,

@@ -4,6 +4,7 @@ Nothing here knows what the bytes mean, gRPC or an event loop.
 """
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,11 +19,11 @@ MAXIMUM_ATTEMPTS = 8
 class Staging:
     """One version on its way in."""
 
-    def __init__(self, header: pb.WeightHeader, buffer: np.ndarray):
-        """`buffer` [payload_bytes] uint8 is filled."""
+    def __init__(self, header: pb.WeightHeader, buffer: np.ndarray, *, refused: Callable[[], None] = lambda: None):
+        """`buffer` [payload_bytes] uint8 is filled. refused: told of each chunk whose checksum is wrong."""
         self.header = header
         self.target = codec.version_from_proto(header.target)
-        self.chunks_refused = 0  # wrong checksum
+        self._refused = refused
         self.seconds = 0.0  # header to last good chunk
         self._chunk_bytes = header.chunk_bytes
         self._buffer = buffer.data  # slices of a memoryview take bytes without a detour
@@ -66,7 +67,7 @@ class Staging:
             raise ValueError(f"chunk {index} of {self.chunks}")
         self._asked[index] = False
         if crc32(data) != chunk.crc32:
-            self.chunks_refused += 1
+            self._refused()
             if self._good[index]:
                 return True  # a good copy is here already
             self._attempts[index] += 1

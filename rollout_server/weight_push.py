@@ -3,6 +3,7 @@
     header -> WeightStore.check -> wait while another version is applied -> chunks -> commit
            -> WeightStore.finish on a thread of its own, decoding goes on -> engine.load
     and, where the header says so, every chunk to other servers (relay.py), which set the pace
+    a version in parts: one push each, at the same time; the last to be there goes on for all of them
 
 Every stage has its end, so that no client holds up the others: STALL_SECONDS for the header and for every message after
 it; for a whole version RECEIVE_SECONDS and what it takes at SLOWEST_BYTES a second; APPLY_SECONDS until what is there
@@ -63,8 +64,8 @@ class WeightReceiver:
         self.store = WeightStore(engine.info, engine.weight_buffer)
         self.versions_applied = 0
         self._engine = engine
-        self._receiving: _Push | None = None  # of the push that may write to the store
-        self._receiving_version = codec.Version(0, 0)  # what it brings
+        self._receiving: _Version | None = None  # whose pushes may write to the store
+        self._newest_step = 0  # of those that were received
         self._applying: asyncio.Task[tuple[float, float]] | None = None
         self._applying_since = 0.0
 
@@ -90,8 +91,7 @@ class WeightReceiver:
             self._quiet.say("refused", logging.WARNING, "weights refused: %s", why)
             reply = pb.WeightReply(refused=why)
         finally:
-            if self._receiving is push:
-                self._receiving = None
+            self._left(push)
         await push.write(reply)
         if reply.WhichOneof("kind") == "applied" and push.relays:
             await asyncio.wait({relay.task for relay in push.relays})
@@ -114,18 +114,25 @@ class WeightReceiver:
         del header.relays[:]  # each of them is sent its own part
         target = codec.version_from_proto(header.target)
 
-        def still_welcome() -> None:
-            if self._receiving is not push:
-                raise ValueError(f"another push of step {self._receiving_version.step} took its place")
-
         # 1. The whole header is checked, and the newest of those that want to send goes on.
         self.store.check(header, self._engine.status().version)
-        if self._receiving is not None and target < self._receiving_version:
-            raise ValueError(f"step {self._receiving_version.step}, which is newer, is being received")
+        version = self._receiving
+        if version is not None and version.lacks(header):
+            self.store.check_parts([*version.headers, header])
+            version.headers.append(header)
+        else:
+            if version is not None and target < version.target:
+                raise ValueError(f"step {version.target.step}, which is newer, is being received")
+            if version is not None:
+                version.displace()
+            version = self._receiving = _Version(header)
+            self._newest_step = target.step
+        version.pushes[header.part] = push
         self._activity.welcome(target.incarnation, push.peer)
-        if self._receiving is not None:
-            self._receiving.displace()
-        self._receiving, self._receiving_version = push, target
+
+        def still_welcome() -> None:
+            if self._receiving is not version:
+                raise ValueError(version.ended or f"another push of step {self._newest_step} took its place")
 
         # 2. The host copy is the engine's until the version before this one is applied.
         while self._applying is not None:
@@ -139,6 +146,9 @@ class WeightReceiver:
         still_welcome()
         self.store.check(header, self._engine.status().version)
         if self.store.holds(header):
+            del version.pushes[header.part]  # nothing is missing without it
+            if not version.pushes and self._receiving is version:
+                self._receiving = None
             for server in onward:
                 for address in behind(server):
                     lost = pb.WeightReply.Relayed(address=address, lost="the version was here already")
@@ -149,7 +159,7 @@ class WeightReceiver:
         # 3. Chunks, in any order, until commit and the last of them are there.
         staging, committed = self.store.stage(header), False
         push.relay_to(onward, staging, reach=self._reach, own_id=self._server_id)
-        if not staging.is_delta:  # those have memory of their own
+        if not staging.is_delta and version.parts == 1:  # the others have memory of their own
             self._relays = push.relays
         until = time.monotonic() + RECEIVE_SECONDS + header.payload_bytes / SLOWEST_BYTES
         while not (committed and staging.complete):
@@ -172,12 +182,24 @@ class WeightReceiver:
             for relay in push.relays:
                 relay.news(committed)
 
-        # 4. The engine takes it. From here on the client's going away changes nothing: all tensors or none.
-        self._receiving = None
-        self._applying_since = time.monotonic()
-        self._applying = asyncio.create_task(self._apply(staging))
-        self._applying.add_done_callback(_seen)
-        checking, pause = await asyncio.shield(self._applying)
+        # 4. The engine takes it when all parts are there. From then on the client's going away changes nothing: all
+        # tensors or none.
+        version.staged[header.part] = staging
+        if version.complete:
+            self._receiving = None
+            self._applying_since = time.monotonic()
+            self._applying = version.applying = asyncio.create_task(self._apply(list(version.staged.values())))
+            self._applying.add_done_callback(_seen)
+            version.news()
+        while version.applying is None:
+            left = until - time.monotonic()
+            await asyncio.wait({push.displaced, version.all_there}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if version.applying is None:
+                still_welcome()
+                if left <= 0:
+                    missing = version.parts - len(version.staged)
+                    raise ValueError(f"it came too slowly: {missing} of {version.parts} parts are missing")
+        checking, pause = await asyncio.shield(version.applying)
         return pb.WeightReply.Applied(
             version=header.target,
             staging_seconds=staging.seconds,
@@ -195,11 +217,23 @@ class WeightReceiver:
             await asyncio.wait(tasks)
         self._relays = []
 
-    async def _apply(self, staging: Staging) -> tuple[float, float]:
+    def _left(self, push: "_Push") -> None:
+        """A push is over: without it its version does not become whole, unless all parts are there."""
+        version = self._receiving
+        if version is None or push not in version.pushes.values():
+            return
+        self._receiving = None
+        if version.parts > 1:
+            part = next(part for part, one in version.pushes.items() if one is push)
+            version.ended = f"part {part} of {version.parts} did not come"
+        version.displace()
+
+    async def _apply(self, parts: Sequence[Staging]) -> tuple[float, float]:
         """Seconds: until the host copy was the version; that decoding stood still."""
+        staging = parts[0]
         try:
             began = time.monotonic()
-            tensors, changes = await asyncio.to_thread(self.store.finish, staging)
+            tensors, changes = await asyncio.to_thread(self.store.finish, *parts)
             checking = time.monotonic() - began
             pause = await self._engine.load(staging.target, tensors, changes)
             self.store.held = staging.target
@@ -212,10 +246,44 @@ class WeightReceiver:
             logging.INFO,
             "step %d of trainer %d is applied: %s, %d bytes in %.2f s; checked in %.2f s, decoding stood still %.3f s",
             *(staging.target.step, staging.target.incarnation),
-            *("a delta" if staging.is_delta else "dense", staging.header.payload_bytes, staging.seconds),
+            "a delta" if staging.is_delta else "dense",
+            sum(part.header.payload_bytes for part in parts),
+            max(part.seconds for part in parts),
             *(checking, pause),
         )
         return checking, pause
+
+
+class _Version:
+    """One that is being received: whole, by one push, or in parts, by one push each."""
+
+    def __init__(self, header: pb.WeightHeader):
+        self._header, self.headers = header, [header]
+        self.target, self.parts = codec.version_from_proto(header.target), max(1, header.parts)
+        self.pushes: dict[int, _Push] = {}
+        self.staged: dict[int, Staging] = {}  # those that are there
+        self.applying: asyncio.Task[tuple[float, float]] | None = None
+        self.ended = ""  # why it never becomes whole
+        self.all_there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def lacks(self, header: pb.WeightHeader) -> bool:
+        """Whether a push with this header brings a part of it that nobody brings yet."""
+        ours = (self._header.target, self._header.HasField("base"), self._header.base, self.parts)
+        same = ours == (header.target, header.HasField("base"), header.base, header.parts)
+        return self.parts > 1 and same and header.part not in self.pushes
+
+    @property
+    def complete(self) -> bool:
+        return len(self.staged) == self.parts
+
+    def news(self) -> None:
+        """It is complete: those that wait for the other parts are woken."""
+        self.all_there.set_result(None)
+
+    def displace(self) -> None:
+        """It is not received any more: whoever waits for a message is woken."""
+        for push in self.pushes.values():
+            push.displace()
 
 
 class _Push:

@@ -3,6 +3,7 @@
     dense   the chunks are the copy's bytes: from the first of them on it holds no version, until all are there
     delta   the chunks lie apart;  decoded in full -> written into the copy -> digests of the whole copy -> the engine
             a wrong digest: what was written is undone, and the copy counts as lost
+    parts   each lies apart;  all of them together are one of the two above
 
 `held` is the version that the copy holds, to the bit as the trainer has it; only a delta that starts from it is taken.
 Tensors are views into the copy, never copies of it. Nothing here knows gRPC or an event loop; one version at a time.
@@ -10,7 +11,8 @@ Tensors are views into the copy, never copies of it. Nothing here knows gRPC or 
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,8 +20,9 @@ from rollout_server.engines.engine import Changes, EngineInfo
 from rollout_server.staging import Staging
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
-from scalerl_jax.contract.limits import MAXIMUM_CHUNK_BYTES
+from scalerl_jax.contract.limits import MAXIMUM_BLOCKS, MAXIMUM_CHUNK_BYTES, MAXIMUM_PARTS
 from scalerl_jax.contract.weight_delta import MAXIMUM_DELTA_SHARE, MAXIMUM_ELEMENTS, Change, Sparse, decode, digest
+from scalerl_jax.contract.weight_parts import Block, Blocks, Box, check_box, check_cover
 
 # Bookkeeping is per chunk, so their number is bounded too: 1 TiB in chunks of 1 MiB.
 MAXIMUM_CHUNKS = 2**20
@@ -56,13 +59,21 @@ class WeightStore:
         self._buffer: np.ndarray | None = None  # [payload] uint8, from the first version on
         self._offsets: dict[str, int] = {}  # of each tensor in the buffer, in bytes
         self.held: codec.Version | None = None
-        self._refused = 0
-        self._staging: Staging | None = None  # the last one
+        self.chunks_refused = 0  # wrong checksum, since the start of the process
+        self._newest: weakref.ref[Staging] | None = None  # its buffer is the caller's to keep
 
-    @property
-    def chunks_refused(self) -> int:
-        """Wrong checksum, since the start of the process."""
-        return self._refused + (self._staging.chunks_refused if self._staging else 0)
+    def check_parts(self, headers: Iterable[pb.WeightHeader]) -> None:
+        """Raises ValueError where these parts of one version take more memory than the weights do, or are in more
+        blocks than can be looked at."""
+        headers = list(headers)
+        blocks: collections.Counter[str] = collections.Counter()
+        for header in headers:
+            blocks.update({tensor.name: len(tensor.blocks) for tensor in header.tensors})
+        name, most = max(blocks.items(), key=lambda item: item[1], default=("", 0))
+        if most > MAXIMUM_PARTS:
+            raise ValueError(f"tensor {name}: {most} blocks of all parts, more than {MAXIMUM_PARTS}")
+        if (size := sum(header.payload_bytes for header in headers)) > self._payload_bytes:
+            raise ValueError(f"parts of {size} bytes together, the tensors take {self._payload_bytes}")
 
     def _bytes(self, shape: Iterable[int]) -> int:
         return math.prod(shape) * self._dtype.itemsize
@@ -79,9 +90,17 @@ class WeightStore:
             raise ValueError("incarnation 0 is no trainer")
         if target < held:
             raise ValueError(f"{_name(target)} is older than the version held, {_name(held)}")
+        if header.parts > MAXIMUM_PARTS or header.part >= max(1, header.parts):
+            raise ValueError(f"part {header.part} of {header.parts}: at most {MAXIMUM_PARTS}, from 0")
         self._check_tensors(header)
+        if header.parts > 1:
+            self._check_blocks(header)
         if header.HasField("base"):
             self._check_delta(header)
+        elif header.parts > 1:
+            bytes_of_parts = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
+            if header.payload_bytes != bytes_of_parts:
+                raise ValueError(f"payload_bytes is {header.payload_bytes}, the blocks take {bytes_of_parts}")
         elif header.payload_bytes != self._payload_bytes:
             raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors take {self._payload_bytes}")
         if not 0 < header.chunk_bytes <= MAXIMUM_CHUNK_BYTES:
@@ -109,6 +128,23 @@ class WeightStore:
             if tensor.HasField("digest") and self._sync_dtype != "bfloat16":
                 raise ValueError(f"tensor {tensor.name} has a digest, which only bfloat16 has")
 
+            if tensor.blocks and header.parts <= 1:
+                raise ValueError(f"tensor {tensor.name} has blocks, and the version is whole")
+
+    def _check_blocks(self, header: pb.WeightHeader) -> None:
+        for tensor in header.tensors:
+            if len(tensor.blocks) > MAXIMUM_BLOCKS:
+                raise ValueError(f"tensor {tensor.name}: {len(tensor.blocks)} blocks, more than {MAXIMUM_BLOCKS}")
+            shape = self._shapes[tensor.name]
+            try:
+                size = sum(check_box(box, shape) for box in _boxes(tensor))
+            except ValueError as error:
+                raise ValueError(f"tensor {tensor.name}: {error}") from None
+            if size > math.prod(shape):
+                raise ValueError(f"tensor {tensor.name}: blocks of {size} elements, it has {math.prod(shape)}")
+            if tensor.blocks and header.HasField("base") and not tensor.dense:
+                raise ValueError(f"tensor {tensor.name} has blocks, and is sparse")
+
     def _check_delta(self, header: pb.WeightHeader) -> None:
         if self._sync_dtype != "bfloat16":
             raise ValueError(f"a delta, but the sync dtype is {self._sync_dtype!r}")
@@ -127,7 +163,7 @@ class WeightStore:
                 raise ValueError(f"tensor {tensor.name} has more than {MAXIMUM_ELEMENTS} elements")
             if tensor.changed > size:
                 raise ValueError(f"tensor {tensor.name}: {tensor.changed} of {size} elements changed")
-        bytes_of_parts = sum(self._part_bytes(tensor) for tensor in header.tensors)
+        bytes_of_parts = sum(self._part_bytes(tensor, header) for tensor in header.tensors)
         if header.payload_bytes != bytes_of_parts:
             raise ValueError(f"payload_bytes is {header.payload_bytes}, the tensors' parts take {bytes_of_parts}")
         if header.payload_bytes > MAXIMUM_DELTA_SHARE * self._payload_bytes:
@@ -136,8 +172,13 @@ class WeightStore:
                 f"(at most {MAXIMUM_DELTA_SHARE:g} of them)"
             )
 
-    def _part_bytes(self, tensor: pb.TensorInfo) -> int:
-        return self._bytes(self._shapes[tensor.name]) if tensor.dense else tensor.gap_bytes + 2 * tensor.changed
+    def _part_bytes(self, tensor: pb.TensorInfo, header: pb.WeightHeader) -> int:
+        """Of one tensor in a payload; in a dense version that is whole nobody asks."""
+        if not tensor.dense and header.HasField("base"):
+            return tensor.gap_bytes + 2 * tensor.changed
+        if header.parts > 1:
+            return sum(self._bytes(size) for _, size in _boxes(tensor))
+        return self._bytes(self._shapes[tensor.name])
 
     def check_base(self, header: pb.WeightHeader) -> None:
         """Raises FullSyncNeeded where the host copy does not hold what a delta starts from."""
@@ -154,70 +195,123 @@ class WeightStore:
     # ---------------------------------------------------------------------------------------------- the payload
 
     def stage(self, header: pb.WeightHeader) -> Staging:
-        """Starts a version whose header has passed the checks. A dense one is staged in the host copy itself."""
+        """Starts a version, or one more part of it, whose header has passed the checks.
+
+        A dense version that is whole is staged in the host copy itself.
+        """
         if self._buffer is None:
             self._buffer = self._weight_buffer(self._payload_bytes)
-        if header.HasField("base"):
+        if header.HasField("base") or header.parts > 1:
             buffer = np.empty(header.payload_bytes, np.uint8)
         else:
-            self.held, buffer, offset = None, self._buffer, 0
-            for tensor in header.tensors:
-                self._offsets[tensor.name] = offset
-                offset += self._bytes(self._shapes[tensor.name])
-        self._refused = self.chunks_refused
-        self._staging = Staging(header, buffer)
-        return self._staging
+            self.held, buffer = None, self._buffer
+            self._place(header)
+        staging = Staging(header, buffer, refused=self._count_refused)
+        self._newest = weakref.ref(staging)
+        return staging
 
-    def finish(self, staging: Staging) -> tuple[Mapping[str, np.ndarray], Changes]:
+    def _count_refused(self) -> None:
+        self.chunks_refused += 1
+
+    @property
+    def _staging(self) -> Staging | None:
+        """The last one, while somebody holds it."""
+        return self._newest() if self._newest is not None else None
+
+    def _place(self, header: pb.WeightHeader) -> None:
+        """Where each tensor of a dense version lies in the host copy."""
+        offset = 0
+        for tensor in header.tensors:
+            self._offsets[tensor.name] = offset
+            offset += self._bytes(self._shapes[tensor.name])
+
+    def finish(self, staging: Staging, *others: Staging) -> tuple[Mapping[str, np.ndarray], Changes]:
         """Makes the host copy the version staged: (read-only views of all its tensors, what is new in them).
 
-        The copy holds no version from here on, until the caller, when the engine has taken it, sets `held`. Takes a
-        while, and may run on any thread. Raises FullSyncNeeded where the version turns out wrong; a delta's tensors are
-        then what they were.
+        others: the other parts of the version. The copy holds no version from here on, until the caller, when the
+        engine has taken it, sets `held`. Takes a while, and may run on any thread. Raises FullSyncNeeded where the
+        version turns out wrong; a delta's tensors are then what they were. Raises ValueError where the parts of a dense
+        version are not all of it.
         """
         changes: Changes = dict.fromkeys(self._shapes)
         undo: dict[str, np.ndarray | Change] = {}
+        parts = (staging, *others)
         if staging.is_delta:
-            changes = self._decode(staging)
+            changes = self._decode(parts)
             self.held = None
-            undo = self._write(staging, changes)
-        for tensor in staging.header.tensors:
-            if tensor.HasField("digest") and digest(self._view(tensor.name)) != tensor.digest:
-                for name, before in undo.items():
-                    self._set(name, before)
-                raise FullSyncNeeded(f"tensor {tensor.name}: its digest is not that of {_name(staging.target)}")
+            undo = self._write(parts, changes)
+        elif others or staging.header.parts > 1:
+            self._check_cover(parts)
+            self.held = None
+            self._place(staging.header)
+            for part in parts:
+                for name, blocks in self._parts(part):
+                    assert not isinstance(blocks, Sparse)
+                    self._set(name, blocks)
+        for name, wanted in _digests(parts).items():
+            if digest(self._view(name)) != wanted:
+                for changed, before in undo.items():
+                    self._set(changed, before)
+                raise FullSyncNeeded(f"tensor {name}: its digest is not that of {_name(staging.target)}")
         views = {tensor.name: self._view(tensor.name) for tensor in staging.header.tensors}
         for view in views.values():
             view.flags.writeable = False
         return views, changes
 
-    def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | np.ndarray]]:
-        payload, offset = staging.payload, 0
+    def _check_cover(self, parts: Sequence[Staging]) -> None:
+        boxes: dict[str, list[Box]] = collections.defaultdict(list)
+        for part in parts:
+            for tensor in part.header.tensors:
+                boxes[tensor.name] += _boxes(tensor)
+        for name, shape in self._shapes.items():
+            try:
+                check_cover(boxes[name], shape)
+            except ValueError as error:
+                raise ValueError(f"the parts' blocks of tensor {name}: {error}") from None
+
+    def _parts(self, staging: Staging) -> Iterable[tuple[str, Sparse | np.ndarray | Blocks]]:
+        """What a payload has of each tensor."""
+        payload, offset, in_parts = staging.payload, 0, staging.header.parts > 1
         for tensor in staging.header.tensors:
-            size = self._part_bytes(tensor)
+            size = self._part_bytes(tensor, staging.header)
             part = payload[offset : offset + size]
             offset += size
-            if tensor.dense:
-                # Copied: it may begin at an odd byte.
-                yield tensor.name, np.frombuffer(part.tobytes(), self._dtype).reshape(self._shapes[tensor.name])
-            else:
+            if staging.is_delta and not tensor.dense:
                 values = np.frombuffer(part[tensor.gap_bytes :].tobytes(), self._dtype)
                 yield tensor.name, Sparse(tensor.changed, part[: tensor.gap_bytes], values)
+            elif in_parts:
+                yield tensor.name, tuple(self._cut(tensor, part))
+            else:
+                # Copied: it may begin at an odd byte.
+                yield tensor.name, np.frombuffer(part.tobytes(), self._dtype).reshape(self._shapes[tensor.name])
 
-    def _decode(self, staging: Staging) -> Changes:
+    def _cut(self, tensor: pb.TensorInfo, part: np.ndarray) -> Iterable[Block]:
+        """The blocks that follow each other in a tensor's bytes."""
+        offset = 0
+        for start, size in _boxes(tensor):
+            count = self._bytes(size)
+            values = np.frombuffer(part[offset : offset + count].tobytes(), self._dtype)
+            yield Block(tuple(start), values.reshape(tuple(size)))
+            offset += count
+
+    def _decode(self, parts: Sequence[Staging]) -> Changes:
         """What differs; unchanged tensors are not named. Raises FullSyncNeeded; nothing has been written."""
-        changes: dict[str, Change | None] = {}
-        for name, part in self._parts(staging):
-            if not isinstance(part, Sparse):
-                changes[name] = None
-            elif part.changed or len(part.gaps):
-                try:
-                    changes[name] = decode(part, math.prod(self._shapes[name]))
-                except ValueError as error:
-                    raise FullSyncNeeded(f"tensor {name}: {error}") from error
-        return changes
+        found: dict[str, list[Change] | None] = {}  # None: not by elements alone
+        for staging in parts:
+            for name, part in self._parts(staging):
+                if not isinstance(part, Sparse):
+                    if not isinstance(part, tuple) or part:
+                        found[name] = None
+                elif part.changed or len(part.gaps):
+                    try:
+                        change = decode(part, math.prod(self._shapes[name]))
+                    except ValueError as error:
+                        raise FullSyncNeeded(f"tensor {name}: {error}") from error
+                    if (so_far := found.setdefault(name, [])) is not None:
+                        so_far.append(change)
+        return {name: None if some is None else _together(name, some) for name, some in found.items()}
 
-    def _write(self, staging: Staging, changes: Changes) -> dict[str, np.ndarray | Change]:
+    def _write(self, parts: Sequence[Staging], changes: Changes) -> dict[str, np.ndarray | Change]:
         """Writes the changes into the host copy; returns what stood there."""
         undo: dict[str, np.ndarray | Change] = {}
         for name, change in changes.items():
@@ -225,21 +319,55 @@ class WeightStore:
             undo[name] = Change(change.positions, view[change.positions]) if change else view.copy()
             if change:
                 self._set(name, change)
-        for name, part in self._parts(staging):
-            if isinstance(part, np.ndarray):
-                self._set(name, part)
+        for staging in parts:
+            for name, part in self._parts(staging):
+                if not isinstance(part, Sparse):
+                    self._set(name, part)
+                elif part.changed and changes[name] is None:  # sparse in this part, and not in another one
+                    self._set(name, decode(part, math.prod(self._shapes[name])))
         return undo
 
-    def _set(self, name: str, part: np.ndarray | Change) -> None:
-        view = self._view(name).reshape(-1)
+    def _set(self, name: str, part: np.ndarray | Change | Blocks) -> None:
+        view = self._view(name)
         if isinstance(part, Change):
-            view[part.positions] = part.values
+            view.reshape(-1)[part.positions] = part.values
+        elif isinstance(part, np.ndarray):
+            view.reshape(-1)[:] = part.reshape(-1)
         else:
-            view[:] = part.reshape(-1)
+            for block in part:
+                view[block.index] = block.values
 
     def _view(self, name: str) -> np.ndarray:
         assert self._buffer is not None
         return np.ndarray(self._shapes[name], self._dtype, self._buffer.data, self._offsets[name])
+
+
+def _boxes(tensor: pb.TensorInfo) -> list[Box]:
+    return [(block.start, block.size) for block in tensor.blocks]
+
+
+def _digests(parts: Sequence[Staging]) -> dict[str, int]:
+    """Of the whole tensors; none of those of which a part says nothing."""
+    totals: dict[str, int] = {}
+    told: collections.Counter[str] = collections.Counter()
+    for part in parts:
+        for tensor in part.header.tensors:
+            if tensor.HasField("digest"):
+                told[tensor.name] += 1
+                totals[tensor.name] = totals.get(tensor.name, 0) + tensor.digest & 0xFFFFFFFF
+    return {name: total for name, total in totals.items() if told[name] == len(parts)}
+
+
+def _together(name: str, changes: Sequence[Change]) -> Change:
+    """The changes of several parts as one. Raises FullSyncNeeded where two have the same position."""
+    if len(changes) == 1:
+        return changes[0]
+    positions = np.concatenate([change.positions for change in changes])
+    order = np.argsort(positions, kind="stable")
+    positions, values = positions[order], np.concatenate([change.values for change in changes])[order]
+    if (np.diff(positions) == 0).any():
+        raise FullSyncNeeded(f"tensor {name}: two parts change the same element")
+    return Change(positions, values)
 
 
 def _name(version: codec.Version) -> str:

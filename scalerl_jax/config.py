@@ -8,7 +8,7 @@ A field's choices and bounds stand in its annotation; config_check.py reads them
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from scalerl_jax.config_bounds import Above, AtLeast, Between, NotNegative, Positive, Share
 
@@ -18,23 +18,95 @@ PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer no
 @dataclasses.dataclass
 class ModelConfig:
     path: str = ""  # Hugging Face folder of the policy to start from, tokenizer included
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the trainer's matrix products
+    # of the trainer's matrix products; auto: bfloat16 on accelerators and on CPUs with AMX or AVX512 for it, else
+    # float32, and always that beside sync_dtype=float32; what was chosen is kept for the whole run
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     sync_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # what the weights are rounded to, on both sides
     # default: operands in compute_dtype, float32 sums; highest: float32 operands
     head_precision: Literal["default", "highest"] = "default"
-    remat: bool = True  # recompute each block in the backward pass
+    # what is kept for the backward pass: all; attention's results and the blocks' inputs; these inputs alone; a few of
+    # them. From left to right it takes less memory and more time
+    remat: Literal["none", "save_attention", "block", "full"] = "block"
+    # auto: what the accelerator has; blocks: plain XLA, everywhere; splash: a TPU's kernel; cudnn: a GPU's
+    attention: Literal["auto", "blocks", "splash", "cudnn"] = "auto"
+
+
+@dataclasses.dataclass
+class ColumnsConfig:
+    """What the columns of rows without a layout of their own are called; "a.b" is b inside a."""
+
+    prompt: str = "prompt"  # a text, or messages
+    answer: str = "answer"  # the right one; empty: the rows have none
+    task: str = "task"  # the part that evaluations report by itself; rows may lack it
+    tests: str = "tests"  # code: unit tests
+
+
+@dataclasses.dataclass
+class SandboxConfig:
+    seconds: Positive[float] = 10.0  # of one test of a program, by clock
+    all_seconds: Positive[float] = 60.0  # of all tests of a program, by clock
+    memory_bytes: Positive[int] = 2**29  # of a program with all that it starts
+    processes: Positive[int] = 32  # that a program may have at once
+    output_bytes: Positive[int] = 2**20  # that a program may print, and have in files
+    tests: NotNegative[int] = 0  # of a problem, those with the longest inputs; 0: all
+
+
+@dataclasses.dataclass
+class JudgeConfig:
+    url: str = ""  # of an OpenAI-compatible endpoint, as in http://host:8000/v1
+    model: str = ""  # that it serves
+    # file with the question: {prompt}, {completion} and columns of the row in braces; it asks for a reply of one word
+    template: str = ""  # or number: yes, no, correct, incorrect, ... or 0.5, 8/10
+    key_variable: str = "OPENAI_API_KEY"  # environment variable that holds the key; where it is not set none is sent
+    seconds: Positive[float] = 60.0  # of one call
+    retries: NotNegative[int] = 4  # of a call that failed
+    max_tokens: Positive[int] = 1024  # of its reply
+    cache: str = ""  # file that keeps replies from run to run; empty: none
 
 
 @dataclasses.dataclass
 class EnvironmentConfig:
-    name: Literal["arithmetic", "jsonl"] = "arithmetic"  # arithmetic: made here; jsonl: train_file, validation_file
-    train_file: str = ""  # JSONL of {"prompt": str, "answer": str}
-    validation_file: str = ""  # JSONL of the same, held out: never trained on
-    train_prompts: Positive[int] = 512  # arithmetic: how many distinct training prompts
-    minimum_terms: Positive[int] = 3  # arithmetic: terms of the shortest chain
-    maximum_terms: Positive[int] = 8  # arithmetic: terms of the longest chain
-    verifier_processes: Positive[int] = 1  # jsonl: how many judge answers
-    verifier_seconds: Positive[float] = 5.0  # jsonl: one answer is judged wrong after this much CPU time
+    # arithmetic | programs (both made here) | math | code | reasoning_gym:NAME | FILE.py:CLASS
+    name: str = "arithmetic"
+    weight: Positive[float] = 1.0  # in a mixture: of its draws beside those of the others
+    # rows: [LAYOUT:]WHERE[*WEIGHT],... where WHERE is a file, a folder, a pattern, or a data set of the hub
+    train: str = ""
+    validation: str = ""  # held-out rows, likewise; empty: taken out of the training rows
+    columns: ColumnsConfig = dataclasses.field(default_factory=ColumnsConfig)
+    filter: str = ""  # Python expression over columns: training rows for which it is false are left out
+    max_malformed_rows: NotNegative[int] = 0  # that are skipped; one more ends the start
+    long_prompts: Literal["refuse", "drop"] = "refuse"  # over rollout.max_prompt_tokens: end the start, or are left out
+    decontaminate: str = ""  # rows as in train: training prompts that are among them, or share 13 words, are left out
+    # auto: messages and known layouts are rendered by the model's chat template, other text stands as it is
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    template_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON, as {"enable_thinking": false}
+    system_prompt: str = ""  # first message of every prompt; of one that is a text, before it with an empty line
+    prompt_suffix: str = ""  # behind the last user message, or the text, as it is written here
+    reward: str = ""  # FILE.py:FUNCTION, or judge, in the place of the environment's own
+    # several with their weights, as JSON; "environment" is its own
+    rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    reward_seconds: Positive[float] = 30.0  # FILE.py:FUNCTION: of one call, by clock
+    correct_at: Annotated[float, Between(-100, 100)] = 1.0  # a reward without a word on it is correct from here on
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
+    sandbox: SandboxConfig = dataclasses.field(default_factory=SandboxConfig)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # reasoning_gym: of the data set, as JSON
+    train_prompts: Positive[int] = 512  # of environments that make theirs: how many distinct training prompts
+    minimum_terms: Positive[int] = 3  # arithmetic: terms of the shortest chain; programs: operations
+    maximum_terms: Positive[int] = 8  # arithmetic: terms of the longest chain; programs: operations
+    # how many judge answers, or wait for a judge, at a time; in a mixture the largest of its parts' values is for all
+    verifier_processes: Positive[int] = 1
+    verifier_seconds: Positive[float] = 5.0  # one answer is judged wrong after this much CPU time
+    # address space of a process that judges; in a mixture the largest of its parts' values is for all
+    verifier_memory_bytes: Annotated[int, AtLeast(2**28)] = 3 * 2**30
+
+
+@dataclasses.dataclass
+class TraceColumnsConfig:
+    """What the columns of traces are called: prompt and completion, or messages; "a.b" is b inside a."""
+
+    prompt: str = "prompt"  # a text, or messages
+    completion: str = "completion"  # a text, or messages
+    messages: str = "messages"  # a whole chat, where a row has no completion
 
 
 @dataclasses.dataclass
@@ -42,11 +114,20 @@ class SftConfig:
     max_steps: Positive[int] = 400  # optimizer steps
     rows_per_step: Positive[int] = 16  # packed rows
     seq_len: Positive[int] = 256  # tokens of a packed row
-    learning_rate: Positive[float] = 3e-3  # peak; linear warm-up, cosine to 10 %
+    learning_rate: Positive[float] = 3e-3  # peak, after a linear warm-up
+    schedule: Literal["cosine", "constant"] = "cosine"  # of the learning rate; cosine: to 10 %
     warmup_steps: NotNegative[int] = 40  # linear
     weight_decay: NotNegative[float] = 0.01  # AdamW
-    traces_file: str = ""  # JSONL of {"prompt": str, "completion": str}; empty: traces of the built-in task
-    error_rate: Share = 0.2  # built-in task: share of steps with a wrong result
+    # rows with a prompt and a completion, or messages: WHERE,... as in environment.train, without layouts and weights;
+    # empty: traces of the environments that make their own
+    traces: str = ""
+    columns: TraceColumnsConfig = dataclasses.field(default_factory=TraceColumnsConfig)
+    max_tokens: NotNegative[int] = 0  # of a trace, prompt and all; 0: what a packed row holds
+    long_traces: Literal["refuse", "drop"] = "refuse"  # those of more than max_tokens
+    max_malformed_rows: NotNegative[int] = 0  # that are skipped; one more ends the start
+    evaluation_traces: NotNegative[int] = 0  # held out, the lowest by hash of their text; 0: no evaluation
+    evaluation_every: Positive[int] = 50  # steps; also at the start and at the end
+    error_rate: Share = 0.2  # of traces made here: share of steps with a wrong result
     model_path: str = ""  # Hugging Face folder to start from, tokenizer included; empty: a new decoder
     model_file: str = ""  # config.json of the decoder to make; empty: the sizes below
     layers: Positive[int] = 3  # of a new decoder
@@ -62,8 +143,13 @@ class SftConfig:
 
 @dataclasses.dataclass
 class CurriculumConfig:
-    # a prompt whose latest pass rate is at or over this is not drawn again; above 1: off
+    # a prompt with a pass rate at or over this is not drawn again; above 1: off
     no_positive_resampling_at: NotNegative[float] = 0.9
+    window: Positive[int] = 1  # groups of a prompt, the latest, whose mean pass rate that is
+    minimum_groups: Positive[int] = 1  # of a prompt, before it can be retired
+    # epochs: each prompt once, then again in another order; uniform: any prompt at any time
+    sampling: Literal["epochs", "uniform"] = "epochs"
+    when_empty: Literal["stop", "restart"] = "stop"  # every prompt is retired: the run ends, or all come back
 
 
 @dataclasses.dataclass
@@ -73,13 +159,19 @@ class RolloutConfig:
     temperature: Annotated[float, Between(0.01, 100)] = 1.0  # anything but 1 and 1 makes the ratio biased
     top_p: Annotated[float, Above(0, up_to=1)] = 1.0  # 1: off
     top_k: NotNegative[int] = 0  # 0: off
-    max_prompt_tokens: Positive[int] = 2048  # tokens; longer prompts are refused at the start
+    max_prompt_tokens: Positive[int] = 2048  # tokens; what becomes of longer prompts: environment.long_prompts
     # the thinking budget is uniform in [min, max], per completion; 0 and 0: no thinking
     thinking_budget_min: NotNegative[int] = 10_000
     thinking_budget_max: NotNegative[int] = 12_000  # see thinking_budget_min
     answer_budget: Positive[int] = 2048  # tokens after the end of thinking
+    # interrupt: thinking ends at its budget; penalty: no budget, long right answers are worth less; none: no budget
+    length_control: Literal["interrupt", "penalty", "none"] = "interrupt"
+    length_penalty_tokens: Positive[int] = 2048  # penalty: before the longest completion, over which it grows to 1
     interruption_text: str = PHRASE  # fed when the thinking budget is spent; it ends thinking
     end_of_thinking: str = "</think>"  # what is behind it is the answer
+    # of a mixture of experts: the update sends each token to the experts to which the generator sent it, with weights
+    # of the trainer's own router; their numbers travel with the completions
+    router_replay: bool = False
 
 
 @dataclasses.dataclass
@@ -108,7 +200,7 @@ class OptimizerConfig:
     beta1: Annotated[float, AtLeast(0, below=1)] = 0.9  # decay of the mean of gradients
     beta2: Annotated[float, AtLeast(0, below=1)] = 0.95  # decay of the mean of their squares
     epsilon: Positive[float] = 1e-15  # added to the root of the second mean
-    weight_decay: NotNegative[float] = 0.01  # decoupled; not of the norms' scales
+    weight_decay: NotNegative[float] = 0.01  # decoupled; not of biases and the norms' scales
     max_grad_norm: NotNegative[float] = 0.0  # global norm; 0: off
 
 
@@ -116,10 +208,15 @@ class OptimizerConfig:
 class LearnerConfig:
     replica: Positive[int] = 1  # mesh axis: copies of the parameters
     fsdp: NotNegative[int] = 0  # mesh axis: parts that the parameters are split into; 0: all remaining devices
+    context: Positive[int] = 1  # mesh axis: parts that the positions of a row are split into
+    expert: Positive[int] = 1  # mesh axis: parts that the experts of a layer are split into; for all else as fsdp
     tensor: Positive[int] = 1  # mesh axis: devices that share each matrix product
     seq_len: Positive[int] = 16_384  # tokens of a packed row
-    micro_batch_rows: Positive[int] = 1  # rows of a micro-batch, per replica x fsdp shard
+    micro_batch_rows: Positive[int] = 1  # rows of a micro-batch, per replica x fsdp x expert shard
     logprob_chunk: Positive[int] = 128  # tokens per chunk of the head
+    # what the forecast of memory does where there is too little: ends the run before it begins, or only says so (it
+    # counts on an update, a checkpoint and a version at the same time)
+    too_little_memory: Literal["refuse", "say"] = "refuse"
 
 
 @dataclasses.dataclass
@@ -139,7 +236,8 @@ class FleetConfig:
     slots: Positive[int] = 64  # local servers: completions sampled at once
     queue: NotNegative[int] = 128  # local servers: completions that may wait
     decode_chunk: Positive[int] = 8  # local servers: tokens between two looks at the queue and at the weights
-    compute_dtype: Literal["bfloat16", "float32"] = "float32"  # local servers: of their matrix products
+    # local servers: of their matrix products; auto: as the trainer's
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     threads: NotNegative[int] = 0  # local servers: cores that each computes on; 0: those there are, divided by servers
     # local servers, all together: of the memory of a GPU that the trainer is on too
     gpu_share: Annotated[float, Above(0, below=0.9)] = 0.4
@@ -205,6 +303,7 @@ class Config:
     max_steps: Positive[int] = 1000  # optimizer steps: how many batches are trained on
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
+    mixture: dict[str, EnvironmentConfig] = dataclasses.field(default_factory=dict)  # in its place: several by name
     sft: SftConfig = dataclasses.field(default_factory=SftConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_names import RENAMED, RENAMED_VALUES, ConfigError, no_field
 
 # The ends of a range, each a field of its own.
@@ -17,14 +18,16 @@ _RANGES = (
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value under its dotted name."""
+    """Every value under its dotted name; that of a mixture's environment is "mixture.NAME.train"."""
     out = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            out.update(leaves(value, f"{prefix}{field.name}."))
+    fields = (
+        config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    )
+    for name, value in fields.items():
+        if dataclasses.is_dataclass(value) or prefix + name == "mixture":
+            out.update(leaves(value, f"{prefix}{name}."))
         else:
-            out[prefix + field.name] = value
+            out[prefix + name] = value
     return out
 
 
@@ -33,11 +36,11 @@ def saved_leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out = {}
     for name, value in values.items():
         full = prefix + name
-        if isinstance(value, dict) and full not in annotations():
+        if isinstance(value, dict) and as_environment(full) not in annotations():
             out.update(saved_leaves(value, f"{full}."))
         else:
             full = f"config.{full}"
-            if isinstance(value, str):
+            if isinstance(value, (str, bool)):
                 value = RENAMED_VALUES.get(full, {}).get(value, value)
             out[RENAMED.get(full, full).removeprefix("config.")] = value
     return out
@@ -46,6 +49,17 @@ def saved_leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check(config: Config) -> None:
     """Raises ConfigError where a field does not exist, a value has the wrong type, or values do not fit together."""
     check_types(config, Config(), "config")
+    for name in config.mixture:
+        if not name.isidentifier():
+            raise ConfigError(f"config.mixture: {name!r} is not a name of letters, digits and _")
+        if name == "all":
+            raise ConfigError("config.mixture: 'all' is what all of its environments together are called: another name")
+    given, alone = leaves(config.environment), leaves(EnvironmentConfig())
+    if config.mixture and (unread := [name for name in given if given[name] != alone[name]]):
+        raise ConfigError(
+            f"config.environment.{unread[0]}: is not read beside config.mixture, whose environments have their own: "
+            f"config.mixture.{next(iter(config.mixture))}.{unread[0]}"
+        )
     values = leaves(config)
     for name, value in values.items():
         _check_leaf(name, value)
@@ -69,7 +83,7 @@ def check(config: Config) -> None:
 def leaf_fault(name: str, value: Any) -> str:
     """What is wrong with a leaf ("model.path") as config.json holds it: its type, its choice or its bounds; "" if
     nothing is, or there is no such leaf."""
-    default = leaves(Config()).get(name)
+    default = leaves(Config()).get(as_environment(name))
     try:
         if default is not None:
             check_types(value, default, f"config.{name}")
@@ -81,7 +95,7 @@ def leaf_fault(name: str, value: Any) -> str:
 
 def _check_leaf(name: str, value: Any) -> None:
     """Against the field's annotation."""
-    annotation = annotations()[name]
+    annotation = annotations()[as_environment(name)]
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
     if choices and value not in choices:
         raise ConfigError(f"config.{name}={value!r}: is not one of {', '.join(choices)}")
@@ -90,12 +104,20 @@ def _check_leaf(name: str, value: Any) -> None:
             raise ConfigError(f"config.{name}={value}: must {bound}")
 
 
+def as_environment(name: str) -> str:
+    """A leaf's name, where it is of a mixture's environment that of the one environment: they are the same fields."""
+    group, _, rest = name.partition(".")
+    return f"environment.{rest.partition('.')[2]}" if group == "mixture" else name
+
+
 @functools.cache
 def annotations() -> dict[str, Any]:
     """The annotation of every leaf under its dotted name."""
 
     def below(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, annotation in get_type_hints(kind, include_extras=True).items():
+            if name == "mixture":  # as `environment`, by as_environment
+                continue
             if dataclasses.is_dataclass(annotation):
                 yield from below(annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
             else:
@@ -117,3 +139,13 @@ def check_types(node: Any, default: Any, where: str) -> None:
             if name not in names:
                 raise ConfigError(no_field(where, name, names))
             check_types(value, getattr(default, name), f"{where}.{name}")
+    elif kind is dict and where == "config.mixture":
+        for name, environment in node.items():
+            check_types(environment, EnvironmentConfig(), f"{where}.{name}")
+    elif kind is dict:
+        try:
+            same = json.loads(json.dumps(node, allow_nan=False)) == node
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ConfigError(f"{where}={node}: is not what JSON can hold")

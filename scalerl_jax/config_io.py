@@ -1,17 +1,20 @@
 """The config as a file, as flags, and as the config.json of a run."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_check import check, check_types, saved_leaves
-from scalerl_jax.config_names import RENAMED, REPLACED, ConfigError, no_field
+from scalerl_jax.config_names import RENAMED, RENAMED_VALUES, REPLACED, ConfigError, no_field
 
+_BOOLS = {"true": True, "1": True, "false": False, "0": False}
 _UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -33,6 +36,10 @@ def load_file(path: str) -> Config:
         raise ConfigError(f"--config={path}: {why}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"--config={path}: get_config() returns {type(config).__name__}, not a Config")
+    if isinstance(config.model.remat, bool):
+        config.model.remat = _older_bool(
+            f"--config={path}: config.model.remat={config.model.remat}", config.model.remat
+        )
     try:
         check(config)
     except ConfigError as error:
@@ -64,10 +71,19 @@ def override(config: Config, path: str, text: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"--config.{path}: {error}") from None
     # Of the default: where a file gives a float field an integer, the value that stands there has another type.
-    kind = type(getattr(type(group)(), name))
-    if dataclasses.is_dataclass(kind):
+    kind = type(group[name]) if isinstance(group, dict) else type(getattr(type(group)(), name))
+    if dataclasses.is_dataclass(kind) or (group is config and name == "mixture"):
         raise ConfigError(f"--config.{path}: is a group of fields, not a value")
+    if path == "model.remat" and text.lower() in _BOOLS:
+        text = _older_bool(f"--config.{path}={text}", _BOOLS[text.lower()])
     setattr(group, name, _convert(f"--config.{path}", kind, text))
+
+
+def _older_bool(given: str, value: bool) -> Any:
+    """What a field that was a bool is now, said. given: as the user wrote it."""
+    now = RENAMED_VALUES["config.model.remat"][value]
+    print(f"{given}: is read as {now!r}", file=sys.stderr)
+    return now
 
 
 def _place(config: Config, path: str) -> tuple[Any, str]:
@@ -75,21 +91,32 @@ def _place(config: Config, path: str) -> tuple[Any, str]:
     group: Any = None
     node, where, parts = config, "config", path.split(".")
     for part in parts:
-        names = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-        if part not in names:
-            raise ConfigError(no_field(where, part, names))
-        group, node, where = node, getattr(node, part), f"{where}.{part}"
+        fields: dict[str, Any] = {}
+        if dataclasses.is_dataclass(node):
+            fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+        elif node is config.mixture:
+            fields = config.mixture
+        if part not in fields:
+            raise ConfigError(no_field(where, part, list(fields)))
+        group, node, where = node, fields[part], f"{where}.{part}"
     return group, parts[-1]
 
 
 def _convert(name: str, kind: type, text: str) -> Any:
     if kind is bool:
-        lowered = text.lower()
-        if lowered not in ("true", "false", "1", "0"):
+        if text.lower() not in _BOOLS:
             raise ConfigError(f"{name}={text}: is not true or false")
-        return lowered in ("true", "1")
+        return _BOOLS[text.lower()]
     if kind is str:
         return text
+    if kind is dict:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{name}={text}: is not a JSON object, as in {name}='{{\"enable_thinking\": false}}'")
+        return found
     try:
         if kind is int:
             return int(text.replace("_", ""))
@@ -98,12 +125,41 @@ def _convert(name: str, kind: type, text: str) -> Any:
         raise ConfigError(f"{name}={text}: is not a number of type {kind.__name__}") from None
 
 
-def parse_argv(argv: Sequence[str]) -> tuple[Config, list[str]]:
+def parse_argv(argv: Sequence[str], *, default: Config | None = None) -> tuple[Config, list[str]]:
     """Reads --config=FILE and every --config.a.b=value out of argv; returns the config and the other arguments.
+
+    default: the config where no file is given; None: it must be.
 
     Raises ConfigError on a missing or unreadable file, an unknown field, or a value of the wrong type.
     """
-    path, overrides, rest = None, [], []
+    given, rest = read_argv(argv)
+    if not given.path and default is None:
+        raise ConfigError("--config: no config file given, for example --config=configs/quickstart.py")
+    return given.config(copy.deepcopy(default)), rest
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenConfig:
+    """What a command line says of a config."""
+
+    path: str  # of its file; "": none
+    overrides: tuple[tuple[str, str], ...]  # (dotted name, text), in order
+
+    def config(self, base: Config | None = None) -> Config:
+        """The file's, or `base` (none: the defaults) where none is given, with the overrides. `base` is changed.
+
+        Raises ConfigError as parse_argv does.
+        """
+        config = load_file(self.path) if self.path else base or Config()
+        for name, text in self.overrides:
+            override(config, name, text)
+        check(config)
+        return config
+
+
+def read_argv(argv: Sequence[str]) -> tuple[GivenConfig, list[str]]:
+    """Every flag of the config, and the other arguments. Raises ConfigError where one has no value."""
+    path, overrides, rest = "", [], []
     items = iter(argv)
     for item in items:
         flag, equals, text = item.partition("=")
@@ -120,13 +176,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, list[str]]:
             path = text
         else:
             overrides.append((key.removeprefix("config."), text))
-    if path is None:
-        raise ConfigError("--config: no config file given, for example --config=configs/quickstart.py")
-    config = load_file(path)
-    for key, text in overrides:
-        override(config, key, text)
-    check(config)
-    return config, rest
+    return GivenConfig(path, tuple(overrides)), rest
 
 
 def to_json(config: Config) -> str:
@@ -142,6 +192,9 @@ def from_json(text: str) -> Config:
     if not isinstance(values, dict):
         raise ConfigError(f"config={values!r}: is not of type Config")
     config = Config()
+    mixture = values.get("mixture")
+    if isinstance(mixture, dict):
+        config.mixture = {name: EnvironmentConfig() for name in mixture}
     for path, value in saved_leaves(values).items():
         if f"config.{path}" not in REPLACED:  # a run that was begun before goes on
             group, name = _place(config, path)

@@ -1,6 +1,7 @@
 """Names that fields of the config have had, and the line that a name which is none gets."""
 
 from collections.abc import Sequence
+from typing import Any
 
 # Under their old names the configs of runs that were begun before are read; on a command line they are an error.
 RENAMED = {
@@ -9,10 +10,15 @@ RENAMED = {
     **{
         f"config.task.{name}": f"config.environment.{name}"
         for name in (
-            *("name", "train_file", "validation_file", "train_prompts", "minimum_terms", "maximum_terms"),
-            *("verifier_processes", "verifier_seconds"),
+            *("name", "train_prompts", "minimum_terms", "maximum_terms", "verifier_processes", "verifier_seconds"),
         )
     },
+    **{
+        f"config.{group}.{split}_file": f"config.environment.{split}"
+        for group in ("task", "environment")
+        for split in ("train", "validation")
+    },
+    "config.sft.traces_file": "config.sft.traces",
     "config.sft.updates": "config.sft.max_steps",
     "config.sft.rows": "config.sft.rows_per_step",
     "config.sft.row_length": "config.sft.seq_len",
@@ -47,7 +53,12 @@ RENAMED = {
         for name in ("completions", "mean_limit", "p99_limit", "every", "share", "ratio_limit", "difference_limit")
     },
 }
-RENAMED_VALUES = {"config.objective.truncated": {"excluded": "exclude", "fail": "penalize"}}
+RENAMED_VALUES: dict[str, dict[Any, str]] = {
+    "config.objective.truncated": {"excluded": "exclude", "fail": "penalize"},
+    "config.environment.name": {"jsonl": "math"},
+    "config.task.name": {"jsonl": "math"},
+    "config.model.remat": {False: "none", True: "block"},
+}
 
 # Fields that are no longer there, and what to set instead.
 REPLACED = {"config.fleet.completion_seconds": "config.fleet.stall_seconds, which bounds the time without progress"}

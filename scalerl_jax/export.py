@@ -12,7 +12,6 @@ import os
 
 from absl import flags
 
-from scalerl_jax import config_io
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.learner.checkpoint import read_newest
 from scalerl_jax.model.decoder_config import read_config
@@ -29,11 +28,7 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
     if os.path.exists(out):
         raise entry.UserError(f"--out={out}: exists already")
     entry.check_out("--out", out)
-    config_file = os.path.join(workdir, "config.json")
-    if not os.path.isfile(config_file):
-        raise entry.UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")
-    with open(config_file, "rb") as file, entry.user_mistakes(before=f"--workdir={workdir}: "):
-        config = config_io.from_json(file.read().decode(errors="replace"))
+    config = entry.config_of_run(workdir)
     with entry.user_mistakes():
         model = model or config.model.path
         if not model:

@@ -1,22 +1,26 @@
-"""scalerl-sft: the supervised warm start, from JSONL traces or from the built-in task's.
+"""scalerl-sft: the supervised warm start, from a user's traces or from those of the environments that make their own.
 
     scalerl-sft --config=configs/quickstart.py --workdir=runs/quickstart-warm-start [--config.a.b=v]
 
-    loss = - (1 / loss tokens of the update) * sum of log p over the completions' tokens
+    loss             - (1 / loss tokens of the update) * sum of log p over the completions' tokens
+    evaluation_loss  the same over config.sft.evaluation_traces traces that are not trained on
 
 Trains a new decoder (config.sft.model_file, or the sizes in config.sft) with a tokenizer made from its traces, or the
-policy in config.sft.model_path, and writes WORKDIR/model: a Hugging Face folder, whole or not at all. Everything random
-is a function of (seed, update), so a run killed and started again goes on and ends with the model it would have made.
+policy in config.sft.model_path, and writes WORKDIR/model: a Hugging Face folder, whole or not at all. Prompts of files
+are rendered as config.environment says, or as all parts of a mixture do; those of environments as each of them does.
+Everything random is a function of (seed, update), so a run killed and started again goes on and ends with the model it
+would have made. The evaluation before the first update is the row of step 0 in metrics.jsonl.
+
 The workdir remembers only the fields that the warm start depends on: others may change, and the model stays. Where one
 of them is changed on purpose (--allow), it goes on from the newest checkpoint and replaces the model at the end.
 
-Left out on purpose: an evaluation; scalerl-train makes one at step 0.
+Left out on purpose: an evaluation of answers; scalerl-train makes one at step 0.
 """
 
 import contextlib
 import dataclasses
-import json
 import os
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -25,28 +29,34 @@ import optax
 from absl import flags
 
 from scalerl_jax.cli import command_flags, entry
-from scalerl_jax.config import Config, OptimizerConfig
+from scalerl_jax.config import Config, EnvironmentConfig, OptimizerConfig
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
+from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.step import Learner, make_learner
 from scalerl_jax.model.decoder import Params, init_params
-from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, read_config
+from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, config_of_file, read_config
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
+from scalerl_jax.model.hf_hub import check_folder
 from scalerl_jax.objective.losses import cross_entropy
-from scalerl_jax.run import continuing
+from scalerl_jax.run import compute_dtype, continuing, jsonl
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.leaving import told_where_it_goes_on
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import files, signals
-from scalerl_jax.traces import ArithmeticTraces, FileTraces, corpus, segments
+from scalerl_jax.traces import built_in
+from scalerl_jax.traces import files as trace_files
+from scalerl_jax.traces.example import Example, segments
 
 # The gradient is clipped: the first updates of a new decoder are steep.
 _ADAMW = OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=1e-8, max_grad_norm=1.0)
 _FINAL_RATE = 0.1  # of the peak, at the end of the cosine
+_EVALUATED_ROWS = 8  # micro-batches that are scored at once
 _OUTDATED = "model.outdated"  # beside a model that a changed config is making again
+_TAKEN = "traces_taken"  # of files, before the update that comes next, in a checkpoint's manifest
 _INITIAL = 4  # a stream of random numbers, beside those of traces.py and environments/arithmetic.py
 
 
@@ -56,11 +66,13 @@ _INITIAL = 4  # a stream of random numbers, beside those of traces.py and enviro
 def settle_tokenizer(config: Config, folder: RunFolder) -> str:
     """The folder of the tokenizer: the start model's, or one made here (whole or not at all)."""
     if config.sft.model_path:
+        check_folder("config.sft.model_path", config.sft.model_path)
         return config.sft.model_path
     out = folder.path("tokenizer")
     if not os.path.isdir(out):
         with files.whole_folder(out) as folder_there:
-            make_tokenizer(corpus=corpus(config), path=folder_there, vocabulary=config.sft.vocab_size)
+            corpus = (trace_files if config.sft.traces else built_in).corpus(config)
+            make_tokenizer(corpus=corpus, path=folder_there, vocabulary=config.sft.vocab_size)
     return out
 
 
@@ -71,12 +83,11 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
         return read_config(sft.model_path)
     if sft.model_file:
         try:
-            with open(sft.model_file) as file:
-                decoder = DecoderConfig.from_hf(json.load(file))
+            decoder = config_of_file(sft.model_file)
         except OSError as error:
             raise ValueError(f"config.sft.model_file={sft.model_file}: {error.strerror}") from error
         except ValueError as error:
-            raise ValueError(f"config.sft.model_file={sft.model_file}: {error}") from error
+            raise ValueError(f"config.sft.model_file={error}") from error
     else:
         sizes = {name: getattr(sft, name) for name in SIZES}
         # At these sizes a head of its own would be a third of the parameters.
@@ -86,23 +97,33 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
     return dataclasses.replace(decoder, stop_token_ids=tokenizer.stop_ids)
 
 
+def schedule_of(config: Config) -> optax.Schedule:
+    """The learning rate of each update."""
+    sft = config.sft
+    if sft.schedule == "constant":
+        constant = optax.constant_schedule(sft.learning_rate)
+        if not sft.warmup_steps:
+            return constant
+        warmed_up = optax.linear_schedule(0.0, sft.learning_rate, sft.warmup_steps)
+        return optax.join_schedules([warmed_up, constant], [sft.warmup_steps])
+    steps = max(sft.max_steps, sft.warmup_steps + 1)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, sft.learning_rate, sft.warmup_steps, steps, sft.learning_rate * _FINAL_RATE
+    )
+
+
 def learner_of(config: Config, decoder: DecoderConfig, *, longest: int) -> Learner:
     """`longest`: tokens of the longest example."""
     sft = config.sft
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
-        sft.learning_rate,
-        sft.warmup_steps,
-        max(sft.max_steps, sft.warmup_steps + 1),
-        sft.learning_rate * _FINAL_RATE,
-    )
     return make_learner(
         config,
         decoder,
         max_segment=min(longest, sft.seq_len),
         seq_len=sft.seq_len,
         rows_per_step=sft.rows_per_step,
-        optimizer=optimizer.from_config(dataclasses.replace(_ADAMW, weight_decay=sft.weight_decay), schedule),
+        optimizer=optimizer.from_config(
+            dataclasses.replace(_ADAMW, weight_decay=sft.weight_decay), schedule_of(config)
+        ),
         loss=cross_entropy,
     )
 
@@ -115,17 +136,54 @@ def initial_params(config: Config, decoder: DecoderConfig, learner: Learner) -> 
 
 
 def relevant(config: Config) -> Config:
-    """The fields that the warm start depends on; the rest at their defaults, so that it may change between runs."""
+    """The fields that the warm start depends on; the rest at their defaults, so that it may change between runs.
+
+    Raises ValueError where the parts of a mixture do not agree on how the prompts of files are rendered.
+    """
     kept = Config(seed=config.seed, sft=config.sft, telemetry=config.telemetry)
-    if not config.sft.traces_file:
-        for name in ("minimum_terms", "maximum_terms"):
-            setattr(kept.environment, name, getattr(config.environment, name))
+    if config.sft.traces:
+        kept.environment = _relevant(trace_files.asking(config)[1].environment, made_here=False)
+    elif not config.mixture:
+        kept.environment = _relevant(config.environment, made_here=True)
+    else:
+        made_here = {n: e for n, e in config.mixture.items() if e.name in built_in.BUILT_IN}
+        kept.mixture = {
+            name: dataclasses.replace(_relevant(environment, made_here=True), weight=environment.weight)
+            for name, environment in made_here.items()
+        }
     kept.rollout.interruption_text = config.rollout.interruption_text
+    kept.rollout.end_of_thinking = config.rollout.end_of_thinking
     kept.rollout.thinking_budget_max = int(config.rollout.thinking_budget_max > 0)
     kept.rollout.thinking_budget_min = 0
+    if not config.sft.traces:  # traces of files are interrupted or not as they are
+        kept.rollout.length_control = config.rollout.length_control
     for name in ("compute_dtype", "sync_dtype", "head_precision"):
         setattr(kept.model, name, getattr(config.model, name))
     return kept
+
+
+def _relevant(environment: EnvironmentConfig, *, made_here: bool) -> EnvironmentConfig:
+    kept = EnvironmentConfig()
+    made = ("name", "minimum_terms", "maximum_terms") if made_here else ()
+    for name in (*trace_files.ASKING, *made):
+        setattr(kept, name, getattr(environment, name))
+    return kept
+
+
+def evaluation_loss(learner: Learner, examples: Sequence[Example]) -> float:
+    """The mean negative log-likelihood of their loss tokens, nats."""
+    total, count = 0.0, 0
+    room = _EVALUATED_ROWS * learner.rows * learner.seq_len  # positions at once: more would have to lie in memory
+    some: list[Example] = []
+    for at, example in enumerate(examples):
+        some.append(example)
+        following = len(examples[at + 1].tokens) if at + 1 < len(examples) else room
+        if sum(len(example.tokens) for example in some) + following > room:
+            for scored, example in zip(learner.score([plain(example.tokens) for example in some]), some, strict=True):
+                total -= float(scored[example.trained].sum(dtype=np.float64))
+                count += int(example.trained.sum())
+            some = []
+    return total / count
 
 
 # ---- The run -------------------------------------------------------------------------------------------------------
@@ -137,12 +195,19 @@ def outdated(folder: RunFolder) -> bool:
     return changed or os.path.exists(folder.path(_OUTDATED))
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
     with told_where_it_goes_on(workdir), contextlib.ExitStack() as stack:
         # ---- 1. The run folder; nothing to do where the model is there ---------------------------------------------
-        folder = stack.enter_context(RunFolder(workdir, relevant(config), allow=allow, warm_start=True))
+        chosen = compute_dtype.settle(config, workdir)
+        with entry.user_mistakes():
+            kept = relevant(config)
+        folder = stack.enter_context(RunFolder(workdir, kept, allow=allow, warm_start=True))
         saved = newest_step(folder.path("checkpoints"))
         if saved is not None:
             signals.expect(f"interrupted: the same command goes on from step {saved}")
@@ -157,8 +222,16 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             tokenizer_folder = settle_tokenizer(config, folder)
             tokenizer = Tokenizer(tokenizer_folder)
             decoder = decoder_config(config, tokenizer)
-            traces = (FileTraces if config.sft.traces_file else ArithmeticTraces)(config, tokenizer)
-            learner = learner_of(config, decoder, longest=traces.longest)
+            traces: built_in.BuiltInTraces | trace_files.FileTraces
+            if config.sft.traces:
+                traces = trace_files.FileTraces(
+                    config, tokenizer, folder.path("traces"), begun=saved is not None, say=_say
+                )
+            else:
+                traces = built_in.BuiltInTraces(config, tokenizer)
+            held_out = traces.evaluation()
+            longest = max([traces.longest, *(len(example.tokens) for example in held_out)])
+            learner = learner_of(config, decoder, longest=longest)
 
         # ---- 3. Begin, or go on ------------------------------------------------------------------------------------
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=2)
@@ -169,6 +242,8 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 learner.start(initial_params(config, decoder, learner))
         if found is not None:
             learner.state = found.state
+            if isinstance(traces, trace_files.FileTraces) and _TAKEN in found.manifest:
+                traces.go_on(found.step, found.manifest[_TAKEN])
         start = found.step if found else 0
         if start > config.sft.max_steps:
             raise ConfigError(
@@ -177,16 +252,28 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             )
 
         def save(step: int) -> None:
-            checkpoints.save(step, learner.state, manifest={"update": step}, arrays={"update": np.asarray([step])})
+            manifest = {"update": step}
+            if isinstance(traces, trace_files.FileTraces):
+                manifest[_TAKEN] = traces.taken
+            checkpoints.save(step, learner.state, manifest=manifest, arrays={"update": np.asarray([step])})
 
         if there:  # first, since the config that is written next is no longer this model's
             files.write_whole(folder.path(_OUTDATED), "model/ is of the config before\n")
+        if not start and os.path.exists(folder.path("metrics.jsonl")):
+            jsonl.cut(folder.path("metrics.jsonl"), -1)  # the row of step 0 is written anew
         folder.resume(start)
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.max_steps, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(learner.state["params"]))
         line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
+        for said in (*chosen, learner.attention_note, *traces.said):
+            line.say(f"warm start: {said}")
         if there:
             line.say(f"warm start: {out} is of the config before, and is replaced at the end")
+        evaluated = ""
+        if held_out and not start:
+            loss = evaluation_loss(learner, held_out)
+            folder.metrics(0, {"evaluation_loss": loss})
+            line.say(f"warm start: evaluation loss {loss:.4f} before the first update")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
         signals.be(signals.HOLD)
@@ -196,13 +283,20 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 checkpoints.wait()
                 signals.expect(f"interrupted: saved at step {update}; the same command goes on from there")
             signals.look()
-            examples = traces.batch(update)
+            with entry.user_mistakes():
+                examples = traces.batch(update)
             sums = learner.update(segments(examples))
             step = update + 1
-            if step % config.sft.log_every == 0 or step == config.sft.max_steps:
-                values = {"loss": sums["loss"], "gradient_norm": sums["gradient_norm"], "row_use": sums["row_use"]}
-                folder.metrics(step, {**values, "examples": len(examples), "tokens": sums["tokens"]})
-            line.update(step=step, note=f"loss {sums['loss']:.3f}")
+            values = {"loss": sums["loss"], "gradient_norm": sums["gradient_norm"], "row_use": sums["row_use"]}
+            values |= {"examples": len(examples), "tokens": sums["tokens"]}
+            last = step == config.sft.max_steps
+            evaluate = bool(held_out) and (step % config.sft.evaluation_every == 0 or last)
+            if evaluate:
+                values["evaluation_loss"] = evaluation_loss(learner, held_out)
+                evaluated = f", evaluation {values['evaluation_loss']:.3f} at step {step}"
+            if evaluate or step % config.sft.log_every == 0 or last:
+                folder.metrics(step, values)
+            line.update(step=step, note=f"loss {sums['loss']:.3f}{evaluated}")
             if step % config.sft.checkpoint_every == 0 and step < config.sft.max_steps:
                 save(step)
 

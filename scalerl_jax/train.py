@@ -3,6 +3,9 @@
     scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart [--config.a.b=v]
                   [--servers=host:port,... | file:PATH | dns:///name:port]
 
+On several hosts the same command runs on each; the first of them is what follows, and the others do on their devices
+what it tells them (hosts/).
+
 Batch b is trained on when the policy is version b, and makes version b + 1. Section 6 is the loop over batches.
 Without --servers, local ones are started and supervised as config.fleet says.
 """
@@ -24,16 +27,21 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import Row
+from scalerl_jax.environments.base import Rows
 from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
-from scalerl_jax.environments.load import load_rows, make_environment
+from scalerl_jax.environments.load import digest, load_rows
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.hosts.enter import enter
+from scalerl_jax.learner import booking
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
+from scalerl_jax.learner.off_policy import off_policy_metrics
 from scalerl_jax.learner.step import Pending, make_learner
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors, load_hf
+from scalerl_jax.model.hf_hub import check_folder
 from scalerl_jax.report import summary
 from scalerl_jax.report.writer import ReportWriter
 from scalerl_jax.rollouts import pacing
@@ -46,11 +54,13 @@ from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials as credentials_lib
 from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.rollouts.servers.validate import Routed
 from scalerl_jax.rollouts.wait_times import WaitTimes
 from scalerl_jax.rollouts.weights.sync_stats import SyncStats
 from scalerl_jax.rollouts.weights.versions import Versions
-from scalerl_jax.run import continuing
+from scalerl_jax.run import compute_dtype, continuing, inputs
 from scalerl_jax.run.evaluations import Evaluations
+from scalerl_jax.run.exporter import TrainerMetrics
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.leaving import told_where_it_goes_on
 from scalerl_jax.run.ledger import Ledger, ModelShape, ServerCounters
@@ -58,22 +68,30 @@ from scalerl_jax.run.live_forecast import LiveForecast
 from scalerl_jax.run.metrics import StepMetrics
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.run.saving import Saving
-from scalerl_jax.system import platforms, signals
+from scalerl_jax.system import maintenance, platforms, signals
+from scalerl_jax.system.metrics_endpoint import MetricsEndpoint
 
 FLAGS = flags.FLAGS
 
 
-def too_few(config: Config, *, training: int, held_out: int) -> list[str]:
+def too_few(config: Config, rows: Rows) -> list[str]:
     """Lines on there being fewer prompts than the config asks for. Raises UserError where none is held out."""
     said = []
-    if not held_out:
-        raise entry.UserError("config.evaluation.prompts: there is no held-out prompt, and so nothing to evaluate on")
-    if held_out < config.evaluation.prompts:
-        asked = f"config.evaluation.prompts={config.evaluation.prompts}"
-        said.append(f"{asked}: there are {held_out} held-out prompts, and all of them are used")
-    if training < config.rollout.prompts_per_step:
+    for name in config.mixture or [""]:
+        held_out = sum(row.environment == name for row in rows.held_out)
+        of = f" of {name}" if name else ""
+        if not held_out:
+            raise entry.UserError(
+                f"config.evaluation.prompts: there is no held-out prompt{of}, and so nothing to evaluate on"
+            )
+        if held_out < config.evaluation.prompts:
+            asked = f"config.evaluation.prompts={config.evaluation.prompts}"
+            said.append(f"{asked}: there are {held_out} held-out prompts{of}, and all of them are used")
+    if len(rows.train) < config.rollout.prompts_per_step:
         asked = f"config.rollout.prompts_per_step={config.rollout.prompts_per_step}"
-        said.append(f"{asked}: there are {training} training prompts, so a batch has some of them more than once")
+        said.append(
+            f"{asked}: there are {len(rows.train)} training prompts, so a batch has some of them more than once"
+        )
     return said
 
 
@@ -107,7 +125,13 @@ def main(config: Config) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
     with told_where_it_goes_on(FLAGS.workdir), contextlib.ExitStack() as stack:
+        # ---- 0. One host of several: the first goes on here, the others do what it tells them and never return ------
+        with entry.user_mistakes():
+            stack.enter_context(maintenance.watched(FLAGS.maintenance))
+            lead = enter(config, FLAGS, stack)
+
         # ---- 1. The run folder; the policy, the tokenizer and the task to start from ---------------------------------
+        chosen = compute_dtype.settle(config, FLAGS.workdir)
         folder = stack.enter_context(RunFolder(FLAGS.workdir, config, allow=FLAGS.allow))
         saved = newest_step(folder.path("checkpoints"))
         if saved is not None:
@@ -120,24 +144,34 @@ def main(config: Config) -> None:
             summary.show(FLAGS.workdir)
             return
         with entry.user_mistakes():
+            check_folder("config.model.path", config.model.path)
             decoder = read_config(config.model.path)
             Tensors(config.model.path)  # a folder without weights is found before anything is started
             tokenizer = Tokenizer(config.model.path)
-            train_rows, validation_rows = load_rows(config, tokenizer)
+            rows = load_rows(config, tokenizer)
+            train_rows, validation_rows = rows.train, rows.held_out
             requests = Requests(config, tokenizer)
             listed = Discovery(FLAGS.servers) if FLAGS.servers else None
             given = listed.resolve() if listed is not None else ()
             credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
             if listed is None and credentials.authority:
                 raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
-        for fewer in too_few(config, training=len(train_rows), held_out=len(validation_rows)):
-            print(fewer, file=sys.stderr)
+            told = TrainerMetrics(max_steps=config.max_steps, step=saved or 0)
+            if FLAGS.metrics_port is not None:
+                at = MetricsEndpoint(told.collect, host=FLAGS.metrics_host, port=FLAGS.metrics_port)
+                stack.enter_context(at)
+                print(f"metrics at http://{FLAGS.metrics_host}:{at.port}/metrics", file=sys.stderr)
+        fewer = too_few(config, rows)
         maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
         if maximum_tokens > config.learner.seq_len + 1:
             raise entry.UserError(
                 f"config.learner.seq_len={config.learner.seq_len}: a prompt and its completion may have "
                 f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
             )
+
+        print(*chosen, *rows.said, *fewer, sep="\n", file=sys.stderr)
+        with entry.user_mistakes(ScorerError):  # a reward that cannot be is said before anything is started, too
+            scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion))
 
         # How the processes of this machine share its GPUs is settled before JAX first looks for them.
         sharing = None
@@ -157,6 +191,9 @@ def main(config: Config) -> None:
                 shape=ModelShape.of(decoder),
             )
 
+        if lead is not None:
+            lead.begin(config, maximum_tokens=maximum_tokens, incarnation=folder.incarnation)
+
         # ---- 2. Local servers start while the update is compiled -----------------------------------------------------
         local: StartingServers | None = None
         if not given:
@@ -164,18 +201,23 @@ def main(config: Config) -> None:
             stack.callback(local.close)
             signals.before_exit(local.close)
         with entry.user_mistakes():
-            learner = make_learner(config, decoder, max_segment=maximum_tokens)
+            learner = make_learner(
+                config, decoder, max_segment=maximum_tokens, router_replay=config.rollout.router_replay
+            )
 
         # ---- 3. Begin, or go on: parameters, optimizer, history of every prompt, logs --------------------------------
         curriculum = Curriculum(
-            prompts=len(train_rows),
-            no_positive_resampling_at=config.curriculum.no_positive_resampling_at,
+            rows.strata,
+            config.curriculum,
             k=config.pacing.max_off_policy_steps,
             groups_per_batch=config.rollout.prompts_per_step,
             seed=config.seed,
+            digest=digest(rows.train),
         )
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=config.checkpoint.keep)
         stack.callback(checkpoints.close)
+        if lead is not None:
+            checkpoints.tell = lead.save
         with entry.user_mistakes():
             found = checkpoints.restore(learner.abstract_state)
             if found is None:
@@ -187,7 +229,11 @@ def main(config: Config) -> None:
         start = found.step if found else 0
         with entry.user_mistakes():
             folder.resume(start)
-        learner.compile()
+        with entry.user_mistakes():  # too little memory is told here, and not at step 120
+            refuse = config.learner.too_little_memory == "refuse"
+            booked = booking.book(learner, longest=maximum_tokens, refuse=refuse)
+        if lead is not None:
+            lead.leads(learner)
         if local is not None:
             with entry.user_mistakes(StartError):
                 given = local.servers().addresses
@@ -201,6 +247,7 @@ def main(config: Config) -> None:
                 head_precision=config.model.head_precision,
                 sync_dtype=config.model.sync_dtype,
                 maximum_tokens=maximum_tokens,
+                router_replay=config.rollout.router_replay,
             ),
             score=learner.score_completions,
             dtype=config.model.compute_dtype
@@ -216,8 +263,6 @@ def main(config: Config) -> None:
             """Books what a server did since its last status; anew: from here on."""
             ledger.observe(status.server_id, ServerCounters.of(status), evaluating=evaluating, anew=anew)
 
-        with entry.user_mistakes(ScorerError):
-            scorer = stack.enter_context(Scorer(make_environment(config), config, decode=tokenizer.decode_completion))
         fleet = Fleet(
             config,
             servers=Servers(
@@ -226,6 +271,7 @@ def main(config: Config) -> None:
                 resolve=listed.resolve if listed is not None and listed.changes else None,
                 credentials=credentials,
                 vocabulary=decoder.vocab_size,
+                routed=Routed(decoder.layers, decoder.experts_per_token, decoder.experts) if decoder.experts else None,
                 check=probe.check,
             ),
             requests=requests,
@@ -234,19 +280,22 @@ def main(config: Config) -> None:
             score=scorer.score,
             on_event=sync_stats.event,
             observe=observe,
+            parts=lead.parts(learner) if lead is not None else None,
         )
         stack.callback(fleet.close)
+        told.fleet = fleet.status
 
         # ---- 5. What the loop works with -----------------------------------------------------------------------------
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
         report = stack.enter_context(ReportWriter(folder.workdir))
         forecast = stack.enter_context(LiveForecast(updates=config.max_steps, say=line.say))
         scrutiny = Scrutiny(config, learner=learner, fleet=fleet, probe=probe, say=line.say)
-        versions = Versions(config, learner, fleet.publish)
+        versions = Versions(config, learner, fleet.publish, *([lead.version] if lead is not None else []))
         waits = WaitTimes()
 
         def written() -> None:
             forecast.evaluated(folder.evaluations())
+            told.evaluated(folder.evaluations())
             report.request()
 
         evaluations = Evaluations(
@@ -261,7 +310,7 @@ def main(config: Config) -> None:
             evaluations=evaluations,
             step=start,
         )
-        metrics = StepMetrics(config, folder=folder, tokenizer=tokenizer, line=line)
+        metrics = StepMetrics(config, folder=folder, tokenizer=tokenizer, line=line, told=told.row)
 
         def serve_fleet() -> None:
             """What the trainer's thread owes the fleet while it waits."""
@@ -283,10 +332,15 @@ def main(config: Config) -> None:
                 local.servers().check()
             serve_fleet()
 
+        line.say(learner.attention_note)
+        line.say(booked)
         if sharing is not None:
             line.say(sharing.sentence)
         if found:
             line.say(f"going on from step {start} of {config.max_steps}")
+        now = inputs.digests(config, validation_rows, train_rows)
+        for name in inputs.changed(folder.path(inputs.FILE), now, anew=found is None):
+            line.say(f"from step {start} on {name}: not what it was before")
         for change in folder.changes:
             if change.kind != continuing.FREE:
                 line.say(f"from step {start} on config.{change.name} is {change.now!r}; before: {change.before!r}")
@@ -298,11 +352,13 @@ def main(config: Config) -> None:
             objective=config.objective,
             end_of_thinking=tokenizer.encode(config.rollout.end_of_thinking) if thinks else (),
         )
-        with entry.user_mistakes(FleetError, ProbeError, NoPromptLeft, ScorerError, StartError):
+        with entry.user_mistakes(FleetError, ProbeError, ScorerError, StartError):
             fleet.start()
-            # From here on a signal is only noted, and looked at where the state is that of a whole number of steps.
+            # From here on a signal is only noted, and looked at where the state is that of a whole number of steps: it
+            # is until a gradient is applied.
             signals.be(signals.HOLD)
             stack.enter_context(saving.when_interrupted(serve_fleet))
+            learner.before_micro_batch = signals.look if lead is None else lead.before_micro_batch
             versions.snapshot(start)()
             if evaluations.due(start):
                 evaluations.ask(start, wait=wait)
@@ -311,10 +367,16 @@ def main(config: Config) -> None:
                 signals.look()
                 step = number + 1
                 # 1. Wait for the groups of this number, however late; build the batch; compute its gradient.
-                groups, batch, pending = counted_batch(
-                    number, fleet=fleet, scrutiny=scrutiny, waits=waits, ledger=ledger, wait=wait,
-                    make=functools.partial(make_batch, number=number),
-                )  # fmt: skip
+                try:
+                    groups, batch, pending = counted_batch(
+                        number, fleet=fleet, scrutiny=scrutiny, waits=waits, ledger=ledger, wait=wait,
+                        make=functools.partial(make_batch, number=number),
+                    )  # fmt: skip
+                except NoPromptLeft as solved:  # config.curriculum.when_empty: the run ends where it is
+                    line.say(f"the run ends after step {number} of {config.max_steps}: {solved}")
+                    evaluations.ask(number, wait=wait, last=True)
+                    saving.save_if_due(last=True)
+                    break
                 # 2. Update. A batch in which no prompt survives changes nothing, but makes a version all the same.
                 with ledger.trainer("busy"), waits.working():
                     sums = learner.apply(pending) if pending is not None else {}
@@ -334,6 +396,7 @@ def main(config: Config) -> None:
                     batch,
                     {
                         **(per_token(sums) if sums else {}),
+                        **(off_policy_metrics(batch.segments, pending.logprobs()) if pending is not None else {}),
                         **waits.take(),
                         **scrutiny.take(),
                         "pushes": sync_stats.take(),

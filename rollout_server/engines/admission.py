@@ -40,6 +40,8 @@ def check_request(request: GroupRequest, info: EngineInfo) -> None:
         raise ValueError(f"{name}: the interruption phrase does not end with end_of_thinking")
     if not phrase and any(wanted.thinking_budget for wanted in request.completions):
         raise ValueError(f"{name}: a thinking budget without an interruption phrase")
+    if request.router_replay and not info.router_replay:
+        raise ValueError(f"{name}: experts are asked for, and this server does not tell them")
     if len(request.prompt) >= maximum_tokens:
         raise ValueError(f"{name}: a prompt of {len(request.prompt)} tokens, and {maximum_tokens} with the completion")
     lists = {

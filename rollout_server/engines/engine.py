@@ -38,6 +38,7 @@ class EngineOptions:
     sync_dtype: str  # likewise; weights are rounded to it, then used in the other
     head_precision: str = "default"  # | "highest", as in the trainer's config
     decode_chunk: int = 8  # decode steps between two looks at queue and weights
+    router_replay: bool = False  # can tell the experts of its completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,7 @@ class EngineInfo:
     head_precision: str = "default"  # | "highest"
     sync_dtype: str = "float32"
     devices: int = 1
+    router_replay: bool = False  # tells the experts of completions, where a request asks for them
 
 
 # By tensor's name. None: it may differ anywhere. A tensor that is not named is as it was, to the bit.

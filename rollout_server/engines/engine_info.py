@@ -1,7 +1,9 @@
 """What an engine says of itself: what it was told, and of the model in its folder."""
 
 from rollout_server.engines.engine import EngineInfo, EngineOptions
+from scalerl_jax.contract.codec import expert_dtype
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.contract.limits import MAXIMUM_MESSAGE_BYTES
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import hf_tensors
 
@@ -9,7 +11,10 @@ from scalerl_jax.model.tensor_layout import hf_tensors
 def engine_info(
     name: str, options: EngineOptions, config: DecoderConfig | None = None, *, devices: int = 1
 ) -> EngineInfo:
-    """config: of the model in the folder; None: there is none. Raises ValueError naming a tokenizer that is broken."""
+    """config: of the model in the folder; None: there is none.
+
+    Raises ValueError naming a tokenizer that is broken, and where experts are to be told and cannot be.
+    """
     # What has one name in both means the same.
     told = {name: value for name, value in vars(options).items() if name in EngineInfo.__dataclass_fields__}
     if config is not None:
@@ -20,4 +25,19 @@ def engine_info(
             "model_config": config.canonical_json(),
             "tokenizer_fingerprint": tokenizer_fingerprint(options.model),
         }
-    return EngineInfo(name=name, queue_capacity=options.queue, devices=devices, **told)
+    info = EngineInfo(name=name, queue_capacity=options.queue, devices=devices, **told)
+    if options.router_replay:
+        _check_experts(info, config)
+    return info
+
+
+def _check_experts(info: EngineInfo, config: DecoderConfig | None) -> None:
+    if config is None or not config.experts:
+        raise ValueError("--router_replay: the model has no experts")
+    a_token = config.layers * config.experts_per_token * expert_dtype(config.experts).itemsize
+    longest = (MAXIMUM_MESSAGE_BYTES - 2**16) // (a_token + 12)
+    if info.maximum_tokens > longest:
+        raise ValueError(
+            f"--router_replay: with {a_token} bytes of experts a token a message holds a completion of {longest} "
+            f"tokens, prompt included: --maximum_tokens={info.maximum_tokens} is too much"
+        )

@@ -14,6 +14,7 @@ import functools
 import itertools
 import time
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class Sequence:
         self._counters, self._maximum_tokens = counters, maximum_tokens
         self._token_ids, self._logprobs = array.array("i"), array.array("f")
         self._steps, self._forced = array.array("q"), array.array("b")
+        self._experts: list[Any] = []  # of the tokens fed: the prompt's, then a part at a time
 
     @property
     def length(self) -> int:
@@ -71,6 +73,23 @@ class Sequence:
                 self.extend([token], [0.0 if forced else logprob], [forced], step)
                 self.finish_reason = self.budget.finish
 
+    def begin_experts(self, of_prompt: Any, known: int) -> None:
+        """of_prompt: [known or more, layers, experts per token], also of a device: it is fetched at the end. Those of
+        the tokens behind it are to be `fed`; what was said before is dropped."""
+        self._experts = [(of_prompt, known)]
+
+    def fed(self, experts: np.ndarray) -> None:
+        """[tokens, layers, experts per token] of the tokens fed next."""
+        self._experts.append((experts, len(experts)))
+
+    def _told_experts(self) -> np.ndarray | None:
+        if not self._experts:
+            return None
+        told = np.concatenate([np.asarray(experts)[:known] for experts, known in self._experts])
+        fed = len(self.request.prompt) + len(self._token_ids) - 1
+        assert len(told) >= fed, (len(told), fed)
+        return told[:fed]
+
     def completion(self) -> Completion:
         steps, forced = np.array(self._steps), np.array(self._forced)
         return Completion(
@@ -84,6 +103,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             queued_seconds=self.began - self.asked,
             sampling_seconds=time.monotonic() - self.began,
+            experts=self._told_experts(),
         )
 
 

@@ -17,6 +17,27 @@ def train() -> None:
             "servers", "", "host:port,..., file:PATH or dns:///name:port; none: local ones are started."
         )
         flags.DEFINE_list("allow", [], _ALLOW)
+        flags.DEFINE_integer(
+            "metrics_port", None, "Port of the metrics for Prometheus, over HTTP; 0: any free one. Default: there are "
+            "none.", 0, 65535,
+        )  # fmt: skip
+        flags.DEFINE_string(
+            "metrics_host", "127.0.0.1",
+            "With --metrics_port: address to listen on; whoever reaches it may read the metrics.",
+        )  # fmt: skip
+        flags.DEFINE_enum(
+            "hosts", "auto", ["auto", "one", "given", "jobset", "lws", "slurm", "tpu"],
+            "How this process finds out which host of the trainer it is: from a Kubernetes JobSet or LeaderWorkerSet, "
+            "Slurm, a TPU's environment or metadata; given: by the three flags below; auto: by what is there.",
+        )  # fmt: skip
+        flags.DEFINE_string("coordinator", "", "host:port at which the first host listens for the others.")
+        flags.DEFINE_integer("host_count", 0, "Hosts of the trainer; 0: not given.", lower_bound=0)
+        flags.DEFINE_integer("host_index", -1, "Of this one, from 0; -1: not given.", lower_bound=-1)
+        flags.DEFINE_string(
+            "maintenance",
+            "",
+            "Where the end of this host is announced: gce or file:PATH; then the run saves and leaves.",
+        )
 
 
 def sft() -> None:
@@ -27,6 +48,29 @@ def sft() -> None:
         flags.DEFINE_list("allow", [], _ALLOW)
 
 
+def evaluate() -> None:
+    if "steps" not in FLAGS:
+        flags.DEFINE_string("model", "", "Hugging Face folder of the policy to evaluate.")
+        flags.DEFINE_string("workdir", "", "Folder of a run, in the place of --model: its checkpoints are evaluated.")
+        flags.DEFINE_string(
+            "steps",
+            "all",
+            "Of --workdir: steps with commas between, last, or all checkpoints that are kept; 0: its start.",
+        )
+        flags.DEFINE_list(
+            "environment", [], "What to evaluate on: arithmetic, gsm8k, math:FILE, code:FILE, FILE.py:CLASS, "
+            "reasoning_gym:NAME, ...; none: the held-out prompts of the config."
+        )  # fmt: skip
+        flags.DEFINE_integer("samples", 0, "Completions of a prompt; 0: as the config says.", lower_bound=0)
+        flags.DEFINE_integer("prompts", 0, "Of each environment, at most; 0: as the config says.", lower_bound=0)
+        flags.DEFINE_string(
+            "servers", "", "host:port,..., file:PATH or dns:///name:port; none: local ones are started."
+        )
+        flags.DEFINE_bool("take", False, "Servers that hold the weights of a trainer are taken from it, for good.")
+        flags.DEFINE_string("out", "", "Folder of what is found; an evaluation found there goes on. "
+                            "Default: evaluations/ in the workdir, or evaluations/MODEL here.")  # fmt: skip
+
+
 def export() -> None:
     if "workdir" not in FLAGS:
         flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
@@ -35,6 +79,19 @@ def export() -> None:
             "dtype", "", ["", "float32", "bfloat16"], "Of the weights; default: what the generators hold."
         )
         flags.DEFINE_string("model", "", "Folder of the model the run started from, where it has moved.")
+
+
+def verify() -> None:
+    if "show" not in FLAGS:
+        flags.DEFINE_string("environment", "", "Short for --config.environment.name; without either it is math.")
+        flags.DEFINE_enum(
+            "thinking", "", ["", "auto", "always", "never"],
+            "always: the answer follows the end of thinking, as in a run with a thinking budget; never: it is all of "
+            "the completion; auto: always where a completion shows thinking, else never. Default: as --config has it, "
+            "auto without one.",
+        )  # fmt: skip
+        flags.DEFINE_integer("show", 20, "Rows in the table; 0: all.", lower_bound=0)
+        flags.DEFINE_string("out", None, "JSONL file to write: every row with its score.")
 
 
 def report() -> None:

@@ -19,14 +19,16 @@ from scalerl_jax import config as config_lib
 
 WIDTH = 120
 _ASKED = ("--help", "-help", "-h", "-?", "--helpshort", "-helpshort")
-_PACKAGES = ("scalerl_jax.", "rollout_server.")  # absl's own flags stay under --helpfull
+_PACKAGES = ("scalerl_jax.", "rollout_server.", "launch.")  # absl's own flags stay under --helpfull
 
 
-def text(module: str, *, config: bool) -> str:
-    """The help of the command that `module` is. config: it takes --config. Its flags are defined by now."""
+def text(module: str, *, config: bool, required: bool = True) -> str:
+    """The help of the command that `module` is. config: it takes --config, which may be `required`. Its flags are
+    defined by now."""
     parts = [docstring(module), "flags:", *map(_flag, _own_flags())]
     if config:
-        parts += [_wrapped("  --config: ", "Python file whose get_config() returns the run's Config. (required)")]
+        must = " (required)" if required else ""
+        parts += [_wrapped("  --config: ", f"Python file whose get_config() returns the run's Config.{must}")]
         parts += ["", "fields of the config, each of them a flag too, as in --config.seed=1:", *_config_fields()]
     return "\n".join(parts) + "\n"
 
@@ -86,6 +88,7 @@ def _config_fields() -> Iterator[str]:
     def group(name: str, node: Any) -> Iterator[str]:
         fields = [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
         plain = [(field, value) for field, value in fields if not dataclasses.is_dataclass(value)]
+        plain = [(field, value) for field, value in plain if field != "mixture"]
         hints = get_type_hints(type(node))
         shown = [f"--{name}.{field}={_short(value)}" for field, value in plain]
         width = min(52, max(map(len, shown)))
@@ -99,6 +102,11 @@ def _config_fields() -> Iterator[str]:
                 yield from group(f"{name}.{field}", value)
 
     yield from group("config", config_lib.Config())
+    yield ""
+    yield _wrapped(
+        "  --config.mixture.NAME.FIELD=...  ",
+        "of an environment of config.mixture, which the config file names: the fields of config.environment",
+    )
 
 
 def _short(value: Any) -> str:
@@ -113,9 +121,9 @@ def _wrapped(start: str, said: str, *, indent: int = 6) -> str:
     )  # fmt: skip
 
 
-def print_if_asked(module: str, *, config: bool) -> None:
+def print_if_asked(module: str, *, config: bool, required: bool = True) -> None:
     """Ends the process with code 0 where the command line asks for help."""
     if any(item in _ASKED for item in sys.argv[1:]):
-        sys.stdout.write(text(module, config=config))
+        sys.stdout.write(text(module, config=config, required=required))
         sys.stdout.flush()
         raise SystemExit(0)

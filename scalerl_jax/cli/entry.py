@@ -8,9 +8,10 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
+from scalerl_jax import config_io
 from scalerl_jax.cli import command_help
 from scalerl_jax.config import Config
-from scalerl_jax.config_io import parse_argv
+from scalerl_jax.config_io import GivenConfig, parse_argv, read_argv
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.system import files, signals
 
@@ -38,21 +39,54 @@ def run_with_config(main: Callable[[Config], None]) -> None:
     app.run(lambda _: _guarded(lambda: main(config)), argv=[sys.argv[0], *rest], flags_parser=_parse)
 
 
-def answer_at_once(module: str, *, config: bool) -> None:
+def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Config) -> None:
+    """The same for a command with arguments that are no flags, which does without --config: then it is `default`."""
+    command_help.print_if_asked(_module_of(main), config=True, required=False)
+    try:
+        config, rest = parse_argv(sys.argv[1:], default=default)
+    except ConfigError as error:
+        fail(str(error))
+    app.run(lambda argv: _guarded(lambda: main(config, argv[1:])), argv=[sys.argv[0], *rest], flags_parser=_parse)
+
+
+def run_with_config_later(main: Callable[[GivenConfig], None]) -> None:
+    """The same for a command whose config without --config it finds itself: it gets what is said of the config."""
+    command_help.print_if_asked(_module_of(main), config=True, required=False)
+    try:
+        given, rest = read_argv(sys.argv[1:])
+    except ConfigError as error:
+        fail(str(error))
+    app.run(lambda _: _guarded(lambda: main(given)), argv=[sys.argv[0], *rest], flags_parser=_parse)
+
+
+def answer_at_once(module: str, *, config: bool, default: Config | None = None, later: bool = False) -> None:
     """What needs nothing of the command's own imports: its help, and what is wrong with its flags and its config.
 
-    module: the command's, which defines the same flags when it runs. Ends the process, or returns.
+    module: the command's, which defines the same flags when it runs. default: the config of a command that does without
+    --config; later: it is known to the command alone. Ends the process, or returns.
     """
-    command_help.print_if_asked(module, config=config)
+    command_help.print_if_asked(module, config=config, required=default is None and not later)
     rest = sys.argv[1:]
     if "--helpfull" in rest or "--helpxml" in rest:
         return
     if config:
         try:
-            _, rest = parse_argv(rest)
+            given, others = read_argv(rest)
+            if given.path or not later:
+                parse_argv(rest, default=default)
+            rest = others
         except ConfigError as error:
             fail(str(error))
     _parse([sys.argv[0], *rest])
+
+
+def config_of_run(workdir: str) -> Config:
+    """The config in a run folder. Raises UserError naming --workdir where it is none, or its config cannot be read."""
+    path = os.path.join(workdir, "config.json")
+    if not os.path.isfile(path):
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is not the folder of a run")
+    with open(path, "rb") as file, user_mistakes(before=f"--workdir={workdir}: "):
+        return config_io.from_json(file.read().decode(errors="replace"))
 
 
 def check_out(name: str, path: str) -> None:

@@ -20,6 +20,7 @@ FINISH_REASONS = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORTED: "aborted",
 }
+_EXPERT_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 _FINISH_CODES = {name: code for code, name in FINISH_REASONS.items()}
 
 # Fields that have one name, and one meaning, on the wire and here.
@@ -73,6 +74,7 @@ class GroupRequest:
     interruption: Interruption = Interruption()
     minimum_step: int = 0
     pinned_step: int | None = None
+    router_replay: bool = False  # its completions are to come with their experts
 
     def most_tokens(self, wanted: CompletionRequest) -> int:
         """Of one of its completions at the longest, forced tokens included."""
@@ -93,6 +95,8 @@ class Completion:
     finish_reason: str  # "stop" | "length" | "aborted"
     queued_seconds: float = 0.0
     sampling_seconds: float = 0.0
+    # [prompt + tokens - 1, layers, experts per token] uint8 | uint16: of each token fed; None: not told
+    experts: np.ndarray | None = None
 
     def token_steps(self) -> np.ndarray:
         """The policy step that sampled (or fed) each token: [tokens] int64."""
@@ -154,6 +158,7 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
             end_of_thinking_token_ids=encode_ids(interruption.end_of_thinking_token_ids),
         ),
         minimum_step=request.minimum_step,
+        router_replay=request.router_replay,
     )
     if request.pinned_step is not None:
         message.pinned_step = request.pinned_step
@@ -184,6 +189,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
         ),
         minimum_step=message.minimum_step,
         pinned_step=message.pinned_step if message.HasField("pinned_step") else None,
+        router_replay=message.router_replay,
     )
 
 
@@ -195,6 +201,7 @@ def completion_to_proto(completion: Completion) -> pb.Completion:
         versions=[pb.VersionSpan(step=s, start=a, end=b) for s, a, b in completion.versions],
         forced=[pb.Span(start=a, end=b) for a, b in completion.forced],
         finish_reason=_FINISH_CODES[completion.finish_reason],
+        experts=None if completion.experts is None else _experts_to_proto(completion.experts),
     )
 
 
@@ -223,7 +230,30 @@ def completion_from_proto(message: pb.Completion) -> Completion:
         versions=versions,
         forced=forced,
         finish_reason=FINISH_REASONS[message.finish_reason],
+        experts=_experts_from_proto(name, message.experts) if message.HasField("experts") else None,
     )
+
+
+def expert_dtype(experts: int) -> np.dtype[Any]:
+    """In which the ids of so many experts travel."""
+    return np.dtype(np.uint8 if experts <= 2**8 else np.uint16)
+
+
+def _experts_to_proto(experts: np.ndarray) -> pb.Experts:
+    _, layers, each = experts.shape
+    assert experts.dtype in _EXPERT_DTYPES.values(), experts.dtype
+    ids = experts.astype(experts.dtype.newbyteorder("<")).tobytes()
+    return pb.Experts(layers=layers, experts_per_token=each, expert_bytes=experts.dtype.itemsize, ids=ids)
+
+
+def _experts_from_proto(name: str, message: pb.Experts) -> np.ndarray:
+    layers, each, size = message.layers, message.experts_per_token, message.expert_bytes
+    dtype, row = _EXPERT_DTYPES.get(size), layers * each * size
+    if dtype is None or not row or len(message.ids) % row:
+        raise ValueError(
+            f"{name}: {len(message.ids)} bytes of experts, for {layers} layers with {each} of {size} bytes each"
+        )
+    return np.frombuffer(message.ids, dtype.newbyteorder("<")).astype(dtype).reshape(-1, layers, each)
 
 
 def _check_cover(name: str, versions: Iterable[tuple[int, int, int]], tokens: int) -> None:

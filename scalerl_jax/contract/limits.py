@@ -3,7 +3,7 @@
 # A chunk of weights: 1 to 2 MiB is the fastest over gRPC; the bound keeps one message from holding up the event loop.
 MAXIMUM_CHUNK_BYTES = 16 * 2**20
 
-# A chunk and its envelope, or a very long completion (12 bytes a token at most).
+# A chunk and its envelope, or a very long completion (12 bytes a token at most, and those of its experts).
 MAXIMUM_MESSAGE_BYTES = 64 * 2**20
 
 # What a server takes in one message: a chunk and its envelope, of all that is sent to it the longest.
@@ -15,6 +15,12 @@ MAXIMUM_RELAY_DEPTH = 16
 MAXIMUM_RELAYS = 4096
 MAXIMUM_ADDRESS_BYTES = 262  # a host name of 253 and a port
 MAXIMUM_ID_BYTES = 128  # of a server_id
+
+# Hosts of one trainer, each of which sends a part of a version.
+MAXIMUM_PARTS = 4096
+
+# Of one tensor in one part: what a host's devices hold of it.
+MAXIMUM_BLOCKS = 1024
 
 # The name of a group comes back with every completion of it.
 MAXIMUM_NAME_CHARACTERS = 512

@@ -77,7 +77,7 @@ class Interruption(_message.Message):
     def __init__(self, text_token_ids: _Optional[bytes] = ..., end_of_thinking_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("incarnation", "group_id", "prompt_token_ids", "completions", "sampling", "interruption", "minimum_step", "pinned_step")
+    __slots__ = ("incarnation", "group_id", "prompt_token_ids", "completions", "sampling", "interruption", "minimum_step", "pinned_step", "router_replay")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     INTERRUPTION_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_STEP_FIELD_NUMBER: _ClassVar[int]
     PINNED_STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     group_id: str
     prompt_token_ids: bytes
@@ -94,10 +95,11 @@ class GenerateRequest(_message.Message):
     interruption: Interruption
     minimum_step: int
     pinned_step: int
-    def __init__(self, incarnation: _Optional[int] = ..., group_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completions: _Optional[_Iterable[_Union[CompletionRequest, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., interruption: _Optional[_Union[Interruption, _Mapping]] = ..., minimum_step: _Optional[int] = ..., pinned_step: _Optional[int] = ...) -> None: ...
+    router_replay: bool
+    def __init__(self, incarnation: _Optional[int] = ..., group_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completions: _Optional[_Iterable[_Union[CompletionRequest, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., interruption: _Optional[_Union[Interruption, _Mapping]] = ..., minimum_step: _Optional[int] = ..., pinned_step: _Optional[int] = ..., router_replay: bool = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("incarnation", "group_id", "index", "token_ids", "logprobs", "versions", "forced", "finish_reason", "queued_seconds", "sampling_seconds")
+    __slots__ = ("incarnation", "group_id", "index", "token_ids", "logprobs", "versions", "forced", "finish_reason", "queued_seconds", "sampling_seconds", "experts")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +110,7 @@ class Completion(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     group_id: str
     index: int
@@ -118,10 +121,23 @@ class Completion(_message.Message):
     finish_reason: FinishReason
     queued_seconds: float
     sampling_seconds: float
-    def __init__(self, incarnation: _Optional[int] = ..., group_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., forced: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., queued_seconds: _Optional[float] = ..., sampling_seconds: _Optional[float] = ...) -> None: ...
+    experts: Experts
+    def __init__(self, incarnation: _Optional[int] = ..., group_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., forced: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., queued_seconds: _Optional[float] = ..., sampling_seconds: _Optional[float] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ...) -> None: ...
+
+class Experts(_message.Message):
+    __slots__ = ("layers", "experts_per_token", "expert_bytes", "ids")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    experts_per_token: int
+    expert_bytes: int
+    ids: bytes
+    def __init__(self, layers: _Optional[int] = ..., experts_per_token: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
 class TensorInfo(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "digest", "dense", "changed", "gap_bytes")
+    __slots__ = ("name", "dtype", "shape", "digest", "dense", "changed", "gap_bytes", "blocks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +145,7 @@ class TensorInfo(_message.Message):
     DENSE_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     GAP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -136,23 +153,36 @@ class TensorInfo(_message.Message):
     dense: bool
     changed: int
     gap_bytes: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., dense: bool = ..., changed: _Optional[int] = ..., gap_bytes: _Optional[int] = ...) -> None: ...
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., dense: bool = ..., changed: _Optional[int] = ..., gap_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("start", "size")
+    START_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    start: _containers.RepeatedScalarFieldContainer[int]
+    size: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, start: _Optional[_Iterable[int]] = ..., size: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WeightHeader(_message.Message):
-    __slots__ = ("target", "tensors", "payload_bytes", "chunk_bytes", "base", "relays")
+    __slots__ = ("target", "tensors", "payload_bytes", "chunk_bytes", "base", "relays", "part", "parts")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     target: Version
     tensors: _containers.RepeatedCompositeFieldContainer[TensorInfo]
     payload_bytes: int
     chunk_bytes: int
     base: Version
     relays: _containers.RepeatedCompositeFieldContainer[Relay]
-    def __init__(self, target: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., payload_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ...) -> None: ...
+    part: int
+    parts: int
+    def __init__(self, target: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., payload_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class Relay(_message.Message):
     __slots__ = ("address", "relays", "server_id")
@@ -245,7 +275,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision")
+    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision", "router_replay")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +299,7 @@ class StatusReply(_message.Message):
     VERSIONS_APPLIED_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     HEAD_PRECISION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     engine: str
     version: Version
@@ -292,4 +323,5 @@ class StatusReply(_message.Message):
     versions_applied: int
     chunks_refused: int
     head_precision: str
-    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ...) -> None: ...
+    router_replay: bool
+    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ..., router_replay: bool = ...) -> None: ...

@@ -25,6 +25,7 @@ import socket
 import ssl
 import stat
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -172,18 +173,18 @@ class _TokenChannel:
         return lambda *args, **kwargs: functools.partial(value(*args, **kwargs), metadata=self._metadata)
 
 
+def dial(address: str, credentials: Credentials, *, secure: Callable[..., Any], insecure: Callable[..., Any]) -> Any:
+    """A channel to host:port by gRPC's functions that make one, over TLS where there is an authority; without token."""
+    if not credentials.authority:
+        return insecure(address, options=limits.CHANNEL_OPTIONS)
+    name = [("grpc.ssl_target_name_override", credentials.name)] if credentials.name else []
+    tls = grpc.ssl_channel_credentials(credentials.authority, credentials.key or None, credentials.certificate or None)
+    return secure(address, tls, options=[*limits.CHANNEL_OPTIONS, *name])
+
+
 def connect(address: str, credentials: Credentials = PLAIN) -> Any:
     """A channel to host:port, for a stub of grpc.aio; nothing is dialled before the first call."""
-    options: list[tuple[str, Any]] = list(limits.CHANNEL_OPTIONS)
-    if credentials.authority:
-        if credentials.name:
-            options.append(("grpc.ssl_target_name_override", credentials.name))
-        tls = grpc.ssl_channel_credentials(
-            credentials.authority, credentials.key or None, credentials.certificate or None
-        )
-        channel = grpc.aio.secure_channel(address, tls, options=options)
-    else:
-        channel = grpc.aio.insecure_channel(address, options=options)
+    channel = dial(address, credentials, secure=grpc.aio.secure_channel, insecure=grpc.aio.insecure_channel)
     return _TokenChannel(channel, credentials.token) if credentials.token else channel
 
 

@@ -15,8 +15,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from scalerl_jax.contract.weight_parts import Blocks
 
 # Longest varint of a gap: 5 bytes hold 35 bits, and no tensor has 2^31 elements.
 MAXIMUM_GAP_BYTES = 5
@@ -60,27 +63,40 @@ class WeightDelta:
 
     base: int | None  # None: nothing to start from; only the digests are there
     step: int
-    tensors: Mapping[str, Sparse | np.ndarray]  # all of them; an array: the whole tensor's bits
-    digests: Mapping[str, int]  # of the whole tensors of `step`
+    # All of them; an array: the whole tensor's bits. One host's part: what it has of each, blocks for arrays.
+    tensors: Mapping[str, Sparse | np.ndarray | Blocks]
+    digests: Mapping[str, int]  # of the whole tensors of `step`; of a part, of what the host has of them
     shapes: Mapping[str, tuple[int, ...]]
+    held: int | None = None  # of a part: elements that the host has
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(
+            sum(block.values.nbytes for block in part) if isinstance(part, tuple) else part.nbytes
+            for part in self.tensors.values()
+        )
 
     @property
     def elements(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        """That the delta is of."""
+        return sum(math.prod(shape) for shape in self.shapes.values()) if self.held is None else self.held
 
     @property
     def changed(self) -> int:
         """Elements that travel; those of whole tensors count all."""
-        return sum(part.changed if isinstance(part, Sparse) else part.size for part in self.tensors.values())
+        return sum(
+            part.changed
+            if isinstance(part, Sparse)
+            else sum(block.values.size for block in part)
+            if isinstance(part, tuple)
+            else part.size
+            for part in self.tensors.values()
+        )
 
     @property
     def whole(self) -> int:
-        """Tensors that travel whole."""
-        return sum(isinstance(part, np.ndarray) for part in self.tensors.values())
+        """Tensors that travel whole, or all of this host's blocks of them."""
+        return sum(not isinstance(part, Sparse) for part in self.tensors.values())
 
 
 def encode(change: Change) -> Sparse:
@@ -133,13 +149,14 @@ def decode(sparse: Sparse, size: int) -> Change:
 
 
 def merge(deltas: Sequence[WeightDelta]) -> WeightDelta:
-    """The deltas of consecutive versions as one: for each position the newest value."""
+    """The deltas of consecutive versions as one: for each position the newest value. None of them has blocks."""
     assert deltas and all(a.step == b.base for a, b in itertools.pairwise(deltas))
     if len(deltas) == 1:
         return deltas[0]
     tensors: dict[str, Sparse | np.ndarray] = {}
     for name in deltas[0].tensors:
-        parts = [delta.tensors[name] for delta in deltas]
+        parts = [part for delta in deltas if not isinstance(part := delta.tensors[name], tuple)]
+        assert len(parts) == len(deltas)
         size = math.prod(deltas[0].shapes[name])
         dense = max((i for i, part in enumerate(parts) if isinstance(part, np.ndarray)), default=None)
         changes = [decode(part, size) for part in parts[(dense or 0) :] if isinstance(part, Sparse)]
@@ -155,7 +172,7 @@ def merge(deltas: Sequence[WeightDelta]) -> WeightDelta:
         positions, values = positions[order], values[order]
         newest = np.append(positions[1:] != positions[:-1], True) if len(positions) else np.zeros(0, bool)
         tensors[name] = encode(Change(positions[newest], values[newest]))
-    return WeightDelta(deltas[0].base, deltas[-1].step, tensors, deltas[-1].digests, deltas[0].shapes)
+    return dataclasses.replace(deltas[-1], base=deltas[0].base, tensors=tensors)
 
 
 def digest(tensor: np.ndarray) -> int:
@@ -164,8 +181,8 @@ def digest(tensor: np.ndarray) -> int:
     columns = bits.shape[-1] if bits.ndim else 1
     bits = bits.reshape(-1, columns) if bits.size else np.zeros((0, 1), np.uint16)
     rows, columns = bits.shape
-    of_row = _final(np.arange(rows, dtype=np.uint32) ^ np.uint32(ROW_SALT)) | np.uint32(1)
-    of_column = _final(np.arange(columns, dtype=np.uint32) ^ np.uint32(COLUMN_SALT))
+    of_row = final(np.arange(rows, dtype=np.uint32) ^ np.uint32(ROW_SALT)) | np.uint32(1)
+    of_column = final(np.arange(columns, dtype=np.uint32) ^ np.uint32(COLUMN_SALT))
     step = max(1, _BLOCK // columns)
     mixed, shifted = np.empty((step, columns), np.uint32), np.empty((step, columns), np.uint32)
     total = 0
@@ -184,8 +201,11 @@ def digest(tensor: np.ndarray) -> int:
     return total & 0xFFFFFFFF
 
 
-def _final(x: np.ndarray) -> np.ndarray:
-    """The last steps of MurmurHash3 (Appleby): every bit of x changes half of the bits of the result."""
+def final(x: Any) -> Any:
+    """The last steps of MurmurHash3 (Appleby): every bit of x changes half of the bits of the result.
+
+    x: uint32, of NumPy or of JAX.
+    """
     x = x ^ (x >> 16)
     x = x * np.uint32(FINAL[0])
     x = x ^ (x >> 13)

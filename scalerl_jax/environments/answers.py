@@ -87,6 +87,10 @@ _CHANGED = re.compile(
     rf"\d\s*(?:{answer_text.TEXT_COMMAND}\s*\{{\s*)?(?:[kK]|{'|'.join(CHANGING)}|(?:{'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",
     re.IGNORECASE,
 )
+_BASE = re.compile(r"(\d+)[)\s]*_\s*(?:\{[\s(]*(\w+)[\s)]*\}|(\d+|[a-zA-Z]))")  # 101_2, (101)_{two}
+_BASES = {
+    name: str(base) for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)
+} | {"sixteen": "16"}
 _NO_UNITS = _PROSE | frozenset(CHANGING)
 _POWERS = {"square": "2", "sq": "2", "sq.": "2", "cubic": "3", "cu": "3"}
 _OF_THE_UNIT = frozenset("long tall wide high deep old apart away each total altogether exactly".split())
@@ -108,17 +112,19 @@ def right(text: str, answer: str) -> bool:
 
 
 def _gives(said: str, gold: str) -> bool:
-    if letters := _letters(gold):
-        return _letters(said) == letters
-    letter = _letter(gold)
-    if letter is not None:
-        return _names_choice(said, letter)
+    if several := letters(gold):
+        return letters(said) == several
+    one = letter(gold)
+    if one is not None:
+        return names_choice(said, one)
     number = measure(gold)
     if number is None and not is_mathematics(gold):
         return words(said) == words(gold) != () and operators(said) == operators(gold) and not is_mathematics(said)
     given = measure(said)
     if number is not None and given is not None:
         return number.equals(given)
+    if _in_bases(said) != _in_bases(gold):  # math-verify does not look
+        return False
     if not is_mathematics(said) and given is None:
         return _found_in_prose(said, gold, number)
     return _same(_parsed(_without_units(gold, number)), _parsed(_without_units(said, given)))
@@ -127,13 +133,13 @@ def _gives(said: str, gold: str) -> bool:
 # ---- Words ---------------------------------------------------------------------------------------------------------
 
 
-def _letter(gold: str) -> str | None:
+def letter(gold: str) -> str | None:
     """The letter of a gold that is one: B, (B), \\text{B}."""
     found = words(gold)
     return found[0] if len(found) == 1 and _CHOICE.fullmatch(found[0]) and not is_mathematics(gold) else None
 
 
-def _letters(text: str) -> list[str]:
+def letters(text: str) -> list[str]:
     """Several choices that are listed, in order of the alphabet; empty where it is anything else."""
     s = bare(unwrapped(text)).replace("*", "")
     if not re.fullmatch(r"\(?[A-Z]\)?(?:\s*(?:,|;|\band\b)\s*\(?[A-Z]\)?)+", s) or re.match(r"\([^)]*,", s):
@@ -141,16 +147,16 @@ def _letters(text: str) -> list[str]:
     return sorted(re.findall(r"[A-Z]", s))
 
 
-def _names_choice(said: str, letter: str) -> bool:
-    """Whether `said` names this choice, perhaps with its content after it, and no other."""
+def names_choice(said: str, choice: str) -> bool:
+    """Whether `said` names this choice (a letter in lower case), perhaps with its content after it, and no other."""
     text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(said))).replace("*", "").strip(" \"'`")
     found = [word for word in words(text) if word not in ("option", "choice", "answer")]
     if operators(text):  # -x
         return False
-    if found == [letter]:
+    if found == [choice]:
         return True
     match = answer_text.MARKED_CHOICE.match(text)
-    if match is None or next(filter(None, match.groups())).casefold() != letter:
+    if match is None or next(filter(None, match.groups())).casefold() != choice:
         return False
     rest = text[match.end() :].strip()
     if re.match(r"(?:,|/|&|;|or\b|and\b|not\b)", rest, re.IGNORECASE):
@@ -299,6 +305,13 @@ def _without_units(text: str, found: Measure | None) -> str:
     s = re.sub(r"\\\$", "", s)
     s = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", s) if re.fullmatch(r"\D*\d{1,3}(?:,\d{3})+\D*", s) else s
     return _NAMES.sub(r"\\\1 ", s)
+
+
+def _in_bases(text: str) -> set[tuple[str, str]]:
+    """(digits, base) of the numbers that are not in base ten; of an equation, those on its right."""
+    found = _BASE.findall(unwrapped(answer_text.plain(text)).rpartition("=")[2])
+    pairs = {(digits.lstrip("0"), _BASES.get(one or other, one or other)) for digits, one, other in found}
+    return {pair for pair in pairs if pair[1] != "10"}
 
 
 # ---- Mathematics ---------------------------------------------------------------------------------------------------

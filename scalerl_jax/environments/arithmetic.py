@@ -16,20 +16,18 @@ Right is the right integer and nothing else, perhaps with spaces around it.
 """
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from scalerl_jax.config import Config, EnvironmentConfig
-from scalerl_jax.environments.base import RIGHT, WRONG, Environment, Row, Score
+from scalerl_jax.environments.base import Environment, Row, Score
+from scalerl_jax.environments.made_problems import INTERRUPTED_SHARE, Piece, distinct, is_held_out
 
 FIRST_TOTAL, LAST_TOTAL = 2, 7  # running totals of a problem
 LEAST, MOST = 0, 9  # of a trace, which slips shift: there is room for one slip, and mostly for more
 SLIPS = (-2, -1, 1, 2)  # a slip's result minus the right one
-INTERRUPTED_SHARE = 0.05  # of the traces
-_HELD_OUT_ONE_IN = 8
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _VALIDATION_SEED = 20_251_013  # the held-out problems are the same in every run, whatever its seed
 
@@ -52,9 +50,13 @@ def make(config: Config) -> Environment:
 
 
 def score(row: Row, completion: str) -> Score:
-    """The answer must be an integer: 3+4= is not 7, though it comes to that."""
-    text = completion.strip()
-    return RIGHT if _INTEGER.fullmatch(text) is not None and int(text) == int(row.answer) else WRONG
+    """The answer must be an integer: 3+4= is not 7, though it comes to that, and it gives no answer to vote for."""
+    text, wanted = completion.strip(), int(row.answer)
+    if _INTEGER.fullmatch(text) is None:
+        return Score(-1.0, False, why=f"said no integer, wanted {wanted}")
+    if int(text) != wanted:
+        return Score(-1.0, False, answer=str(int(text)), why=f"said {int(text)}, wanted {wanted}")
+    return Score(1.0, True, answer=str(wanted), why=f"said {wanted}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,18 +73,9 @@ class Problem:
         return str(self.start + sum(self.terms))
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a completion's text; the forced interruption phrase is not trained on."""
-
-    text: str
-    trained: bool = True
-
-
 def held_out(problem: Problem) -> bool:
     """Whether the problem belongs to the validation side."""
-    digest = hashlib.blake2b(problem.text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % _HELD_OUT_ONE_IN == 0
+    return is_held_out(problem.text)
 
 
 def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> Problem:
@@ -113,21 +106,13 @@ def problems(count: int, environment: EnvironmentConfig, *, seed: int, validatio
             "must be 2 <= minimum_terms <= maximum_terms"
         )
     rng = np.random.default_rng([_VALIDATION_SEED, 1] if validation else [seed, 0])
-    found: dict[str, Problem] = {}
-    since = 0  # draws since the last one that was new
-    while len(found) < count:
-        since += 1
-        if since > 100 * len(found) + 10_000:
-            if validation and found:
-                break
-            raise ValueError(
-                f"config.environment: chains of {minimum_terms} to {maximum_terms} terms do not make {count} different "
-                f"{'held-out' if validation else 'training'} problems"
-            )
-        problem = draw(rng, environment, validation=validation)
-        if problem.text not in found:
-            found[problem.text], since = problem, 0
-    return list(found.values())
+    return distinct(
+        lambda: draw(rng, environment, validation=validation),
+        count,
+        validation=validation,
+        patience=lambda found: 100 * found + 10_000,
+        what=f"chains of {minimum_terms} to {maximum_terms} terms",
+    )
 
 
 def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phrase: str = "") -> tuple[Piece, ...]:
@@ -152,12 +137,3 @@ def _slip(total: int, rest: tuple[int, ...], rng: np.random.Generator) -> int:
     ahead = np.cumsum((0, *rest))
     fits = [total + s for s in SLIPS if (total + s + ahead).min() >= LEAST and (total + s + ahead).max() <= MOST]
     return int(rng.choice(fits)) if fits else total
-
-
-def corpus(environment: EnvironmentConfig, *, seed: int, phrase: str) -> Iterator[str]:
-    """Texts for a tokenizer: training problems with their traces, and the phrase often, so that its words are whole."""
-    rng = np.random.default_rng([seed, 2])
-    for _ in range(200):
-        problem = draw(rng, environment, validation=False)
-        yield problem.text + "".join(piece.text for piece in trace(problem, rng, error_rate=0.0))
-        yield phrase

@@ -3,7 +3,9 @@
     rows(split)             the problems of "train" or of "validation"
     score(row, completion)  reward and correctness of what follows the thinking
 
-An environment is one file with a `make(config) -> Environment`, and one row of ENVIRONMENTS in load.py.
+An environment is one file with a `make(config) -> Environment`, and one row of ENVIRONMENTS in load.py. Where a run has
+several, `make` gets the run's config with the environment's own as config.environment. It does no work: `rows` reads
+what there is to read, and a process that scores makes the environment for `score` alone.
 
 Environments with turns are not built yet. They would be one more function here, `reply(row, turns) -> messages | None`:
 a completion is then the policy's part of one turn of an episode, a row's episode is one sequence of all its turns, and
@@ -20,15 +22,37 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """A problem. An environment makes it without `index` and `token_ids`, which are given when the run's rows are."""
+    """A problem. What stands last, from `environment` on, is not its environment's to give: it comes with the run."""
 
-    text: str  # of the prompt, rendered
-    answer: str  # the right one
-    task: str = ""  # the part of a mixture that it is from
+    text: str  # the prompt; of messages, what they say; rendered when the run's rows are made
+    answer: str = ""  # the right one
+    task: str = ""  # the part that evaluations report by itself
     name: str = ""  # what messages call it: "FILE row N"
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what else the scorer wants: values of JSON
+    # ({"role", "content"}, ...): the prompt as a chat; (): it is a text. A rendered row has what was asked in any case.
+    messages: tuple[Mapping[str, str], ...] = ()
+    chat: bool = False  # a text that is asked as a user asks it: for the chat template, where the model has one
+    source: str = ""  # where its environment has it from, if sources are drawn from with weights
+    environment: str = ""  # its name in a mixture
     index: int = -1  # in its split
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # [tokens] int32
+
+
+def asked(row: Row) -> str:
+    """The question of a row as its environment wrote it: what the user says last, or the text."""
+    return next((m["content"] for m in reversed(row.messages) if m.get("role") == "user"), row.text)
+
+
+class Completion(str):
+    """What a completion says after its thinking, with what else of it a score may look at."""
+
+    thinking: str  # its thinking, also where the prompt has opened that already; "": none
+    tokens: int  # sampled, thinking included
+
+    def __new__(cls, answer: str, *, thinking: str = "", tokens: int = 0) -> "Completion":
+        made = super().__new__(cls, answer)
+        made.thinking, made.tokens = thinking, tokens
+        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +62,8 @@ class Score:
     reward: float  # what the objective sees
     correct: bool  # what filters, the curriculum and pass rates look at
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # written down as their means over a batch
+    answer: str | None = None  # what it was taken to answer, in one form for all that mean the same; None: no vote
+    why: str = ""  # for people: what was compared with what, which test failed
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
@@ -47,13 +73,56 @@ class Score:
 WRONG, RIGHT = Score(-1.0, False), Score(1.0, True)
 
 
+class ScorerError(ValueError):
+    """Nothing can be scored, and the run ends; the message is one line."""
+
+
+class ScoreFailed(Exception):
+    """A score function could not score this completion, which is wrong then; the line is said once for its `kind`."""
+
+    def __init__(self, line: str, *, kind: str = "", metrics: Mapping[str, float] | None = None):
+        super().__init__(line)
+        self.line, self.kind, self.metrics = line, kind or line, dict(metrics or {})
+
+
 @dataclasses.dataclass(frozen=True)
 class Environment:
     """See the module."""
 
     rows: Callable[[str], Iterable[Row]]  # may raise ValueError naming the config field, or the file and row, at fault
-    score: Callable[[Row, str], Score]
-    # `score` is a function of a module, and is called in processes of their own, within a limit of CPU time; an
-    # exception, a crash or the limit make that completion wrong. False: it is called at once, where the run is.
+    score: Callable[[Row, Completion], Score]
+    # `score` is called in processes of their own, which make the environment again from its config, within a limit of
+    # CPU time; an exception, a crash or the limit make that completion wrong, and ScorerError ends the run. False: it
+    # is called where the run is.
     in_processes: bool = True
-    prepare: Callable[[], None] | None = None  # as `score`: called once in each process, before the first row
+    # It looks at a completion's thinking or tokens. False: where two say the same after it they are scored once.
+    reads_thinking: bool = False
+    # Called once in each such process, before the first row; ValueError there ends the start.
+    prepare: Callable[[], None] | None = None
+    # How long a score may take by clock beside the CPU time, where it waits for others: programs, a judge.
+    waits_seconds: float = 0.0
+    # Of sources that rows name: how often each is drawn from beside the others. Empty: all rows alike.
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # Lines for people on what `rows` left out so far.
+    said: Callable[[], list[str]] = list
+    # `rows` leaves out what config.environment.filter does: it knows a row's columns, load.py only what became of them.
+    filters: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stratum:
+    """Training rows that are drawn from with a weight of their own."""
+
+    name: str  # environment and source; "" where there is only one
+    weight: float  # beside those of the others
+    rows: range  # their indices
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The problems of a run, rendered and as token ids."""
+
+    train: list[Row]
+    held_out: list[Row]
+    strata: list[Stratum]  # they divide `train`
+    said: list[str]  # lines on what was left out and how prompts are rendered

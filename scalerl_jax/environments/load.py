@@ -1,57 +1,195 @@
 """The environments there are, and the rows of a run: training and held out, as token ids.
 
-No prompt may be in both splits, nor twice in one: then the curriculum would not know it as the one prompt it is, and
-the held-out score would not be of held-out prompts.
+    rows -> filter -> one of each prompt -> held out, the rest is for training -> decontaminated -> rendered -> indices
+
+Each prompt is there once, in all environments of a mixture together: else the curriculum would not know it as the one
+that it is. No held-out prompt is trained on: where rows for validation are given, training rows with their prompts are
+left out; where none are, those with the lowest hashes are taken out of the training rows (data/held_out.py).
 """
 
+import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable
-
-import numpy as np
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments import arithmetic, math
-from scalerl_jax.environments.base import Environment, Row
+from scalerl_jax.environments import arithmetic, code, math, own, parts, programs, reasoning_gym, rewards, user_code
+from scalerl_jax.environments.base import Environment, Row, Rows, Stratum
+from scalerl_jax.environments.data import sources
+from scalerl_jax.environments.data.layouts import LAYOUTS
+from scalerl_jax.environments.data.problems import Known, Problems
 from scalerl_jax.environments.tokenizer import Tokenizer
 
 ENVIRONMENTS: dict[str, Callable[[Config], Environment]] = {
     "arithmetic": arithmetic.make,
-    "jsonl": math.make,
+    "math": math.make,
+    "code": code.make,
+    "programs": programs.make,
+    "reasoning_gym:NAME": reasoning_gym.make,
+    "FILE.py:CLASS": own.make,
 }
 
 
+NEEDING_ROWS = ("math", "code")  # of config.environment.train and validation
+
+
 def make_environment(config: Config) -> Environment:
-    """The run's. Raises ValueError where there is none of that name."""
+    """That of config.environment. Raises ValueError where there is none of that name, or no use for the data given."""
     name = config.environment.name
-    if name not in ENVIRONMENTS:
+    kind = "FILE.py:CLASS" if user_code.named(name) else name
+    if name.startswith(reasoning_gym.NAME):
+        kind = "reasoning_gym:NAME"
+    if kind not in ENVIRONMENTS:
         raise ValueError(f"config.environment.name={name!r}: is not one of {', '.join(ENVIRONMENTS)}")
-    return ENVIRONMENTS[name](config)
+    for field in ("train", "validation"):
+        given = getattr(config.environment, field)
+        if given and kind not in (*NEEDING_ROWS, "FILE.py:CLASS"):
+            raise ValueError(
+                f"config.environment.{field}={given}: is not read, since config.environment.name={name} makes its own "
+                f"problems; {' or '.join(NEEDING_ROWS)} has those of files and data sets"
+            )
+    return rewards.with_rewards(ENVIRONMENTS[kind](config), config)
 
 
-def load_rows(config: Config, tokenizer: Tokenizer) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows: at most config.evaluation.prompts of them).
+def make_environments(config: Config) -> dict[str, Environment]:
+    """The run's, by Row.environment."""
+    made = {}
+    for name, part in parts.configs(config).items():
+        with _named(name):
+            made[name] = make_environment(part)
+    return made
+
+
+def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
+    """The run's problems, held-out ones of each environment: config.evaluation.prompts of them, or all there are.
 
     Raises ValueError naming the config field, or the file and row, at fault.
     """
-    rows = make_environment(config).rows
-    train, validation = list(rows("train")), list(rows("validation"))
-    first: dict[str, str] = {}
-    for row in itertools.chain(train, validation):
-        if row.text in first:
-            raise ValueError(f"{row.name}: the prompt is the same as in {first[row.text]}")
-        first[row.text] = row.name
-    return _tokenized(train, config, tokenizer), _tokenized(validation[: config.evaluation.prompts], config, tokenizer)
+    configs, environments = parts.configs(config), make_environments(config)
+    problems = _read(configs, environments, train=True)
+    # Each environment's own, in their order; in it, those of a source that has a weight stand together.
+    train: list[Row] = []
+    held: list[Row] = []
+    strata: list[Stratum] = []
+    said: list[str] = []
+    for name, environment in environments.items():
+        with _named(name):
+            asked, kept = problems[name].settle(tokenizer)
+            for source, share in _shares(environment.weights).items():
+                rows = [row for row in kept if row.source == source] if environment.weights else kept
+                if not rows:
+                    which = f"training prompt of {source}" if source else "training prompt"
+                    why = "".join(f"; {line}" for line in (*environment.said(), *problems[name].said()[:-1]))
+                    raise ValueError(f"config.environment.train: no {which} is left{why}")
+                strata.append(
+                    Stratum(
+                        ":".join(word for word in (name, source) if word),
+                        configs[name].environment.weight * share,
+                        range(len(train), len(train) + len(rows)),
+                    )
+                )
+                train += _numbered(rows, name, first=len(train))
+            held += _numbered(asked, name, first=len(held))
+        said += _told(name, environment, problems[name])
+    return Rows(train, held, strata, said)
 
 
-def _tokenized(rows: Iterable[Row], config: Config, tokenizer: Tokenizer) -> list[Row]:
-    tokenized = []
-    for index, row in enumerate(rows):
-        ids = np.asarray(tokenizer.encode_prompt(row.text), np.int32)
-        if len(ids) > config.rollout.max_prompt_tokens:
-            raise ValueError(
-                f"{row.name}: the prompt has {len(ids)} tokens, "
-                f"config.rollout.max_prompt_tokens is {config.rollout.max_prompt_tokens}"
-            )
-        tokenized.append(dataclasses.replace(row, index=index, token_ids=ids))
-    return tokenized
+def load_held_out(config: Config, tokenizer: Tokenizer, *, apart: bool = False) -> tuple[list[Row], list[str]]:
+    """(load_rows' held_out, lines on them). Training rows are read only where held-out ones are taken out of them.
+
+    apart: of a mixture each environment has all of its prompts, also those that another one has too.
+    """
+    environments = make_environments(config)
+    held: list[Row] = []
+    said: list[str] = []
+    for name, problems in _read(parts.configs(config), environments, train=False, apart=apart).items():
+        with _named(name):
+            asked, _ = problems.settle(tokenizer, train=False)
+            held += _numbered(asked, name, first=len(held))
+        said += _told(name, environments[name], problems)
+    if not held:
+        raise ValueError("config.evaluation.prompts: there is no held-out prompt, and so nothing to evaluate on")
+    return held, said
+
+
+def _read(
+    configs: Mapping[str, Config], environments: Mapping[str, Environment], *, train: bool, apart: bool = False
+) -> dict[str, Problems]:
+    """The rows of each environment, what is held out first: a training prompt that is there too is known by it."""
+    problems, known = {name: Problems(config) for name, config in configs.items()}, Known()
+    for name, environment in environments.items():
+        with _named(name):
+            problems[name].read_held_out(environment, Known() if apart else known)
+    if train or any(one.takes_out for one in problems.values()):
+        for name, environment in environments.items():
+            with _named(name):
+                problems[name].read_train(environment, known)
+    return problems
+
+
+def place_of(text: str) -> tuple[str, str]:
+    """(config.environment.name, config.environment.validation) of what a command line names as an environment.
+
+    Its name; math:SOURCE or code:SOURCE; or a source, of the environment that its layout is for, or of math.
+    Raises ValueError where it is none of these.
+    """
+    kind, _, where = text.partition(":")
+    if text in ENVIRONMENTS or kind == "reasoning_gym" or user_code.named(text):
+        if text in NEEDING_ROWS:
+            raise ValueError(f"{text}: of which rows? {text}:FILE, {text}:ORG/NAME, ...")
+        return text, ""
+    if kind in NEEDING_ROWS:
+        return kind, where
+    if not text.strip():
+        raise ValueError("an environment has no name")
+    (source,) = sources.parse(text, "--environment")
+    if source.weight is not None:
+        raise ValueError(f"{text!r}: has a weight, and nothing is drawn from it")
+    if not source.layout and not source.hub and not os.path.exists(source.where) and not glob.glob(source.where):
+        raise ValueError(
+            f"{text!r} is none of {', '.join(ENVIRONMENTS)}, no data set ({', '.join(LAYOUTS)}, ORG/NAME), and no file"
+        )
+    return LAYOUTS[source.layout].kind if source.layout else "math", text
+
+
+def digest(rows: Sequence[Row]) -> int:
+    """63 bits of the prompts and their answers, in order: a run that goes on with others is known by it.
+
+    Of prompts before they are rendered: a chat template may write today's date into them.
+    """
+    each = b"".join(hashlib.blake2b(_what(row).encode(), digest_size=8).digest() for row in rows)
+    return int.from_bytes(hashlib.blake2b(each, digest_size=8).digest(), "little") >> 1
+
+
+def _what(row: Row) -> str:
+    said = [(message["role"], message["content"]) for message in row.messages] or [("user", row.text)]
+    return json.dumps([said, row.answer])
+
+
+def _told(name: str, environment: Environment, problems: Problems) -> list[str]:
+    """The lines on one environment's rows, with its name in a mixture."""
+    lines = (*environment.said(), *problems.said())
+    return [f"{name}: {parts.as_written(name, line)}" if name else line for line in lines]
+
+
+def _numbered(rows: Iterable[Row], environment: str, *, first: int) -> list[Row]:
+    return [dataclasses.replace(row, environment=environment, index=n) for n, row in enumerate(rows, first)]
+
+
+def _shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """Of the sources that have weights, each one's part of their sum; all rows together are one source, ""."""
+    return {source: weight / sum(weights.values()) for source, weight in weights.items()} or {"": 1.0}
+
+
+@contextlib.contextmanager
+def _named(environment: str) -> Iterator[None]:
+    """Errors name the fields of a mixture's environment as the user wrote them."""
+    try:
+        yield
+    except ValueError as error:
+        if not environment:
+            raise
+        raise ValueError(parts.as_written(environment, str(error))) from error

@@ -1,28 +1,45 @@
-"""A scoring process: reads {"row": {...}, "completion"} lines, writes {"reward", "correct", "metrics"} or null lines.
+"""A scoring process: it makes the run's environments from the config and writes one line for each line it reads.
 
-null: its CPU time ran out. Where it cannot even interrupt itself (a computation in C), the kernel ends it with SIGXCPU
-GRACE_SECONDS later. The first line it writes says that it is ready. It ends at the end of its input, that is with the
-process that started it.
+    read                                           written
+    {"config": "{...}", "parent"}, the first       {"ready": true}
+    {"prepare": [part, ...]}                       {"ready": true}: these are made
+    {"part", "row", "completion",                  {"score": {...}, "complaint": [kind, line], "last": true}
+     "thinking", "tokens"}                         {"out_of_time": true, "last": true}
+                                                   {"error": line}: nothing can be scored
+
+A part is made when it is first asked of. A complaint is of a score function that failed, whose completion is wrong.
+`last`: it took so much memory that the next question needs a new process. Where it cannot even interrupt itself (a
+computation in C), the kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It ends at the end of its input,
+whatever threads a score has left behind, and on Linux the kernel kills it with the thread that started it, also amid a
+score that catches everything. The config comes by stdin, since everybody can read a command line.
 """
 
-import argparse
 import contextlib
+import ctypes
 import dataclasses
+import hashlib
 import json
 import logging
 import math
 import os
-import pkgutil
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from scalerl_jax.environments.base import WRONG, Row, Score
+from scalerl_jax import config_io
+from scalerl_jax.config import Config
+from scalerl_jax.environments import load, parts, user_code
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError
+from scalerl_jax.environments.complaints import failure
 
-MEMORY_BYTES = 3 * 2**30  # address space: a number with 10^9 digits ends in MemoryError, not in the machine's memory
 GRACE_SECONDS = 1.0  # CPU time over the limit at which the kernel ends it; the kernel counts whole seconds
 AGAIN_SECONDS = 0.1  # CPU time between two interruptions: a bare `except:` or a callback may swallow one
+LONGEST_ANSWER = 200  # characters of a score's answer; a longer one is told apart by its digest
+LONGEST_WHY = 500  # characters
+MOST_METRICS = 64  # of one score
+_PR_SET_PDEATHSIG = 1
 
 
 class OutOfTime(BaseException):
@@ -30,65 +47,158 @@ class OutOfTime(BaseException):
 
 
 class Limit:
-    """Raises OutOfTime in `with limit:` once this process has spent `seconds` of CPU time in it."""
+    """Raises OutOfTime in `with limit.of(seconds):` once this process has spent that much CPU time in it."""
 
-    def __init__(self, seconds: float):
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._armed = False
         signal.signal(signal.SIGPROF, self._interrupt)
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def of(self, seconds: float) -> Iterator[None]:
         used = resource.getrusage(resource.RUSAGE_SELF)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        limit = math.ceil(used.ru_utime + used.ru_stime + self._seconds + GRACE_SECONDS)
+        limit = math.ceil(used.ru_utime + used.ru_stime + seconds + GRACE_SECONDS)
         if hard == resource.RLIM_INFINITY or limit < hard:
             resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
         self._armed = True
-        signal.setitimer(signal.ITIMER_PROF, self._seconds, AGAIN_SECONDS)
+        try:
+            signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_SECONDS)
+            yield
+        finally:
+            self.off()
 
-    def __exit__(self, *_: object) -> None:
+    def off(self) -> None:
         self._armed = False
         signal.setitimer(signal.ITIMER_PROF, 0)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # what is made next takes its own time
 
     def _interrupt(self, *_: object) -> None:
         if self._armed:
             raise OutOfTime
 
 
-def reply_to(question: str, score: Callable[[Row, str], Score], limit: Limit) -> str:
+class Parts:
+    """The environments of a run, each made when it is first asked for."""
+
+    def __init__(self, config: Config):
+        self._configs = parts.configs(config)
+        self._made: dict[str, Environment] = {}
+        self.size = 0  # bytes of address space with those that are made
+
+    def __getitem__(self, part: str) -> Environment:
+        """Raises ScorerError where it cannot be made or prepared."""
+        if part not in self._made:
+            try:
+                environment = load.make_environment(self._configs[part])
+                if environment.prepare is not None:
+                    environment.prepare()
+            except ValueError as error:
+                raise ScorerError(parts.as_written(part, str(error))) from error
+            except (Exception, SystemExit) as error:
+                field = parts.field(part, "name")
+                name = self._configs[part].environment.name
+                raise ScorerError(f"{field}={name}: cannot be made: {user_code.told(error)}") from error
+            self._made[part] = environment
+            self.size = _address_space()
+        return self._made[part]
+
+    def seconds(self, part: str) -> float:
+        """CPU time of one score."""
+        return self._configs[part].environment.verifier_seconds
+
+
+def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> dict[str, Any]:
     """Raises nothing for any text."""
-    asked = json.loads(question)
+    part = question.get("part", "")
     try:
-        with limit:
-            return json.dumps(dataclasses.asdict(score(Row(**asked["row"]), asked["completion"])))
+        for part in question.get("prepare", ()):
+            environments[part]
+        if "prepare" in question:
+            return {"ready": True}
+        environment = environments[part]
+        said = Completion(question["completion"], thinking=question["thinking"], tokens=question["tokens"])
+        with limit.of(environments.seconds(part)):
+            row = Row(environment=part, **question["row"])
+            return {"score": _plain(environment.score(row, said))}
     except OutOfTime:
-        limit.__exit__()  # it may have been interrupted itself
-        return "null"
-    except Exception:  # noqa: BLE001 (whatever parsers of arbitrary text may raise, the text is not the answer)
-        return json.dumps(dataclasses.asdict(WRONG))
+        limit.off()  # it may have been interrupted itself
+        return {"out_of_time": True}
+    except ScorerError as error:
+        return {"error": parts.as_written(part, " ".join(str(error).split()))}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code and parsers of any text raise anything)
+        line, kind, metrics = failure(part, error)
+    return {"score": _plain(Score(-1.0, False, metrics, why=line)), "complaint": [kind[:LONGEST_WHY], line]}
+
+
+def _plain(score: Score) -> dict[str, Any]:
+    """Its fields as JSON has them; what is bounded is cut."""
+    if not isinstance(score, Score):
+        raise TypeError(f"a score is {type(score).__name__}, not Score")
+    answer = score.answer
+    if answer is not None and len(answer) > LONGEST_ANSWER:
+        digest = hashlib.blake2b(answer.encode(errors="replace"), digest_size=8).hexdigest()
+        answer = f"{answer[: LONGEST_ANSWER - 20]}... {digest}"
+    if len(score.metrics) > MOST_METRICS:
+        raise ValueError(f"a score has {len(score.metrics)} metrics, more than {MOST_METRICS}")
+    metrics = {str(name): float(value) for name, value in score.metrics.items()}
+    if not all(map(math.isfinite, metrics.values())):
+        raise ValueError(f"a metric of a score is no finite number: {metrics}")
+    fields = dataclasses.replace(
+        score, reward=float(score.reward), correct=bool(score.correct), metrics=metrics, answer=answer,
+        why=score.why if len(score.why) <= LONGEST_WHY else f"{score.why[: LONGEST_WHY - 3]}...",
+    )  # fmt: skip
+    return {name: value for name, value in vars(fields).items() if value not in (None, "", {})}
+
+
+def _die_with_parent() -> None:
+    """The kernel sends SIGKILL when the thread that started this process is gone: a thread of the pool, which lives as
+    long as the pool. One that is gone already sends none, which is for the caller to see (getppid)."""
+    if sys.platform == "linux":
+        died = [ctypes.c_ulong(given) for given in (signal.SIGKILL, 0, 0, 0)]
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, *died):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def _address_space() -> int:
+    """Bytes of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--score", type=pkgutil.resolve_name, required=True)
-    parser.add_argument("--prepare", type=pkgutil.resolve_name, default=lambda: None)
-    parser.add_argument("--seconds", type=float, required=True)
-    options = parser.parse_args()
-    limit = Limit(options.seconds)
-    logging.disable(logging.CRITICAL)  # math-verify logs every text it cannot read
+    _die_with_parent()
+    # Its own ends of the pipes: what a library reads or prints is neither a question nor a reply.
+    questions = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    # A size that the machine does not know, and no core file of a worker that the kernel ends.
-    for kind, size in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(kind, (size, size))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    options.prepare()
-    replies.write("ready\n")
-    with open(os.devnull, "wb") as nowhere:  # what a library prints is not a reply, and nobody reads it
+    with open(os.devnull, "r+b") as nowhere:
+        os.dup2(nowhere.fileno(), 0)
         os.dup2(nowhere.fileno(), 1)
+        logging.disable(logging.CRITICAL)  # math-verify logs every text it cannot read
+        limit = Limit()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+        first = json.loads(questions.readline() or "{}")
+        if first.get("parent") != os.getppid():
+            os._exit(0)  # it is gone already
+        config = config_io.from_json(first["config"])
+        each = parts.configs(config).values()
+        memory = max(of_part.environment.verifier_memory_bytes for of_part in each)
+        # A size that the machine does not know, and no core file of a worker that the kernel ends.
+        for kind, size in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(kind, (size, size))
+        environments = Parts(config)
+        replies.write('{"ready": true}\n')
         os.dup2(nowhere.fileno(), 2)
-    for line in sys.stdin:
-        replies.write(reply_to(line, options.score, limit) + "\n")
+    for line in questions:
+        reply = reply_to(json.loads(line), environments, limit)
+        if _address_space() > (memory + environments.size) / 2:  # the next question would have less room than this one
+            reply["last"] = True
+        replies.write(json.dumps(reply) + "\n")
+    os._exit(0)  # nothing of the user's is waited for
 
 
 if __name__ == "__main__":

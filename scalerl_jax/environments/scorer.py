@@ -2,45 +2,107 @@
 
     cut by the token budget        wrong, whatever its text says so far; nobody is asked
     nothing follows the thinking   wrong, likewise
-    others                         the environment's score of what follows the thinking
+    others                         the score of what follows the thinking, by the environment that the row is of
 
-What follows the thinking is the text after the last `end_of_thinking`.
+What follows the thinking is the text after the last `end_of_thinking` (thinking.py); where there is no thinking budget
+and the prompt has opened none, it is all of the text. With config.rollout.length_control=penalty right
+ones that are long are worth less (length_penalty.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.environments.base import WRONG, Environment, Row, Score
+from scalerl_jax.environments import length_penalty, parts, user_code
+from scalerl_jax.environments.base import Completion as Said
+from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
+from scalerl_jax.environments.complaints import Complaints, failure
+from scalerl_jax.environments.load import make_environments
 from scalerl_jax.environments.scorer_pool import ScorerPool
+from scalerl_jax.environments.thinking import split_as_run
+
+CUT = Score(-1.0, False, why="cut by the token budget")
+NO_ANSWER = Score(-1.0, False, why="nothing follows the thinking")
 
 
 class Scorer:
-    """Of one run; a context manager. `decode` gives the text of a completion's tokens without the stop token."""
+    """Of one run; a context manager. `decode` gives the text of a completion's tokens without the stop token.
 
-    def __init__(self, environment: Environment, config: Config, *, decode: Callable[[Sequence[int]], str]):
-        self._environment, self._decode = environment, decode
-        self._end = config.rollout.end_of_thinking if config.rollout.thinking_budget_max > 0 else ""
-        self._pool: ScorerPool | None = None
-        if environment.in_processes:
-            self._pool = ScorerPool(
-                environment.score,
-                prepare=environment.prepare,
-                processes=config.environment.verifier_processes,
-                seconds=config.environment.verifier_seconds,
-            )
+    everywhere: every process that scores is ready when this returns, not only one. environments: those of the run by
+    part (parts.py); None: as its config makes them. Raises ScorerError, one line, where one cannot be made or prepared.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        everywhere: bool = False,
+        environments: Mapping[str, Environment] | None = None,
+    ):
+        if environments is None:
+            environments = make_environments(config)
+        self._environments, self._rollout, self._decode = environments, config.rollout, decode
+        apart = {part: environment for part, environment in environments.items() if environment.in_processes}
+        self._complaints = Complaints()
+        self._pool = ScorerPool(config, apart, complaints=self._complaints) if apart else None
+        try:
+            for part, environment in environments.items():
+                if not environment.in_processes and environment.prepare is not None:
+                    _prepare(part, environment.prepare, config)
+            if self._pool is not None:
+                self._pool.prepare(everywhere=everywhere)
+        except ValueError as error:
+            self.__exit__()
+            raise ScorerError(str(error)) from error
+        except BaseException:
+            self.__exit__()
+            raise
 
     def score(self, row: Row, completion: Completion) -> "Future[Score]":
         """May block for a moment. The result raises ScorerError where a completion cannot be scored."""
-        said = None
-        if completion.finish_reason == "stop":
-            said = after_thinking(self._decode(completion.token_ids.tolist()), self._end)
-        if said is not None and self._pool is not None:
-            return self._pool.submit(row, said)
-        known: Future[Score] = Future()
-        known.set_result(WRONG if said is None else self._environment.score(row, said))
-        return known
+        tokens = int(completion.sampled().sum())
+        if completion.finish_reason != "stop":
+            return self._worth(_known(CUT), tokens)
+        text = self._decode(completion.token_ids.tolist())
+        end, budget = self._rollout.end_of_thinking, self._rollout.thinking_budget_max
+        thinking, answer = split_as_run(text, end, prompt=row.text, budget=budget)
+        return self.score_answer(row, answer, thinking=thinking, tokens=tokens)
+
+    def score_answer(self, row: Row, answer: str | None, *, thinking: str, tokens: int) -> "Future[Score]":
+        """The same of a completion's parts; `answer` is None where it has none."""
+        if answer is None:
+            return self._worth(_known(NO_ANSWER), tokens)
+        said = Said(answer, thinking=thinking, tokens=tokens)
+        environment = self._environments[row.environment]
+        if environment.in_processes:
+            assert self._pool is not None
+            return self._worth(self._pool.submit(row, said), tokens)
+        try:
+            score = environment.score(row, said)
+        except Exception as error:  # noqa: BLE001 (as in the processes: it costs this completion, and is said)
+            line, kind, metrics = failure(row.environment, error)
+            self._complaints.say(kind, line)
+            score = Score(-1.0, False, metrics, why=line)
+        return self._worth(_known(score), tokens)
+
+    def _worth(self, score: "Future[Score]", tokens: int) -> "Future[Score]":
+        """With what the run adds to what the environment says."""
+        if self._rollout.length_control != "penalty":
+            return score
+        worth: Future[Score] = Future()
+
+        def scored(done: "Future[Score]") -> None:
+            if done.cancelled():
+                worth.cancel()
+            elif error := done.exception():
+                worth.set_exception(error)
+            else:
+                worth.set_result(length_penalty.penalized(done.result(), tokens=tokens, rollout=self._rollout))
+
+        score.add_done_callback(scored)
+        return worth
 
     def __enter__(self) -> "Scorer":
         return self
@@ -50,9 +112,18 @@ class Scorer:
             self._pool.close()
 
 
-def after_thinking(text: str, end: str) -> str | None:
-    """What follows the last `end` of a completion's text ("": all of it); None where nothing does."""
-    if not end:
-        return text.strip() or None
-    _, found, answer = text.rpartition(end)
-    return (answer.strip() or None) if found else None
+def _prepare(part: str, prepare: Callable[[], None], config: Config) -> None:
+    """Raises ScorerError, one line, as the processes that score do (score_worker.py)."""
+    try:
+        prepare()
+    except ValueError as error:
+        raise ScorerError(parts.as_written(part, str(error))) from error
+    except (Exception, SystemExit) as error:
+        name = parts.configs(config)[part].environment.name
+        raise ScorerError(f"{parts.field(part, 'name')}={name}: cannot be prepared: {user_code.told(error)}") from error
+
+
+def _known(score: Score) -> "Future[Score]":
+    known: Future[Score] = Future()
+    known.set_result(score)
+    return known

@@ -1,21 +1,27 @@
 """Scores from worker processes, each within a limit of time.
 
 A worker is `python -m scalerl_jax.environments.score_worker`: a small process of its own without jax, spoken to in
-JSON lines over its pipes. It is never a fork of the trainer, whose threads a fork would break, and never a thread, as
-an expression like 9**9**9**9 computes in C and only a kill ends it.
+JSON lines over its pipes, which makes the run's environments from the config. It is never a fork of the trainer, whose
+threads a fork would break, and never a thread, as an expression like 9**9**9**9 computes in C and only a kill ends it.
 
 The limit of a score is CPU time of its worker, so that it does not depend on what else the machine does:
 
     seconds                   the worker interrupts itself; the completion is wrong
     seconds + GRACE_SECONDS   the kernel kills a worker that could not; the completion is wrong
-    stuck_seconds, by clock   of a worker that sleeps or is stopped: it is killed as one that died
+    stuck_seconds, by clock   of a worker that sleeps or is stopped: it is killed as one that died; what a score may
+                              wait for others comes on top
 
 The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. Every
-score is remembered, and a completion that is being scored is not scored a second time beside that.
+score is remembered, and a completion that is being scored is not scored a second time beside that: what is remembered
+goes by digests of the row, made once, and of the completion. A worker whose memory has grown is replaced before its
+next question.
 
-What waits for a worker has no bound here: it is what the groups in flight and an evaluation have, which are bounded.
+What waits for a worker has no bound here: it is what the groups in flight and an evaluation have, which are bounded. A
+row may hold megabytes of tests: it is written out when a worker is free, not while it waits.
 
-A worker that cannot be started, and any other fault here, is raised by the futures of the questions as ScorerError.
+A worker that cannot be started, an environment that cannot be made there, a score that says so, and any other fault
+here, is raised by the futures of the questions as ScorerError. What a score function says of itself when it fails is
+logged, once for each kind of it.
 """
 
 import collections
@@ -32,10 +38,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from scalerl_jax.environments.base import WRONG, Row, Score
+from scalerl_jax import config_io
+from scalerl_jax.config import Config
+from scalerl_jax.environments import parts
+from scalerl_jax.environments.base import Completion, Environment, Row, Score
+from scalerl_jax.environments.base import ScorerError as ScorerError
+from scalerl_jax.environments.complaints import Complaints
+from scalerl_jax.environments.row_json import RowDigests, row_json
 
 START_SECONDS = 300.0  # by clock: importing sympy on a busy machine
 STUCK_SECONDS = 120.0  # by clock, and ten times the limit: an answer took that long without using up its CPU time
@@ -47,57 +60,74 @@ ENDING_SECONDS = 10.0  # for a process to be gone; one that the kernel holds on 
 FIRST_PAUSE = 0.25  # seconds before a start is tried again, doubled each time
 # A worker scores one answer at a time, and threads of libraries that it loads take of its memory limit.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets, in every worker: what is made there is the same each time
 _SHORT_OF = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # what the machine may have again soon
 
 Key = bytes
 
 
-class ScorerError(ValueError):
-    """Nothing can be scored; the message is one line."""
-
-
 class ScorerPool:
-    """Scores in `processes` workers.
+    """Scores of the environments of a run.
 
     Args:
-        score: a function of a module, by whose name the workers find it.
-        prepare: likewise; called once in each worker, before its first row.
-        processes: workers, at least 1.
-        seconds: CPU time of one score.
+        config: the run's, from which the workers make them.
+        environments: by part, those that are asked here; at least one.
+        complaints: says what score functions say of themselves.
         stuck_seconds: by clock, of one completion; None: as said above.
     """
 
     def __init__(
         self,
-        score: Callable[[Row, str], Score],
+        config: Config,
+        environments: Mapping[str, Environment],
         *,
-        prepare: Callable[[], None] | None = None,
-        processes: int,
-        seconds: float,
+        complaints: Complaints | None = None,
         stuck_seconds: float | None = None,
     ):
-        assert processes > 0 and seconds > 0
+        assert environments
+        configs = parts.configs(config)
+        processes = max(configs[part].environment.verifier_processes for part in environments)
+        self._environments, self._stuck_seconds = environments, dict[str, float]()
+        self._seconds = {part: configs[part].environment.verifier_seconds for part in environments}
+        for part, environment in environments.items():
+            least = STUCK_SECONDS + 10 * self._seconds[part] if stuck_seconds is None else stuck_seconds
+            self._stuck_seconds[part] = least + environment.waits_seconds
         self._scores: collections.OrderedDict[Key, Score] = collections.OrderedDict()
         self._asked: dict[Key, Future[Score]] = {}  # not scored yet
+        self._rows = RowDigests()
+        self._complaints = complaints or Complaints()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         # How many completions a worker was asked about, how many of them got no score, how many workers died.
         self.scored = self.given_up = self.restarts = 0
-        stuck_seconds = STUCK_SECONDS + 10 * seconds if stuck_seconds is None else stuck_seconds
-        options = [f"--score={_name(score)}", f"--seconds={seconds}"]
-        options += [f"--prepare={_name(prepare)}"] if prepare is not None else []
-        self._workers = [_Worker(options, stuck_seconds, self._closing) for _ in range(processes)]
+        first = json.dumps({"config": config_io.to_json(config), "parent": os.getpid()})
+        self._workers = [_Worker(first, self._closing) for _ in range(processes)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="verifier")  # one for each worker
 
-    def submit(self, row: Row, completion: str) -> "Future[Score]":
+    def prepare(self, *, everywhere: bool = False) -> None:
+        """Makes every environment in a worker, or in all. Raises ScorerError where one cannot be made."""
+        seconds = START_SECONDS + max(self._stuck_seconds.values())
+        asked = [
+            self._on_thread(self._ask, json.dumps({"prepare": list(self._environments)}), seconds)
+            for _ in range(len(self._workers) if everywhere else 1)
+        ]
+        for done in asked:
+            if done.result() is None:
+                raise ScorerError("the verifier's worker ended, or was stuck, when it made the environments")
+
+    def submit(self, row: Row, completion: Completion) -> "Future[Score]":
         """What `completion` is worth. The result raises ScorerError where it cannot be scored."""
-        assert not self._closing.is_set()
-        of_row = {"text": row.text, "answer": row.answer, "task": row.task, "extra": dict(row.extra)}
-        line = json.dumps({"row": of_row, "completion": completion[-LONGEST:]})
-        key = hashlib.blake2b(line.encode(), digest_size=20).digest()
+        assert not self._closing.is_set() and row.environment in self._environments
+        said = self._said(row, completion)
+        try:
+            key = hashlib.blake2b(self._rows[row] + json.dumps(said).encode(), digest_size=20).digest()
+        except ScorerError as error:
+            unscored: Future[Score] = Future()
+            unscored.set_exception(error)
+            return unscored
         with self._lock:
             if key in self._scores:
                 self._scores.move_to_end(key)
@@ -105,11 +135,24 @@ class ScorerPool:
                 known.set_result(self._scores[key])
                 return known
             if key not in self._asked:
-                try:
-                    self._asked[key] = self._threads.submit(self._answer, key, line)
-                except RuntimeError as error:
-                    raise ScorerError(f"the verifier cannot start: {error}") from error
+                self._asked[key] = self._on_thread(self._answer, key, row, said)
             return self._asked[key]
+
+    def _said(self, row: Row, completion: Completion) -> dict[str, Any]:
+        """What a score may look at, beside the row."""
+        reads = self._environments[row.environment].reads_thinking
+        return {
+            "part": row.environment,
+            "completion": completion[-LONGEST:],
+            "thinking": completion.thinking[-LONGEST:] if reads else "",
+            "tokens": completion.tokens if reads else 0,
+        }
+
+    def _on_thread(self, function: Any, *arguments: Any) -> "Future[Any]":
+        try:
+            return self._threads.submit(function, *arguments)
+        except RuntimeError as error:
+            raise ScorerError(f"the verifier cannot start: {error}") from error
 
     def close(self) -> None:
         """Ends the workers; what is not scored yet is cancelled."""
@@ -121,42 +164,62 @@ class ScorerPool:
         for worker in self._workers:
             worker.end()
 
-    def _answer(self, key: Key, line: str) -> Score:
-        """On a thread. Whatever goes wrong is this question's; the next one is tried all the same."""
-        worker = self._idle.get()
+    def _answer(self, key: Key, row: Row, said: Mapping[str, Any]) -> Score:
+        """On a thread, of which there is one for each worker: one is free now."""
+        part = row.environment
         try:
-            score = self._ask(worker, line)
+            line = f'{json.dumps(said)[:-1]}, "row": {row_json(row)}}}'
+            reply = self._ask(line, self._stuck_seconds[part], part)
+            if reply is None:
+                why, reply = "the process that scored it ended, or was stuck, twice", {}
+            elif "out_of_time" in reply:
+                why = f"no score within {self._seconds[part]:g} s of CPU time (verifier_seconds)"
+            if found := reply.get("score"):
+                score = Score(**found)
+            else:
+                score = Score(-1.0, False, why=why)
+                self._complaints.say(
+                    f"{part} {why}", f"{parts.field(part, 'name')}: {why}: that completion counts as wrong"
+                )
+            if "complaint" in reply:
+                self._complaints.say(*reply["complaint"])
             with self._lock:
                 self.scored += 1
-                self.given_up += score is None
-                self._scores[key] = score or WRONG
+                self.given_up += not found
+                self._scores[key] = score
                 if len(self._scores) > CACHE:
                     self._scores.popitem(last=False)
-            return score or WRONG
+            return score
+        finally:
+            with self._lock:
+                self._asked.pop(key, None)
+
+    def _ask(self, line: str, seconds: float, part: str | None = None) -> dict[str, Any] | None:
+        """The reply to `line` of the next worker that is free (_Worker.ask); None: no worker has one.
+
+        Raises ScorerError. Whatever goes wrong is this question's; the next one is tried all the same.
+        """
+        worker = self._idle.get()
+        try:
+            for _ in range(2):
+                try:
+                    reply = worker.ask(line, seconds, part)
+                except _WorkerDied:
+                    if self._closing.is_set():
+                        raise ScorerError("the verifier was closed") from None
+                    with self._lock:
+                        self.restarts += 1
+                    continue
+                if "error" in reply:
+                    raise ScorerError(reply["error"])
+                return reply
+            return None
         except ScorerError:
             raise
         except BaseException as error:
             raise ScorerError(f"the verifier failed: {' '.join(f'{type(error).__name__}: {error}'.split())}") from error
         finally:
             self._idle.put(worker)
-            with self._lock:
-                self._asked.pop(key, None)
-
-    def _ask(self, worker: "_Worker", line: str) -> Score | None:
-        """None: no worker has an answer."""
-        for _ in range(2):
-            try:
-                return worker.ask(line)
-            except _WorkerDied:
-                if self._closing.is_set():
-                    raise ScorerError("the verifier was closed") from None
-                with self._lock:
-                    self.restarts += 1
-        return None
-
-
-def _name(function: Callable) -> str:
-    return f"{function.__module__}:{function.__qualname__}"
 
 
 class _WorkerDied(Exception):
@@ -170,31 +233,40 @@ class _WorkerDied(Exception):
 class _Worker:
     """One worker process, started when first asked and again after it was ended."""
 
-    def __init__(self, options: list[str], stuck_seconds: float, closing: threading.Event):
-        self._options, self._stuck_seconds, self._closing = options, stuck_seconds, closing
+    def __init__(self, first: str, closing: threading.Event):
+        self._first, self._closing = first, closing  # the first line to it
         self._running: _Running | None = None
+        self._made: set[str] = set()  # parts, by the one that runs
         self._lock = threading.Lock()  # no process is started once it closes
 
-    def ask(self, line: str) -> Score | None:
-        """The score, or None when its CPU time ran out. Raises _WorkerDied, or ScorerError when none can start."""
+    def ask(self, line: str, seconds: float, part: str | None = None) -> dict[str, Any]:
+        """Its reply, within `seconds` by clock. part: the environment that the line needs, which has time of its own
+        to be made. Raises _WorkerDied, or ScorerError when none can start."""
         if self._running is None:
+            self._made.clear()
             self._start()
         running = self._running
         if running is None:
             raise _WorkerDied
         try:
-            reply = running.exchange(line, self._stuck_seconds)
+            if part is not None and part not in self._made:
+                ready: dict[str, Any] = json.loads(running.exchange(json.dumps({"prepare": [part]}), START_SECONDS))
+                if "error" in ready:
+                    return ready
+                self._made.add(part)
+            reply: dict[str, Any] = json.loads(running.exchange(line, seconds))
         except _WorkerDied as death:
             self._running = None
             code = running.end(by_itself=death.ended)
             if code == -signal.SIGXCPU:  # it could not even interrupt itself
-                return None
+                return {"out_of_time": True}
             raise
         except BaseException:
             self.end()  # what it says next would be taken for the answer to the next question
             raise
-        score = json.loads(reply)
-        return None if score is None else Score(**score)
+        if "last" in reply:
+            self.end()
+        return reply
 
     def interrupt(self) -> None:
         """From another thread, when it closes: the question being asked ends in _WorkerDied."""
@@ -209,7 +281,7 @@ class _Worker:
 
     def _start(self) -> None:
         """Starts the process; where the machine is short of something for a moment, it is tried again."""
-        command = [sys.executable, "-m", "scalerl_jax.environments.score_worker", *self._options]
+        command = [sys.executable, "-m", "scalerl_jax.environments.score_worker"]
         # The worker must find this package however the trainer found it.
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
@@ -221,7 +293,7 @@ class _Worker:
                 with self._lock:
                     if self._closing.is_set():
                         raise _WorkerDied
-                    environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": path}
+                    environment = {**os.environ, **_ONE_THREAD, **_SAME_ORDER, "PYTHONPATH": path}
                     self._running = _Running(command, environment, self._closing)
             except OSError as error:
                 why = str(error)
@@ -229,7 +301,7 @@ class _Worker:
                     continue
                 break
             try:
-                self._running.exchange("", START_SECONDS)
+                self._running.exchange(self._first, START_SECONDS)
                 return
             except _WorkerDied as death:
                 running, self._running = self._running, None
@@ -266,16 +338,15 @@ class _Running:
         os.set_blocking(self._questions.fileno(), False)
 
     def exchange(self, line: str, seconds: float) -> bytes:
-        """Writes a line ("": none) and reads one, within `seconds` by clock.
+        """Writes a line and reads one, within `seconds` by clock.
 
         Raises _WorkerDied where none comes, and soon after the pool closes: what a worker started may hold the pipe.
         """
         end = time.monotonic() + seconds
-        out, reply = memoryview(line.encode() + b"\n" if line else b""), b""
+        out, reply = memoryview(line.encode() + b"\n"), b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._replies, selectors.EVENT_READ)
-            if out:
-                selector.register(self._questions, selectors.EVENT_WRITE)
+            selector.register(self._questions, selectors.EVENT_WRITE)
             while not reply.endswith(b"\n"):
                 ready = selector.select(min(CLOSING_SECONDS, max(0.0, end - time.monotonic())))
                 if not ready and (self._closing.is_set() or time.monotonic() >= end):

@@ -2,8 +2,7 @@
 
 Token ids are the contract between trainer and generators; text is derived from them for the verifier and for people.
 
-Left out on purpose: chat templates (a prompt file holds the rendered text), and slow tokenizers (a folder without
-tokenizer.json).
+Left out on purpose: slow tokenizers (a folder without tokenizer.json).
 """
 
 import json
@@ -37,6 +36,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.path = path
+        self._beginning = self._read_beginning()  # ids that the tokenizer puts before each sequence
         self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)  # ids, added tokens included
         self.stop_ids = self._read_stop_ids()  # tuple[int, ...]
         self.eos_id = self.stop_ids[0]
@@ -45,12 +45,19 @@ class Tokenizer:
         """The ids of `text` and nothing else."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode`, of many texts, on all cores."""
+        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts before a sequence (Llama: one <|begin_of_text|>)."""
-        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
-        bare = self.encode(text)
+        return self.begun(self.encode(text))
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The ids of a text likewise as a prompt's."""
+        beginning = self._beginning
         # A rendered chat template already begins with it: then the tokenizer's own would be a second one.
-        return bare if len(ids) > len(bare) and bare and ids[0] == bare[0] else ids
+        return ids if ids[: len(beginning)] == beginning else beginning + ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens kept."""
@@ -84,6 +91,13 @@ class Tokenizer:
         """The text of a completion without the stop token it ends with."""
         ids = [int(i) for i in ids]
         return self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+
+    def _read_beginning(self) -> list[int]:
+        # What some tokenizers put behind a sequence is left out: a prompt goes on.
+        bare = self.encode("a")
+        ids = self._tokenizer.encode("a", add_special_tokens=True).ids
+        before = (ids[:at] for at in range(len(ids)) if bare and ids[at : at + len(bare)] == bare)
+        return next(before, [])
 
     def _read_stop_ids(self) -> tuple[int, ...]:
         # Where Hugging Face's own generate looks, in its order: generation_config.json, config.json, the tokenizer.

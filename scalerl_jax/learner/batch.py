@@ -10,14 +10,16 @@ The staleness of a token is the number of the batch it is trained in minus the p
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.base import Row, Score
+from scalerl_jax.learner.expert_load import expert_load
 from scalerl_jax.learner.packing import Segment
+from scalerl_jax.learner.repetition import repetition_metrics
 from scalerl_jax.objective import advantages, token_weights
 
 
@@ -74,8 +76,8 @@ def build(
         prompt = np.asarray(group.row.token_ids, np.int32)
         blank = np.zeros(len(prompt), np.float32)
         for i, completion in enumerate(completions[p]):
-            steps = completion.token_steps()[sampled[p][i]]
-            lags.update((number - steps).tolist())
+            lag, count = np.unique(number - completion.token_steps()[sampled[p][i]], return_counts=True)
+            lags.update(dict(zip(lag.tolist(), count.tolist())))
             if weight[p, i] == 0:
                 continue
             mask = sampled[p][i].astype(np.float32)
@@ -86,6 +88,7 @@ def build(
                     weights=np.concatenate([blank, mask * np.float32(weight[p, i])]),
                     advantages=np.concatenate([blank, np.full(len(mask), advantage[p, i], np.float32)]),
                     generator_logprobs=np.concatenate([blank, completion.logprobs]),
+                    experts=completion.experts,
                 )
             )
 
@@ -101,6 +104,9 @@ def build(
         "interrupted": float(interrupted),
         "length_mean": float(lengths.mean()),
         "length_max": float(lengths.max()),
+        **repetition_metrics(
+            [c.token_ids[sampled[p][i]] for p, row in enumerate(completions) for i, c in enumerate(row)]
+        ),
         "lag_mean": float(sum(lag * count for lag, count in lags.items()) / max(1, lags.total())),
         "lag_max": float(max(lags, default=0)),
         "loss_tokens": float(sum(int((s.weights > 0).sum()) for s in segments)),
@@ -132,11 +138,17 @@ def _contains(tokens: np.ndarray, wanted: Sequence[int]) -> bool:
     return bool((windows == np.asarray(wanted)).all(axis=1).any())
 
 
-def per_token(sums: dict[str, float]) -> dict[str, float]:
-    """The learner's sums as means over loss tokens, under the names the metrics use."""
+def per_token(sums: dict[str, Any]) -> dict[str, Any]:
+    """The learner's sums as means over loss tokens, under the names the metrics use.
+
+    d = logp_train - logp_gen, rho = exp(d): mismatch is the mean of |d|, ratio that of rho, and kl (the mismatch KL)
+    that of rho - 1 - d, the k3 estimator of KL(generators || trainer): never negative, of small variance, and unbiased,
+    since the generators sampled the tokens.
+    """
     tokens = max(1.0, sums["tokens"])
     return {
         **{name: sums[name] for name in ("loss", "gradient_norm", "micro_batches", "row_use")},
+        **(expert_load(sums["expert_tokens"], sums.get("moved_pairs")) if "expert_tokens" in sums else {}),
         **{name: sums[name] / tokens for name in ("entropy", "mismatch", "kl", "ratio", "clipped", "masked")},
         "mismatch_max": sums["max_mismatch"],
         "ratio_max": sums["max_ratio"],

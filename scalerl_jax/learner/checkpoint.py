@@ -9,6 +9,9 @@ Orbax notices files that are missing or cut short, but not a flipped bit: digest
 A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is taken. One that can be
 read but is of another model is the user's mistake and stays where it is.
 
+On several hosts all of them call the same methods with the same arguments, on one folder that all of them see; each
+reads and writes what its devices hold, and they agree on which checkpoint can be read.
+
 Left out on purpose: which steps to save and what the manifest says are the trainer's.
 """
 
@@ -22,7 +25,7 @@ import logging as std_logging
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,14 +34,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from flax import traverse_util
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from scalerl_jax.learner.digests import compare, described, named
+from scalerl_jax.learner.digests import compare, described, named, of_elements
 from scalerl_jax.system import files
 
 Tree = Any
 
-_FORMAT = 2
+_FORMAT = 3  # 2: never a digest of elements (digests.py); a run on one host writes nothing that a reader of 2 lacks
+_MOST_STEPS = 64  # the newest ones, that hosts agree on
 _CONCURRENT_GB = 2  # host memory that saving or restoring may hold at once
 
 
@@ -58,6 +63,8 @@ class Checkpoints:
     def __init__(self, directory: str, *, keep: int):
         self._directory = os.path.abspath(directory)
         self._keep = keep
+        # Called before a save is begun, with its step, manifest and arrays: the other hosts save with this one.
+        self.tell: Callable[[int, Mapping[str, Any], Mapping[str, np.ndarray]], None] = lambda *save: None
         self._opened: ocp.CheckpointManager | None = None
         self._failed = False
 
@@ -68,12 +75,13 @@ class Checkpoints:
         before it failed with: files.WriteError on a full disk.
         """
         with self._faults():
+            self.tell(step, manifest, arrays)
             manager = self._manager()
             if step in manager.all_steps():
                 return
             numpy_arrays = {name: np.asarray(x) for name, x in arrays.items()}
             record = {
-                "format": _FORMAT,
+                "format": _FORMAT if of_elements(state) else _FORMAT - 1,
                 "manifest": dict(manifest),
                 "state": described(state),
                 "arrays": described(numpy_arrays),
@@ -93,9 +101,11 @@ class Checkpoints:
         """
         self.wait()
         found, broken = _newest_readable(self._directory, abstract)
-        for step, why in broken.items():
+        for step, why in broken.items() if jax.process_index() == 0 else ():
             aside = _set_aside(self._directory, step)
             logging.warning("checkpoint %d cannot be read (%s): set aside as %s", step, why, os.path.basename(aside))
+        if broken:
+            _all_hosts(True)  # the folders have their names
         if broken and self._opened is not None:
             self._opened.reload()
         if broken and found is not None:
@@ -189,34 +199,85 @@ def read_newest(directory: str, part: str) -> Checkpoint:
     return found
 
 
+def read_step(directory: str, part: str, step: int) -> Checkpoint:
+    """Likewise that of `step`."""
+    path = os.path.join(os.path.abspath(directory), str(step))
+    try:
+        record = _read_record(path)
+        with _quiet():
+            return _read(step, path, record, _expected(record, part))
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be read ({_why(error)})") from error
+
+
+def steps_there(directory: str) -> list[int]:
+    """The steps of all checkpoints, readable or not, in order."""
+    return sorted(ocp.utils.checkpoint_steps(directory)) if os.path.isdir(directory) else []
+
+
 def newest_step(directory: str) -> int | None:
     """The step of the newest checkpoint, readable or not; None: no save yet."""
-    return max(ocp.utils.checkpoint_steps(directory), default=None) if os.path.isdir(directory) else None
+    return max(steps_there(directory), default=None)
 
 
 def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> tuple[Checkpoint | None, dict[int, str]]:
     """(the newest readable checkpoint, what is newer and broken: step -> why). Raises ValueError if all are broken."""
     broken: dict[int, str] = {}
-    steps = sorted(ocp.utils.checkpoint_steps(directory), reverse=True) if os.path.isdir(directory) else []
-    for step in steps:
+    for step in reversed(_agreed(steps_there(directory))):
         path = os.path.join(directory, str(step))
+        mismatch: str | None = None
+        found: Checkpoint | None = None
         try:
             record = _read_record(path)
             wanted = _expected(record, part) if abstract is None else abstract
             mismatch = None if abstract is None else _mismatch(record, abstract)
             if mismatch is None:
                 with _quiet():
-                    return _read(step, path, record, wanted), broken
+                    found = _load(step, path, record, wanted)
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # no room for it is no fault of the checkpoint's
         except Exception as error:  # noqa: BLE001 (Orbax and tensorstore raise bare Exception, ValueError, KeyError, OSError)
-            broken[step] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
+            broken[step] = _why(error)
+        if mismatch is not None:
+            raise ValueError(f"{path}: {mismatch}")
+        if not _all_hosts(found is not None):
+            broken.setdefault(step, "another host cannot read it")
             continue
-        raise ValueError(f"{path}: {mismatch}")
+        try:  # by digests that all hosts make together
+            _check(found, record)
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # noqa: BLE001  as above
+            broken[step] = _why(error)
+            continue
+        return found, broken
     if broken:
         newest = next(iter(broken))
         raise ValueError(f"{directory}: none of its {len(broken)} checkpoints can be read ({newest}: {broken[newest]})")
     return None, broken
+
+
+def _agreed(steps: list[int]) -> list[int]:
+    """Those that the first host sees: a network's file system may show the others what was there before."""
+    if jax.process_count() == 1:
+        return steps
+    room = np.full(_MOST_STEPS, -1, np.int64)
+    room[: len(steps[-_MOST_STEPS:])] = steps[-_MOST_STEPS:]
+    halves = multihost_utils.broadcast_one_to_all(room.view(np.int32))  # JAX has 32 bits
+    return [step for step in np.asarray(halves).view(np.int64).tolist() if step >= 0]
+
+
+def _all_hosts(good: bool) -> bool:
+    """Whether it is so on each of them; they wait for each other here."""
+    if jax.process_count() == 1:
+        return good
+    return bool(multihost_utils.process_allgather(np.array(good)).all())
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
 
 
 @contextlib.contextmanager
@@ -248,7 +309,31 @@ def _read_record(path: str) -> dict[str, Any]:
 
 def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Checkpoint:
     """Raises whatever reading raises, and OSError where a digest is wrong."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)) as reader:
+    found = _load(step, path, record, abstract)
+    _check(found, record)
+    return found
+
+
+def _check(found: Checkpoint, record: dict[str, Any]) -> None:
+    """Raises OSError where the digest of the state is wrong."""
+    compare(found.state, record["state"])
+    if record["format"] == 1:
+        logging.warning(
+            "checkpoint %d has the checksums of an older release, which miss some damage; the next one has SHA-256",
+            found.step,
+        )
+
+
+def _load(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Checkpoint:
+    """The state as it was read. Raises whatever reading raises, and OSError where a digest of the arrays is wrong."""
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
+    # Each host reads by itself: one of them may find that it cannot, and the others would wait for it.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix=f"host-{jax.process_index()}",
+    )
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         stored = {name: x for name, x in record["arrays"].items() if 0 not in x[0]}
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype, _) in record["arrays"].items()}
         if stored:
@@ -267,12 +352,6 @@ def _read(step: int, path: str, record: dict[str, Any], abstract: Tree) -> Check
                 restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
                 partial_restore=True,
             ),
-        )
-    compare(state, record["state"])
-    if record["format"] == 1:
-        logging.warning(
-            "checkpoint %d has the checksums of an older release, which miss some damage; the next one has SHA-256",
-            step,
         )
     return Checkpoint(step, state, record["manifest"], arrays)
 

@@ -1,7 +1,7 @@
 """AdamW as the paper runs it: constant rate after a linear warm-up, epsilon 1e-15, float32 masters and moments.
 
-Weight decay leaves the norms' scales alone (the paper does not say). The warm-up counts optimizer steps, so a batch
-with no surviving prompt does not advance it.
+Weight decay leaves biases and the norms' scales alone (the paper does not say). The warm-up counts optimizer steps, so
+a batch with no surviving prompt does not advance it.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _KEPT = {row.leaf for family in FAMILIES.values() for row in family.ROWS if not 
 
 
 def decayed(params: Params) -> Params:
-    """True at the weights that decay, as their rows say: all but the norms' scales."""
+    """True at the weights that decay, as their rows say: all but biases and the norms' scales."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in _KEPT, params)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scalerl_jax.model.experts import OWN
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -19,6 +21,20 @@ class Segment:
     weights: np.ndarray  # [t] float32, 0 where there is no loss
     advantages: np.ndarray  # [t] float32
     generator_logprobs: np.ndarray  # [t] float32
+    # [t - 1, layers, experts per token] of the tokens that are fed, to be routed to; None: as the router has it
+    experts: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """A segment that lies in rows of other hosts: here it only keeps its place."""
+
+    length: int  # tokens
+
+
+def positions_of(segment: Segment | Elsewhere) -> int:
+    """What it takes of a row."""
+    return (segment.length if isinstance(segment, Elsewhere) else len(segment.tokens)) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +48,12 @@ class MicroBatch:
     weights: np.ndarray  # [rows, length] float32
     advantages: np.ndarray  # [rows, length] float32
     generator_logprobs: np.ndarray  # [rows, length] float32
+    # [rows, length, layers, experts per token] int16, OWN where the router has its way; None: everywhere
+    experts: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in every.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,42 +67,45 @@ class Place:
 
 
 def pack(
-    segments: Sequence[Segment], *, length: int, rows: int, beside: Sequence[Segment] = ()
+    segments: Sequence[Segment | Elsewhere],
+    *,
+    length: int,
+    rows: int,
+    beside: Sequence[Segment | Elsewhere] = (),
+    routed: tuple[int, int] | None = None,
 ) -> tuple[list[MicroBatch], list[Place]]:
     """Packs segments into micro-batches of [rows, length].
 
+    routed: layers, experts per token: the micro-batches tell the segments' experts; None: they do not.
     beside: segments that take what room the others leave, and rows of their own beyond it: those lie where they would
     lie without.
     Returns: (micro-batches, the place of each segment in the order given, those beside after the others).
     Raises ValueError naming a segment that does not fit into a row.
     """
     first, segments = len(segments), [*segments, *beside]
-    positions = [len(segment.tokens) - 1 for segment in segments]
+    positions = [positions_of(segment) for segment in segments]
     for i, size in enumerate(positions):
         if size < 1:
             raise ValueError(f"segment {i} has {size + 1} tokens: at least 2 are needed")
         if size > length:
             raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.seq_len)")
-    room: list[int] = []
-    where: dict[int, tuple[int, int]] = {}
-    for i in sorted(range(len(segments)), key=lambda i: (i >= first, -positions[i], i)):
-        row = next((r for r, free in enumerate(room) if free >= positions[i]), None)
-        if row is None:
-            row = len(room)
-            room.append(length)
-        where[i] = (row, length - room[row])
-        room[row] -= positions[i]
+    where = first_fit(positions, length=length, beside=len(segments) - first)
+    room = 1 + max((row for row, _ in where), default=-1)
 
-    batches = max(1, -(-len(room) // rows))
+    batches = max(1, -(-room // rows))
     shape = (batches * rows, length)
     whole = MicroBatch(
         **{name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids", "targets")},
         **{name: np.zeros(shape, np.float32) for name in ("weights", "advantages", "generator_logprobs")},
+        experts=None if routed is None else np.full((*shape, *routed), OWN, np.int16),
     )
-    used = [0] * len(room)
+    used = [0] * room
     places = []
     for i, segment in enumerate(segments):
         row, start = where[i]
+        places.append(Place(row // rows, row % rows, start, positions[i]))
+        if isinstance(segment, Elsewhere):
+            continue
         at = (row, slice(start, start + positions[i]))
         used[row] += 1
         whole.tokens[at] = segment.tokens[:-1]
@@ -93,13 +115,32 @@ def pack(
         whole.weights[at] = segment.weights[1:]
         whole.advantages[at] = segment.advantages[1:]
         whole.generator_logprobs[at] = segment.generator_logprobs[1:]
-        places.append(Place(row // rows, row % rows, start, positions[i]))
+        if whole.experts is not None and segment.experts is not None:
+            whole.experts[at] = segment.experts
     arrays = whole.arrays()
     cut = [MicroBatch(**{k: v[b * rows : (b + 1) * rows] for k, v in arrays.items()}) for b in range(batches)]
     return cut, places
 
 
-def plain(tokens: np.ndarray) -> Segment:
+def first_fit(positions: Sequence[int], *, length: int, beside: int = 0) -> list[tuple[int, int]]:
+    """(row, start) of each segment by its positions, the longest first, each in the first row with room for it.
+
+    beside: so many of the last ones come after all others, and lie nowhere that changes where those lie.
+    """
+    first = len(positions) - beside
+    room: list[int] = []
+    where = [(0, 0)] * len(positions)
+    for i in sorted(range(len(positions)), key=lambda i: (i >= first, -positions[i], i)):
+        row = next((r for r, free in enumerate(room) if free >= positions[i]), None)
+        if row is None:
+            row = len(room)
+            room.append(length)
+        where[i] = (row, length - room[row])
+        room[row] -= positions[i]
+    return where
+
+
+def plain(tokens: np.ndarray, experts: np.ndarray | None = None) -> Segment:
     """A segment that is only scored: no loss on any token."""
     zeros = np.zeros(len(tokens), np.float32)
-    return Segment(np.asarray(tokens, np.int32), zeros, zeros, zeros)
+    return Segment(np.asarray(tokens, np.int32), zeros, zeros, zeros, experts)

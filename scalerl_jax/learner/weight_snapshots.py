@@ -15,7 +15,8 @@ output each word's finds begin; each place of the output then looks up its word,
 Memory: one copy of the weights in bfloat16 stays on the device, a second one for the moment of the comparison, and one
 more for each older version that somebody still needs whole. `found` takes 6 bytes for each element of the caps.
 
-bfloat16 only. Multi-host: each process finds what its own shards hold; to send it from there is not built.
+bfloat16 only. On several hosts each finds what its own shards hold, and sends that: `blocks` in the place of `tensors`,
+and a delta whose digests are sums over its own shards (contract/weight_parts.py).
 """
 
 import dataclasses
@@ -31,11 +32,13 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from scalerl_jax.contract.weight_delta import COLUMN_SALT, FINAL, MIX, ROW_SALT, Change, Sparse, WeightDelta, encode
+from scalerl_jax.contract.weight_delta import COLUMN_SALT, MIX, ROW_SALT, Change, Sparse, WeightDelta, encode, final
+from scalerl_jax.contract.weight_parts import Block, Blocks
 from scalerl_jax.model.decoder import Params, abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.hf import flat
+from scalerl_jax.model.sharding import WEIGHTS
 from scalerl_jax.model.tensor_layout import hf_tensors, layout, rows
 
 # A tensor's shard may always find so many, whatever share of it that is.
@@ -43,7 +46,7 @@ SMALLEST_CAP = 64
 # `found` comes to the host in pieces that end at these shares of the cap, and only as many as are not empty.
 PIECES = (0.125, 0.25, 0.5, 1.0)
 
-_CUTS = PartitionSpec("fsdp", "tensor")  # the mesh axes along which weights are cut
+_CUTS = PartitionSpec(WEIGHTS)
 Leaves = dict[str, Any]  # leaf of the parameter tree -> array
 
 
@@ -91,6 +94,7 @@ class WeightSnapshot:
     def __init__(self, *, decoder: DecoderConfig, base: int | None, step: int, bits: Leaves, found: dict[str, Leaves]):
         self.step, self._base = step, base
         self._decoder, self._bits, self._found = decoder, bits, found
+        self._alone = all(leaf.is_fully_addressable for leaf in bits.values())
 
     def tensors(self) -> dict[str, np.ndarray]:
         """All of them under their Hugging Face names, bfloat16, in host memory of their own."""
@@ -98,21 +102,40 @@ class WeightSnapshot:
 
     def _tensor(self, name: str) -> np.ndarray:
         """The bits of one tensor, put together from its shards on the host."""
+        out = np.empty(layout(self._decoder)[name].shape, np.uint16)
+        for block in self._blocks(name):
+            out[block.index] = block.values
+        return out
+
+    def blocks(self) -> dict[str, Blocks]:
+        """Of each tensor what the shards of this host hold, bfloat16; no element is on two hosts."""
+        return {
+            name: tuple(
+                Block(b.start, np.ascontiguousarray(b.values).view(ml_dtypes.bfloat16)) for b in self._blocks(name)
+            )
+            for name in layout(self._decoder)
+        }
+
+    def _blocks(self, name: str) -> Blocks:
+        """The bits of one tensor's shards that are here, in the Hugging Face layout."""
         tensor = layout(self._decoder)[name]
-        row = tensor.row
-        out = np.empty(tensor.shape, np.uint16)
+        row, found = tensor.row, []
         for shard in self._bits[row.leaf].addressable_shards:
             if shard.replica_id == 0:
                 block, index = np.asarray(shard.data), shard.index
                 if row.layered:
                     block, index = block[tensor.layer], index[1:]
-                out[index[::-1] if row.transposed else index] = block.T if row.transposed else block
-        return out
+                start = tuple(part.start or 0 for part in index)
+                found.append(Block(start[::-1], block.T) if row.transposed else Block(start, block))
+        return tuple(found)
 
     def delta(self) -> WeightDelta:
-        """What changed since the version before; of the first version only the digests. To be called once."""
+        """What changed since the version before; of the first version only the digests. To be called once.
+
+        On several hosts: in this one's shards.
+        """
         found, self._found = self._found, {}  # its memory is free when this returns
-        tensors: dict[str, Sparse | np.ndarray] = {}
+        tensors: dict[str, Sparse | np.ndarray | Blocks] = {}
         digests: dict[str, int] = {}
         own = rows(self._decoder)
         shards = {leaf: list(_shards(self._bits[leaf], finds, own[leaf])) for leaf, finds in found.items()}
@@ -122,10 +145,17 @@ class WeightSnapshot:
             if self._base is None:
                 continue
             if any(shard.counts[layer] > shard.cap for shard in finds):
-                tensors[name] = self._tensor(name)
+                tensors[name] = self._tensor(name) if self._alone else self._blocks(name)
             else:
                 tensors[name] = encode(_change(finds, layer, tensor.shape, tensor.row.transposed))
-        return WeightDelta(self._base, self.step, tensors, digests, hf_tensors(self._decoder))
+        return WeightDelta(self._base, self.step, tensors, digests, hf_tensors(self._decoder), self._held())
+
+    def _held(self) -> int | None:
+        """Elements of the shards here; None: all there are."""
+        if self._alone:
+            return None
+        every = (shard for leaf in self._bits.values() for shard in leaf.addressable_shards)
+        return sum(shard.data.size for shard in every if shard.replica_id == 0)
 
 
 # ------------------------------------------------------------------------------------------------- on the device
@@ -136,7 +166,7 @@ def _compare(
 ) -> dict[str, Any]:
     """One shard of one leaf of `shape`: new float32, old uint16, both [layers, ...] or, outside of layers, [...].
 
-    Returns bits as old, and with two dimensions of size 1 in front, by which the mesh's shards are told apart:
+    Returns bits as old, and with a dimension of size 1 in front, by which the mesh's shards are told apart:
     digest, count [layers] uint32; places, values: lists of pieces, [layers, piece] uint32 and uint16.
     """
     own = slice(int(row.layered), None)  # without the layers
@@ -151,8 +181,8 @@ def _compare(
     of_row = jnp.zeros(1, jnp.uint32)
     for places, size in zip(before, whole):
         of_row = of_row * jnp.uint32(size) + places
-    by_row = _final(of_row ^ jnp.uint32(ROW_SALT)) | jnp.uint32(1)
-    by_column = _final(of_column ^ jnp.uint32(COLUMN_SALT))
+    by_row = final(of_row ^ jnp.uint32(ROW_SALT)) | jnp.uint32(1)
+    by_column = final(of_column ^ jnp.uint32(COLUMN_SALT))
     cap = _cap(math.prod(sizes), share)
 
     pieces = [slice(start, end) for start, end in itertools.pairwise(math.ceil(cap * end) for end in (0.0, *PIECES))]
@@ -175,7 +205,7 @@ def _compare(
 
     # One layer after another: what lies between two steps is small, and used again.
     found = jax.lax.map(one, (bits, old) if row.layered else (bits[None], old[None]))
-    return {"bits": bits, **jax.tree.map(lambda x: x[None, None], found)}
+    return {"bits": bits, **jax.tree.map(lambda x: x[None], found)}
 
 
 def _cap(elements: int, share: float) -> int:
@@ -212,12 +242,6 @@ def _first(differs: jax.Array, cap: int) -> tuple[jax.Array, jax.Array]:
     return ends[-1].astype(jnp.uint32), places.astype(jnp.uint32)
 
 
-def _final(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(FINAL[0])
-    x = (x ^ (x >> 13)) * jnp.uint32(FINAL[1])
-    return x ^ (x >> 16)
-
-
 # --------------------------------------------------------------------------------------------------- on the host
 
 
@@ -241,7 +265,7 @@ def _shards(bits: jax.Array, finds: Leaves, row: WeightRow) -> Iterator[_Shard]:
             continue
 
         def here(array: jax.Array, device: Any = shard.device) -> np.ndarray:
-            return np.asarray(next(s.data for s in array.addressable_shards if s.device == device))[0, 0]
+            return np.asarray(next(s.data for s in array.addressable_shards if s.device == device))[0]
 
         counts, cap, got = here(finds["count"]), sum(piece.shape[-1] for piece in finds["places"]), 0
         wanted = min(int(counts.max()), cap)
@@ -265,6 +289,8 @@ def _shards(bits: jax.Array, finds: Leaves, row: WeightRow) -> Iterator[_Shard]:
 
 def _change(shards: list[_Shard], layer: int, shape: tuple[int, ...], transposed: bool) -> Change:
     """What the shards found in one tensor, at positions in row-major order of the Hugging Face tensor."""
+    if not shards:
+        return Change(np.zeros(0, np.int64), np.zeros(0, np.uint16))  # they lie on other hosts
     rows, columns, values = [], [], []
     # By the first column of each: then, of equal rows, columns ascend, and a stable sort by rows alone is enough.
     for shard in sorted(shards, key=lambda shard: shard.start[0 if transposed else -1]):

@@ -11,7 +11,7 @@ Precision. Masters are float32. Each use rounds a weight to the sync dtype, the 
 then casts to the compute dtype; the rounding is straight-through. `project` returns weight cotangents in float32
 whatever the compute dtype: a bf16 cotangent summed over chunks loses about 1 % of dW.
 
-Left out on purpose: biases, sliding windows, dropout, and any state (caches live with the engine that decodes).
+Left out on purpose: sliding windows, dropout, and any state (caches live with the engine that decodes).
 """
 
 import dataclasses
@@ -23,51 +23,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from scalerl_jax.model.attention import packed_attention
+from scalerl_jax.model.attention import BLOCKS, Backend, packed_attention
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.expert_axis import sharded_expert_mlp
+from scalerl_jax.model.experts import ROUTERS, Routing, expert_mlp, moved, tokens_of
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.precision import Precision
+from scalerl_jax.model.remat import BLOCK, scan_blocks
 from scalerl_jax.model.sharding import ROWS, constrain, spec
 from scalerl_jax.model.tensor_layout import rows, sizes
 
 Params = Mapping[str, Any]
-Rotation = tuple[jax.Array, jax.Array]  # cos, sin [..., h/2] float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """Dtypes of one forward pass, by name so that it can be a static argument."""
-
-    compute: str = "float32"
-    sync: str = "float32"  # what weights are rounded to before every use
-    head: str = "default"  # default: operands in the compute dtype | highest: float32 operands
-
-    @property
-    def dot(self) -> jax.lax.Precision:
-        # On TPU and recent GPUs a float32 product is done in bf16 or TF32 passes unless asked otherwise.
-        return jax.lax.Precision.HIGHEST if self.compute == "float32" else jax.lax.Precision.DEFAULT
-
-    def cast(self, weight: jax.Array, dtype: str | None = None) -> jax.Array:
-        """The weight as every user of the policy sees it: rounded to the sync dtype, then in `dtype` (compute's)."""
-        return _round(weight, self.sync).astype(dtype or self.compute)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _round(weight: jax.Array, dtype: str) -> jax.Array:
-    """`weight` rounded to the values of `dtype`, in its own dtype; straight-through.
-
-    Not astype there and back: the compiler may drop such a pair, and its cotangent would be rounded too.
-    """
-    if dtype == "float32":
-        return weight
-    kind = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(weight, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
-
-
-_round.defvjp(lambda weight, dtype: (_round(weight, dtype), None), lambda dtype, _, g: (g,))
+Rotation = tuple[jax.Array, ...]  # cos, sin [..., h/2] float32; of llama4 the factor of global queries [...] as well
 
 
 def param_tree(config: DecoderConfig, make: Callable[[WeightRow, tuple[int, ...]], Any]) -> dict[str, Any]:
@@ -89,8 +61,8 @@ class Decoder(nnx.Module):
         scales = {"normal": std, "residual": std / math.sqrt(2 * config.layers)}
 
         def value(row: WeightRow, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-            if row.initial == "ones":
-                return lambda key: jnp.ones(shape)
+            if row.initial in ("ones", "zeros"):
+                return lambda key: jnp.full(shape, float(row.initial == "ones"))
             return lambda key: jax.random.normal(key, shape, jnp.float32) * scales[row.initial]
 
         def fill(module: nnx.Module, tree: Mapping[str, Any], key: jax.Array) -> nnx.Module:
@@ -131,10 +103,31 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
     return jax.tree.map(lambda struct: struct.sharding, abstract_params(config, mesh))
 
 
+def product(a: jax.Array, b: jax.Array, contract: tuple[Any, Any], precision: Precision) -> jax.Array:
+    """a times b, contracted over these dimensions of each, summed in float32 and rounded once, to the compute dtype.
+
+    XLA for CPUs has a kernel for bfloat16 operands (AMX, AVX512) only where the result is float32: asked for a
+    bfloat16 one it is six times slower. Compilers for accelerators sum in float32 whatever the result is, and a
+    float32 one would cost them traffic: of memory where the cast is not fused, and between devices where sums of
+    parts are added up.
+    """
+
+    def dot(a: jax.Array, b: jax.Array, result: Any) -> jax.Array:
+        return jax.lax.dot_general(
+            a, b, (contract, ((), ())), precision=precision.dot, preferred_element_type=result
+        ).astype(a.dtype)
+
+    if precision.compute == "float32":
+        return dot(a, b, jnp.float32)
+    return jax.lax.platform_dependent(
+        a, b, cpu=functools.partial(dot, result=jnp.float32), default=functools.partial(dot, result=a.dtype)
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x: jax.Array, weight: jax.Array, precision: Precision) -> jax.Array:
     """x [..., in] in the compute dtype times a float32 master [in, out]; the weight's cotangent is float32."""
-    return jnp.dot(x, precision.cast(weight), precision=precision.dot)
+    return product(x, precision.cast(weight), ((x.ndim - 1,), (0,)), precision)
 
 
 def _project_forward(x: jax.Array, weight: jax.Array, precision: Precision) -> tuple[jax.Array, Any]:
@@ -143,7 +136,7 @@ def _project_forward(x: jax.Array, weight: jax.Array, precision: Precision) -> t
 
 def _project_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
-    dx = jnp.dot(g, precision.cast(weight).T, precision=precision.dot)
+    dx = product(g, precision.cast(weight), ((g.ndim - 1,), (1,)), precision)
     tokens = tuple(range(x.ndim - 1))
     dw = jax.lax.dot_general(
         x, g, ((tokens, tokens), ((), ())), precision=precision.dot, preferred_element_type=jnp.float32
@@ -163,14 +156,31 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, precision: Precisio
 
 def rope_tables(config: DecoderConfig, positions: jax.Array) -> Rotation:
     """(cos, sin) [..., h/2] float32 of the rotation at each position; Llama 3.1's rescaling where the config has it."""
-    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    if not config.nope_interval:
+        return jnp.cos(angle), jnp.sin(angle)
+    factor = jnp.ones(positions.shape, jnp.float32)
+    if config.temperature_tuning:
+        factor += jnp.log1p((positions + 1) // config.floor_scale) * config.attn_scale
+    return jnp.cos(angle), jnp.sin(angle), factor
+
+
+def rope_frequencies(config: DecoderConfig) -> np.ndarray:
+    """[h/2] float32, radians a position: rounded in each step as torch does, so nearly all bits are the generators'.
+
+    At position 16,384 a last bit of a frequency near 1 is a thousandth of a radian.
+    """
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    power = (config.rope_theta ** exponent.astype(np.float64)).astype(np.float32)  # one rounding, as a good powf has
+    frequency = np.float32(1) / power
     if config.rope_scaling is not None:
-        factor, low, high, original = config.rope_scaling
-        wavelength = 2 * math.pi / frequency
-        smooth = jnp.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-        frequency = frequency * (smooth + (1 - smooth) / factor)
-    angle = positions[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+        factor, low, high, original = np.array(config.rope_scaling, np.float32)
+        wavelength = np.float32(2 * math.pi) / frequency
+        if high == low:
+            return np.where(wavelength > original / low, frequency / factor, frequency)
+        smooth = np.clip((original / wavelength - low) / (high - low), np.float32(0), np.float32(1))
+        frequency = (1 - smooth) * frequency / factor + smooth * frequency
+    return frequency
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -190,8 +200,23 @@ class Layer:
     scope = staticmethod(jax.named_scope)
     silu = staticmethod(jax.nn.silu)
 
-    def __init__(self, weights: Params, config: DecoderConfig, rotation: Rotation, precision: Precision):
+    def __init__(
+        self,
+        weights: Params,
+        config: DecoderConfig,
+        rotation: Rotation,
+        precision: Precision,
+        *,
+        mesh: Mesh | None = None,
+        real: jax.Array | None = None,
+        given: jax.Array | None = None,
+    ):
+        """real: [...] bool, the tokens that experts are there for; None: all. given: [..., experts per token] int, as
+        ROUTERS have it."""
         self._weights, self._config, self._rotation, self._precision = weights, config, rotation, precision
+        self._mesh, self._real, self._given = mesh, real, given
+        self.chosen: jax.Array | None = None  # [..., experts per token] int32: the experts of each token, once routed
+        self.moved: jax.Array | None = None  # like it, bool: it was given, and the router would not have chosen it
 
     def norm(self, x: jax.Array, leaf: str) -> jax.Array:
         return rms_norm(x, self._weights[leaf], self._config.norm_epsilon, self._precision)
@@ -200,26 +225,84 @@ class Layer:
         """x [..., in] times each of these matrices: [..., out], a list of them for several leaves."""
         return self._each(leaves, lambda weight: project(x, weight, self._precision))
 
+    def add(self, outputs: list[jax.Array], *leaves: str) -> list[jax.Array]:
+        """To each output [..., out] its bias, in float32, so that the bias's cotangent is summed in float32."""
+        biases = self._each(leaves, lambda bias: self._precision.cast(bias, "float32"), -1)
+        return [(y.astype(jnp.float32) + bias).astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
+
     def weight(self, *leaves: str) -> Any:
         """The weight itself, in the compute dtype, for what is not one of these; a list of them for several leaves."""
-        return self._each(leaves, self._precision.cast)
+        return self._each(leaves, self._precision.cast, rows(self._config)[leaves[0]].side)
 
-    def _each(self, leaves: tuple[str, ...], use: Callable[[jax.Array], jax.Array]) -> Any:
+    def _each(self, leaves: tuple[str, ...], use: Callable[[jax.Array], jax.Array], axis: int = -1) -> Any:
         if (joined := "_".join(leaves)) not in self._weights:
             return [use(self._weights[leaf]) for leaf in leaves]
         used = use(self._weights[joined])
         if len(leaves) == 1:
             return used
         size, own = sizes(self._config), rows(self._config)
-        widths = [size[own[leaf].tree_dimensions[-1]] for leaf in leaves]
-        return jnp.split(used, list(itertools.accumulate(widths[:-1])), axis=-1)
+        widths = [size[own[leaf].tree_dimensions[own[leaf].side]] for leaf in leaves]
+        return jnp.split(used, list(itertools.accumulate(widths[:-1])), axis=axis)
+
+    def route(self, x: jax.Array, leaf: str, how: str) -> Routing:
+        """x [..., width] -> the experts of each token, by one of ROUTERS; all of it in float32."""
+        precision = dataclasses.replace(self._precision, compute="float32")
+        logits = project(x.astype(jnp.float32), self._weights[leaf], precision)
+        config = self._config
+        routing = ROUTERS[how](logits, config.experts_per_token, normalize=config.norm_topk_prob, given=self._given)
+        if self._given is not None:
+            self.moved = moved(logits, routing.experts)
+        if self._real is not None:
+            routing = routing._replace(experts=jnp.where(self._real[..., None], routing.experts, config.experts))
+        self.chosen = routing.experts
+        return routing
+
+    def experts(self, x: jax.Array, routing: Routing, leaves: tuple[str, str, str]) -> jax.Array:
+        """x [..., width] through its experts: leaves are their gate, up and down [experts, out, in]."""
+        into, weights = leaves[:2], self._weights
+        joined = "_".join(into)
+        gate_up = (weights[joined],) if joined in weights else tuple(weights[leaf] for leaf in into)
+        down = weights[leaves[2]]
+        if self._mesh is None or self._mesh.size == 1:
+            return expert_mlp(x, routing, gate_up, down, precision=self._precision)
+        own = [rows(self._config)[leaf].dimensions for leaf in leaves]
+        return sharded_expert_mlp(x, routing, (*gate_up, down), own, precision=self._precision, mesh=self._mesh)
 
     def heads(self, x: jax.Array) -> jax.Array:
         """[..., heads h] -> [..., heads, h]"""
         return x.reshape(*x.shape[:-1], -1, self._config.head_dim)
 
     def rotate(self, x: jax.Array) -> jax.Array:
-        return apply_rope(x, *self._rotation)
+        return apply_rope(x, *self._rotation[:2])
+
+    @property
+    def local(self) -> jax.Array | bool:
+        """Of two kinds of layer, which this is."""
+        return self._weights["local"]
+
+    def placed_key(self, x: jax.Array) -> jax.Array:
+        """x [..., heads, h], turned to its position where the layer is local.
+
+        Neighbors are pairs here: in halves they are apart, so they are brought together, turned and brought back.
+        """
+        halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        turned = jnp.stack(jnp.split(self.rotate(halves), 2, axis=-1), axis=-1).reshape(x.shape)
+        if self._config.head_l2_norm:
+            turned = rms_norm(turned, jnp.ones(x.shape[-1]), self._config.norm_epsilon)
+        return jnp.where(self.local, turned, x)
+
+    def placed_query(self, x: jax.Array) -> jax.Array:
+        """As placed_key; of a global layer, times the factor of its position."""
+        factor = jnp.where(self.local, 1.0, self._rotation[2])[..., None, None]
+        return (self.placed_key(x) * factor).astype(x.dtype)
+
+
+def chunk_ids(segment_ids: jax.Array, positions: jax.Array, chunk: int) -> jax.Array:
+    """[rows, length] int32: an id of its own for each part of a segment in one chunk of positions; padding stays 0."""
+    part = positions // chunk
+    begins = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (part[:, 1:] != part[:, :-1])
+    ids = 1 + jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    return jnp.where(segment_ids == 0, 0, ids)
 
 
 def forward(
@@ -231,31 +314,57 @@ def forward(
     *,
     precision: Precision = Precision(),
     max_segment: int | None = None,
-    remat: bool = True,
+    remat: str = BLOCK,
     mesh: Mesh | None = None,
-) -> jax.Array:
+    attention: Backend = BLOCKS,
+    experts: jax.Array | None = None,
+    counted: bool = False,
+) -> Any:
     """The final hidden states of packed rows.
 
     Args:
       tokens, positions, segment_ids: [rows, length] int32. A token attends to the tokens before it, and itself, that
         have its segment id; positions start at 0 in each segment. Segment 0 is padding.
       max_segment: no segment is longer; a smaller bound makes attention cheaper. None: the row's length.
-      remat: keep only each block's input for the backward pass.
-      mesh: rows are kept cut over replica and fsdp.
+      remat: what is kept for the backward pass, see remat.py.
+      mesh: rows are kept cut over replica, fsdp and expert, their positions over context.
+      attention: the backend that computes it, as attention.choose finds it.
+      experts: [rows, length, layers, experts per token] int, to which tokens go; OWN, and None: as the router has it.
+      counted: also return what is counted of tokens on the way, padding left out.
 
-    Returns: [rows, length, width] in the compute dtype, to be given to head.token_logprobs.
+    Returns: [rows, length, width] in the compute dtype, to be given to head.token_logprobs; counted: a pair of it and a
+    dict, float32: of a family with experts expert_tokens [layers, experts], those that came to each, and where experts
+    are given moved_pairs [layers], the pairs (token, expert) that their router would not have made.
     """
     layer, rotation = FAMILIES[config.family].layer, rope_tables(config, positions)
     # Gathered in float32 first, so that its cotangent is summed in float32.
-    x = constrain(precision.cast(params["embed"][tokens]), mesh, ROWS, None, None)
+    x = constrain(precision.cast(params["embed"][tokens]), mesh, ROWS, "context", None)
 
     attend = functools.partial(
-        packed_attention, segment_ids=segment_ids, max_segment=max_segment, precision=precision.dot
+        packed_attention, segment_ids=segment_ids, max_segment=max_segment, precision=precision.dot, mesh=mesh,
+        backend=attention,
     )  # fmt: skip
 
-    def block(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
-        x = layer(Layer(weights, config, rotation, precision), x, attend)
-        return constrain(x, mesh, ROWS, None, None), None
+    layers = params["layers"]
+    if experts is not None:
+        layers = {**layers, "given": jnp.moveaxis(experts, 2, 0).astype(jnp.int32)}
+    if local := config.local_layers():
+        chunks, attend_segment = chunk_ids(segment_ids, positions, config.attention_chunk), attend
+        layers = {**layers, "local": jnp.array(local)}
 
-    x, _ = jax.lax.scan(jax.checkpoint(block) if remat else block, x, params["layers"])
-    return rms_norm(x, params["final_norm"], config.norm_epsilon, precision)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: jax.Array) -> jax.Array:
+            return attend_segment(q, k, v, segment_ids=jnp.where(local, chunks, segment_ids))
+
+    def block(x: jax.Array, weights: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+        own = Layer(weights, config, rotation, precision, mesh=mesh, real=segment_ids > 0, given=weights.get("given"))
+        x = layer(own, x, attend)
+        counts = {}
+        if own.chosen is not None:
+            counts["expert_tokens"] = tokens_of(own.chosen, config.experts)
+        if own.moved is not None:
+            counts["moved_pairs"] = jnp.sum(own.moved & (segment_ids > 0)[..., None], dtype=jnp.float32)
+        return constrain(x, mesh, ROWS, "context", None), counts
+
+    x, counts = scan_blocks(block, x, layers, remat)
+    hidden = rms_norm(x, params["final_norm"], config.norm_epsilon, precision)
+    return (hidden, counts) if counted else hidden

@@ -1,6 +1,7 @@
 """The decoder's shape, read from and written to a Hugging Face config.json.
 
-Both sides must run the same function: they compare its canonical JSON when they meet. No jax: a generator reads it too.
+Both sides must run the same function: they compare its canonical JSON when they meet. What a config.json says beyond
+this shape is judged in hf_fields.py. No jax: a generator reads it too.
 """
 
 import dataclasses
@@ -9,7 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from scalerl_jax.model.families import FAMILIES
+from scalerl_jax.model import hf_fields
+from scalerl_jax.model.families import FAMILIES, WITH_IMAGES
+from scalerl_jax.system.json_values import read_object
 
 SIZES = {  # field -> its key in config.json
     "vocab_size": "vocab_size",
@@ -20,7 +23,8 @@ SIZES = {  # field -> its key in config.json
     "head_dim": "head_dim",
     "intermediate_size": "intermediate_size",
 }
-_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# What a family's config.json may leave out; elsewhere transformers has a number of its own for it, which is no model's.
+_DERIVED = {"llama": ("num_key_value_heads", "head_dim"), "qwen2": ("head_dim",), "llama4_text": ("head_dim",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +46,26 @@ class DecoderConfig:
     tied_embeddings: bool = False
     max_positions: int = 32_768
     stop_token_ids: tuple[int, ...] = ()
+    # Of families with experts; 0: none.
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False  # the weights of a token's experts add up to 1
+    # Of families in which layers are local or global (llama4.py); 0: none.
+    nope_interval: int = 0
+    attention_chunk: int = 0
+    head_l2_norm: bool = False
+    temperature_tuning: bool = False
+    floor_scale: int = 0
+    attn_scale: float = 0.0
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
         if self.head_dim % 2:
             raise ValueError(f"head size {self.head_dim} is odd: rotary positions need pairs")
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"{self.experts_per_token} experts per token cannot be chosen of {self.experts}")
 
     def canonical_json(self) -> str:
         """What both sides of the contract compare: everything that changes the function the weights compute."""
@@ -55,59 +73,65 @@ class DecoderConfig:
         del shape["stop_token_ids"], shape["max_positions"]
         return json.dumps(shape, sort_keys=True)
 
+    def local_layers(self) -> tuple[bool, ...]:
+        """Of each layer, where there are two kinds."""
+        return tuple((i + 1) % self.nope_interval != 0 for i in range(self.layers if self.nope_interval else 0))
+
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> "DecoderConfig":
         """From the contents of config.json. Raises ValueError naming the key that is missing or not supported."""
         kind = config.get("model_type")
-        if kind not in FAMILIES:
+        if isinstance(kind, str) and kind in WITH_IMAGES and isinstance(config.get("text_config"), Mapping):
+            config, kind = text_of(config), WITH_IMAGES[kind]
+        if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
-        for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-            if config.get(key):
-                raise ValueError(f"{key}={config[key]!r} is not supported")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported")
-        for key in SIZES.values():
-            if key not in config and key not in ("num_key_value_heads", "head_dim"):
-                raise ValueError(f"{key} is missing")
-        heads = int(config["num_attention_heads"])
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
-        sizes = {**config, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-        # transformers 5 keeps everything about RoPE in rope_parameters; 4 had two keys for it.
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ("default", "llama3"):
-            raise ValueError(f"rope type {rope_type!r} is not supported")
-        scaling: Any = tuple(float(rope[key]) for key in _ROPE) if rope_type == "llama3" else None
-        stop = config.get("eos_token_id")
-        stops = () if stop is None else tuple(stop) if isinstance(stop, list) else (int(stop),)
+        family = FAMILIES[kind]
+        own, only = getattr(family, "FIELDS", {}), getattr(family, "ONLY", {})
+        if hasattr(family, "plain"):
+            config = family.plain(config)
+        for other, key in getattr(family, "ALIASES", {}).items():
+            if key not in config and other in config:
+                config = {key: config[other], **{name: value for name, value in config.items() if name != other}}
+        hf_fields.check(config, architecture=family.ARCHITECTURE, read=own.values(), only=only)
+        heads = hf_fields.size(config, "num_attention_heads")
+        derived = {"num_key_value_heads": heads, "head_dim": hf_fields.size(config, "hidden_size") // heads}
+        left_out = [key for key in _DERIVED.get(kind, ()) if config.get(key) is None]
+        sizes = {**config, **{key: derived[key] for key in left_out}}
+        theta, scaling = hf_fields.rope(config, default_theta=10_000.0)
         return DecoderConfig(
-            **{field: int(sizes[key]) for field, key in SIZES.items()},
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
+            **{field: hf_fields.size(sizes, key) for field, key in SIZES.items()},
+            **{field: _own_field(config, field, key) for field, key in own.items()},
+            rope_theta=theta,
             rope_scaling=scaling,
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            norm_epsilon=hf_fields.number(config, "rms_norm_eps", 1e-6),
             family=kind,
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_positions=int(config.get("max_position_embeddings", 32_768)),
-            stop_token_ids=stops,
+            tied_embeddings=hf_fields.flag(config, "tie_word_embeddings", False),
+            max_positions=hf_fields.size({"max_position_embeddings": 32_768, **config}, "max_position_embeddings"),
+            stop_token_ids=_stops(config.get("eos_token_id")),
         )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The contents of a config.json that transformers and vLLM read."""
+        # As transformers 5 has it, and as 4 has it.
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        scaling: dict[str, Any] | None = None
         if self.rope_scaling is not None:
-            rope |= {"rope_type": "llama3", **dict(zip(_ROPE, self.rope_scaling))}
-            rope[_ROPE[-1]] = int(rope[_ROPE[-1]])
+            scaling = {"rope_type": "llama3", **dict(zip(hf_fields.ROPE, self.rope_scaling))}
+            scaling[hf_fields.ROPE[-1]] = int(scaling[hf_fields.ROPE[-1]])
+            rope |= scaling
+        family = FAMILIES[self.family]
         stops = list(self.stop_token_ids)
         return {
-            "architectures": [FAMILIES[self.family].ARCHITECTURE],
+            "architectures": [family.ARCHITECTURE],
             "model_type": self.family,
             **{key: getattr(self, field) for field, key in SIZES.items()},
             "hidden_act": "silu",
+            **{key: getattr(self, field) for field, key in getattr(family, "FIELDS", {}).items()},
+            **getattr(family, "ONLY", {}),
             "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
             "rope_parameters": rope,
             "rms_norm_eps": self.norm_epsilon,
-            "attention_bias": False,
             "attention_dropout": 0.0,
             "tie_word_embeddings": self.tied_embeddings,
             "max_position_embeddings": self.max_positions,
@@ -118,13 +142,47 @@ class DecoderConfig:
         }
 
 
+def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's config of one that reads images too; what stands outside of it holds for both."""
+    own = ("model_type", "architectures", "text_config", "vision_config")
+    around = {key: value for key, value in config.items() if key not in own}
+    text = {key: value for key, value in config["text_config"].items() if key not in own}
+    return {**around, **text, "model_type": WITH_IMAGES[config["model_type"]]}
+
+
+def _own_field(config: Mapping[str, Any], field: str, key: str) -> Any:
+    """Of a family: as its type in DecoderConfig is. The key must be there."""
+    kind = next(known.type for known in dataclasses.fields(DecoderConfig) if known.name == field)
+    if kind is int or kind == "int":
+        return hf_fields.size(config, key)
+    if key not in config:
+        raise ValueError(f"{key} is missing")
+    if kind in (float, "float"):
+        return hf_fields.number(config, key, 0.0)
+    assert kind in (bool, "bool"), f"{field}: {kind}"
+    return hf_fields.flag(config, key, False)
+
+
+def _stops(value: Any) -> tuple[int, ...]:
+    stops = [] if value is None else value if isinstance(value, list) else [value]
+    for stop in stops:
+        if isinstance(stop, bool) or not isinstance(stop, int) or stop < 0:
+            raise ValueError(f"{hf_fields.shown('eos_token_id', value)} is not a token id or a list of them")
+    return tuple(stops)
+
+
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     """The decoder config of a model folder. Raises ValueError naming the file."""
     file = os.path.join(path, "config.json")
     if not os.path.isfile(file):
         raise ValueError(f"{path}: no config.json there, so it is not a Hugging Face model folder")
+    return config_of_file(file)
+
+
+def config_of_file(file: str) -> DecoderConfig:
+    """Of one config.json. Raises ValueError naming it, and OSError."""
+    config = read_object(file)
     try:
-        with open(file, encoding="utf-8") as opened:
-            return DecoderConfig.from_hf(json.load(opened))
-    except (json.JSONDecodeError, ValueError) as error:
+        return DecoderConfig.from_hf(config)
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from error

@@ -4,7 +4,11 @@
 
 `default`: operands in the compute dtype, products accumulated and returned in float32 (the error of a bf16 head sits in
 rounding the logits, not in the products). `highest`: float32 operands too, the literal FP32 head.
-The chunks of a row are scanned under jax.checkpoint; the weight is cast inside the scan, so dW accumulates in float32.
+The chunks of a row are scanned under jax.checkpoint, and dW accumulates in float32.
+
+On a mesh each device scans its own part of its own rows, against its part of the vocabulary. The weight is rounded and
+gathered once, in the dtype of the products, before the scan, and its cotangent is summed over the devices once, after
+it: inside, both would travel with every chunk.
 """
 
 import functools
@@ -12,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from scalerl_jax.model.decoder import Params, Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.sharding import ROWS, constrain
+from scalerl_jax.model.sharding import ROWS, spec
+
+Axes = tuple[str, ...]  # of the mesh; none of them where one device has all
 
 
 def head_weight(params: Params, config: DecoderConfig) -> jax.Array:
@@ -29,38 +35,58 @@ def _operands(precision: Precision) -> tuple[str, jax.lax.Precision]:
     return dtype, Precision(dtype).dot
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _logits(hidden: jax.Array, weight: jax.Array, precision: Precision) -> jax.Array:
+def logits(
+    params: Params, config: DecoderConfig, hidden: jax.Array, *, precision: Precision = Precision()
+) -> jax.Array:
+    """hidden [..., D] -> [..., V] float32. For decode loops; training uses token_logprobs."""
+    return _product(hidden, precision.cast(head_weight(params, config), _operands(precision)[0]), precision)
+
+
+def _product(hidden: jax.Array, weight: jax.Array, precision: Precision) -> jax.Array:
     dtype, dot = _operands(precision)
     return jax.lax.dot_general(
-        hidden.astype(dtype), precision.cast(weight, dtype), (((hidden.ndim - 1,), (1,)), ((), ())),
+        hidden.astype(dtype), weight, (((hidden.ndim - 1,), (1,)), ((), ())),
         precision=dot, preferred_element_type=jnp.float32,
     )  # fmt: skip
 
 
-def _logits_forward(hidden: jax.Array, weight: jax.Array, precision: Precision) -> tuple[jax.Array, Any]:
-    return _logits(hidden, weight, precision), (hidden, weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _logits(hidden: jax.Array, weight: jax.Array, sink: jax.Array, precision: Precision) -> jax.Array:
+    """[..., D], [V, D] in the products' dtype -> [..., V]. The weight's cotangent is `sink`'s, and so float32."""
+    return _product(hidden, weight, precision)
 
 
-def _logits_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _logits_forward(hidden, weight, sink, precision):
+    return _product(hidden, weight, precision), (hidden, weight)
+
+
+def _logits_backward(precision, saved, g):
     hidden, weight = saved
     dtype, dot = _operands(precision)
     g, tokens = g.astype(dtype), tuple(range(hidden.ndim - 1))
-    dh = jnp.dot(g, precision.cast(weight, dtype), precision=dot, preferred_element_type=jnp.float32)
+    dh = jnp.dot(g, weight, precision=dot, preferred_element_type=jnp.float32)
     dw = jax.lax.dot_general(
         g, hidden.astype(dtype), ((tokens, tokens), ((), ())), precision=dot, preferred_element_type=jnp.float32
     )
-    return dh.astype(hidden.dtype), dw.astype(weight.dtype)
+    return dh.astype(hidden.dtype), jnp.zeros_like(weight), dw
 
 
 _logits.defvjp(_logits_forward, _logits_backward)
 
 
-def logits(
-    params: Params, config: DecoderConfig, hidden: jax.Array, *, precision: Precision = Precision()
-) -> jax.Array:
-    """hidden [..., D] -> [..., V] float32. For decode loops; training uses token_logprobs."""
-    return _logits(hidden, head_weight(params, config), precision)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _sink(weight: jax.Array, width: int, axes: Axes) -> jax.Array:
+    """Zeros [V, width], whose cotangent becomes that of the weight [V, D], its part of the width along the axes."""
+    return jnp.zeros((weight.shape[0], width), jnp.float32)
+
+
+def _sink_backward(width, axes, kind, g):
+    if axes:
+        g = jax.lax.psum_scatter(g, axes, scatter_dimension=1, tiled=True)
+    return (g.astype(kind.dtype),)
+
+
+_sink.defvjp(lambda weight, width, axes: (_sink(weight, width, axes), weight[:0, :0]), _sink_backward)
 
 
 def token_logprobs(
@@ -84,34 +110,68 @@ def token_logprobs(
 
     Returns: [rows, length] float32; a pair of them with `entropy`.
     """
-    rows, length, _ = hidden.shape
+    weight = head_weight(params, config)
+    scan = functools.partial(_scan, precision=precision, chunk=chunk, entropy=entropy)
+    if mesh is None or mesh.size == 1:
+        logp, nats = scan(weight, hidden, targets)
+    else:
+        of_weight = spec(weight.shape, ("vocabulary", "width"), mesh)
+        of_rows = PartitionSpec(ROWS, "context")
+        # Sums over the vocabulary's parts are written out inside: what varies over which axis is not checked.
+        logp, nats = jax.shard_map(
+            functools.partial(scan, vocabulary=of_weight[0] or (), width=of_weight[1] or ()),
+            mesh=mesh, in_specs=(of_weight, of_rows, of_rows), out_specs=of_rows, check_vma=False,
+        )(weight, hidden, targets)  # fmt: skip
+    return (logp, nats) if entropy else logp
+
+
+def _scan(
+    weight: jax.Array,
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    precision: Precision,
+    chunk: int,
+    entropy: bool,
+    vocabulary: Axes = (),
+    width: Axes = (),
+) -> tuple[jax.Array, jax.Array]:
+    """(log-probs, entropies) [R, L] of one device's part of the rows; `weight` is its part along these axes."""
+    rows, length, size = hidden.shape
     chunk = min(chunk, length)
     padding = -length % chunk
-    weight = head_weight(params, config)
+    rounded = precision.cast(jax.lax.stop_gradient(weight), _operands(precision)[0])
+    if width:
+        rounded = jax.lax.all_gather(rounded, width, axis=1, tiled=True)
+    sink = _sink(weight, size, width)
+    first = jax.lax.axis_index(vocabulary) * weight.shape[0] if vocabulary else 0
+
+    def over_vocabulary(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, vocabulary) if vocabulary else x
 
     @jax.checkpoint
-    def one(weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logit = constrain(_logits(hidden, weight, precision), mesh, ROWS, None, "tensor")
-        top = jax.lax.stop_gradient(jnp.max(logit, axis=-1, keepdims=True))
-        shifted = logit - top
+    def one(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logit = _logits(hidden, rounded, sink, precision)
+        top = jnp.max(jax.lax.stop_gradient(logit), axis=-1, keepdims=True)
+        shifted = logit - (jax.lax.pmax(top, vocabulary) if vocabulary else top)
         exponent = jnp.exp(shifted)
-        total = jnp.sum(exponent, axis=-1)
-        # A masked sum and not a gather: with the vocabulary cut over devices it is one reduction, and on a CPU it
-        # fuses where a gather's scatter-add in the backward pass does not.
-        vocabulary = jax.lax.broadcasted_iota(jnp.int32, logit.shape, logit.ndim - 1)
-        target = jnp.sum(jnp.where(vocabulary == targets[..., None], shifted, 0.0), axis=-1)
+        total = over_vocabulary(jnp.sum(exponent, axis=-1))
+        # A masked sum and not a gather: on a CPU it fuses where a gather's scatter-add in the backward pass does not.
+        token = first + jax.lax.broadcasted_iota(jnp.int32, logit.shape, logit.ndim - 1)
+        target = over_vocabulary(jnp.sum(jnp.where(token == targets[..., None], shifted, 0.0), axis=-1))
         spread = jnp.log(total)
-        nats = spread - jnp.sum(exponent * shifted, axis=-1) / total if entropy else jnp.zeros_like(spread)
-        return target - spread, jax.lax.stop_gradient(nats)
+        if not entropy:
+            return target - spread, jnp.zeros_like(spread)
+        mean = over_vocabulary(jnp.sum(jax.lax.stop_gradient(exponent * shifted), axis=-1)) / total
+        return target - spread, jax.lax.stop_gradient(spread - mean)
 
     def cut(x: jax.Array) -> jax.Array:
         """[R, L, ...] -> [chunks, R, chunk, ...]"""
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
 
-    _, (logp, nats) = jax.lax.scan(lambda _, xs: (None, one(weight, *xs)), None, (cut(hidden), cut(targets)))
-
     def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length]
 
-    return (join(logp), join(nats)) if entropy else join(logp)
+    _, (logp, nats) = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, (cut(hidden), cut(targets)))
+    return join(logp), join(nats)

@@ -4,21 +4,24 @@ Names and shapes are those of tensor_layout.py, on which the generators stand to
 the files and [in, out], stacked over layers, here.
 """
 
-import os
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from safetensors import SafetensorError, safe_open
 
 from scalerl_jax.model.decoder import Params, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
 from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.model.sharding import spec
-from scalerl_jax.model.tensor_layout import check_shapes, layout
+from scalerl_jax.model.tensor_layout import check_shapes, layout, stored
+
+_BLOCK_BYTES = 16 * 2**20  # of float32
 
 
 def flat(params: Params) -> dict[str, Any]:
@@ -36,65 +39,88 @@ def to_hf(params: Params, config: DecoderConfig, dtype: Any) -> dict[str, jax.Ar
     return out
 
 
-class Tensors(Mapping[str, Any]):
-    """The safetensors of a folder, opened lazily: `tensors[name]` reads one of them."""
-
-    def __init__(self, path: str):
-        files = sorted(f for f in os.listdir(path) if f.endswith(".safetensors")) if os.path.isdir(path) else []
-        if not files:
-            raise ValueError(f"{path}: no weights there (*.safetensors)")
-        self._where: dict[str, Any] = {}
-        for file in files:
-            try:
-                opened = safe_open(os.path.join(path, file), "np")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{os.path.join(path, file)}: {error}") from error
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                self._where[name] = opened
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._where[name].get_tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._where
-
-    def __iter__(self) -> Any:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-    def read(self, name: str, index: Any) -> np.ndarray:
-        """Part of a tensor, without reading the rest."""
-        return self._where[name].get_slice(name)[index]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
-
-
 def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[DecoderConfig, Params]:
     """A Hugging Face folder as (config, parameters in `dtype`); on a mesh each device reads only its own part.
 
-    Raises ValueError naming the folder, file or tensor that is missing, unsupported or of another shape.
+    Beyond the parameters it takes the host's memory of a few blocks of a tensor. Raises ValueError naming the folder,
+    file or tensor that is missing, unsupported, of another shape, or none of this model.
     """
-    config, tensors = read_config(path), Tensors(path)
+    config = read_config(path)
+    tensors = Tensors(path, config)
     check_shapes(config, {name: tensors.shape(name) for name in tensors}, f"{path}: ")
+    _check_no_others(config, tensors, path)
     names: dict[str, list[str]] = {}
     for name, tensor in layout(config).items():
         names.setdefault(tensor.row.leaf, []).append(name)
 
     def make(row: WeightRow, shape: tuple[int, ...]) -> jax.Array:
-        def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            value = tensors.read(name, index[::-1] if row.transposed else index)
-            return np.asarray(value.T if row.transposed else value).astype(dtype)
-
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            if not row.layered:
-                return part(names[row.leaf][0], index)
-            return np.stack([part(name, index[1:]) for name in names[row.leaf][index[0]]])
-
+        own = names[row.leaf]
         if mesh is None:
-            return jnp.asarray(read((slice(None),) * len(shape)))
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec(shape, row.tree_dimensions, mesh)), read)
+            return _load(tensors, own, row, [range(size) for size in shape], [None], dtype)[0]
+        sharding = NamedSharding(mesh, spec(shape, row.tree_dimensions, mesh))
+        devices: dict[tuple[range, ...], list[Any]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            parts = tuple(range(*part.indices(size)) for part, size in zip(index or (), shape, strict=True))
+            devices.setdefault(parts, []).append(device)
+        held = [array for parts, same in devices.items() for array in _load(tensors, own, row, parts, same, dtype)]
+        return jax.make_array_from_single_device_arrays(shape, sharding, held)
 
     return config, param_tree(config, make)
+
+
+def _check_no_others(config: DecoderConfig, tensors: Tensors, path: str) -> None:
+    """A bias, a norm or a layer that is in the files and not in the model would be left out of the policy."""
+    known = {part for name, parts in stored(config).items() for part in (name, *parts)}
+    for name in tensors:
+        if name.startswith("model.") and name not in known and not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"{path}: tensor {name} is none of a {config.family} of {config.layers} layers")
+
+
+def _load(
+    tensors: Tensors, names: Sequence[str], row: WeightRow, parts: Sequence[range], devices: Sequence[Any], dtype: Any
+) -> list[jax.Array]:
+    """One shard of a leaf, on each of these devices (None: the default).
+
+    It is filled block by block on the device, where a block is also transposed and converted: the host never holds more
+    of it than that. What is no larger than a block is made on the host: that compiles nothing.
+    """
+    shape = [len(part) for part in parts]
+    blocks = _blocks(tensors, names[parts[0].start : parts[0].stop] if row.layered else names, row, parts)
+    if math.prod(shape) * np.dtype(np.float32).itemsize <= _BLOCK_BYTES:
+        whole = np.empty(shape, dtype)
+        for corner, block in blocks:
+            block = block.T if row.transposed else block
+            sizes = (1,) * (len(shape) - block.ndim) + block.shape
+            whole[tuple(slice(start, start + size) for start, size in zip(corner, sizes))] = block
+        return [jax.device_put(whole, device) for device in devices]
+    held = [jnp.zeros(shape, dtype, device=device) for device in devices]
+    for corner, block in blocks:
+        held = [
+            _put(filled, jax.device_put(block, device), corner, row.transposed) for filled, device in zip(held, devices)
+        ]
+        jax.block_until_ready(held)  # no more blocks on their way than one
+    return held
+
+
+def _blocks(
+    tensors: Tensors, names: Sequence[str], row: WeightRow, parts: Sequence[range]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(where it begins in the shard of the tree, a block as in the files), of one tensor after the other."""
+    own = parts[1:] if row.layered else parts
+    first, *others = own[::-1] if row.transposed else own
+    bytes_each = math.prod(len(part) for part in others) * np.dtype(np.float32).itemsize
+    step = max(1, _BLOCK_BYTES // max(1, bytes_each))
+    for place, name in enumerate(names):
+        for start in range(first.start, first.stop, step):
+            rows = slice(start, min(start + step, first.stop))
+            block = tensors.read(name, [rows, *(slice(part.start, part.stop) for part in others)])
+            corner = [start - first.start, *[0] * len(others)]
+            corner = corner[::-1] if row.transposed else corner
+            yield np.array([place, *corner] if row.layered else corner, np.int32), block
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _put(whole: jax.Array, block: jax.Array, corner: jax.Array, transposed: bool) -> jax.Array:
+    block = (block.T if transposed else block).astype(whole.dtype)
+    block = jnp.expand_dims(block, range(whole.ndim - block.ndim))
+    return jax.lax.dynamic_update_slice(whole, block, tuple(corner))

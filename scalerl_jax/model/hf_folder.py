@@ -12,9 +12,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from scalerl_jax.model.decoder import Params
-from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.model.decoder_config import DecoderConfig, read_config, text_of
 from scalerl_jax.model.hf import to_hf
-from scalerl_jax.model.tensor_layout import hf_tensors
+from scalerl_jax.model.tensor_layout import hf_tensors, layout, stored
 from scalerl_jax.system import files
 from scalerl_jax.system.json_values import read_object
 
@@ -52,14 +52,27 @@ def write_model_folder(
 
 def _write_weights(folder: str, params: Params, decoder: DecoderConfig, dtype: str, limit: int) -> None:
     """One file, or several with an index. Never more than one file's tensors are held beside the parameters."""
-    sizes = {name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, shape in hf_tensors(decoder).items()}
+    held, files_of = hf_tensors(decoder), stored(decoder)
+    together: dict[str, list[str]] = {}  # what one tensor of the files is made of, or several
+    for name, parts in files_of.items():
+        together.setdefault(parts[0], []).append(name)
+    width = jnp.dtype(dtype).itemsize
+    sizes = {key: width * sum(math.prod(held[name]) for name in names) for key, names in together.items()}
     shards = _split(sizes, limit)
     where: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
+    for number, keys in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        where |= dict.fromkeys(names, file)
+        names = [name for key in keys for name in together[key]]
+        where |= {part: file for name in names for part in files_of[name]}
         tensors = jax.jit(lambda p, names=names: {n: to_hf(p, decoder, jnp.dtype(dtype))[n] for n in names})(params)
-        gathered = {name: np.asarray(tensors.pop(name)) for name in names}
+        gathered: dict[str, np.ndarray] = {}
+        for key in keys:
+            values = [np.asarray(tensors.pop(name)) for name in together[key]]
+            parts = files_of[together[key][0]]
+            if layout(decoder)[together[key][0]].row.columns:
+                gathered[key] = np.ascontiguousarray(np.concatenate([v.swapaxes(1, 2) for v in values], axis=2))
+            else:
+                gathered |= {key: values[0]} if parts == together[key] else dict(zip(parts, values[0], strict=True))
         save_file(gathered, os.path.join(folder, file), metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
@@ -87,7 +100,9 @@ def _write_rest(folder: str, decoder: DecoderConfig, tokenizer_dir: str, dtype: 
     generation: dict[str, Any] = {"eos_token_id": config["eos_token_id"], "do_sample": True, "temperature": 1.0}
     if os.path.isfile(os.path.join(tokenizer_dir, "config.json")):
         if read_config(tokenizer_dir).canonical_json() == decoder.canonical_json():
-            config = read_object(os.path.join(tokenizer_dir, "config.json"))
+            # Of a model that reads images too only the text model is here.
+            own = read_object(os.path.join(tokenizer_dir, "config.json"))
+            config = {"architectures": config["architectures"], **text_of(own)} if "text_config" in own else own
             config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config} or {"dtype": dtype}
         if os.path.isfile(os.path.join(tokenizer_dir, "generation_config.json")):
             generation = read_object(os.path.join(tokenizer_dir, "generation_config.json"))

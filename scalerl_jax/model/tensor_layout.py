@@ -8,7 +8,8 @@ all of a tensor that has none. With fewer key/value heads K than workers, W/K wo
 vocabulary is first rounded up to a multiple of 64, and what lies beyond it is nobody's. Along the same dimension the
 parts of a fused parameter stand one after another: q, k and v make qkv_proj, gate and up make gate_up_proj.
 
-Nothing here knows torch, jax or vLLM. A tensor may have any number of dimensions: experts [E, out, in] are a row more.
+Nothing here knows torch, jax or vLLM. A tensor may have any number of dimensions: experts [E, out, in] are a row more,
+one tensor on the wire and in vLLM; published folders hold each expert by itself (`stored`).
 """
 
 import dataclasses
@@ -23,7 +24,13 @@ from scalerl_jax.model.families.rows import WeightRow
 
 # vLLM rounds the vocabulary up to this before it is split.
 VOCABULARY_PADDING = 64
-CUT = ("vocabulary", "heads", "kv_heads", "mlp")  # among vLLM's workers; of these a tensor has at most one
+CUT = (
+    "vocabulary",
+    "heads",
+    "kv_heads",
+    "mlp",
+    "expert_mlp",
+)  # among vLLM's workers; of these a tensor has at most one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +65,9 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
         "kv_heads": config.kv_heads * config.head_dim,
         "head": config.head_dim,
         "mlp": config.intermediate_size,
+        "experts": config.experts,
+        "router": config.experts,
+        "expert_mlp": config.moe_intermediate_size,
     }
 
 
@@ -75,6 +85,16 @@ def layout(config: DecoderConfig) -> Mapping[str, Tensor]:
         prefix = "" if layer is None else f"model.layers.{layer}."
         shape = tuple(size[dimension] for dimension in row.dimensions)
         out[prefix + row.name] = Tensor(row, layer, shape, prefix + (row.fused or row.name))
+    return out
+
+
+def stored(config: DecoderConfig) -> dict[str, list[str]]:
+    """Hugging Face name -> its tensors in the files: itself, each expert's in order, or one that holds others too."""
+    out = {}
+    for name, tensor in layout(config).items():
+        row, prefix = tensor.row, name.removesuffix(tensor.row.name)
+        each = [prefix + row.stored.format(number) for number in range(1 if row.columns else config.experts)]
+        out[name] = each if row.stored else [name]
     return out
 
 
@@ -146,9 +166,15 @@ def check_workers(config: DecoderConfig, workers: int) -> None:
     """Raises ValueError where a model cannot be split over so many workers."""
     if workers < 1:
         raise ValueError(f"{workers} workers: at least one is needed")
-    for what, size in (("query heads", config.heads), ("MLP columns", config.intermediate_size)):
-        if size % workers:
-            raise ValueError(f"{size} {what} cannot be split evenly over {workers} workers")
+    size = sizes(config)
+    cut = {dimension for row in rows(config).values() for dimension in row.dimensions}
+    counted = {"query heads": config.heads}
+    for what, dimension in (("MLP columns", "mlp"), ("columns of each expert", "expert_mlp")):
+        if dimension in cut:
+            counted[what] = size[dimension]
+    for what, count in counted.items():
+        if count % workers:
+            raise ValueError(f"{count} {what} cannot be split evenly over {workers} workers")
     if config.kv_heads % workers and workers % config.kv_heads:
         raise ValueError(f"{config.kv_heads} key/value heads cannot be split or copied evenly over {workers} workers")
 

@@ -1,5 +1,10 @@
-"""The health of a run: series of its updates with their limits, and its alarms, which alarms.py decides and words."""
+"""The health of a run: series of its updates with their limits, and its alarms, which alarms.py decides and words.
 
+Every chart has a line under it: what it means, and what to do when it goes wrong. A sign that no update has recorded,
+as in a run of an older version, is named all the same.
+"""
+
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +12,8 @@ from typing import Any
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import groups_of, rounded, thinned
 from scalerl_jax.run import alarms as alarms_lib
+
+_SHOWN_LAGS = 64  # bars of the histogram; what is older is in the last one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,58 +25,172 @@ class Chart:
     what: str
     form: str  # number | share | count
     columns: Mapping[str, str]
+    means: str
+    wrong: str  # what to do then, in short: an alarm says more
+    only_recorded: bool = False  # left out where a run has nothing of it
 
 
+_SLOWER = "lower the learning rate or config.pacing.max_off_policy_steps"
 CHARTS = (
-    Chart("loss", "Loss", "negative log-likelihood of a token, nats", "number", {"nll": ""}),
-    Chart("reward", "Reward", "mean over the batch, from -1 to 1", "number", {"reward": ""}),
-    Chart("entropy", "Entropy", "of the policy at trained tokens, nats", "number", {"entropy": ""}),
-    Chart("lag", "Staleness", "updates, from sampling to training", "number", {"lag_mean": "mean", "lag_max": "most"}),
-    Chart("mismatch", "Log-prob mismatch", "generator against trainer, mean, nats", "number", {"mismatch": ""}),
-    Chart("clipped", "Clipped", "tokens at the loss's cap of the ratio", "share", {"clipped": ""}),
-    Chart("truncated", "Truncated", "completions cut by the budget", "share", {"truncated": ""}),
+    Chart(
+        "loss", "Loss", "negative log-likelihood of a token, nats", "number",
+        {"nll": "trained on", "evaluation_loss": "held out"},
+        "It falls steeply at first, then levels off.", "it rises or swings: lower config.sft.learning_rate",
+        only_recorded=True,
+    ),
+    Chart(
+        "reward", "Reward", "mean over the batch, from -1 to 1", "number", {"reward": ""},
+        "What the objective sees; it rises with the pass rate.",
+        "it rises and the held-out pass rate does not: read completions, it is earned otherwise",
+    ),
+    Chart(
+        "entropy", "Entropy", "of the policy at trained tokens, nats", "number", {"entropy": ""},
+        "How much choice the policy leaves open; a slow fall is learning.",
+        "it collapses: lower the learning rate, or stop",
+    ),
+    Chart(
+        "lag", "Staleness", "updates, from sampling to training", "number", {"lag_mean": "mean", "lag_max": "most"},
+        "0 is on-policy; no token is older than k.",
+        "the mean nears k: fewer generators, or a lower config.pacing.max_buffered_batches",
+    ),
+    Chart(
+        "mismatch", "Mismatch", "mean |log ratio|, trainer to generator, nats", "number", {"mismatch": ""},
+        "Two programs computing one policy, and what it learned meanwhile.",
+        "compare dtypes and head_precision of both sides",
+    ),
+    Chart(
+        "mismatch_p99", "Mismatch, p99", "|log ratio| at the 99th percentile, nats", "number", {"mismatch_p99": ""},
+        "The tail that the mean hides; 0.69 is a ratio of two.",
+        f"compare sampling, experts and head of both sides; else {_SLOWER}",
+    ),
+    Chart(
+        "kl", "Mismatch KL", "generators to trainer, k3 estimate, nats", "number", {"kl": ""},
+        "Mean of rho - 1 - log rho; dense models on-policy stay under 0.001.",
+        f"as for the mismatch; else {_SLOWER}",
+    ),
+    Chart(
+        "clipped", "Clipped", "tokens at the loss's cap of the ratio", "share", {"clipped": ""},
+        "The cap is for outliers: next to none are at it.", _SLOWER,
+    ),
+    Chart(
+        "effective_sample_size", "ESS, tokens", "effective sample size, of the tokens", "share",
+        {"effective_sample_size": ""},
+        "100 %: all tokens have the same importance ratio.", f"{_SLOWER}, or mask with config.objective.icepop_high",
+    ),
+    Chart(
+        "effective_sample_size_geometric", "ESS, completions", "by length-normalized ratios", "share",
+        {"effective_sample_size_geometric": ""},
+        "100 %: no completion is more off-policy than another.", f"look at servers in metrics.jsonl; {_SLOWER}",
+    ),
+    Chart(
+        "effective_sample_size_sequence", "ESS, sequences", "completions by the product of their ratios", "share",
+        {"effective_sample_size_sequence": ""},
+        "What weighing whole completions would leave; it falls with their length, so there is no limit.",
+        f"it falls and the length does not grow: {_SLOWER}",
+    ),
+    Chart(
+        "truncated", "Truncated", "completions cut by the budget", "share", {"truncated": ""},
+        "They are never right; runs with more than a tenth of them became unstable.",
+        "raise config.rollout.answer_budget, or see that the policy writes its stop token",
+    ),
+    Chart(
+        "interrupted", "Interrupted", "completions whose thinking was cut short", "share", {"interrupted": ""},
+        "They go on with the forced phrase and an answer.",
+        "raise config.rollout.thinking_budget_max, unless it is short on purpose",
+    ),
+    Chart(
+        "repetitive", "Loops", "completions that end in a loop", "share", {"repetitive": ""},
+        "Over half of the 4-grams of their last 512 tokens are repeats.",
+        "read some: loops that pay are a fault of the reward, others of the learning rate",
+    ),
+    Chart(
+        "repetition", "Repetition", "repeated 4-grams of a completion, mean", "share", {"repetition": ""},
+        "All text has some; it is the rise that tells.",
+        "read completions: saying things twice is paid for, or loops are near",
+    ),
     Chart(
         "surviving", "Effective batch", "prompts with right and wrong answers", "count",
         {"prompts_surviving": "surviving", "prompts": "in the batch"},
+        "The others have no gradient; it shrinks as problems are solved.",
+        "other prompts, or a larger config.rollout.group_size",
     ),
-    Chart("retired", "Prompts retired", "solved, not drawn again", "count", {"prompts_retired": ""}),
-    Chart("interrupted", "Interrupted", "completions whose thinking was cut short", "share", {"interrupted": ""}),
-    Chart("length", "Length", "sampled tokens of a completion", "count", {"length_mean": "mean", "length_max": "most"}),
+    Chart(
+        "retired", "Prompts retired", "solved, not drawn again", "count", {"prompts_retired": ""},
+        "It grows as the policy learns.", "few prompts are left: bring harder ones",
+    ),
+    Chart(
+        "length", "Length", "sampled tokens of a completion", "count", {"length_mean": "mean", "length_max": "most"},
+        "Reasoning mostly grows longer as it learns.",
+        "it grows and the pass rate does not: see config.rollout.length_control",
+    ),
     Chart(
         "no_end_of_thinking", "No end of thinking", "completions without an answer for it", "share",
         {"no_end_of_thinking": ""},
+        "Without it there is no answer to judge.", "warm-start on traces that end their thinking (scalerl-sft)",
+        only_recorded=True,
     ),
-    Chart("gradient", "Gradient norm", "of the batch, before the optimizer", "number", {"gradient_norm": ""}),
     Chart(
-        "effective_sample_size", "Importance ratios", "effective sample size, of tokens", "share",
-        {"effective_sample_size": ""},
+        "experts", "Experts", "of the fullest, over the mean", "number",
+        {"expert_load": "mean over layers", "expert_load_max": "worst layer"},
+        "1: tokens spread evenly; no token is dropped whatever it is.",
+        "it keeps rising: the router collapses; lower the learning rate",
+        only_recorded=True,
+    ),
+    Chart(
+        "gradient", "Gradient norm", "of the batch, before the optimizer", "number", {"gradient_norm": ""},
+        "Single peaks are harmless.",
+        "it keeps growing: lower the learning rate, or set config.optimizer.max_grad_norm",
     ),
 )  # fmt: skip
 
 
+def _charts(settings: Mapping[str, Any]) -> list[Chart]:
+    """Those that there can be, in the words of this run's loss."""
+    if settings["objective.loss"] == "cispo":
+        return [*CHARTS]
+    # What the other losses clip is no outlier: the ratio is past its range, and the token has no gradient.
+    return [
+        chart
+        if chart.key != "clipped"
+        else dataclasses.replace(
+            chart,
+            what="tokens past the loss's range of the ratio",
+            means="They have no gradient; some are expected as the policy moves, so there is no limit.",
+            wrong=f"it keeps growing: {_SLOWER}",
+        )
+        for chart in CHARTS
+    ]
+
+
 def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every chart of which the rows of metrics.jsonl hold anything."""
+    """Every chart of which the rows of metrics.jsonl hold anything, and the signs of RL that they should hold."""
     groups = groups_of(len(rows))
     steps = [row["step"] for row in rows]
     drawn = alarms_lib.limits(rows, settings)
+    trains = any("prompts" in row for row in rows)  # and is no warm start
+    enough = alarms_lib.enough(rows)
     charts = []
-    for chart in CHARTS:
+    for chart in _charts(settings):
         series = [
             {"name": name, **thinned([row.get(column) for row in rows], groups)}
             for column, name in chart.columns.items()
             if any(row.get(column) is not None for row in rows)
         ]
-        if not series:
+        if not series and (chart.only_recorded or not trains):
             continue
         column = next(iter(chart.columns))
         latest = alarms_lib.recent_mean(rows, column)
         charts.append(
             {
-                **{name: getattr(chart, name) for name in ("key", "title", "what", "form")},
+                **{name: getattr(chart, name) for name in ("key", "title", "what", "form", "means", "wrong")},
                 "series": series,
                 "latest": rounded([latest])[0],
                 "lines": [
-                    {**dataclasses.asdict(line), "value": rounded([line.value])[0], "over": line.passed_by(latest)}
+                    {
+                        **dataclasses.asdict(line),
+                        "value": rounded([line.value])[0],
+                        "over": enough and line.passed_by(latest),
+                    }
                     for line in drawn.get(chart.key, [])
                 ],
             }
@@ -79,5 +200,19 @@ def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
         "each": groups[0].stop if groups else 1,  # updates behind a point
         "recent": alarms_lib.RECENT,
         "charts": charts,
+        "staleness": staleness(rows[-alarms_lib.RECENT :]),
         "alarms": [dataclasses.asdict(alarm) for alarm in alarms_lib.alarms(rows, settings)],
     }
+
+
+def staleness(rows: Sequence[Row]) -> dict[str, Any]:
+    """Share of the sampled tokens by their staleness, in these rows together; empty where none says it."""
+    counts = collections.Counter[int]()
+    for row in rows:
+        for lag, count in (row.get("lags") or {}).items():
+            counts[min(int(lag), _SHOWN_LAGS)] += count
+    total = counts.total()
+    if not total:
+        return {"lag": [], "share": []}
+    lags = range(max(counts) + 1)
+    return {"lag": [*lags], "share": rounded(counts[lag] / total for lag in lags)}

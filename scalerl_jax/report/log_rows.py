@@ -1,6 +1,7 @@
 """Rows of a run's logs for the page: objects whose columns are what it draws, or one line that names the row."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from scalerl_jax.run.jsonl import read_rows
 Row = dict[str, Any]
 
 _LARGEST = sys.float_info.max
+_LAG = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 # Columns that are no numbers; all others are, or null, or are not there.
-_MAPPINGS = ("compute", "lags", "pushes", "forecast", "tasks")
+_MAPPINGS = ("compute", "lags", "pushes", "forecast", "forecasts", "tasks", "environments")
 _LISTS = ("groups", "waited_for", "passes")
 _NEEDED = {
     "metrics.jsonl": ("step", "time"),
@@ -53,6 +55,10 @@ def _fault(row: Row, needed: Sequence[str], numbers: Sequence[str]) -> str:
                 for part in value.values()
             ):
                 return "has 'tasks' that do not say their prompts and pass rates in numbers"
+            if column == "environments" and (odd := next((n for n, v in value.items() if not _is_part(v)), None)):
+                return f"has 'environments' whose {odd!r} does not say its prompts, samples, passes and pass rate"
+            if column == "lags" and not all(_LAG.fullmatch(lag) and _is_count(count) for lag, count in value.items()):
+                return "has 'lags' that are not counts by whole numbers"
             if column == "compute" and (odd := next((n for n, v in value.items() if not _is_number(v)), None)):
                 return f"has a {column!r} whose {odd!r} is not a number: {str(value[odd])[:40]}"
         elif column in _LISTS:
@@ -69,6 +75,11 @@ def _fault(row: Row, needed: Sequence[str], numbers: Sequence[str]) -> str:
     return ""
 
 
+def _is_part(value: Any) -> bool:
+    """Whether it can stand in the place of an evaluation."""
+    return isinstance(value, dict) and not _fault(value, ("prompts", "samples", "passes", "pass_rate"), ())
+
+
 def _is_number(value: Any) -> bool:
     return value is None or _is_given(value)
 
@@ -76,6 +87,10 @@ def _is_number(value: Any) -> bool:
 def _is_given(value: Any) -> bool:
     """Compared as it is: an integer may be larger than any float, and NaN is in no range."""
     return isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    return _is_given(value) and value >= 0
 
 
 def _is_wait(value: Any) -> bool:

@@ -38,10 +38,12 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
     metrics, evals = log_rows(workdir, "metrics.jsonl", drawn), log_rows(workdir, "evals.jsonl", AXES)
     if not metrics and not evals:
         raise ValueError(f"{workdir}: holds no run yet: metrics.jsonl and evals.jsonl have no rows")
-    # A warm start's rows tell of a loss and of no rollouts.
-    warm_start = not evals and all("loss" in row and "pass_rate" not in row for row in metrics)
+    # A warm start's rows tell of a loss and of no rollouts; that of step 0 has only the held-out one.
+    warm_start = not evals and all(
+        ("loss" in row or "evaluation_loss" in row) and "pass_rate" not in row for row in metrics
+    )
     if warm_start:
-        metrics = [{**row, "nll": row["loss"]} for row in metrics]
+        metrics = [{**row, "nll": row.get("loss")} for row in metrics]
     defaults = config_check.leaves(Config())
     # Where things lie on a machine is nobody's business who gets the page.
     changed = {name: value for name, value in settings.items() if value != defaults.get(name) and not _is_path(name)}
@@ -62,5 +64,16 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
     }
 
 
+_PLACES = ("train", "validation", "decontaminate", "traces", "template", "cache")  # leaves that name files
+
+
 def _is_path(name: str) -> bool:
-    return name.rpartition(".")[2].endswith(("path", "file"))
+    leaf = name.rpartition(".")[2]
+    return leaf.endswith(("path", "file")) or leaf in (
+        "train",
+        "validation",
+        "decontaminate",
+        "traces",
+        "template",
+        "cache",
+    )

@@ -7,7 +7,7 @@ import numpy as np
 
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
-from scalerl_jax.run.jsonl import evaluation_counts
+from scalerl_jax.run.jsonl import environments_of, evaluation_counts
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
 from scalerl_jax.scaling.half_time import HalfTimeForecast, half_time_forecast
 
@@ -34,7 +34,8 @@ def half_time(evals: Sequence[Row], axis: str = "device_hours") -> tuple[HalfTim
 
 
 def score(evals: Sequence[Row]) -> dict[str, Any]:
-    """What the page shows of the evaluations (N of them, in order); every curve on either axis."""
+    """What the page shows of the evaluations (N of them, in order), and of each environment of a mixture; every curve
+    on either axis."""
     counts = noise.read_counts(evaluation_counts(evals), len(evals)) if evals else None
     columns: dict[str, Any] = {
         name: [row.get(name) for row in evals] for name in ("step", "time", "prompts", "samples", "seconds")
@@ -43,6 +44,7 @@ def score(evals: Sequence[Row]) -> dict[str, Any]:
     columns["deviation"] = [] if counts is None else rounded(np.sqrt(counts.variance()))  # with the prompts held fixed
     return {
         "evaluations": columns,
+        "environments": {name: score(rows) for name, rows in environments_of(evals).items()},
         "tasks": tasks(evals),
         "curves": {axis: curves(evals, axis) for axis in AXES if evals and all(axis in row for row in evals)},
     }

@@ -1,21 +1,24 @@
 """What a run says at its end: a table, curve.png with the forecast made at half of the compute, completions to read.
 
-The last lines are the forecast beside the outcome, and where the report is. Everything is read from the run folder, so
-the same can be shown again later.
+The last lines are what is past its limits, the forecast beside the outcome, and where the report is. Everything is read
+from the run folder, so the same can be shown again later.
 """
 
 import collections
 import os
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from scalerl_jax.report.page import write_report
+from scalerl_jax.report.run_data import read_settings
 from scalerl_jax.report.samples import sample_files
 from scalerl_jax.report.score import half_time
-from scalerl_jax.run.jsonl import read_rows
+from scalerl_jax.run.alarms import Alarm, alarms
+from scalerl_jax.run.jsonl import environments_of, read_rows
 from scalerl_jax.scaling.half_time import HalfTimeForecast
 from scalerl_jax.system import files
 
@@ -32,29 +35,47 @@ def show(workdir: str, console: Console | None = None) -> None:
     console.print(table(evals, metrics, forecast))
     if why_not:
         console.print(f"no forecast: {why_not}", markup=False)
-    if forecast is not None:
-        from scalerl_jax.scaling.plot import plot_forecast  # matplotlib, which training does without
-
-        path = os.path.join(workdir, "curve.png")
-        try:
-            plot_forecast(
-                forecast,
-                path,
-                x_label="compute: device-hours of trainer and generators",
-                y_label=f"held-out pass rate, mean@{evals[-1]['samples']}",
-            )
-            console.print(f"curve: {path}", markup=False, soft_wrap=True)
-        except OSError as error:  # the run is done and well without it
-            console.print(f"no curve.png: {files.reason(error)}", markup=False, soft_wrap=True)
+    _draw(forecast, os.path.join(workdir, "curve.png"), console, samples=evals[-1]["samples"] if evals else 0)
+    for name, rows in environments_of(evals).items():
+        of_part, why_not = half_time(rows)
+        if why_not:
+            console.print(f"no forecast of {name}: {why_not}", markup=False)
+        _draw(of_part, os.path.join(workdir, f"curve-{name}.png"), console, samples=rows[-1]["samples"])
     for sample in last_samples(workdir, 3):
         console.print(_completion(sample))
     console.print()
+    for alarm in _past_limits(workdir, metrics):
+        console.print(f"{'ALARM' if alarm.loud else 'warning'}: {alarm}", markup=False, soft_wrap=True)
     if forecast is not None:
         console.print(forecast.sentence(), soft_wrap=True)
     try:
         console.print(f"report: {write_report([workdir])}", markup=False, soft_wrap=True)
     except (OSError, ValueError) as error:  # the run is done and well without it
         console.print(f"no report.html: {error}", markup=False, soft_wrap=True)
+
+
+def _past_limits(workdir: str, metrics: list[dict[str, Any]]) -> list[Alarm]:
+    try:
+        return alarms(metrics, read_settings(workdir))
+    except ValueError:  # the config is damaged: the line on the report says how
+        return []
+
+
+def _draw(forecast: HalfTimeForecast | None, path: str, console: Console, *, samples: int) -> None:
+    if forecast is None:
+        return
+    from scalerl_jax.scaling.plot import plot_forecast  # matplotlib, which training does without
+
+    try:
+        plot_forecast(
+            forecast,
+            path,
+            x_label="compute: device-hours of trainer and generators",
+            y_label=f"held-out pass rate, mean@{samples}",
+        )
+        console.print(f"curve: {path}", markup=False, soft_wrap=True)
+    except OSError as error:  # the run is done and well without it
+        console.print(f"no {os.path.basename(path)}: {files.reason(error)}", markup=False, soft_wrap=True)
 
 
 def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: HalfTimeForecast | None) -> Table:
@@ -66,6 +87,9 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
         prompts = f"{last['prompts']} held-out prompts x {last['samples']}"
         out.add_row("pass rate before", f"{first['pass_rate']:.3f}   ({prompts})")
         out.add_row("pass rate after", f"{last['pass_rate']:.3f}   (step {last['step']}, {len(evals)} evaluations)")
+        for name, rows in environments_of(evals).items():
+            prompts = f"{rows[-1]['prompts']} held-out prompts"
+            out.add_row(f"  of {name}", f"{rows[0]['pass_rate']:.3f} to {rows[-1]['pass_rate']:.3f}   ({prompts})")
     if forecast is not None:
         low, high = (float(end.mean()) for end in forecast.band)
         out.add_row(
@@ -92,6 +116,8 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
         out.add_row("staleness in updates", f"mean {mean:.2f}, most {max(lags, default=0)}   ({shares})")
         out.add_row("prompts retired", f"{metrics[-1]['prompts_retired']}")
         out.add_row("interrupted, truncated", f"{_mean(metrics, 'interrupted'):.1%}, {_mean(metrics, 'truncated'):.1%}")
+        if "repetitive" in metrics[-1]:  # a run of before has none
+            out.add_row("ended in a loop", f"{_mean(metrics, 'repetitive'):.1%}")
     return out
 
 
@@ -112,4 +138,4 @@ def _completion(sample: dict[str, Any]) -> Text:
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
+    return float(np.mean([row[name] for row in rows if name in row]))

@@ -2,15 +2,45 @@
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from scalerl_jax.rollouts import pacing as pacing_lib
-from scalerl_jax.rollouts.group_buffer import GroupBuffer
-from scalerl_jax.rollouts.servers.client import ServerClient
+from scalerl_jax.rollouts.group_buffer import GroupBuffer, Process, RolloutRequest
+
+
+class AskedCalls(Protocol):
+    """What a server is asked for; see servers/calls.py."""
+
+    @property
+    def load(self) -> float: ...
+
+    def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]: ...
+
+    def ask(self, buffer: GroupBuffer, rollout: RolloutRequest) -> None: ...
+
+
+class Asked(Protocol):
+    """A server, as far as it is asked for something: a real one, or a simulated one."""
+
+    @property
+    def process(self) -> Process: ...
+
+    @property
+    def step(self) -> int | None: ...
+
+    @property
+    def free_at(self) -> float: ...
+
+    @property
+    def calls(self) -> AskedCalls: ...
+
+
+S = TypeVar("S", bound=Asked)
 
 
 def dispatch(
-    active: Sequence[ServerClient],
-    buffer_of: Callable[[ServerClient], GroupBuffer | None],
+    active: Sequence[S],
+    buffer_of: Callable[[S], GroupBuffer | None],
     *,
     typical_seconds: float,
     now: float,
@@ -37,11 +67,11 @@ def dispatch(
             heapq.heappush(heap, (client.calls.load, number))
 
 
-def _alone(client: ServerClient, buffers: dict[ServerClient, GroupBuffer]) -> bool:
+def _alone(client: S, buffers: dict[S, GroupBuffer]) -> bool:
     """Whether nobody else of those that may be asked now could have the group that is next for this one."""
     buffer = buffers[client]
 
-    def may_have(c: ServerClient, number: int) -> bool:
+    def may_have(c: S, number: int) -> bool:
         assert c.step is not None
         return buffers[c] is buffer and pacing_lib.suits(buffer.pacing, number, c.step, trained=buffer.trained)
 

@@ -21,7 +21,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from scalerl_jax.config import Config
@@ -45,6 +45,7 @@ from scalerl_jax.rollouts.servers.context import ClientContext, ServerEvents, Se
 from scalerl_jax.rollouts.servers.credentials import Plaintext
 from scalerl_jax.rollouts.servers.pool import ServerPool
 from scalerl_jax.rollouts.trust import Trust
+from scalerl_jax.rollouts.weights.parts import Parts
 from scalerl_jax.rollouts.weights.publisher import Publisher, Source
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Fleet:
             ("version", {step, changed, delta_bytes, ...}).
         observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
             whether its counters are to be believed from here on only.
+        parts: of a trainer of several hosts; None: there is one.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Fleet:
         score: Callable[[Row, codec.Completion], "concurrent.futures.Future[Score]"],
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, anew: None,
+        parts: Parts | None = None,
     ):
         if not servers.addresses:
             raise FleetError("no rollout server is given")
@@ -99,6 +102,7 @@ class Fleet:
             relay=config.fleet.relay,
             fail=self._fail,
             event=lambda fields: self._event("version", fields),
+            parts=parts,
         )
         self._context = ClientContext(
             config=config.fleet,
@@ -204,6 +208,13 @@ class Fleet:
         self._changed()
         return evaluation.future
 
+    @on_loop
+    def evaluated(self, *, but: Collection[int] = ()) -> list[FinishedGroup]:
+        """The groups of the evaluation under way that are finished so far, less those of these numbers."""
+        current = self._evaluations.current
+        ready = {} if current is None else current.buffer.ready
+        return [finished(group) for number, group in sorted(ready.items()) if number not in but]
+
     def result(self, future: "concurrent.futures.Future[T]", wait: Callable[[], None] = lambda: None) -> T:
         """The future's result; calls `wait` as `batch` does meanwhile."""
         if not future.done():
@@ -289,7 +300,11 @@ class Fleet:
         current = self._publisher.latest == self._buffer.trained
         if current and self._buffer.is_ready(number) and self.candidates.holds_batch():
             return None
-        groups = self._buffer.take(number)
+        try:
+            groups = self._buffer.take(number)
+        except ValueError:  # it never comes
+            self._waits = None
+            raise
         if groups is not None:
             self._waits = None
             self._changed()

@@ -237,7 +237,10 @@ class GroupBuffer:
 
     def is_ready(self, batch: int) -> bool:
         """Whether all that `batch` waits for is ready."""
-        return self.pacing.last_needed(batch) < self.next_number and not self.missing(batch)
+        last = self.pacing.last_needed(batch)
+        if self._error is not None:  # a phase ends early: with the last batch that is whole
+            last = min(last, (batch + 1) * self.pacing.groups - 1)
+        return last < self.next_number and not self.missing(batch)
 
     def take(self, batch: int) -> list[GroupInFlight] | None:
         """The batch's groups in order of number, out of the store; None while it is not ready.

@@ -18,6 +18,7 @@ from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
+EVALUATION = "eval/"  # with which the names of its groups begin
 PROBE_SAMPLES = 4  # of one prompt
 PROBE_TOKENS = 64  # thinking and answer of a probe: enough for p99, and seconds even on a slow server
 
@@ -40,15 +41,15 @@ class Requests:
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         rollout = config.rollout
-        self._seed, self._group_size = config.seed, rollout.group_size
-        # On the wire a budget of 0 means that there is no thinking at all.
-        high = rollout.thinking_budget_max
+        self._seed, self._group_size, self._replay = config.seed, rollout.group_size, rollout.router_replay
+        # On the wire a budget of 0 means that thinking has none of its own: the answer's is then that of both.
+        high = rollout.thinking_budget_max if rollout.length_control == "interrupt" else 0
         self._thinking = (max(1, rollout.thinking_budget_min), high) if high else (0, 0)
         self.sampling = Sampling(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            answer_budget=rollout.answer_budget,
+            answer_budget=rollout.answer_budget + rollout.thinking_budget_max - high,
             stop_token_ids=tuple(int(i) for i in tokenizer.stop_ids),
         )
         self.interruption = Interruption()
@@ -88,8 +89,8 @@ class Requests:
 
     def evaluation(self, number: int, row: Row, *, version: int, samples: int) -> GroupInFlight:
         """The samples of one held-out prompt, the `number`-th of the evaluation of `version`."""
-        named = self._completions(f"eval/{row.index}", samples)
-        return GroupInFlight(number, f"eval/{version}/{row.index}", row, named)
+        named = self._completions(f"{EVALUATION}{row.index}", samples)
+        return GroupInFlight(number, f"{EVALUATION}{version}/{row.index}", row, named)
 
     def of(self, rollout: RolloutRequest, *, incarnation: int) -> GroupRequest:
         """As it is sent, by the trainer of that incarnation."""
@@ -103,6 +104,7 @@ class Requests:
             interruption=self.interruption,
             minimum_step=rollout.minimum_step,
             pinned_step=rollout.pinned_step,
+            router_replay=self._replay and not group.group_id.startswith(EVALUATION),  # nobody trains on those
         )
 
     def probe(
@@ -129,6 +131,7 @@ class Requests:
             interruption=self.interruption,
             minimum_step=version,
             pinned_step=version if pinned else None,
+            router_replay=self._replay,
         )
 
     def _completions(self, name: str, samples: int) -> tuple[CompletionRequest, ...]:

@@ -1,19 +1,29 @@
 """What is wrong with a run's learning, decided from its rows of metrics.jsonl: the words of its console and its page.
 
-    no gradient    5 updates on end in which no prompt had both right and wrong completions, and why
-    truncated      5 % and 10 %: the paper's unstable runs were past the second, its sound ones below the first
-    mismatch       what the log-prob comparison at meeting allows the worst percent of tokens
-    clipped        1 % of the tokens: CISPO's cap is for outliers
+    no gradient    5 updates on end in which no prompt had both right and wrong completions, and why; an alarm
+    truncated      5 % a warning, 10 % an alarm: the paper's unstable runs were past the second, its sound ones below
+                   the first
+    interrupted    likewise
+    repetitive     likewise: completions that end in a loop
+    mismatch       the mean of |log ratio|: what the comparison at meeting allows the worst percent of tokens
+    mismatch_p99   log 2: of the worst percent of tokens the ratio is beyond a factor of two
+    kl             0.1 nats: what the field has seen where generator and trainer route experts apart; dense models stay
+                   a hundred times below
+    clipped        1 % of the tokens, with CISPO: its cap is for outliers; what clip and gspo clip has no limit
+    ratios         an effective sample size under 90 %, of tokens and of completions (length-normalized)
     entropy        a tenth of the first one: what is left to explore is nearly gone
     surviving      a quarter of the prompts: the update stands on few groups
     staleness      k of the pacing: a bound that nothing may cross
 
-The limits of truncation are the paper's and that of staleness is the pacing's; the others are this project's choice.
-Pure: nothing is read or written here. Limits are held against the mean of the last 10 updates.
+The limits of truncation are the paper's, those of interruption and repetition are set beside them, and that of
+staleness is the pacing's; the others are this project's choice.
+Pure: nothing is read or written here. Limits are held against the mean of the last 10 updates; fewer are no trend, and
+raise nothing.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -24,24 +34,86 @@ WITHOUT_GRADIENT = 5  # updates on end without a gradient, from which on a run i
 RECENT = 10  # updates whose mean is held against a limit
 # As rollouts/parity/handshake.py has them for config.parity.p99_limit = 0; that one brings gRPC, which a report
 # does without.
-_P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1}
-_TRUNCATED = (0.05, 0.10)
+_P99_LIMITS = {"float32": 1e-2, "bfloat16": 2e-1, "auto": 2e-1}  # auto: of a run that does not say what it chose
+_WARNING, _ALARM = 0.05, 0.10  # of the completions
 _CLIPPED = 0.01
+_FACTOR = 2
+_KL = 0.1
+_EFFECTIVE = 0.9
 _ENTROPY_LEFT = 0.1
 _SURVIVING_LEFT = 0.25
 _MOST = 0.5  # a cause that holds for this share of the completions is named as the cause
 _NEARLY_ALL = 0.95
 
-_ADVICE = {
-    "truncated": "raise config.rollout.answer_budget (and thinking_budget_max), or see that the policy writes its stop "
-    "token",
-    "clipped": "the policy is far from the one that sampled: lower the learning rate or "
-    "config.pacing.max_off_policy_steps",
-    "mismatch": "generator and trainer compute different log-probs: compare their dtypes and head_precision",
-    "entropy": "the policy has nearly stopped exploring: lower the learning rate, or stop the run here",
-    "surviving": "most prompts are too easy or too hard: other prompts, or more completions of each "
-    "(config.rollout.group_size)",
-}
+
+@dataclasses.dataclass(frozen=True)
+class Sign:
+    """One column of metrics.jsonl that has limits."""
+
+    column: str
+    name: str
+    says: str  # of its mean past a limit: {value}, or {share} in percent
+    advice: str  # what to do
+
+
+SIGNS = {
+    "truncated": Sign(
+        "truncated", "truncation", "{share} of the completions are cut by the token budget",
+        "raise config.rollout.answer_budget (and thinking_budget_max), or see that the policy writes its stop token",
+    ),
+    "interrupted": Sign(
+        "interrupted", "interruption", "{share} of the completions have their thinking cut short",
+        "the policy thinks for longer than its budget: raise config.rollout.thinking_budget_min and "
+        "thinking_budget_max, and see whether it goes in circles; nothing, where the budget is short on purpose and "
+        "the pass rate rises",
+    ),
+    "repetitive": Sign(
+        "repetitive", "repetition", "{share} of the completions end in a loop",
+        "read some of them (rollouts/ in the run folder, or its report.html): loops that pay are a fault of the "
+        "reward, others of a learning rate that is too high; a checkpoint from before they came is the way back",
+    ),
+    "mismatch": Sign(
+        "mismatch", "log-prob mismatch",
+        "the trainer's log-probs differ from the generators' by {value:.2g} on average",
+        "generator and trainer compute different log-probs: compare their dtypes and head_precision",
+    ),
+    "mismatch_p99": Sign(
+        "mismatch_p99", "log-prob mismatch at p99", "one token in a hundred differs by more than {value:.2g} nats",
+        "a few tokens are computed apart: sampling other than at temperature 1 and top-p 1, experts routed otherwise, "
+        "or a head of lower precision on one side; else lower config.pacing.max_off_policy_steps",
+    ),
+    "kl": Sign(
+        "kl", "mismatch KL", "generators and trainer are {value:.2g} nats apart (mismatch KL)",
+        "mend the log-probs where they differ at staleness 0 too (dtypes, head_precision, experts); else the policy "
+        "moves too fast: lower the learning rate or config.pacing.max_off_policy_steps",
+    ),
+    "clipped": Sign(
+        "clipped", "clipping", "{share} of the tokens are at the cap of the importance ratio",
+        "the policy is far from the one that sampled: lower the learning rate or config.pacing.max_off_policy_steps",
+    ),
+    "effective_sample_size": Sign(
+        "effective_sample_size", "effective sample size of tokens", "the tokens of a batch count for {share} of their "
+        "number (effective sample size)",
+        "a few tokens outweigh the others: lower the learning rate or config.pacing.max_off_policy_steps, or mask what "
+        "is far off (config.objective.icepop_low and icepop_high)",
+    ),
+    "effective_sample_size_geometric": Sign(
+        "effective_sample_size_geometric", "effective sample size of completions",
+        "the completions of a batch count for {share} of their number (effective sample size, length-normalized)",
+        "whole completions are off-policy, and not single tokens: look at their staleness and at each server's "
+        "mismatch (servers in metrics.jsonl); lower the learning rate or config.pacing.max_off_policy_steps",
+    ),
+    "entropy": Sign(
+        "entropy", "entropy", "the entropy is down to {value:.2g} nats",
+        "the policy has nearly stopped exploring: lower the learning rate, or stop the run here",
+    ),
+    "surviving": Sign(
+        "prompts_surviving", "effective batch",
+        "only {value:.1f} prompts of a batch have both right and wrong completions",
+        "most prompts are too easy or too hard: other prompts, or more completions of each "
+        "(config.rollout.group_size)",
+    ),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +124,7 @@ class Limit:
     label: str
     trouble: str = "above"  # or "below"
     bound: bool = False  # nothing can cross it; it is shown, and raises no alarm
+    loud: bool = False  # past it is an alarm, past others a warning
 
     def passed_by(self, value: float | None) -> bool:
         if value is None or self.bound:
@@ -64,6 +137,7 @@ class Alarm:
     chart: str  # key of the page's chart that shows it
     says: str  # what is wrong, with its figures
     advice: str  # what to do
+    loud: bool = False  # else a warning
 
     def __str__(self) -> str:
         return f"{self.says}. What to do: {self.advice}."
@@ -71,15 +145,20 @@ class Alarm:
 
 def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[Limit]]:
     """The limits of each chart, the gravest last. settings: the config's leaves by their dotted names."""
+    shares = [Limit(_WARNING, f"{_WARNING:.0%}"), Limit(_ALARM, f"{_ALARM:.0%}", loud=True)]
+    effective = [Limit(_EFFECTIVE, f"{_EFFECTIVE:.0%}", "below")]
+    k, mismatch = settings["pacing.max_off_policy_steps"], settings["parity.p99_limit"]
+    mismatch = mismatch or _P99_LIMITS[settings["model.compute_dtype"]]
     found: dict[str, list[Limit]] = {
-        "lag": [
-            Limit(settings["pacing.max_off_policy_steps"], f"k = {settings['pacing.max_off_policy_steps']}", bound=True)
-        ],
-        "truncated": [Limit(share, f"{share:.0%}") for share in _TRUNCATED],
-        "clipped": [Limit(_CLIPPED, f"{_CLIPPED:.0%}")],
+        "lag": [Limit(k, f"k = {k}", bound=True)],
+        **dict.fromkeys(("truncated", "interrupted", "repetitive"), shares),
+        **dict.fromkeys(("effective_sample_size", "effective_sample_size_geometric"), effective),
+        "mismatch": [Limit(mismatch, f"{mismatch:g}: the limit when servers join")],
+        "mismatch_p99": [Limit(math.log(_FACTOR), f"a factor of {_FACTOR}")],
+        "kl": [Limit(_KL, f"{_KL:g}")],
     }
-    limit = settings["parity.p99_limit"] or _P99_LIMITS[settings["model.compute_dtype"]]
-    found["mismatch"] = [Limit(limit, f"{limit:g}: the limit when servers join")]
+    if settings["objective.loss"] == "cispo":
+        found["clipped"] = [Limit(_CLIPPED, f"{_CLIPPED:.0%}")]
     entropy = [row["entropy"] for row in rows if row.get("entropy") is not None]
     if entropy:
         found["entropy"] = [Limit(_ENTROPY_LEFT * entropy[0], "a tenth of the first", "below")]
@@ -89,31 +168,32 @@ def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[L
     return found
 
 
-_COLUMNS = {
-    "truncated": ("truncated", "{:.0%} of the completions are cut by the token budget"),
-    "clipped": ("clipped", "{:.1%} of the tokens are at the cap of the importance ratio"),
-    "mismatch": ("mismatch", "the trainer's log-probs differ from the generators' by {:.2g} on average"),
-    "entropy": ("entropy", "the entropy is down to {:.2g} nats"),
-    "surviving": ("prompts_surviving", "only {:.1f} prompts of a batch have both right and wrong completions"),
-}
-
-
 def alarms(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]:
     """Everything that is wrong at the end of these rows, the gravest first; [] where nothing is."""
+    nothing = no_gradient(rows[without_gradient(rows) :], settings)
+    past = past_limits(rows, settings) if enough(rows) else []
+    if nothing is None:
+        return past
+    return [nothing, *(alarm for alarm in past if alarm.chart not in SAID_WITH_NO_GRADIENT)]
+
+
+def past_limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]:
+    """The signs that are past a limit, the loud ones first."""
     drawn = limits(rows, settings)
     found = []
-    nothing = no_gradient(rows[without_gradient(rows) :], settings)
-    if nothing is not None:
-        found.append(nothing)
-    for key, (column, words) in _COLUMNS.items():
-        if nothing is not None and key in ("surviving", "truncated"):  # it has been said, with more about it
-            continue
-        latest = recent_mean(rows, column)
+    for key, sign in SIGNS.items():
+        latest = recent_mean(rows, sign.column)
         passed = [limit for limit in drawn.get(key, []) if limit.passed_by(latest)]
         if passed and latest is not None:
-            says = f"{words.format(latest)} (mean of the last {RECENT} updates; the limit is {passed[-1].label})"
-            found.append(Alarm(key, says, _ADVICE[key]))
-    return found
+            said = sign.says.format(value=latest, share=f"{100 * latest:.3g}%")
+            what = f"{said} (mean of the last {RECENT} updates; the limit is {passed[-1].label})"
+            found.append(Alarm(key, what, sign.advice, passed[-1].loud))
+    return sorted(found, key=lambda alarm: not alarm.loud)
+
+
+def enough(rows: Sized) -> bool:
+    """Whether there are rows enough for their mean to be held against a limit."""
+    return len(rows) >= RECENT
 
 
 def recent_mean(rows: Sequence[Row], column: str) -> float | None:
@@ -133,6 +213,9 @@ def without_gradient(rows: Sequence[Row]) -> int:
     while start > 0 and not has_gradient(rows[start - 1]):
         start -= 1
     return start
+
+
+SAID_WITH_NO_GRADIENT = ("surviving", "truncated")  # what `no_gradient` says of them is more
 
 
 def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | None:
@@ -157,7 +240,7 @@ def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | Non
             "set config.rollout.thinking_budget_min and thinking_budget_max to 0 for a policy without thinking"
         )
     elif cut >= _MOST:
-        why, advice = f"{cut:.0%} of the completions are truncated", _ADVICE["truncated"]
+        why, advice = f"{cut:.0%} of the completions are truncated", SIGNS["truncated"].advice
     elif wrong + cut >= _NEARLY_ALL:
         why = "all completions are wrong"
         advice = (
@@ -166,29 +249,7 @@ def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | Non
         )
     else:
         why = "of every prompt the completions are all right or all wrong"
-        advice = _ADVICE["surviving"]
+        advice = SIGNS["surviving"].advice
     first, last = rows[0].get("step"), rows[-1].get("step")
     says = f"nothing is learned, {why}: {len(rows)} updates without a gradient ({first} to {last}; {', '.join(shares)})"
-    return Alarm("surviving", says, advice)
-
-
-class LearningWatch:
-    """Follows the rows of a run as they are made; says once when it stops learning, and once when it goes on."""
-
-    def __init__(self, settings: Mapping[str, Any]):
-        self._settings = settings
-        self._rows: list[Row] = []  # on end without gradient
-        self._said = False
-
-    def row(self, row: Row) -> str:
-        """The next row. What is to be said of it: a line, or ""."""
-        if has_gradient(row):
-            count, said, self._rows, self._said = len(self._rows), self._said, [], False
-            return f"update {row.get('step')}: learning again, after {count} updates without a gradient" if said else ""
-        # Of each row what an alarm needs: an episode may last for the rest of a long run.
-        names = ("step", "pass_rate", "truncated", "no_end_of_thinking")
-        self._rows.append({name: row[name] for name in names if name in row})
-        if self._said or (alarm := no_gradient(self._rows, self._settings)) is None:
-            return ""
-        self._said = True
-        return f"update {row.get('step')}: {alarm}"
+    return Alarm("surviving", says, advice, loud=True)

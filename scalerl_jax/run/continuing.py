@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from scalerl_jax import config_check
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_names import RENAMED, ConfigError
 
 FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
@@ -41,12 +41,19 @@ FIELDS = {
     "seed": BOUND,
     "max_steps": FREE,
     "model.remat": FREE,
+    "model.attention": FREE,
     "environment.verifier_processes": FREE,  # verifier_seconds is not: a slow answer is right or wrong by it
+    "environment.judge.url": FREE,  # where the same model and template are asked
+    "environment.judge.key_variable": FREE,
+    "environment.judge.seconds": FREE,  # a judge that does not answer ends the run: nothing becomes wrong by it
+    "environment.judge.retries": FREE,
+    "environment.judge.cache": FREE,
     "rollout.max_prompt_tokens": FREE,  # a prompt that is longer ends the start: it is never cut
     "pacing.max_buffered_batches": SAID,  # how stale tokens are, below k: as the number of servers is
     "evaluation.every": FREE,
     "evaluation.servers": FREE,
     "sft.checkpoint_every": FREE,
+    "sft.evaluation_every": FREE,
     "sft.log_every": FREE,
 }
 
@@ -66,6 +73,7 @@ class Change:
 
 def kind_of(name: str) -> str | None:
     """The class of a field; None: it is in no class yet."""
+    name = config_check.as_environment(name)
     return FIELDS.get(name) or GROUPS.get(name.partition(".")[0])
 
 
@@ -75,23 +83,27 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     A field that `old` lacks, because it was written before the field existed, counts as the default. Raises ConfigError
     where `old` has one that is not a field any more, and it was not at a default that could be told.
     """
-    before = config_check.leaves(Config()) | config_check.saved_leaves(old)
+    saved = config_check.saved_leaves(old)
+    mixture = old.get("mixture")
+    parts = dict.fromkeys(mixture if isinstance(mixture, Mapping) else (), EnvironmentConfig())
+    before = config_check.leaves(Config(mixture=parts)) | saved
     after = config_check.leaves(new)
     for name in before:
-        if name not in after and kind_of(name) != FREE:
+        if name not in after and not name.startswith("mixture.") and kind_of(name) != FREE:
             raise ConfigError(f"config.{name} is {before[name]!r} there and is not a field any more")
+    # Of a mixture's environments one or the other may have none of that name.
     return [
-        Change(name, before[name], value, kind_of(name) or BOUND)
-        for name, value in after.items()
-        if before[name] != value
+        Change(name, before.get(name), after.get(name), kind_of(name) or BOUND)
+        for name in {**after, **before}
+        if before.get(name) != after.get(name) and (name in after or name.startswith("mixture."))
     ]
 
 
 def allowed_fields(names: Collection[str]) -> set[str]:
     """The fields that --allow names, without "config.". Raises ConfigError where one is no field."""
-    fields = config_check.leaves(Config())
+    fields = config_check.annotations()
     found = {name.strip().removeprefix("config.") for name in names} - {""}
-    for name in sorted(found - fields.keys()):
+    for name in sorted(name for name in found if config_check.as_environment(name) not in fields):
         if f"config.{name}" in RENAMED:
             raise ConfigError(f"--allow={name}: was renamed to {RENAMED[f'config.{name}'].removeprefix('config.')}")
         raise ConfigError(f"--allow={name}: config has no field {name!r}")

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from scalerl_jax.config import Config
 from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.errors import EvaluationLost
@@ -16,6 +14,7 @@ from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.ledger import Ledger
+from scalerl_jax.run.pass_rates import evaluation_row, of_groups
 from scalerl_jax.run.progress import ProgressLine
 
 
@@ -52,17 +51,18 @@ class Evaluations:
         """Whether version `step` is to be evaluated: every so many, and the last."""
         return step % self._config.evaluation.every == 0 or step == self._config.max_steps
 
-    def ask(self, step: int, *, wait: Callable[[], None]) -> None:
-        """Asks for the evaluation of version `step`, unless its row is there already.
+    def ask(self, step: int, *, wait: Callable[[], None], last: bool = False) -> None:
+        """Asks for the evaluation of version `step`, unless its row is there already, or asked for.
 
         Waits where that takes all servers, and for all evaluations after the last step; `wait` is called again and
-        again meanwhile, and calls `collect`.
+        again meanwhile, and calls `collect`. last: no step follows, though config.max_steps are not reached.
         """
-        if not any(row["step"] == step for row in self._folder.evaluations()):
+        steps = [*(row["step"] for row in self._folder.evaluations()), *(asked.step for asked in self._asked)]
+        if step not in steps:
             compute = self._ledger.snapshot()
             future = self._fleet.evaluate(step, self._rows, self._config.evaluation.samples)
             self._asked.append(_Asked(step, time.monotonic(), compute, future))
-        if self._config.evaluation.servers == 0 or step == self._config.max_steps:
+        if self._config.evaluation.servers == 0 or step == self._config.max_steps or last:
             with self._ledger.trainer("evaluation"):
                 self.finish(wait=wait)
 
@@ -88,37 +88,17 @@ class Evaluations:
 
     def _write(self, asked: _Asked, groups: list[FinishedGroup]) -> None:
         self._ledger.finished_groups(groups, evaluation=True)
-        samples = self._config.evaluation.samples
-        cut = [completion.finish_reason == "length" for group in groups for completion in group.completions]
-        lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
         row = self._folder.evaluation(
             step=asked.step,
-            passes=[sum(score.correct for score in group.scores) for group in groups],
-            samples=samples,
+            found=evaluation_row(of_groups(groups)),
             seconds=time.monotonic() - asked.began,
             compute=asked.compute,
-            values={
-                "truncated": float(np.mean(cut)),
-                "length_mean": float(np.mean(lengths)),
-                "tasks": by_task(groups),
-            },
         )
+        each = "".join(f", {name} {part['pass_rate']:.3f}" for name, part in row["environments"].items())
         self._line.say(
-            f"step {asked.step}: held-out pass rate {row['pass_rate']:.3f} ({len(groups)} prompts x {samples}), "
-            f"{asked.compute['device_hours'] * 3600:.0f} device-seconds, evaluated in {row['seconds']:.1f} s"
+            f"step {asked.step}: held-out pass rate {row['pass_rate']:.3f}{each} ({len(groups)} prompts x "
+            f"{row['samples']}), {asked.compute['device_hours'] * 3600:.0f} device-seconds, "
+            f"evaluated in {row['seconds']:.1f} s"
         )
         self._line.update(note=f"held-out {row['pass_rate']:.3f} at {asked.step}")
         self._written()
-
-
-def by_task(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
-    """Prompts and pass rate of each part of a mixture, in order of name; empty where there is only one."""
-    correct: dict[str, list[list[bool]]] = {}
-    for group in groups:
-        correct.setdefault(group.row.task, []).append([score.correct for score in group.scores])
-    if len(correct) < 2:
-        return {}
-    return {
-        task or "other": {"prompts": len(rows), "pass_rate": float(np.mean(np.concatenate(rows)))}
-        for task, rows in sorted(correct.items())
-    }

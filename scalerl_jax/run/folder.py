@@ -63,7 +63,7 @@ class RunFolder:
         self.changes: Sequence[continuing.Change] = ()  # of the config, since the run was here last
         try:
             os.makedirs(self.workdir, exist_ok=True)
-            self._lock = _take_lock(self.path("lock"), workdir)
+            self._lock = take_lock(self.path("lock"), f"--workdir={workdir}: a trainer")
             try:
                 files.tidy(self.workdir)
                 self._compare_config(workdir, allow, warm_start)
@@ -139,32 +139,25 @@ class RunFolder:
         self,
         *,
         step: int,
-        passes: Sequence[int],
-        samples: int,
+        found: Mapping[str, Any],
         seconds: float,
         compute: Mapping[str, float],
-        values: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One evaluation of version `step`: how many of `samples` completions are right, prompt by prompt.
+        """One evaluation of version `step`. Returns the row.
 
-        Returns the row. `compute` is the ledger's snapshot, whose columns join the row.
+        found: its numbers, see pass_rates.py; the columns of `compute`, the ledger's snapshot, join them.
         """
-        assert all(0 <= count <= samples for count in passes) and passes
         row = {
             "step": step,
             "version": step,
             "time": self._clock(),
             "incarnation": self.incarnation,
-            "pass_rate": sum(passes) / (len(passes) * samples),
-            "prompts": len(passes),
-            "samples": samples,
             "seconds": seconds,
             **compute,
-            **(values or {}),
-            "passes": list(passes),
+            **found,
         }
         row = plain(row)
-        shown = {"pass_rate": row["pass_rate"], "seconds": seconds, **plain(values or {})}
+        shown = {"seconds": seconds, **plain(found)}
         self._record("evals.jsonl", row, {"evaluation": shown}, axis="evaluation/step")
         return row
 
@@ -229,7 +222,7 @@ class RunFolder:
         self._trackers.add(row["step"], shown, axis=axis)
 
 
-def _take_lock(path: str, workdir: str) -> int:
+def take_lock(path: str, running: str) -> int:
     """The descriptor that holds the lock; the kernel lets go of it when the process ends, however it ends."""
     with files.naming(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -238,7 +231,7 @@ def _take_lock(path: str, workdir: str) -> int:
     except BlockingIOError:
         holder = os.read(descriptor, 32).decode(errors="replace").strip()
         os.close(descriptor)
-        raise ConfigError(f"--workdir={workdir}: a trainer (process {holder}) is running in it") from None
+        raise ConfigError(f"{running} (process {holder}) is running in it") from None
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())

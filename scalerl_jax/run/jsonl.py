@@ -77,3 +77,15 @@ def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, n
         return passes, np.broadcast_to(np.array([[row["samples"]] for row in evals], np.float64), passes.shape)
     totals = np.array([sum(row["passes"]) for row in evals], np.float64)
     return totals, np.array([len(row["passes"]) * row["samples"] for row in evals], np.float64)
+
+
+def environments_of(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Of rows of evals.jsonl of a mixture, those of each of its environments, by name; {} where there is only one."""
+    names = dict.fromkeys(name for row in evals for name in row.get("environments") or {})
+    whole: dict[str, Any] = {"environments": {}, "tasks": {}}
+    return {
+        name: [
+            {**row, **whole, **row["environments"][name]} for row in evals if name in (row.get("environments") or {})
+        ]
+        for name in names
+    }

@@ -7,7 +7,8 @@ The x axis of the fit, `device_hours`, is busy and idle of both sides: the row o
 written before `begin`, is at 0 exactly.
 
 Model FLOPs are counted by formula. With N the weights of the matrix products (the head counts, the embedding lookup
-does not; tied, the table counts once), L layers, H heads of size h, and c the positions a token attends to:
+does not; tied, the table counts once; of the experts a token's own count), L layers, H heads of size h, and c the
+positions a token attends to:
 
     forward = 2 N + 4 L H h c   a token      (c: its position + 1; the sum over a segment of t tokens is t (t + 1) / 2)
     update  = 3 forward                      (what remat recomputes is the hardware's work, not the model's)
@@ -61,7 +62,11 @@ class ModelShape:
         """Of the rows of its family; the lookup in the embedding is no product."""
         lookup = "" if decoder.tied_embeddings else "embed"
         tensors = (tensor for tensor in layout(decoder).values() if len(tensor.shape) > 1)
-        products = sum(math.prod(tensor.shape) for tensor in tensors if tensor.row.leaf != lookup)
+        products = 0
+        for tensor in tensors:
+            if tensor.row.leaf != lookup:
+                named = zip(tensor.row.dimensions, tensor.shape)
+                products += math.prod(decoder.experts_per_token if name == "experts" else n for name, n in named)
         return ModelShape(products, decoder.layers, decoder.heads, decoder.head_dim)
 
     def forward_flops(self, *, tokens: float, context: float) -> float:

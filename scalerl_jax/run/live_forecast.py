@@ -7,6 +7,7 @@ row of metrics. A fit that cannot be made is said once, and training goes on.
 The planned end is the last update, at the compute that updates have cost so far (the median between evaluations).
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.run.jsonl import evaluation_counts
+from scalerl_jax.run.jsonl import environments_of, evaluation_counts
 from scalerl_jax.scaling import fit_sigmoid
 
 LEAST_POINTS = 5  # evaluations above compute 0
@@ -29,7 +30,7 @@ class LiveForecast:
     def __init__(self, *, updates: int, say: Callable[[str], None]):
         self._updates, self._say = updates, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
-        self._asked: list[Future[dict[str, float]]] = []
+        self._asked: list[Future[dict[str, Any]]] = []
         self._said: set[str] = set()
 
     def evaluated(self, rows: Sequence[Row]) -> None:
@@ -39,18 +40,18 @@ class LiveForecast:
         if len(self._asked) > 1 and self._asked[-1].cancel():  # it has not begun
             self._asked.pop()
         try:
-            self._asked.append(self._thread.submit(forecast_of_end, rows, updates=self._updates))
+            self._asked.append(self._thread.submit(forecasts, rows, updates=self._updates))
         except RuntimeError as error:  # the machine has no room for one more thread
             self._say_once(error)
 
-    def take(self) -> dict[str, dict[str, float]]:
-        """A row's `forecast`, where one was finished since the last call."""
+    def take(self) -> dict[str, Any]:
+        """A row's `forecast`, and `forecasts` of a mixture's environments, if any was finished since the last call."""
         if not self._asked or not self._asked[0].done():
             return {}
         done = self._asked.pop(0)
         error = done.exception()
         if error is None:
-            return {"forecast": done.result()}
+            return done.result()
         self._say_once(error)
         return {}
 
@@ -67,6 +68,20 @@ class LiveForecast:
         if kind not in self._said:
             self._said.add(kind)
             self._say(f"no forecast: {why}")
+
+
+def forecasts(rows: Sequence[Row], *, updates: int) -> dict[str, Any]:
+    """As LiveForecast.take gives them; what no curve can be fitted of yet is left out. Raises ValueError if all is."""
+    found: dict[str, Any] = {}
+    for name, part in environments_of(rows).items():
+        with contextlib.suppress(ValueError):
+            found.setdefault("forecasts", {})[name] = forecast_of_end(part, updates=updates)
+    try:
+        found["forecast"] = forecast_of_end(rows, updates=updates)
+    except ValueError:
+        if not found:
+            raise
+    return found
 
 
 def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What is written down and said of each step: a row of metrics.jsonl, some completions to read, the progress line."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,28 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.batch import Batch
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
-from scalerl_jax.run.alarms import LearningWatch
 from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.jsonl import read_rows
+from scalerl_jax.run.learning_watch import LearningWatch
 from scalerl_jax.run.progress import ProgressLine
 
 
 class StepMetrics:
-    """Of one trainer; used by its thread."""
+    """Of one trainer; used by its thread. The folder's logs are open, and end at the step that the run goes on from."""
 
-    def __init__(self, config: Config, *, folder: RunFolder, tokenizer: Tokenizer, line: ProgressLine):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        folder: RunFolder,
+        tokenizer: Tokenizer,
+        line: ProgressLine,
+        told: Callable[[Mapping[str, Any], Mapping[str, bool]], None],
+    ):
+        """told: called with each row and the signs past a limit, see exporter.py."""
+        self._told = told
         self._folder, self._tokenizer, self._line = folder, tokenizer, line
-        self._learning = LearningWatch(config_check.leaves(config))
+        self._learning = LearningWatch(config_check.leaves(config), read_rows(folder.path("metrics.jsonl")))
 
     def write(
         self, step: int, groups: Sequence[FinishedGroup], batch: Batch, values: Mapping[str, Any], *, waiting: str
@@ -34,12 +45,14 @@ class StepMetrics:
             **batch.metrics,
             "groups": [(group.number, group.row.index) for group in groups],
             "lags": {str(lag): count for lag, count in sorted(batch.lags.items())},
+            "length_quantiles": length_quantiles(groups),
             "group_seconds": float(np.mean([group.finished_at - group.asked_at for group in groups])),
             **values,
         }
         self._folder.metrics(step, row)
-        if remark := self._learning.row({"step": step, **row}):
+        for remark in self._learning.row({"step": step, **row}):
             self._line.say(remark)
+        self._told({"step": step, **row}, self._learning.past)
         if self._folder.wants_rollouts(step):
             self._folder.rollouts(step, samples_of(groups, batch.rewards, self._tokenizer))
         seconds = max(1e-9, values["update_seconds"])
@@ -47,11 +60,17 @@ class StepMetrics:
             step=step,
             pass_rate=batch.metrics["pass_rate"],
             reward=batch.metrics["reward"],
-            lag=batch.metrics["lag_mean"],
+            staleness=batch.metrics["lag_mean"],
             trained_per_second=batch.prompt_tokens / seconds,
             sampled_per_second=batch.lags.total() / (values["waited_seconds"] + seconds),
             waiting=waiting,
         )
+
+
+def length_quantiles(groups: Sequence[FinishedGroup]) -> list[float]:
+    """0, 10, .. 100 % of the completions have at most so many tokens; forced ones count, which take time as well."""
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    return [round(float(tokens), 1) for tokens in np.quantile(lengths, np.linspace(0, 1, 11))]
 
 
 def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:

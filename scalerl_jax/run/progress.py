@@ -21,7 +21,7 @@ def _short(number: float) -> str:
 _PARTS: dict[str, Callable[[Any], str]] = {
     "pass_rate": "pass {:.3f}".format,  # of the latest batch
     "reward": "reward {:+.3f}".format,  # mean, in [-1, 1]
-    "lag": "lag {:.1f}".format,  # mean of the trained tokens, in updates
+    "staleness": "staleness {:.1f}".format,  # mean of the trained tokens, in updates
     "trained_per_second": lambda tokens: f"train {_short(tokens)} tok/s",
     "sampled_per_second": lambda tokens: f"sample {_short(tokens)} tok/s",  # of all servers
     "note": str,  # the evaluation's result, or whatever comes once in a while

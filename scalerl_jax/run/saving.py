@@ -34,14 +34,14 @@ class Saving:
         self.step = self.saved = step
         self._due = False
 
-    def save_if_due(self) -> None:
-        """After the evaluation of `step` was asked for.
+    def save_if_due(self, *, last: bool = False) -> None:
+        """After the evaluation of `step` was asked for. last: no step follows.
 
         Not before the rows of earlier evaluations are written: a run that goes on from it would lack them. But one that
         takes longer than the steps between two checkpoints does not hold them up.
         """
         every = self._config.checkpoint.every
-        self._due |= self.step % every == 0 or self.step == self._config.max_steps
+        self._due |= self.step % every == 0 or self.step == self._config.max_steps or (last and self.step > self.saved)
         if self._due and (not self._evaluations.owes(self.step) or self.step - self.saved >= 2 * every):
             self._save()
 

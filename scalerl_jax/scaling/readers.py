@@ -101,18 +101,21 @@ def read_runs(
     passes_column: str | None = None,
     trials_column: str | None = None,
     duplicates: str = "error",
+    parts_too: bool = True,
 ) -> list[Evaluations]:
     """One Evaluations for each run and seed, in the order of the files. Raises InputError.
 
     x, y: columns; None is allowed for run folders only (and x for trainer_state.json). run_column, seed_column: columns
     that tell runs, and seeds of a run, apart within a file. seeds_by_folder: files of one folder are seeds of one run,
     which is named by the folder. passes_column, trials_column: counts of each row. duplicates: error | last | mean.
+    parts_too: of the run folder of a mixture also the curve of each environment, as RUN/NAME.
     """
     runs = []
     asked = {x, y, run_column, seed_column, passes_column, trials_column, "passes", "samples", *_TIMES}
 
     def wanted(name: str) -> bool:
-        return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_Y, "step") or name.endswith(f" - {y}")
+        ends = (f" - {y or RUN_FOLDER_Y}", " - passes", " - samples")
+        return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_Y, "step") or name.endswith(ends)
 
     for path in paths:
         table = read_table(path, wanted)
@@ -125,11 +128,11 @@ def read_runs(
             raise InputError(f"{table.source}: --{flag} is needed; the columns are {table.listed()}")
         name, seed = _label(table.source if logged else path, seeds_by_folder)
         wide = [c for c in table.columns if c.endswith(f" - {y_here}")]
-        counts = None
+        every, counts = np.arange(len(table)), None
         if wide and y_here not in table.columns:
             # The table that the charts of Weights & Biases export: one column for each run, "RUN - METRIC".
             _require(table, x_here, "x")
-            parts = [(c, c.removesuffix(f" - {y_here}"), seed, np.arange(len(table))) for c in wide]
+            parts = [(c, c.removesuffix(f" - {y_here}"), seed, every, None) for c in wide]
         else:
             for flag, asked_for in (
                 ("x", x_here), ("y", y_here), ("run_column", run_column), ("seed_column", seed_column),
@@ -139,13 +142,19 @@ def read_runs(
                     _require(table, asked_for, flag)
             if passes_column is not None and trials_column is not None:
                 counts = (passes_column, trials_column)
-            elif ours and y_here == RUN_FOLDER_Y and {"passes", "samples"} <= set(table.columns):
-                counts = ("passes", "samples")
+            elif ours and y_here.endswith(RUN_FOLDER_Y):
+                counted_by = tuple(y_here.removesuffix(RUN_FOLDER_Y) + name for name in ("passes", "samples"))
+                counts = counted_by if {*counted_by} <= {*table.columns} else None
             labels = _by_label(table, run_column, seed_column, name, seed)
-            parts = [(y_here, *label, chosen) for label, chosen in labels.items()]
-        columns = _Columns(table, (x_here, *dict.fromkeys(part[0] for part in parts), *(counts or ())))
-        for score, of_run, of_seed, chosen in parts:
-            runs.append(_one_run(columns, chosen, x_here, score, of_run, of_seed, counts, duplicates))
+            parts = [(y_here, *label, chosen, counts) for label, chosen in labels.items()]
+            if ours and parts_too and run_column is None:
+                for part in (column.removesuffix(f" - {y_here}") for column in wide):
+                    own = (f"{part} - passes", f"{part} - samples") if counts is not None else None
+                    parts.append((f"{part} - {y_here}", f"{name}/{part}", seed, every, own))
+        needed = (column for part in parts for column in (part[0], *(part[4] or ())))
+        columns = _Columns(table, (x_here, *dict.fromkeys(needed)))
+        for score, of_run, of_seed, chosen, counted in parts:
+            runs.append(_one_run(columns, chosen, x_here, score, of_run, of_seed, counted, duplicates))
         table.cells.clear()  # they have become numbers; the table goes on to say where rows stand
     return runs
 

@@ -219,7 +219,7 @@ def _parsed(path: str, place: str, text: str) -> Any:
 
 def _json_lines(path: str, wanted: Wanted, *, torn: bool = False) -> Table:
     """torn: the last line may be cut off, as a trainer leaves it that was killed or that is writing it just now."""
-    remarks = []
+    ours, remarks = os.path.basename(path) == RUN_FOLDER_FILE, []
 
     def blocks() -> Iterator[tuple[Sequence[int], Sequence[Any]]]:
         numbered = enumerate(_lines(path, newline="\n"), start=1)
@@ -238,10 +238,19 @@ def _json_lines(path: str, wanted: Wanted, *, torn: bool = False) -> Table:
                         if not torn or text.endswith("\n"):
                             raise
                         remarks.append(f"{path}: line {number} is left out: it is cut off")
-            yield [number for number, _ in block[: len(found)]], found
+            yield [number for number, _ in block[: len(found)]], [*map(_with_parts, found)] if ours else found
 
     table = _of_objects(path, wanted, "line", blocks())
     return dataclasses.replace(table, remarks=tuple(remarks))
+
+
+def _with_parts(row: Any) -> Any:
+    """An evaluation of a mixture: the columns of each of its environments beside its own, as "NAME - COLUMN"."""
+    parts = row.get("environments") if isinstance(row, dict) else None
+    if not isinstance(parts, dict):
+        return row
+    found = [(name, part) for name, part in parts.items() if isinstance(part, dict)]
+    return row | {f"{name} - {column}": value for name, part in found for column, value in part.items()}
 
 
 def _json(path: str, wanted: Wanted) -> Table:

@@ -1,4 +1,4 @@
-"""Memory that malloc holds free goes back to the system.
+"""Memory: what malloc holds free goes back to the system; what there is, and what processes and programs take of it.
 
 The buffers of an update, the completions on their way and what a checkpoint copies have many sizes and lives, so free
 pieces come to lie between used ones: over thousands of updates a process holds more and more that it does not use.
@@ -6,6 +6,11 @@ glibc gives such pieces back only when it is asked.
 """
 
 import ctypes
+import os
+from typing import Any
+
+GIB = 2**30
+UNKNOWN = 2**62  # of `available`, where the system does not say
 
 
 def trim() -> None:
@@ -13,3 +18,65 @@ def trim() -> None:
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if function is not None:
         function(0)
+
+
+def resident(root: str = "/") -> int:
+    """Bytes of memory that this process takes; 0 where the system does not say."""
+    text = _read(os.path.join(root, "proc/self/statm"))
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
+
+
+def peak_resident(process: int | None = None, *, root: str = "/") -> int:
+    """The most bytes that a process ever took; 0 where the system does not say, or the process is gone.
+
+    process: its id; None: this process.
+    """
+    own = "self" if process is None else str(process)
+    lines = _read(os.path.join(root, "proc", own, "status")).splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def available(root: str = "/") -> int:
+    """Bytes that this process may still take: of the machine's, and of its container's, the smaller.
+
+    A container's page cache counts as free: the kernel drops it first. UNKNOWN where the system does not say (not
+    Linux), which is more than any machine has.
+    """
+    found = [UNKNOWN]
+    if info := _read(os.path.join(root, "proc/meminfo")):
+        found += [int(line.split()[1]) * 1024 for line in info.splitlines() if line.startswith("MemAvailable:")]
+    for folder, limit, used, cached in (
+        ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limits, usage = (_read(os.path.join(root, folder, name)).strip() for name in (limit, used))
+        if limits.isdigit() and usage.isdigit():
+            stat = dict(line.split()[:2] for line in _read(os.path.join(root, folder, "memory.stat")).splitlines())
+            found.append(max(0, int(limits) - int(usage) + int(stat.get(cached, 0))))
+    return min(found)
+
+
+def working_bytes(program: Any) -> int:
+    """What a program that jax compiled takes beside its arguments, by XLA's plan; 0 where the platform tells none.
+
+    What it gives in the place of an argument is not counted.
+    """
+    told = program.memory_analysis()
+    if told is None:
+        return 0
+    return told.temp_size_in_bytes + max(0, told.output_size_in_bytes - told.alias_size_in_bytes)
+
+
+def gib(size: float) -> str:
+    """Bytes as a number of GiB to be read: "0.25", and with one decimal from "10.0" on."""
+    return f"{size / GIB:.2f}" if size < 10 * GIB else f"{size / GIB:.1f}"
+
+
+def _read(path: str) -> str:
+    """Empty where there is no such file."""
+    try:
+        # A process may be called anything, and its name stands in its status.
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

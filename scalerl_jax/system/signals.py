@@ -51,7 +51,7 @@ class _Process:
     mode = RAISE
     raised = False
     line = "interrupted"
-    before_exit: Callable[[], None] | None = None
+    before_exit: tuple[Callable[[], None], ...] = ()
     told = threading.Event()  # the watching thread has said what the first signal does
 
 
@@ -66,6 +66,11 @@ def expect(line: str) -> None:
 def requested() -> bool:
     """Whether a signal has come."""
     return _process.number != 0
+
+
+def number() -> int:
+    """Of the first signal; 0: none has come."""
+    return _process.number
 
 
 def overdue() -> bool:
@@ -88,9 +93,21 @@ def be(mode: str) -> None:
     _process.mode = mode
 
 
+def request() -> None:
+    """As if SIGTERM had come from outside: another host was told to stop, or maintenance was announced."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def before_exit(close: Callable[[], None]) -> None:
-    """In the mode EXIT, `close` is called first, on a thread of its own."""
-    _process.before_exit = close
+    """In the mode EXIT, `close` is called first, on a thread of its own; after those that were given before it."""
+    _process.before_exit = (*_process.before_exit, close)
+
+
+def close_before_exit() -> None:
+    """For who ends the process in another way: calls what was given to before_exit, all of it whatever it raises."""
+    with contextlib.ExitStack() as stack:
+        for close in reversed(_process.before_exit):
+            stack.callback(close)
 
 
 def wait_if_leaving() -> None:
@@ -169,7 +186,7 @@ def _watch(reader: socket.socket) -> None:
             if not told.is_set() and _process.mode == EXIT:
                 threading.Thread(target=_close_and_leave, name="signals-closing", daemon=True).start()
             if not told.is_set() and _process.mode == HOLD:
-                _write("interrupted: what is under way is finished and saved; a second signal leaves at once")
+                _write("interrupted: what is done is saved; a second signal leaves at once")
             told.set()
 
 
@@ -184,8 +201,7 @@ def _seconds_left() -> float | None:
 def _close_and_leave() -> None:
     """Beside the watching thread, which goes on listening for the second signal."""
     try:
-        if _process.before_exit is not None:
-            _process.before_exit()
+        close_before_exit()
     finally:
         _leave(_process.line)
 

@@ -55,7 +55,7 @@ def test_the_engine(platform):
     state = decode.empty_state(DECODER, precision, slots=SLOTS, length=64)
     slots = np.zeros(SLOTS, np.int32)
     both = {"config": DECODER, "precision": precision}
-    prefix = decode.prefill(weights, np.zeros(64, np.int32), **both)
+    prefix = decode.prefill(weights, np.zeros(64, np.int32), **both)[:2]
     settings = decode.empty_settings(SLOTS)
     numbers = np.zeros(3, np.int32)
     chunk = {**both, "steps": 4, "maximum": 64}

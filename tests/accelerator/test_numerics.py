@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalerl_jax.learner.packing import Segment
+from scalerl_jax.learner.packing import Segment, plain
 from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import DecoderConfig, Precision, init_params
-from scalerl_jax.model.attention import packed_attention
+from scalerl_jax.model.attention import Backend, Shapes, choose, packed_attention
 from scalerl_jax.model.sharding import make_mesh
 from tests.learner.segments import make_segments
 from tests.support.learners import learner_of
@@ -65,6 +65,39 @@ def test_attention_is_the_cpus(device, sizes, path, dtype, tolerance):
         assert off < tolerance, name
 
 
+@pytest.mark.parametrize("wanted", ["splash", "cudnn", "cudnn_mask"])
+def test_kernels_are_the_cpus_blocks(device, sizes, wanted):
+    """The device's own kernels, values and gradients, of rows with padding. None of them was ever run."""
+    length, heads, kv_heads, size = sizes.pick(256, 4096), 8, 2, sizes.pick(16, 128)
+    shapes = Shapes(length, size, "bfloat16")
+    try:
+        backend, line = choose(wanted.partition("_")[0], device, shapes)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if wanted == "cudnn_mask":
+        backend = Backend(wanted)
+    elif backend.name != wanted:
+        pytest.skip(line)
+    ids = np.concatenate([segment_ids([length // 2, 100, 3], length), segment_ids([1, length - 9], length)])
+    rng = np.random.default_rng(0)
+    real = (ids > 0)[..., None, None]
+    q, k, v, g = (
+        (real * rng.normal(size=(2, length, n, size))).astype("bfloat16") for n in (heads, kv_heads, kv_heads, heads)
+    )
+
+    def run(q, k, v, g, backend):
+        out, back = jax.vjp(lambda *a: packed_attention(*a, ids, backend=backend), q, k, v)
+        return (out, *back(g))
+
+    got = jax.jit(run, static_argnums=4)(*(jax.device_put(x, device) for x in (q, k, v, g)), backend)
+    exact = (jax.device_put(x.astype(np.float32), CPU) for x in (q, k, v, g))
+    wanted_all = jax.jit(run, static_argnums=4)(*exact, Backend())
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), got, wanted_all, strict=True):
+        off = relative(np.asarray(ours, np.float32) * real, np.asarray(theirs) * real)
+        print(f"{line}: {name} {off:.1e}")
+        assert off < BFLOAT16, name
+
+
 def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, seq_len: int) -> Learner:
     mesh = make_mesh(fsdp=1, devices=[device])
     layout = Layout(seq_len=seq_len, rows=2, logprob_chunk=64)
@@ -98,7 +131,7 @@ def test_the_update_is_the_cpus(device, sizes, dtype):
     exact = make_learner(CPU, decoder, Precision("float32", dtype), seq_len=seq_len)
     before = jax.device_get(exact.state["params"])
 
-    tokens = [segment.tokens for segment in segments]
+    tokens = [plain(segment.tokens) for segment in segments]
     differences = np.concatenate([np.abs(a - b) for a, b in zip(ours.score(tokens), exact.score(tokens), strict=True)])
     print(f"{dtype}: log-probs {differences.max():.1e} at most, {differences.mean():.1e} on average")
     assert differences.max() < (LOGPROB_FLOAT32 if dtype == "float32" else LOGPROB_BFLOAT16)

@@ -38,7 +38,7 @@ GIB = 2**30
 GROUP = 8  # completions of one prompt
 
 
-def make_learner(work: Work, *, remat: bool) -> Learner:
+def make_learner(work: Work, *, remat: str) -> Learner:
     learner = learner_of(
         work.decoder,
         Layout(seq_len=work.positions, rows=1, max_segment=max(work.lengths), logprob_chunk=work.chunk, remat=remat),
@@ -63,7 +63,7 @@ def peak_memory() -> float | None:
     return None if found is None else found / GIB
 
 
-def update(work: Work, *, remat: bool = True) -> dict[str, Any]:
+def update(work: Work, *, remat: str = "block") -> dict[str, Any]:
     """Accumulate and apply on one packed row, and the gradient alone, as PyTorch's eager mode is timed too."""
     learner, segments = make_learner(work, remat=remat), make_segments(work)
     batches = pack(segments, length=learner.seq_len, rows=1)[0]
@@ -79,12 +79,12 @@ def update(work: Work, *, remat: bool = True) -> dict[str, Any]:
 
 
 def update_without_remat(work: Work) -> dict[str, Any]:
-    return update(work, remat=False)
+    return update(work, remat="none")
 
 
 def weights(work: Work) -> dict[str, Any]:
     """A version after an update: found on the device, encoded on the host; and all of it as one dense version."""
-    learner, segments = make_learner(work, remat=True), make_segments(work)
+    learner, segments = make_learner(work, remat="block"), make_segments(work)
     copies = WeightSnapshots(work.decoder, learner.mesh, share=1 / 16)
     first = copies.take(learner.state["params"], 0)
     first.delta()

@@ -27,6 +27,7 @@ from tests.benchmarks.accelerator_model import (
 
 GIB = 2**30
 CAP = 5.0
+FIELDS = ("tokens", "weights", "advantages", "generator_logprobs")  # of a segment
 _CUDA = torch.cuda.is_available()
 _DEVICE = torch.device("cuda" if _CUDA else "cpu")
 
@@ -76,7 +77,7 @@ def update(work: Work, *, remat: bool = True) -> dict[str, Any]:
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, fused=True
     )
     segments = [
-        {name: torch.from_numpy(np.asarray(getattr(segment, name))).to(_DEVICE) for name in vars(segment)}
+        {name: torch.from_numpy(np.asarray(getattr(segment, name))).to(_DEVICE) for name in FIELDS}
         for segment in make_segments(work)
     ]
 

@@ -53,9 +53,9 @@ def get_config():
     config = Config(seed=1, max_steps={updates})
     config.model.path = {model!r}
     config.model.compute_dtype = config.model.sync_dtype = "float32"
-    config.model.remat = False
-    config.environment.name = "jsonl"
-    config.environment.train_file, config.environment.validation_file = {task!r}, {held_out!r}
+    config.model.remat = "none"
+    config.environment.name = "math"
+    config.environment.train, config.environment.validation = {task!r}, {held_out!r}
     config.curriculum.no_positive_resampling_at = 1.1
     config.rollout.prompts_per_step, config.rollout.group_size = {groups}, {group}
     config.rollout.max_prompt_tokens = 16

@@ -52,7 +52,7 @@ flags.DEFINE_string("model", "", "even: a warm-started policy; empty: it is made
 CONFIG = f"--config={ROOT / 'configs' / 'quickstart.py'}"
 # The skewed policy answers nothing rightly: what it makes is trained on all the same.
 SKEWED = {
-    "environment.name": "jsonl",
+    "environment.name": "math",
     "rollout.thinking_budget_min": 0,
     "rollout.thinking_budget_max": 0,
     "rollout.answer_budget": 320,
@@ -118,7 +118,7 @@ def trl(asked: dict, steps: int) -> tuple[list[float], list[float], float]:
 
 
 def specification(model: str, config: Config) -> dict:
-    train, _ = load_rows(config, Tokenizer(model))
+    train = load_rows(config, Tokenizer(model)).train
     return {
         "model": model,
         "prompts": [{"prompt": one.text, "ids": one.token_ids.tolist(), "answer": one.answer} for one in train[:512]],
@@ -166,7 +166,7 @@ def compare(load: str, folder: pathlib.Path) -> None:
             path = folder / f"{name}.jsonl"
             lines = [json.dumps({"prompt": f"{number} abc", "answer": str(number)}) for number in numbers]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            overrides[f"task.{name}_file"] = path
+            overrides[f"environment.{name}"] = path
         overrides |= SKEWED
     config, _ = parse_argv(["", CONFIG, *flags_of(overrides)])
     print(f"{load}:")

@@ -1,6 +1,7 @@
 """The trainer's update against the same update in PyTorch eager, on the same cores.
 
-    python -m tests.benchmarks.bench_update [--case=short|long|both] [--repeats=9] [--hidden_size=96 --layers=3 ...]
+    python -m tests.benchmarks.bench_update [--case=short|long|both] [--dtype=float32|bfloat16] [--repeats=9]
+                                            [--remat=none|save_attention|block|full] [--hidden_size=96 --layers=3 ...]
 
 Both sides get the same sequences, start from the same parameters and do the same work: forward, CISPO with prompt
 weights, backward, AdamW. Before anything is timed, their gradients are compared. A repeat times one update of each, in
@@ -27,11 +28,12 @@ import torch
 import torch.nn.functional as F
 from absl import app, flags
 
+from launch.commands import restart_with_tuned_malloc
 from scalerl_jax.config import OptimizerConfig
 from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack
 from scalerl_jax.learner.step import Layout
-from scalerl_jax.model import DecoderConfig, init_params
+from scalerl_jax.model import DecoderConfig, Precision, init_params
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.objective import token_weights
 from tests.support.learners import learner_of
@@ -49,11 +51,13 @@ flags.DEFINE_integer("seq_len", 512, "short: tokens of a packed row")
 flags.DEFINE_integer("rows", 8, "short: rows of a micro-batch")
 flags.DEFINE_integer("long_rows", 2, "long: rows of a micro-batch")
 flags.DEFINE_integer("logprob_chunk", 128, "tokens of a row whose logits exist at once")
-flags.DEFINE_bool("remat", False, "recompute blocks in the backward pass (PyTorch never does)")
+flags.DEFINE_enum("remat", "none", ["none", "save_attention", "block", "full"], "as config.model.remat")
+flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of matrix products; PyTorch's are cast by autocast")
 flags.DEFINE_integer("torch_tokens", 4096, "padded tokens of PyTorch's micro-batch")
 flags.DEFINE_enum("clock", "wall", ["wall", "cpu"], "cpu: processor seconds, for a machine that others use too")
 
 CAP, LEARNING_RATE, EPSILON, DECAY = 5.0, 1e-4, 1e-15, 0.01
+_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}  # of the two gradients' difference, as a share of the norm
 PROMPT = 8  # tokens without loss at the start of each segment
 
 
@@ -165,8 +169,11 @@ def torch_inputs(batches: list[MicroBatch], packed: bool) -> list[dict[str, torc
 def torch_gradient(policy: TorchPolicy, batches: list[dict[str, torch.Tensor]]) -> float:
     total = 0.0
     for b in batches:
-        logits = policy(b["tokens"], b["positions"], b["mask"])
-        logp = -F.cross_entropy(logits.flatten(0, 1), b["targets"].flatten(), reduction="none").view(b["weights"].shape)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=FLAGS.dtype == "bfloat16"):
+            logits = policy(b["tokens"], b["positions"], b["mask"])
+        logp = -F.cross_entropy(logits.float().flatten(0, 1), b["targets"].flatten(), reduction="none").view(
+            b["weights"].shape
+        )
         with torch.no_grad():
             ratio = torch.where(b["weights"] > 0, logp - b["generator_logprobs"], 0.0).exp().clamp(max=CAP)
         loss = -(b["weights"] * ratio * b["advantages"] * logp).sum()
@@ -209,6 +216,7 @@ def compare(case: str) -> None:
         optimizer=optimizer_lib.from_config(
             OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=EPSILON, weight_decay=DECAY), lambda _: LEARNING_RATE
         ),
+        precision=Precision(FLAGS.dtype, FLAGS.dtype),
         max_ratio=CAP,
     )
     params = init_params(config, jax.random.key(0), learner.mesh)
@@ -231,7 +239,7 @@ def compare(case: str) -> None:
         print(
             f"{case}: {name}: loss {float(sums['loss']):+.6f}, PyTorch's {loss:+.6f}; gradients {off / norm:.1e} apart"
         )
-        if off > 1e-4 * norm:
+        if off > _TOLERANCES[FLAGS.dtype] * norm:
             raise SystemExit("the two sides do not compute the same gradient")
 
     # Time them, in turn.
@@ -267,4 +275,5 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    restart_with_tuned_malloc()  # as the commands do; PyTorch has it too
     app.run(main)

@@ -88,7 +88,10 @@ def test_an_unknown_field_in_a_file_is_named(tmp_path, line, message):
         ("--config.objective.max_ratio=five", "--config.objective.max_ratio=five: is not a number of type float"),
         ("--config.rollout.prompts_per_step=4.5", "--config.rollout.prompts_per_step=4.5: is not a number of type int"),
         ("--config.rollout.prompts_per_step=", "--config.rollout.prompts_per_step=: is not a number of type int"),
-        ("--config.model.remat=yes", "--config.model.remat=yes: is not true or false"),
+        (
+            "--config.objective.filter_zero_variance=yes",
+            "--config.objective.filter_zero_variance=yes: is not true or false",
+        ),
         ("--config.optimizer.learning_rate=nan", "config.optimizer.learning_rate=nan: is not a finite number"),
         ("--config.optimizer.weight_decay=inf", "config.optimizer.weight_decay=inf: is not a finite number"),
     ],
@@ -104,7 +107,8 @@ def test_an_ill_typed_flag_is_named(tmp_path, flag, message):
         ("config.rollout.prompts_per_step = 4.0", "config.rollout.prompts_per_step=4.0: is not of type int"),
         ("config.rollout.prompts_per_step = True", "config.rollout.prompts_per_step=True: is not of type int"),
         ("config.objective.max_ratio = True", "config.objective.max_ratio=True: is not of type float"),
-        ("config.model.remat = 1", "config.model.remat=1: is not of type bool"),
+        ("config.model.remat = 1", "config.model.remat=1: is not of type str"),
+        ("config.fleet.relay = 1", "config.fleet.relay=1: is not of type bool"),
         ("config.model.path = None", "config.model.path=None: is not of type str"),
         ("config.objective.max_ratio = float('inf')", "config.objective.max_ratio=inf: is not a finite number"),
     ],
@@ -121,6 +125,7 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
     ("flags", "message"),
     [
         ("objective.loss=ppo", "config.objective.loss='ppo': is not one of cispo, clip, gspo"),
+        ("model.remat=yes", "config.model.remat='yes': is not one of none, save_attention, block, full"),
         ("pacing.kind=lockstep", "config.pacing.kind='lockstep': is not one of pipeline, phased"),
         ("objective.max_ratio=0", "config.objective.max_ratio=0.0: must be above 0"),
         ("rollout.group_size=1", "config.rollout.group_size=1: must not be below 2"),
@@ -136,7 +141,10 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
         ("sft.error_rate=1.1", "config.sft.error_rate=1.1: must be between 0 and 1"),
         ("seed=-1", "config.seed=-1: must not be below 0"),
         ("objective.loss=gspo", "config.objective.loss=gspo: goes with config.objective.aggregation=sample"),
-        ("model.sync_dtype=float32", "config.model.sync_dtype=float32: the trainer computes in bfloat16, so it would"),
+        (
+            "model.sync_dtype=float32 model.compute_dtype=bfloat16",
+            "config.model.sync_dtype=float32: the trainer computes in bfloat16, so it would",
+        ),
         ("objective.tis_cap=-2", "config.objective.tis_cap=-2.0: must not be below 0"),
         (
             "objective.tis_cap=2",
@@ -217,7 +225,7 @@ def test_no_file_is_given():
 
 def test_overrides_apply_over_the_file_and_the_rest_is_left(tmp_path):
     path = write(tmp_path, "config.max_steps = 7", "config.objective.max_ratio = 4", "config.seed = 3")
-    argv = ["--workdir=run", "--config", path, "--config.objective.max_ratio=2.5", "-config.model.remat=false",
+    argv = ["--workdir=run", "--config", path, "--config.objective.max_ratio=2.5", "-config.fleet.relay=false",
             "--config.rollout.interruption_text", "a = b", "--config.rollout.prompts_per_step=1_000", "--servers=a:1",
             "--configs=no", "x", "--config.optimizer.epsilon=1e-8", "--config.optimizer.epsilon=1e-9"]  # fmt: skip
     config, rest = parse_argv(argv)
@@ -226,7 +234,7 @@ def test_overrides_apply_over_the_file_and_the_rest_is_left(tmp_path):
         "max_steps": 7,
         "seed": 3,
         "objective.max_ratio": 2.5,
-        "model.remat": False,
+        "fleet.relay": False,
         "rollout.interruption_text": "a = b",
         "rollout.prompts_per_step": 1000,
         "optimizer.epsilon": 1e-9,
@@ -240,7 +248,33 @@ def changed(value: typing.Any) -> tuple[str, typing.Any]:
         return str(not value).lower(), not value
     if isinstance(value, str):
         return f"{value}x", f"{value}x"
+    if isinstance(value, dict):
+        return json.dumps(value | {"x": 1.5}), value | {"x": 1.5}
     return str(value + 1), value + 1
+
+
+def test_the_environments_of_a_mixture_are_groups_of_the_tree(tmp_path):
+    path = write(
+        tmp_path,
+        "config.mixture = {'maths': EnvironmentConfig(name='math'), 'programs': EnvironmentConfig(weight=2)}",
+    )
+    flags = ["--config.mixture.programs.weight=0.5", "--config.mixture.maths.columns.prompt=problem"]
+    config, _ = parse_argv([f"--config={path}", *flags])
+    found = leaves(config)
+    assert found["mixture.programs.weight"] == 0.5 and found["mixture.maths.columns.prompt"] == "problem"
+    assert from_json(to_json(config)) == config
+    for flag, said in (
+        ("mixture.programs.weight=0", "config.mixture.programs.weight=0.0: must be above 0"),
+        ("mixture.code.weight=1", "--config.mixture.code.weight: config.mixture has no field 'code' (it has: maths"),
+        ("mixture=1", "--config.mixture: is a group of fields"),
+        ("environment.filter=x", "config.environment.filter: is not read beside config.mixture, whose environments"),
+        ("environment.template_arguments=1", "--config.environment.template_arguments=1: is not a JSON object"),
+    ):
+        assert refusal(lambda flag=flag: parse_argv([f"--config={path}", f"--config.{flag}"])).startswith(said)
+    path = write(tmp_path, "config.mixture = {'all': config.environment}")
+    assert "'all' is what all of its environments together are called" in refusal(lambda: load_file(path))
+    path = write(tmp_path, "config.mixture = {'a b': config.environment}")
+    assert "'a b' is not a name" in refusal(lambda: load_file(path))
 
 
 @pytest.mark.parametrize("name", leaves(Config()))
@@ -267,7 +301,7 @@ def test_config_json_round_trips():
         override(config, name, changed(value)[0])
     again = from_json(to_json(config))
     assert again == config and leaves(again) == leaves(config)
-    assert {type(value) for value in leaves(again).values()} == {int, float, str, bool}
+    assert {type(value) for value in leaves(again).values()} == {int, float, str, bool, dict}
     assert to_json(again) == to_json(config)
     assert json.loads(to_json(config))["objective"]["max_ratio"] == 6.0
     assert from_json('{"fleet": {"completion_seconds": 600.0}}') == Config()  # one that an older run had
@@ -374,14 +408,27 @@ def test_an_old_name_is_told_on_a_flag_and_read_in_a_config_json(old):
 
 
 def test_the_config_of_a_run_that_was_begun_under_the_old_names_is_read():
-    """before_renaming.json: the defaults, as they were written then."""
+    """before_renaming.json: the defaults of then. Nobody chose a dtype by itself, and what was said then holds."""
     text = (pathlib.Path(__file__).parent / "before_renaming.json").read_text()
-    assert leaves(from_json(text)) == leaves(Config())
+    then = {"model.compute_dtype": "bfloat16", "fleet.compute_dtype": "float32"}
+    assert leaves(from_json(text)) == leaves(Config()) | then
 
 
 def test_old_values_of_a_choice_are_read():
     assert from_json('{"objective": {"truncated": "fail", "cap": 3.0}}').objective.truncated == "penalize"
     assert from_json('{"objective": {"truncated": "excluded"}}').objective.truncated == "exclude"
+    assert from_json('{"model": {"remat": false}}').model.remat == "none"
+    assert from_json('{"model": {"remat": true}}').model.remat == "block"
+
+
+@pytest.mark.parametrize(("text", "name"), [("True", "block"), ("False", "none")])
+def test_remat_was_a_bool_and_what_it_is_read_as_is_said(tmp_path, capsys, text, name):
+    path = write(tmp_path, f"config.model.remat = {text}")
+    assert load_file(path).model.remat == name
+    assert capsys.readouterr().err == f"--config={path}: config.model.remat={text}: is read as {name!r}\n"
+    flag = f"--config.model.remat={text.lower()}"
+    assert parse_argv([f"--config={write(tmp_path)}", flag])[0].model.remat == name
+    assert capsys.readouterr().err == f"{flag}: is read as {name!r}\n"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def requests(draw: st.DrawFn) -> codec.GroupRequest:
         interruption=codec.Interruption(lead + end if lead else (), end),
         minimum_step=draw(st.integers(-(2**63), 2**63 - 1)),
         pinned_step=draw(st.none() | st.integers(0, 2**63 - 1)),
+        router_replay=draw(st.booleans()),
     )
 
 
@@ -60,6 +61,13 @@ def requests(draw: st.DrawFn) -> codec.GroupRequest:
 def test_a_request_survives_the_wire(request: codec.GroupRequest) -> None:
     data = codec.request_to_proto(request).SerializeToString()
     assert same(codec.request_from_proto(pb.GenerateRequest.FromString(data)), request)
+
+
+@st.composite
+def experts(draw: st.DrawFn) -> np.ndarray:
+    shape = [draw(st.integers(1, 4)) for _ in range(3)]
+    dtype = draw(st.sampled_from([np.uint8, np.uint16]))
+    return np.random.default_rng(draw(st.integers(0, 99))).integers(0, np.iinfo(dtype).max, shape, dtype)
 
 
 @st.composite
@@ -81,6 +89,7 @@ def completions(draw: st.DrawFn) -> codec.Completion:
         finish_reason=draw(st.sampled_from(["stop", "length", "aborted"])),
         queued_seconds=draw(st.floats(0, 1e9)),
         sampling_seconds=draw(st.floats(0, 1e9)),
+        experts=draw(st.none() | experts()),
     )
 
 
@@ -143,6 +152,12 @@ def test_bytes_that_are_no_arrays() -> None:
     message.logprobs += b"\0"
     with pytest.raises(ValueError):
         codec.completion_from_proto(message)
+    for change in ({"ids": b"\0" * 5}, {"expert_bytes": 4}, {"expert_bytes": 0}, {"layers": 0}):
+        told = {"layers": 2, "experts_per_token": 1, "expert_bytes": 1, "ids": b"\0" * 4} | change
+        message = codec.completion_to_proto(good())
+        message.experts.CopyFrom(pb.Experts(**told))
+        with pytest.raises(ValueError, match="bytes of experts"):
+            codec.completion_from_proto(message)
     message = codec.completion_to_proto(good())
     message.finish_reason = 17
     with pytest.raises(ValueError, match="finish reason 17"):

@@ -4,28 +4,46 @@ import os
 import time
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments import Environment, Row, Score
+from scalerl_jax.environments import Row, Score
 
 
-def make(config: Config) -> Environment:
-    return Environment(lambda split: [Row(f"{split} {n}?", str(n), extra={"bonus": n / 4}) for n in range(3)], score)
+def config(**environment: object) -> Config:
+    made = Config()
+    made.environment.name = f"{__file__}:Odd"
+    for field, value in environment.items():
+        setattr(made.environment, field, value)
+    return made
 
 
-def score(row: Row, completion: str) -> Score:
-    if completion == "not a number":
-        return Score(float("nan"), True)
-    if completion == "not a score":
-        return 1.0  # type: ignore[return-value]
-    if completion == "fails":
-        raise KeyError(completion)
-    if completion == "crashes":
-        os._exit(3)
-    if completion == "escapes":  # what holds the worker's pipe is in no group that a kill of it reaches
-        if os.fork() == 0:
-            os.setsid()
-        time.sleep(20)
-        os._exit(3)
-    if completion == "computes":
-        while True:
-            time.process_time()
-    return Score(row.extra["bonus"], completion == row.answer, {"length": float(len(completion))})
+class Odd:
+    def rows(self, split):
+        return [Row(f"{split} {n}?", str(n), extra={"bonus": n / 4}) for n in range(3)]
+
+    def score(self, row, completion):
+        if completion == "not a number":
+            return Score(float("nan"), True)
+        if completion == "not a score":
+            return "1.0"
+        if completion == "fails":
+            raise KeyError(completion)
+        if completion == "leaves":
+            raise SystemExit(3)
+        if completion == "crashes":
+            os._exit(3)
+        if completion == "escapes":  # what holds the worker's pipe is in no group that a kill of it reaches
+            if os.fork() == 0:
+                os.setsid()
+            time.sleep(20)
+            os._exit(3)
+        if completion == "computes":
+            while True:
+                time.process_time()
+        if completion == "sleeps":
+            time.sleep(600)
+        if completion == "reads and prints":
+            print("1", input("2"), flush=True)
+        if completion == "keeps":
+            self.kept = bytearray(2**31)
+        if completion == "eats":
+            return Score(float(len(bytearray(2**40))), True)
+        return Score(row.extra["bonus"], completion == row.answer, {"length": float(len(completion))})

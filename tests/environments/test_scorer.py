@@ -1,6 +1,7 @@
 """What a completion is worth: one rule for those trained on and those held out, and integers compared as integers."""
 
 import numpy as np
+import psutil
 import pytest
 
 from scalerl_jax.config import Config
@@ -8,8 +9,7 @@ from scalerl_jax.config_check import check
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Environment, Row, Score, arithmetic
-from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.scorer import Scorer
 
 
@@ -28,12 +28,12 @@ def completion(text: str, finish_reason: str = "stop") -> Completion:
 
 
 def scorer(config: Config) -> Scorer:
-    return Scorer(make_environment(config), config, decode=lambda ids: bytes(ids).decode())
+    return Scorer(config, decode=lambda ids: bytes(ids).decode())
 
 
 def is_right(scorer: Scorer, answer: str, completion: Completion) -> bool:
     score = scorer.score(Row("1+1=", answer), completion).result(60)
-    assert score == (RIGHT if score.correct else WRONG)
+    assert score.reward == (1 if score.correct else -1)
     return score.correct
 
 
@@ -49,7 +49,7 @@ def test_a_completion_cut_by_the_budget_is_wrong_and_no_verifier_is_asked():
         return arithmetic.score(row, text)
 
     environment = Environment(lambda split: [], score, in_processes=False)
-    with Scorer(environment, Config(), decode=lambda ids: bytes(ids).decode()) as answers:
+    with Scorer(Config(), decode=lambda ids: bytes(ids).decode(), environments={"": environment}) as answers:
         assert is_right(answers, "7", completion("<think>3+4=7</think>7"))
         assert not is_right(answers, "7", completion("<think>3+4=7</think>7", "length"))
     assert asked == ["7"]
@@ -99,3 +99,48 @@ def test_limits_must_be_positive(field):
     setattr(config.environment, field, type(getattr(config.environment, field))(0))
     with pytest.raises(ConfigError, match=rf"config\.environment\.{field}=0"):
         check(config)
+
+
+def test_a_prompt_that_opens_thinking_is_answered_after_it_whatever_the_budget():
+    config = Config()
+    config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
+    with scorer(config) as answers:
+        opened = Row("1+1=<think>\n", "7")
+        assert answers.score(opened, completion("3+4</think>7")).result(60).correct
+        assert not answers.score(opened, completion("7")).result(60).correct
+
+
+def test_the_penalty_is_of_correct_completions_that_are_long():
+    config = Config()
+    config.rollout.length_control, config.rollout.thinking_budget_max = "penalty", 10
+    config.rollout.answer_budget, config.rollout.length_penalty_tokens = 10, 10  # from 10 to 20 tokens
+    with scorer(config) as answers:
+        for text, reward in (("</think>7", 1.0), ("<think></think>7", 0.4), ("<think></think>8", -1.0)):
+            score = answers.score(Row("", "7"), completion(text)).result(60)
+            assert score.reward == pytest.approx(reward) and score.correct == text.endswith("7")
+            assert score.metrics["length_penalty"] == pytest.approx(min(0.0, reward - 1.0) if score.correct else 0.0)
+        cut = answers.score(Row("", "7"), completion("</think>7", "length")).result(60)
+        assert (cut.reward, cut.metrics) == (-1.0, {"length_penalty": 0.0})
+
+
+@pytest.mark.parametrize("error", [OSError("no such\ndisk"), SystemExit(3), ValueError("config.environment.x: is bad")])
+def test_what_cannot_be_prepared_where_the_run_is_is_one_line(error):
+    def prepare():
+        raise error
+
+    config = Config()
+    environment = Environment(lambda split: [], arithmetic.score, in_processes=False, prepare=prepare)
+    with pytest.raises(
+        ScorerError, match=r"^config\.environment\.(name=arithmetic: cannot be prepared: |x: is bad$)"
+    ) as said:
+        Scorer(config, decode=str, environments={"": environment})
+    assert "\n" not in str(said.value) and type(error).__name__ in str(said.value) + "ValueError"
+
+
+def test_what_cannot_be_made_is_said_when_it_starts_and_leaves_no_process(tmp_path):
+    config = Config()
+    (tmp_path / "mine.py").write_text("")
+    config.environment.reward = f"{tmp_path}/mine.py:reward"
+    with pytest.raises(ScorerError, match=r"^config\.environment\.reward=.*mine\.py has no reward \(it has: nothing"):
+        scorer(config)
+    assert not [child for child in psutil.Process().children() if "score_worker" in " ".join(child.cmdline())]

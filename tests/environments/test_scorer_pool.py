@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -11,32 +12,39 @@ import time
 import pytest
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments import Row, Score, math, scorer_pool
-from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.environments.scorer import after_thinking
+from scalerl_jax.environments import Completion, Row, Score, scorer_pool
+from scalerl_jax.environments.base import WRONG
+from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import ScorerError, ScorerPool
+from scalerl_jax.environments.thinking import split_thinking
+from scalerl_jax.system import memory
 from tests.environments import odd
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
 class Verifier(ScorerPool):
     """Of mathematics, asked in texts; its scores are right or wrong."""
 
-    def __init__(self, *, end_of_thinking="</think>", **options):
-        super().__init__(math.score, prepare=math.prepare, **options)
+    def __init__(self, *, end_of_thinking="</think>", processes, seconds, name="math", **options):
+        config = Config()
+        config.environment.name = name
+        config.environment.verifier_processes, config.environment.verifier_seconds = processes, seconds
+        super().__init__(config, {"": make_environment(config)}, **options)
         self._end = end_of_thinking
 
-    def submit(self, text, answer):
-        said = after_thinking(text, self._end)
+    def submit(self, text, answer, *, prompt=""):
+        _, said = split_thinking(text, self._end)
         if said is not None:
-            return super().submit(Row("", answer), said)
+            return super().submit(Row(prompt, answer), Completion(said))
         known = concurrent.futures.Future()
         known.set_result(WRONG)
         return known
 
-    def judge(self, text, answer):
-        score = self.submit(text, answer).result()
-        assert score in (RIGHT, WRONG)
+    def judge(self, text, answer, **options):
+        score = self.submit(text, answer, **options).result()
+        assert score.reward == (1 if score.correct else -1)
         return score.correct
 
     def __enter__(self):
@@ -60,8 +68,10 @@ def hasty():
 
 
 def at_last(verifier: Verifier, text: str, answer: str) -> bool:
-    """A right answer is found to be right, if not within the second that it is given, then when it is asked again."""
-    return eventually(lambda: verifier.judge(text, answer))
+    """A right answer is found to be right, if not within the second that it is given, then when it is asked again: of
+    another prompt, since what was found of this one is remembered."""
+    prompts = itertools.count()
+    return eventually(lambda: verifier.judge(text, answer, prompt=f"{next(prompts)}?"))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +110,7 @@ def test_without_thinking_all_of_the_text_is_the_answer():
 def test_an_answer_that_never_ends_is_wrong_and_holds_up_nobody(hasty):
     hanging = hasty.submit("</think>$9^{9^{9^{9}}}$", "7")
     after = hasty.submit("</think>\\boxed{11}", "11")
-    assert hanging.result(600) == WRONG
+    assert not hanging.result(600).correct and "CPU time" in hanging.result().why
     assert after.result(600).correct or at_last(hasty, "</think>\\boxed{11}", "11")
 
 
@@ -138,9 +148,10 @@ def test_a_worker_that_stays_stuck_is_replaced_and_the_question_asked_again():
 def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path, monkeypatch):
     """One step of a computation in C: no Python handler runs before it is over."""
     program = (
-        "import sys; from scalerl_jax.environments import base, score_worker as w; "
+        "import sys; from scalerl_jax.environments import base, load, score_worker as w; "
         "score = lambda row, text: base.RIGHT if text == 'x' and len(str(9 ** 9 ** 9)) else base.WRONG; "
-        "sys.set_int_max_str_digits(0); sys.argv[1:] = ['--score=__main__:score', '--seconds=1']; w.main()"
+        "sys.set_int_max_str_digits(0); load.ENVIRONMENTS['math'] = lambda config: base.Environment(None, score); "
+        "w.main()"
     )
     real = subprocess.Popen
     monkeypatch.setattr(
@@ -180,7 +191,7 @@ def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
 
 
 def test_any_fault_of_the_thread_reaches_whoever_waits(verifier, monkeypatch):
-    def broken(self, line):
+    def broken(self, line, seconds, part):
         raise MemoryError("no room\nat all")
 
     with monkeypatch.context() as patched:
@@ -234,11 +245,16 @@ def test_closing_ends_the_workers_and_what_waits():
         os.kill(pid, 0)
 
 
+def odd_pool(**options):
+    config = odd.config(**options)
+    return ScorerPool(config, {"": make_environment(config)})
+
+
 def test_closing_does_not_wait_for_what_a_worker_has_started():
-    pool = ScorerPool(odd.score, processes=1, seconds=30.0)
+    pool = odd_pool(verifier_seconds=30.0)
     row = Row("?", "1", extra={"bonus": 1.0})
-    assert pool.submit(row, "1").result(600).correct
-    asked = pool.submit(row, "escapes")
+    assert pool.submit(row, Completion("1")).result(600).correct
+    asked = pool.submit(row, Completion("escapes"))
     while not asked.running():
         time.sleep(0.01)
     time.sleep(0.5)  # it has asked by then
@@ -250,23 +266,100 @@ def test_closing_does_not_wait_for_what_a_worker_has_started():
 
 
 def test_a_score_is_what_the_environment_says_of_row_and_completion():
-    rows = list(odd.make(Config()).rows("train"))
-    pool = ScorerPool(odd.score, processes=1, seconds=1.0)
+    rows = list(make_environment(odd.config()).rows("train"))
+    pool = odd_pool(verifier_seconds=1.0)
     try:
-        assert pool.submit(rows[1], "1").result(600) == Score(0.25, True, {"length": 1.0})
-        assert pool.submit(rows[2], "ten").result(600) == Score(0.5, False, {"length": 3.0})
-        assert pool.submit(rows[2], "1").result(600) == Score(0.5, False, {"length": 1.0})  # of another row
+        assert pool.submit(rows[1], Completion("1")).result(600) == Score(0.25, True, {"length": 1.0})
+        assert pool.submit(rows[2], Completion("ten")).result(600) == Score(0.5, False, {"length": 3.0})
+        assert pool.submit(rows[2], Completion("1")).result(600) == Score(0.5, False, {"length": 1.0})  # another row
     finally:
         pool.close()
 
 
-@pytest.mark.parametrize("completion", ["not a number", "not a score", "fails", "crashes", "computes"])
-def test_what_goes_wrong_in_a_score_costs_that_answer_only(completion):
+@pytest.mark.parametrize(
+    ("completion", "said"),
+    [
+        ("not a number", "failed: ValueError: the reward is nan (odd.py line"),
+        ("not a score", "returned what is no score: '1.0' (str), not a number"),
+        ("fails", "failed: KeyError: 'fails' (odd.py line"),
+        ("leaves", "failed: SystemExit: 3 (odd.py line"),
+        ("eats", "failed: MemoryError (odd.py line"),
+        ("reads and prints", "failed: EOFError"),
+        ("sleeps", "took longer than config.environment.reward_seconds=1"),
+        ("crashes", "ended, or was stuck, twice"),
+        ("computes", "no score within 1 s of CPU time"),
+    ],
+)
+def test_what_goes_wrong_in_a_score_costs_that_answer_only_and_is_said_once(completion, said, caplog):
+    rows = (Row(f"{number}?", "1", extra={"bonus": 1.0}) for number in itertools.count())
+    pool = odd_pool(
+        verifier_seconds=1.0 if completion == "computes" else 60.0,
+        reward_seconds=1.0 if completion == "sleeps" else 60.0,
+    )
+    try:
+        for _ in range(2):
+            score = pool.submit(next(rows), Completion(completion)).result(600)
+            assert (score.reward, score.correct) == (WRONG.reward, False)
+            assert said in score.why
+        right = Score(1.0, True, {"length": 1.0})
+        assert eventually(lambda: pool.submit(next(rows), Completion("1")).result(600) == right)
+        assert pool.restarts == 4 * (completion == "crashes")
+    finally:
+        pool.close()
+    (logged,) = [record.getMessage() for record in caplog.records]
+    assert said in logged and "counts as wrong" in logged and "\n" not in logged
+
+
+EATERS = (
+    "$10^{10^{10}}$",
+    r"\boxed{(10^{9})!}",
+    r"\boxed{\binom{10^9}{5 \cdot 10^8}}",
+    r"\boxed{9^{9^{9}} + 1}",
+    "(1+x)^{100000000}",
+    r"\boxed{2^{2^{40}}}",
+    r"\boxed{\sqrt{10^{10^{9}}}}",
+)
+
+
+def test_what_eats_memory_or_time_costs_its_worker_at_most():
+    """The address space is bounded, so no machine pays for it; right answers after it are right."""
+    with Verifier(processes=1, seconds=2.0) as verifier:
+        for number, eater in enumerate(EATERS):
+            assert not verifier.judge(f"</think>{eater}", "7"), eater
+            assert at_last(verifier, f"</think>{number}.0", str(number))
+            peak = memory.peak_resident(verifier._workers[0]._running.process.pid)
+            assert 0 < peak < Config().environment.verifier_memory_bytes
+
+
+def test_a_worker_that_has_grown_is_replaced_before_its_next_question():
     row = Row("?", "1", extra={"bonus": 1.0})
-    pool = ScorerPool(odd.score, processes=1, seconds=1.0)
+    pool = odd_pool(verifier_seconds=30.0)
     try:
-        assert pool.submit(row, completion).result(600) == WRONG
-        assert pool.submit(row, "1").result(600) == Score(1.0, True, {"length": 1.0})
-        assert pool.restarts == 2 * (completion == "crashes")
+        assert pool.submit(row, Completion("1")).result(600).correct
+        first = pool._workers[0]._running.process.pid
+        assert pool.submit(row, Completion("two")).result(600).metrics == {"length": 3.0}
+        assert pool._workers[0]._running.process.pid == first
+        assert pool.submit(row, Completion("keeps")).result(600).metrics == {"length": 5.0}
+        assert pool.submit(row, Completion("three")).result(600).metrics == {"length": 5.0}
+        assert pool._workers[0]._running.process.pid != first and not pool.restarts
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
     finally:
         pool.close()
+
+
+def test_a_worker_loads_no_more_than_it_needs():
+    """It starts in the time that numpy takes; what environments need they import when they score."""
+    program = (
+        "import sys, scalerl_jax.environments.score_worker; "
+        "print(*{'jax', 'transformers', 'datasets', 'pyarrow', 'sympy', 'openai', 'reasoning_gym'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_the_config_is_not_on_the_command_line():
+    with Verifier(processes=1, seconds=60.0) as verifier:
+        assert at_last(verifier, "</think>1", "1")
+        with open(f"/proc/{verifier._workers[0]._running.process.pid}/cmdline", "rb") as file:
+            assert file.read().split(b"\0")[1:-1] == [b"-m", b"scalerl_jax.environments.score_worker"]

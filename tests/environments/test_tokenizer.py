@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 
 from scalerl_jax.config import PHRASE, EnvironmentConfig
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
-from scalerl_jax.environments import arithmetic
+from scalerl_jax.environments import arithmetic, made_problems
 from scalerl_jax.environments.tokenizer import SPECIAL_TOKENS, Tokenizer, make_tokenizer
 
 TEXTS = [
@@ -24,7 +24,9 @@ TEXTS = [
 
 
 def corpus():
-    return arithmetic.corpus(EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE)
+    return made_problems.corpus(
+        arithmetic.draw, arithmetic.trace, EnvironmentConfig(minimum_terms=3, maximum_terms=8), seed=0, phrase=PHRASE
+    )
 
 
 @pytest.fixture(scope="module")

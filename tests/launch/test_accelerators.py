@@ -11,6 +11,7 @@ from launch.local import LocalServers
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check
 from scalerl_jax.config_names import ConfigError
+from scalerl_jax.system import platforms
 from tests.launch.test_local import STAND_IN, ask
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -72,7 +73,7 @@ def test_there_is_nothing_to_share_without_gpus(cuda: None, monkeypatch: pytest.
     assert (
         accelerators.share_out(servers=1, share=0.4, engine="replay", environment={"CUDA_VISIBLE_DEVICES": "0"}) is None
     )
-    monkeypatch.setattr(accelerators, "_PLUGINS", ("jax_plugins.of_nobody", "no_such_package.at_all"))
+    monkeypatch.setattr(platforms, "_PLUGINS", ("jax_plugins.of_nobody", "no_such_package.at_all"))
     assert share_out("0", 1) is None
 
 
@@ -126,4 +127,4 @@ def test_a_driver_that_hangs_is_no_gpu(tmp_path: pathlib.Path, monkeypatch: pyte
     monkeypatch.setattr("glob.glob", lambda pattern: [])
     monkeypatch.setattr("shutil.which", lambda name: str(tmp_path / name))
     monkeypatch.setattr("subprocess.run", hang)
-    assert accelerators.visible_gpus({}) == []
+    assert platforms.visible_gpus({}) == []

@@ -19,7 +19,7 @@ import optax
 from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
 from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints
-from scalerl_jax.learner.packing import MicroBatch, Segment, pack
+from scalerl_jax.learner.packing import MicroBatch, Segment, pack, plain
 from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import init_params
 from scalerl_jax.model.decoder import Precision
@@ -39,6 +39,10 @@ MESHES = {
     "fsdp8": {"fsdp": 8},
     "fsdp4-tensor2": {"fsdp": 4, "tensor": 2},
     "replica2-fsdp2-tensor2": {"replica": 2, "fsdp": 2, "tensor": 2},
+    "fsdp4-expert2": {"fsdp": 4, "expert": 2},
+    "fsdp2-tensor4": {"fsdp": 2, "tensor": 4},  # more devices than key heads: two share one
+    # 24 positions on each of two devices: their chunks of the head do not fill up.
+    "fsdp2-context2-tensor2": {"fsdp": 2, "context": 2, "tensor": 2},
 }
 MICRO_BATCHES = (1, 2, 4)
 ORDERS = 2
@@ -169,7 +173,7 @@ def main(out: str) -> None:
     mesh = "replica2-fsdp2-tensor2"
     results.tree("wire", learners[mesh].sync_weights())
     for name in ("one", mesh):
-        results.tree(f"score/{name}", learners[name].score([segment.tokens for segment in segments]))
+        results.tree(f"score/{name}", learners[name].score([plain(segment.tokens) for segment in segments]))
 
     # Fresh parameters are made where they lie; params() began with those of the same key, made on one device.
     fresh = init_params(DECODER, jax.random.key(0), mesh_of("fsdp4-tensor2"))

@@ -12,6 +12,7 @@ import pytest
 from scalerl_jax.learner.packing import pack, plain
 from scalerl_jax.learner.step import Layout, Learner
 from scalerl_jax.model import init_params
+from scalerl_jax.model.sharding import MESH_AXES
 from tests.learner.segments import make_segments
 from tests.support.learners import learner_of
 from tests.support.params import DECODER, relative
@@ -66,6 +67,7 @@ def warm() -> Warm:
     before = jax.device_get(learner.state)
     with counted() as work:
         learner.compile()
+        learner.rehearse()
         return Warm(learner, work.take(), before, jax.device_get(learner.state))
 
 
@@ -91,7 +93,7 @@ def test_nothing_compiles_after_the_warm_up(learner):
         for seed, lengths in enumerate(([5], [33, 33], [9] * 3, [17, 20, 33, 4, 4], [2, 3, 4] * 9, [33] * 7)):
             sums = learner.update(segments(lengths, seed))
             micro_batches.add(sums["micro_batches"])
-            scored = learner.score([s.tokens for s in segments(lengths, seed)])
+            scored = learner.score([plain(s.tokens) for s in segments(lengths, seed)])
             beside = [plain(s.tokens) for s in segments([9] * (2 * seed), seed)]
             looked_at = learner.differentiate(segments(lengths, seed), beside).logprobs()
             assert len(scored) == len(lengths) == len(looked_at) - len(beside)
@@ -109,7 +111,7 @@ def test_nothing_compiles_where_a_run_goes_on(learner):
     with counted() as work:
         for seed in range(2):
             learner.update(segments([33, 33, 33, 12], seed))
-            learner.score([np.arange(5)])
+            learner.score([plain(np.arange(5))])
             learner.sync_weights()
         assert work.take() == []
 
@@ -194,7 +196,7 @@ def test_what_is_looked_at_changes_nothing(learner, beside):
     for segment, mine, theirs in zip(
         [*trained, *looked_at],
         logprobs,
-        learner.score([*(s.tokens for s in trained), *(s.tokens for s in looked_at)]),
+        learner.score([plain(s.tokens) for s in (*trained, *looked_at)]),
         strict=True,
     ):
         assert mine.shape == segment.tokens.shape and mine[0] == 0
@@ -206,10 +208,10 @@ def test_what_is_looked_at_changes_nothing(learner, beside):
 
 def test_scores_come_back_in_the_order_asked_for(learner):
     sequences = [segment.tokens for segment in segments([5, 33, 9, 33, 20, 2, 33], seed=2)]
-    together = learner.score(sequences)
+    together = learner.score([plain(tokens) for tokens in sequences])
     for tokens, scored in zip(sequences, together, strict=True):
         assert scored.shape == tokens.shape and scored.dtype == np.float32 and scored[0] == 0
-        np.testing.assert_allclose(scored, learner.score([tokens])[0], atol=1e-5)
+        np.testing.assert_allclose(scored, learner.score([plain(tokens)])[0], atol=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(learner):
@@ -221,6 +223,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(learner):
 
 
 def test_rows_that_do_not_divide_over_the_mesh_are_named():
-    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("replica", "fsdp", "tensor"))
-    with pytest.raises(ValueError, match=r"6 rows of a micro-batch do not divide over 4 shards \(replica x fsdp\)"):
+    mesh = jax.sharding.AbstractMesh((2, 1, 1, 2, 1), MESH_AXES)
+    refused = r"6 rows of a micro-batch do not divide over 4 shards \(replica x fsdp x expert\)"
+    with pytest.raises(ValueError, match=refused):
         learner_of(DECODER, Layout(seq_len=LENGTH, rows=6), mesh=mesh)

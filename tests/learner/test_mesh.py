@@ -14,6 +14,8 @@ from tests.learner import mesh_program
 from tests.learner.mesh_program import DECODER, LENGTHS, MESHES, MICRO_BATCHES, ORDERS
 from tests.support.processes import run_command
 
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
 FLOAT32_TOLERANCE = 1e-5  # norm of the difference over norm, of the whole gradient and of each leaf
 # The same in bf16. However rows are cut, packed and summed, a row is computed the same way, and all sums over rows are
 # of float32 cotangents: nothing is lost. Cut along heads and columns, the output of each block is itself a sum of
@@ -178,12 +180,26 @@ SHARDS = {
         "embed": [V // 2, D // 4], "query": [N, D // 4, Q // 2], "key": [N, D // 4, K // 2],
         "down": [N, M // 2, D // 4], "mlp_norm": [N, D],
     },
+    "fsdp2-tensor4": {
+        "embed": [V // 4, D // 2], "query": [N, D // 2, Q // 4], "key": [N, D // 2, K // 4],
+        "down": [N, M // 4, D // 2], "mlp_norm": [N, D],
+    },
     "replica2-fsdp2-tensor2": {
         "embed": [V // 2, D // 2], "query": [N, D // 2, Q // 2], "key": [N, D // 2, K // 2],
         "down": [N, M // 2, D // 2], "mlp_norm": [N, D],
     },
 }  # fmt: skip
-CUTS = {"one": 1, "fsdp8": 8, "fsdp4-tensor2": 8, "replica2-fsdp2-tensor2": 4}
+SHARDS["fsdp4-expert2"] = SHARDS["fsdp8"]  # without experts it is one more fsdp
+SHARDS["fsdp2-context2-tensor2"] = SHARDS["fsdp4-tensor2"]  # weights are cut along context as along fsdp
+CUTS = {
+    "fsdp2-context2-tensor2": 8,
+    "one": 1,
+    "fsdp8": 8,
+    "fsdp4-tensor2": 8,
+    "fsdp2-tensor4": 8,
+    "replica2-fsdp2-tensor2": 4,
+    "fsdp4-expert2": 8,
+}
 
 
 def on_a_device(results, name: str) -> dict[str, tuple[list[int], str]]:

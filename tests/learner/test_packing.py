@@ -88,7 +88,7 @@ def test_segments_of_a_row_are_told_apart_by_numbers_from_one(case):
 def test_every_micro_batch_has_the_one_shape_and_the_last_is_filled_up(case):
     batches, places = pack(make(case["lengths"]), length=case["length"], rows=case["rows"])
     for batch in batches:
-        assert [field.name for field in dataclasses.fields(batch)] == [*INTEGERS, *FLOATS]
+        assert [*batch.arrays()] == [*INTEGERS, *FLOATS]
         for name, array in batch.arrays().items():
             assert array.shape == (case["rows"], case["length"])
             assert array.dtype == (np.int32 if name in INTEGERS else np.float32)

@@ -17,17 +17,17 @@ from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner.mesh_program import XLA_FLAGS
-from tests.model import experts  # noqa: F401 (adds its family)
 from tests.support.models import toy_decoder
 
 # The width divides over 8, the vocabulary over neither: embedding and head stay whole along it. `output` is square.
-# Experts are cut along both of their last two dimensions.
-DECODER = toy_decoder(vocab_size=41, layers=3, family="experts")
+# Experts are cut along one, two or all of their dimensions.
+DECODER = toy_decoder(vocab_size=41, layers=3, family="qwen3_moe")
 MESHES = {
     "one": {"fsdp": 1},
     "fsdp8": {"fsdp": 8},
     "fsdp4-tensor2": {"fsdp": 4, "tensor": 2},
     "replica2-fsdp2-tensor2": {"replica": 2, "fsdp": 2, "tensor": 2},
+    "fsdp2-expert2-tensor2": {"fsdp": 2, "expert": 2, "tensor": 2},
 }
 SHARE = 0.25
 # 0.0, -0.0, two not-a-numbers, an infinity, a denormal, 1.0 and its neighbour in float32, which rounds to it.

@@ -1,4 +1,4 @@
-"""Both ways of computing packed attention against the plain formula, values and gradients."""
+"""Every way of cutting packed attention into blocks against the plain formula, values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -8,71 +8,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.model import attention
+from scalerl_jax.model.attention import blocks
+from tests.model.attention_cases import HIGHEST, cotangent, inputs, plain, segments, value_and_gradients
 from tests.support.params import every_variable
-
-HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def plain(q, k, v, segment_ids):
-    """Attention with the whole [length, length] square of scores, heads repeated, softmax by jax.nn."""
-    length, group = q.shape[1], q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    scores = jnp.einsum("rqhd,rkhd->rhqk", q, k, precision=HIGHEST) / np.sqrt(q.shape[-1])
-    mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & np.tril(np.ones((length, length), bool))
-    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("rhqk,rkhd->rqhd", weights, v, precision=HIGHEST)
-
-
-def segments(lengths, seq_len):
-    """One row: segments of these lengths from the left, the rest padding (0)."""
-    ids = np.zeros(seq_len, np.int32)
-    start = 0
-    for number, length in enumerate(lengths, 1):
-        ids[start : start + length] = number
-        start += length
-    assert start <= seq_len
-    return ids
-
-
-def inputs(segment_ids, *, heads=4, kv_heads=2, size=8, dtype=jnp.float32):
-    rng = np.random.default_rng(0)
-    shape = segment_ids.shape
-    q = jnp.asarray(rng.normal(size=(*shape, heads, size)) * 2, dtype)
-    k, v = (jnp.asarray(rng.normal(size=(*shape, kv_heads, size)), dtype) for _ in range(2))
-    return q, k, v
-
-
-def value_and_gradients(function, args, at):
-    """(output, dq, dk, dv) for the cotangent `at`, compiled as one program."""
-
-    def run(*args):
-        out, back = jax.vjp(function, *args)
-        return (out, *back(at.astype(out.dtype)))
-
-    return jax.jit(run)(*args)
 
 
 @pytest.mark.parametrize(
     ("lengths", "seq_len", "max_segment", "path"),
     [
-        pytest.param([[37], [30]], 37, None, "triangular", id="one long segment, odd length"),
-        pytest.param([[16, 16], [32]], 32, None, "triangular", id="whole blocks"),
-        pytest.param([[5, 7, 3, 9, 1], [9, 9, 9, 2]], 30, 9, "triangular", id="short segments, bound given"),
+        pytest.param([[37], [30]], 37, None, "unrolled", id="one long segment, odd length"),
+        pytest.param([[16, 16], [32]], 32, None, "unrolled", id="whole blocks"),
+        pytest.param([[5, 7, 3, 9, 1], [9, 9, 9, 2]], 30, 9, "unrolled", id="short segments, bound given"),
         pytest.param([[11, 2, 11, 11, 5], [3] * 17], 51, 11, "windowed", id="many blocks, odd length, a bound"),
         pytest.param([[8] * 8, [1] * 60], 64, 8, "windowed", id="many blocks, segments of a block's length"),
-        pytest.param([[60]], 64, 60, "triangular", id="many blocks, bound too wide for windows"),
+        pytest.param([[20, 9, 22], [1, 43, 2]], 51, None, "looped", id="many blocks, two rows, odd length"),
+        pytest.param([[60]], 64, 60, "looped", id="many blocks, bound too wide for windows"),
     ],
 )
 def test_equals_the_plain_formula(monkeypatch, lengths, seq_len, max_segment, path):
-    monkeypatch.setattr(attention, "_BLOCK", 8)
-    monkeypatch.setattr(attention, "_SHORT_BLOCK", 4)
-    monkeypatch.setattr(attention, "_SHORT_SEGMENT", 10)
-    monkeypatch.setattr(attention, "_MAXIMUM_BLOCKS", 10 if path == "triangular" and seq_len < 60 else 5)
+    monkeypatch.setattr(blocks, "_BLOCK", 8)
+    monkeypatch.setattr(blocks, "_SHORT_BLOCK", 4)
+    monkeypatch.setattr(blocks, "_SHORT_SEGMENT", 10)
+    monkeypatch.setattr(blocks, "_LOOP_BLOCK", 8)
+    monkeypatch.setattr(blocks, "_LOOP_SPAN", 12)
+    monkeypatch.setattr(blocks, "_MOST_UNROLLED", 10 if path == "unrolled" else 5)
     taken = []
-    for name in ("_windowed", "_triangular"):
-        original = getattr(attention, name)
+    for name in ("windowed", "unrolled", "looped"):
+        original = getattr(blocks, name)
         monkeypatch.setattr(
-            attention,
+            blocks,
             name,
             lambda *a, _name=name, _original=original, **k: (taken.append(_name), _original(*a, **k))[1],
         )
@@ -82,9 +46,9 @@ def test_equals_the_plain_formula(monkeypatch, lengths, seq_len, max_segment, pa
     def ours(q, k, v):
         return attention.packed_attention(q, k, v, ids, max_segment=max_segment, precision=HIGHEST)
 
-    at = jnp.asarray(np.random.default_rng(1).normal(size=args[0].shape), jnp.float32)
+    at = cotangent(args[0].shape)
     mine = value_and_gradients(ours, args, at)
-    assert taken == [f"_{path}"]
+    assert taken == [path]
     for got, wanted in zip(mine, value_and_gradients(lambda *a: plain(*a, ids), args, at)):
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
@@ -128,7 +92,7 @@ def test_bfloat16_stays_near_float32():
     args = inputs(ids, size=32)
     low = tuple(x.astype(jnp.bfloat16) for x in args)
     exact = tuple(x.astype(jnp.float32) for x in low)
-    at = jnp.asarray(np.random.default_rng(1).normal(size=args[0].shape), jnp.float32)
+    at = cotangent(args[0].shape)
 
     def ours(q, k, v):
         return attention.packed_attention(q, k, v, ids)
@@ -164,3 +128,70 @@ def test_the_scores_that_exist_at_once_are_bounded():
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, kv, kv, ids)
     assert max(v.aval.size for v in every_variable(jaxpr.jaxpr)) <= 2**28
+
+
+def test_the_program_does_not_grow_with_the_row():
+    """From 4k tokens to 34k: as many operations, forward and backward."""
+
+    def operations(length):
+        q, kv = (jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (4, 2))
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+        def loss(q, k, v, ids):
+            return jnp.sum(attention.packed_attention(q, k, v, ids))
+
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, kv, kv, ids)
+        return len(list(every_variable(jaxpr.jaxpr)))
+
+    assert operations(4096) == operations(34_816) < 1000
+
+
+def test_a_loop_reads_only_what_its_segments_hold():
+    """Keys far before a block's segments may be anything, NaN too: they are masked nowhere, for they are not read."""
+    ids = segments([512, 512, 300], 1536)[None]
+    q, k, v = inputs(ids, heads=2, kv_heads=1)
+    poisoned = [x.at[:, :512].set(jnp.nan) for x in (k, v)]
+
+    def attend(q, k, v):
+        return attention.packed_attention(q, k, v, ids, precision=HIGHEST)
+
+    wanted, got = attend(q, k, v), attend(q, *poisoned)
+    np.testing.assert_array_equal(got[:, 512:], wanted[:, 512:])
+
+
+def test_a_part_of_a_row():
+    """Queries that begin anywhere in it, values and the gradients of all keys."""
+    ids = np.stack([segments([20, 9, 22], 51), segments([1, 43], 51)])
+    q, k, v = inputs(ids)
+    at = cotangent(q.shape)
+    part = slice(17, 41)
+
+    def whole(q, k, v):
+        return plain(q, k, v, ids)[:, part]
+
+    def ours(q, k, v):
+        return blocks.attend(
+            q[:, part], k, v, ids[:, part], ids, offset=jnp.int32(17), max_segment=51, precision=HIGHEST
+        )
+
+    got = value_and_gradients(ours, (q, k, v), at[:, part])
+    for mine, wanted in zip(got, value_and_gradients(whole, (q, k, v), at[:, part]), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-5)
+
+
+def test_a_remat_policy_may_keep_the_output():
+    """By its name: then the scores are computed twice, forward and backward, and not a third time."""
+    ids = segments([60], 64)[None]  # one block
+    args = inputs(ids, heads=1, kv_heads=1)
+
+    def products(policy):
+        def loss(q, k, v):
+            return jnp.sum(attention.packed_attention(q, k, v, ids))
+
+        jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1, 2)))(*args)
+        return str(jaxpr).count("dot_general")
+
+    kept = jax.checkpoint_policies.save_only_these_names(attention.SAVED)
+    # Forward 2, backward 5; and forward once more where nothing is kept.
+    assert products(jax.checkpoint_policies.nothing_saveable) == 9
+    assert products(kept) == 7

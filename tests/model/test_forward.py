@@ -47,8 +47,8 @@ def test_remat_and_max_segment_change_nothing():
 
         return jax.jit(jax.value_and_grad(loss))(params)
 
-    wanted = gradient(remat=False)
-    for options in ({"remat": True}, {"remat": False, "max_segment": 31}):
+    wanted = gradient(remat="none")
+    for options in ({"remat": "block"}, {"remat": "none", "max_segment": 31}):
         value, got = gradient(**options)
         np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
         assert relative(got, wanted[1]) < 2e-6, options

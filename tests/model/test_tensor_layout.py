@@ -7,13 +7,12 @@ import pytest
 
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import check_workers, hf_tensors, pieces
-from tests.model import experts  # noqa: F401 (adds its family)
 
 
 def config(*, tied: bool = True, family: str = "qwen3", vocabulary: int = 150, kv_heads: int = 4) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocabulary, hidden_size=6, layers=2, heads=8, kv_heads=kv_heads, head_dim=2, intermediate_size=12,
-        family=family, tied_embeddings=tied,
+        family=family, tied_embeddings=tied, experts=3, experts_per_token=2, moe_intermediate_size=8,
     )  # fmt: skip
 
 
@@ -47,18 +46,23 @@ def expected(model: DecoderConfig, tensors: dict[str, np.ndarray], rank: int, wo
         at = f"model.layers.{i}."
         q, k, v = (tensors[f"{at}self_attn.{part}_proj.weight"] for part in "qkv")
         out[f"{at}self_attn.qkv_proj.weight"] = np.concatenate([rows(q), heads(k), heads(v)])
-        gate, up = (tensors[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up"))
-        out[f"{at}mlp.gate_up_proj.weight"] = np.concatenate([rows(gate), rows(up)])
-        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            out[at + name] = rows(tensors[at + name].T).T
+        if f"{at}self_attn.q_proj.bias" in tensors:
+            q, k, v = (tensors[f"{at}self_attn.{part}_proj.bias"] for part in "qkv")
+            out[f"{at}self_attn.qkv_proj.bias"] = np.concatenate([rows(q), heads(k), heads(v)])
+        out[f"{at}self_attn.o_proj.weight"] = rows(tensors[f"{at}self_attn.o_proj.weight"].T).T
+        if model.family != "qwen3_moe":
+            gate, up = (tensors[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up"))
+            out[f"{at}mlp.gate_up_proj.weight"] = np.concatenate([rows(gate), rows(up)])
+            out[f"{at}mlp.down_proj.weight"] = rows(tensors[f"{at}mlp.down_proj.weight"].T).T
         for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
             if f"{at}{name}.weight" in tensors:
                 out[f"{at}{name}.weight"] = tensors[f"{at}{name}.weight"]
-        if model.family == "experts":
+        if model.family == "qwen3_moe":
+            out[f"{at}mlp.gate.weight"] = tensors[f"{at}mlp.gate.weight"]
             at += "mlp.experts."
-            split = [np.split(tensors[f"{at}{part}_proj"], workers, axis=2)[rank] for part in ("gate", "up")]
-            out[f"{at}gate_up_proj"] = np.concatenate(split, axis=2)
-            out[f"{at}down_proj"] = np.split(tensors[f"{at}down_proj"], workers, axis=1)[rank]
+            split = [np.split(tensors[f"{at}{part}_proj"], workers, axis=1)[rank] for part in ("gate", "up")]
+            out[f"{at}w13_weight"] = np.concatenate(split, axis=1)
+            out[f"{at}w2_weight"] = np.split(tensors[f"{at}down_proj"], workers, axis=2)[rank]
     out["model.norm.weight"] = tensors["model.norm.weight"]
     if "lm_head.weight" in tensors:
         out["lm_head.weight"] = vocabulary(tensors["lm_head.weight"])
@@ -72,8 +76,10 @@ CASES = [
     pytest.param(config(tied=False), 4, id="a-head-each"),
     pytest.param(config(kv_heads=2), 4, id="heads-are-copied"),
     pytest.param(config(vocabulary=65, tied=False), 4, id="a-worker-with-padding-only"),
-    pytest.param(config(family="experts"), 1, id="experts-alone"),
-    pytest.param(config(family="experts"), 4, id="experts-are-cut-inside"),
+    pytest.param(config(family="qwen2"), 1, id="biases-alone"),
+    pytest.param(config(family="qwen2", kv_heads=2), 4, id="biases-are-copied-with-their-heads"),
+    pytest.param(config(family="qwen3_moe"), 1, id="experts-alone"),
+    pytest.param(config(family="qwen3_moe"), 4, id="experts-are-cut-inside"),
 ]
 
 

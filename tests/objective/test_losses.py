@@ -284,6 +284,17 @@ def test_a_broken_log_prob_stays_finite(objective):
         np.testing.assert_allclose(gradient, -objective.max_ratio)
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-3, 0.05, 0.1, 0.2, 3.0])
+def test_the_mismatch_kl_is_exact_however_close_generator_and_trainer_are(size):
+    """rho - 1 - log rho of a ratio near 1 is what is left of two numbers of the size of 1."""
+    difference = np.float32(size * np.random.default_rng(0).standard_normal((1, 64)))
+    arrays = dict(zip(NAMES, (difference, *np.zeros((2, 1, 64), np.float32), *np.ones((2, 1, 64))), strict=True))
+    arrays = {name: x.astype(np.int32 if name == "segment_ids" else np.float32) for name, x in arrays.items()}
+    *_, sums = ours(arrays, ObjectiveConfig())
+    d = difference.astype(np.longdouble)
+    np.testing.assert_allclose(float(sums["kl"]), float((np.expm1(d) - d).sum()), rtol=2e-5)
+
+
 def test_an_unknown_loss_is_named():
     with pytest.raises(ValueError, match="'ppo' is not one of cispo, clip, gspo"):
         tokens(train=-1.0, gen=-1.0, advantage=1.0, objective=ObjectiveConfig(loss="ppo"))

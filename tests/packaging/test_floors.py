@@ -12,12 +12,15 @@ FLOORS = {
     3: "scalerl_jax.config_io",
     4: "scalerl_jax.cli",
     5: "scalerl_jax.scaling scalerl_jax.model scalerl_jax.environments.base",
-    6: "scalerl_jax.learner scalerl_jax.environments launch.accelerators launch.local",
+    6: "scalerl_jax.learner scalerl_jax.environments launch.accelerators launch.local "
+    "launch.machines launch.rendered launch.launch_flags",
     7: "scalerl_jax.rollouts rollout_server launch.starting",
-    8: "scalerl_jax.run",
-    9: "scalerl_jax.report scalerl_jax.traces",
-    10: "scalerl_jax.export scalerl_jax.sft scalerl_jax.train",
-    11: "launch.commands",
+    8: "scalerl_jax.run scalerl_jax.hosts launch.settings",
+    9: "scalerl_jax.report scalerl_jax.traces launch.kubernetes launch.slurm",
+    10: "scalerl_jax.planning",
+    11: "scalerl_jax.evaluate scalerl_jax.export scalerl_jax.plan scalerl_jax.sft scalerl_jax.train scalerl_jax.verify "
+    "launch.render",
+    12: "launch.commands",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
 

@@ -16,9 +16,11 @@ PROVIDERS = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "huggingface_hub": "datasets",  # which cannot be without it
     "orbax": "orbax-checkpoint",
+    "yaml": "transformers",  # likewise; without the trainer the extra [launch] brings it
 }
-OPTIONAL = {"wandb"}  # used where it is installed and asked for
+OPTIONAL = {"wandb", "prometheus_client"}  # used where they are installed and asked for
 CONTRACT = "scalerl_jax.contract"
 TRAINER = ["scalerl_jax.train", "scalerl_jax.sft", "scalerl_jax.export"]
 
@@ -40,7 +42,7 @@ def needed(*names: str) -> set[str]:
 def test_every_import_of_the_trainer_is_declared() -> None:
     # launch.commands starts the server too, whose engines have extras of their own.
     ours = [m for m in modules() if m.startswith(("scalerl_jax", "launch")) and m != "launch.commands"]
-    assert needed(*ours) <= declared("train")
+    assert needed(*ours) <= declared("train", "environments")
 
 
 def test_every_import_of_the_fitter_is_declared() -> None:
@@ -58,8 +60,9 @@ def test_the_vllm_engine_stands_without_the_trainer() -> None:
     """torch comes with vLLM, of the release that it wants."""
     reached = reached_from(*[module for module in modules() if module.startswith("rollout_server.engines.vllm")])
     assert others(reached) == {"absl", "google.protobuf", "numpy", "torch", "vllm"}
-    # Beyond the contract only what the model's tensors are, in which nothing is computed.
-    described = {f"scalerl_jax.model{part}" for part in ("", ".decoder_config", ".tensor_layout")}
+    # Beyond the contract only what the model's tensors are, in which nothing is computed, and how its files are read.
+    described = {f"scalerl_jax.model{part}" for part in ("", ".decoder_config", ".hf_fields", ".tensor_layout")}
+    described |= {"scalerl_jax.system", "scalerl_jax.system.json_values", "scalerl_jax.system.memory"}
     described |= {module for module in modules() if module.startswith("scalerl_jax.model.families")}
     ours = {name for name in reached if name.startswith("scalerl_jax.") and not name.startswith(CONTRACT)}
     assert ours == described

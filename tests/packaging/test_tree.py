@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from tests.packaging.sources import ROOT
 
 LONGEST_FILE = 500  # lines; a longer one is two concepts
-FOLDERS = ("configs", "launch", "requirements", "rollout_server", "scalerl_jax", "tests", ".ci")
+FOLDERS = ("configs", "docs", "launch", "requirements", "rollout_server", "scalerl_jax", "tests", ".ci")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PYTHONS = ("3.11", "3.12")

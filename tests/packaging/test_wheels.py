@@ -9,9 +9,9 @@ from tests.packaging.sources import ROOT
 from tests.packaging.test_imports import declared
 
 LOCK = ROOT / "requirements" / "accelerator-py3.12.lock"
-# Of jax[cuda] and torch, and what only draws and logs, which training does without.
+# Of jax[cuda] and torch; and what only draws, logs and renders chats, which the tests there do without.
 BROUGHT = {"jax", "ml-dtypes", "numpy", "scipy", "sympy"}
-LEFT_OUT = {"matplotlib", "tensorboard"}
+LEFT_OUT = {"matplotlib", "tensorboard", "transformers"}
 
 
 def locked() -> dict[str, str]:

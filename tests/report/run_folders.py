@@ -8,9 +8,11 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.run.folder import RunFolder
+from tests.support.evaluations import counted
 
 PROMPTS, SAMPLES = 100, 8
 TASKS = {"6 terms": 60, "10 terms": 40}
+STALENESS = {"0": 10, "1": 50, "2": 60, "4": 5}  # tokens of each update, by their staleness
 
 # What a policy could say to get out of a page: ends of elements and comments, markup that runs, line ends that only
 # JavaScript knows, half a character, a change of direction, a byte 0.
@@ -75,10 +77,12 @@ def metrics(step: int) -> dict:
         "prompts": 24.0,
         "prompts_surviving": 20.0,
         "truncated": 0.02 if step < 20 else 0.12,
-        "interrupted": 0.05,
+        "interrupted": 0.04,
+        "repetition": 0.1,
+        "repetitive": 0.0,
         "lag_mean": 1.5,
         "lag_max": 3.0,
-        "lags": {"1": 50, "2": 50},
+        "lags": STALENESS,
         "length_mean": 30.0,
         "length_max": 44.0,
         "prompts_retired": step // 4,
@@ -92,17 +96,27 @@ def metrics(step: int) -> dict:
         row |= {
             "entropy": 0.3 / step**0.3,
             "mismatch": 0.002,
+            "mismatch_p99": 0.03,
+            "kl": 1e-5,
             "clipped": 0.0,
             "gradient_norm": 0.1,
             "effective_sample_size": 0.999,
+            "effective_sample_size_sequence": 0.7,
+            "effective_sample_size_geometric": 0.998,
         }
     return row
 
 
 def write_run(
-    path: pathlib.Path, *, updates: int = 30, every: int = 2, final: float = 0.9, samples: Sequence[dict[str, Any]] = ()
+    path: pathlib.Path,
+    *,
+    updates: int = 30,
+    every: int = 2,
+    final: float = 0.9,
+    samples: Sequence[dict[str, Any]] = (),
+    parts: Sequence[str] = (),
 ) -> str:
-    """`samples` beside those that every fifth update has."""
+    """`samples` beside those that every fifth update has. parts: the environments of a mixture, of 50 prompts each."""
     config = Config(max_steps=updates)
     config.telemetry.tensorboard, config.telemetry.samples_every, config.telemetry.samples = False, 5, 8
     clock = iter(range(1_795_000_000, 1_796_000_000))
@@ -117,19 +131,21 @@ def write_run(
                 right = round(rate(0.01 * step, final) * PROMPTS * SAMPLES)
                 passes = np.full(PROMPTS, right // PROMPTS) + (np.arange(PROMPTS) < right % PROMPTS)
                 tasks = {name: {"prompts": n, "pass_rate": right / PROMPTS / SAMPLES} for name, n in TASKS.items()}
-                run.evaluation(
-                    step=step, passes=passes.tolist(), samples=SAMPLES, seconds=0.5,
-                    compute=compute(step), values={"tasks": tasks},
-                )  # fmt: skip
+                each = np.split(passes, len(parts)) if parts else []
+                environments = {name: counted(part.tolist(), SAMPLES) for name, part in zip(parts, each)}
+                found = counted(passes.tolist(), SAMPLES, tasks=tasks, environments=environments)
+                run.evaluation(step=step, found=found, seconds=0.5, compute=compute(step))
     return str(path)
 
 
 def write_warm_start(folder: pathlib.Path) -> str:
-    """A supervised warm start of 60 updates, three rows of metrics; returns its folder."""
+    """A supervised warm start of 60 updates, evaluated every 30: five rows of metrics; returns its folder."""
     config = Config()
     config.sft.max_steps, config.telemetry.tensorboard = 60, False
     with RunFolder(str(folder), config) as run:
         run.resume(0)
-        for step in (20, 40, 60):
-            run.metrics(step, {"loss": 60 / step, "gradient_norm": 1.0, "row_use": 0.9, "examples": 9, "tokens": 99.0})
+        run.metrics(0, {"evaluation_loss": 6.0})
+        for step in (20, 30, 40, 60):
+            row = {"loss": 60 / step, "gradient_norm": 1.0, "row_use": 0.9, "examples": 9, "tokens": 99.0}
+            run.metrics(step, row if step % 30 else {**row, "evaluation_loss": 75 / step})
     return str(folder)

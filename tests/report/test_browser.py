@@ -1,20 +1,14 @@
 """The report in headless Chromium: opened, clicked through, read by keyboard, on a phone, with hostile completions."""
 
-import os
 import pathlib
-import shutil
-from collections.abc import Iterator
 
 import pytest
 
 from scalerl_jax.report.page import write_report
 from tests.report import run_folders
+from tests.report.screens import PHONE, SECONDS, drawn
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup-test brings it")
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium on PATH (looked for {', '.join(BROWSERS)})")
+pytestmark = pytest.mark.timeout(900)  # several waits of a busy machine
 
 # Of the element with the focus: tag, id, class, and whether a ring can be seen around it.
 FOCUSED = """() => {
@@ -50,74 +44,6 @@ TOO_SMALL = """() => [...document.querySelectorAll('button, select, summary, nav
     .filter((one) => one.getBoundingClientRect().height < 24)
     .map((one) => one.outerHTML.slice(0, 80))"""
 
-DESK, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 700}
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> dict[str, str]:
-    """URLs of a page of one run, which has hostile completions, and of one of two runs."""
-    folder = tmp_path_factory.mktemp("report")
-    hostile = {
-        "prompt": run_folders.HOSTILE,
-        "answer": run_folders.HOSTILE,
-        "task": run_folders.HOSTILE,
-        "verdict": True,
-        "forced": [],
-    }
-    samples = [
-        run_folders.sample(5, 50, run_folders.HOSTILE, **hostile),
-        run_folders.sample(5, 51, run_folders.HOSTILE + "<b>1", **hostile, pieces=[]),
-    ]
-    one = run_folders.write_run(folder / "a <i>run", samples=samples)
-    other = run_folders.write_run(folder / "another", final=0.7, updates=20)
-    return {
-        "one": pathlib.Path(write_report([one])).as_uri(),
-        "two": pathlib.Path(write_report([one, other], str(folder / "two.html"))).as_uri(),
-    }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with playwright.sync_playwright() as driver:
-        # Chromium's sandbox does not start as root.
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        with driver.chromium.launch(executable_path=CHROMIUM, args=arguments) as browser:
-            yield browser
-
-
-@pytest.fixture
-def open_page(browser, pages):
-    """Opens a page of `pages`; in the end nothing may have gone wrong in it, or out of it."""
-    opened = []
-
-    def opening(name: str, **settings):
-        context = browser.new_context(**{"viewport": DESK, **settings})
-        page = context.new_page()
-        said: list[str] = []
-        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
-        page.on("request", lambda request: said.append(request.url) if request.url != pages[name] else None)
-        page.goto(pages[name])
-        page.wait_for_selector("html[data-ready=yes]")
-        opened.append((context, page, said))
-        return page
-
-    yield opening
-    for context, page, said in opened:
-        assert page.evaluate("window.hacked") is None
-        assert said == []
-        context.close()
-
-
-def drawn(page, selector: str) -> int:
-    """How many different colours a chart's canvas shows."""
-    return page.eval_on_selector(
-        f"{selector} canvas",
-        """canvas => new Set(new Uint32Array(
-            canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size""",
-    )
-
 
 def test_it_opens_and_says_what_the_run_came_to(open_page):
     page = open_page("one")
@@ -134,12 +60,25 @@ def test_it_opens_and_says_what_the_run_came_to(open_page):
     assert page.locator(".alarms li").inner_text().startswith("a <i>run: 12% of the completions are cut by the token")
     assert "What to do: raise config.rollout.answer_budget" in page.locator(".alarms li").inner_text()
     plots = page.locator(".plot").count()
-    assert plots == 1 + 1 + 12 + 2  # score, tasks, health, time
+    assert plots == 1 + 1 + 19 + 2  # score, tasks, health, time
     for index in range(plots):
         assert page.locator(".plot canvas").nth(index).evaluate("canvas => canvas.width") > 100
     assert drawn(page, "#score .plot") > 20 and drawn(page, "#time .plot") > 5
     assert page.locator("canvas:not([aria-hidden=true])").count() == 0
     assert all(label for label in page.locator(".plot").evaluate_all("all => all.map(one => one.ariaLabel)"))
+
+
+def test_each_environment_of_a_mixture_has_its_curve(open_page):
+    page = open_page("mixture")
+    assert "By environment: mixture" in page.locator("h3").all_inner_texts()
+    label = page.locator("#score .plot").first.get_attribute("aria-label")
+    assert "mixture: 16 evaluations" in label and "another: 11 evaluations" in label
+    page.get_by_role("radio", name="code").check()
+    label = page.locator("#score .plot").first.get_attribute("aria-label")
+    assert "mixture: 16 evaluations" in label and "another" not in label  # which has no such environment
+    assert drawn(page, "#score .plot") > 20
+    page.get_by_role("radio", name="All").check()
+    assert "another" in page.locator("#score .plot").first.get_attribute("aria-label")
 
 
 def test_axes_fits_and_tables(open_page):
@@ -310,7 +249,7 @@ def test_several_runs_beside_each_other(open_page):
     assert [row[0].strip() for row in rows] == ["a <i>run", "another"]
     assert [float(row[3].split()[0]) for row in rows] == pytest.approx([0.9, 0.7], abs=0.02)
     assert page.locator("#score .legend").first.locator("li").all_inner_texts() == ["a <i>run", "another"]
-    assert page.locator("#health article").count() == 12
+    assert page.locator("#health article").count() == 19
     page.select_option("#reader-run", "1")
     assert page.locator(".count").inner_text() == "1 of 32"
     page.select_option("#time-run", "1")
@@ -340,10 +279,33 @@ def test_error_bars_stay_inside_the_axes(open_page):
 
 def test_a_warm_start_has_its_loss_and_no_rollouts(browser, tmp_path):
     page = browser.new_page()
+    page.set_default_timeout(1000 * SECONDS)
     page.goto(pathlib.Path(write_report([run_folders.write_warm_start(tmp_path / "warm")])).as_uri())
     page.wait_for_selector("html[data-ready=yes]")
     tiles = dict(zip(page.locator(".tile dt").all_inner_texts(), page.locator(".figure").all_inner_texts()))
     assert tiles["Loss"] == "1.000" and tiles["Updates"] == "60"
     assert page.locator("h2").all_inner_texts() == ["Health"]
     assert page.locator("article h3").all_inner_texts() == ["Loss", "Gradient norm"]
+    # The held-out loss is in every other row only: its line goes from the first evaluation to the last all the same.
+    card = page.locator("article").first
+    box = card.locator(".u-over").bounding_box()
+    columns = card.locator("canvas").evaluate(
+        """(canvas, box) => {
+            const at = canvas.getBoundingClientRect();
+            const ratio = canvas.width / at.width;
+            const [left, top] = [(box.x - at.left) * ratio, (box.y - at.top) * ratio].map(Math.ceil);
+            const [width, height] = [box.width * ratio, box.height * ratio].map(Math.floor);
+            const pixels = canvas.getContext('2d').getImageData(left, top, width, height).data;
+            const soft = getComputedStyle(document.documentElement).getPropertyValue('--soft').trim();
+            const wanted = [1, 3, 5].map((at) => parseInt(soft.slice(at, at + 2), 16));
+            const found = new Set();
+            for (let at = 0; at < pixels.length; at += 4) {
+                const near = wanted.every((value, channel) => Math.abs(value - pixels[at + channel]) < 16);
+                if (near && pixels[at + 3] > 100) found.add(Math.floor((((at / 4) % width) / width) * 20));
+            }
+            return [...found].sort((one, other) => one - other);
+        }""",
+        box,
+    )
+    assert columns == list(range(columns[0], columns[-1] + 1)) and len(columns) >= 18
     page.close()

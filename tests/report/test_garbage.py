@@ -37,11 +37,18 @@ def failure(folder, out):
         ("metrics.jsonl", "compute", None, "'compute' that is null"),
         ("metrics.jsonl", "waited_for", [["a", "b"]], "'waited_for' that is not a list of pairs"),
         ("metrics.jsonl", "waited_for", [[1, 2]], "'waited_for' that is not a list of pairs"),
+        ("metrics.jsonl", "lags", {"1": "a"}, "'lags' that are not counts by whole numbers"),
+        ("metrics.jsonl", "lags", {"1": -3}, "'lags' that are not counts"),
+        ("metrics.jsonl", "lags", {"1": None}, "'lags' that are not counts"),
+        ("metrics.jsonl", "lags", {"-1": 3}, "'lags' that are not counts"),
+        ("metrics.jsonl", "lags", {"9" * 4000: 3}, "'lags' that are not counts"),
         ("metrics.jsonl", "pass_rate", 10**400, "'pass_rate' that is not finite"),
         ("metrics.jsonl", "time", 10**400, "'time' that is not a number"),
         ("evals.jsonl", "passes", [None], "'passes' that are not numbers"),
         ("evals.jsonl", "tasks", {"a": {"prompts": None, "pass_rate": 0.5}}, "'tasks' that do not say their prompts"),
         ("evals.jsonl", "tasks", {"a": {"prompts": 3, "pass_rate": "x"}}, "'tasks' that do not say their prompts"),
+        ("evals.jsonl", "environments", {"a": {"prompts": 3}}, "'environments' whose 'a' does not say its prompts"),
+        ("evals.jsonl", "environments", {"a": 3}, "'environments' whose 'a' does not say its prompts"),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_its_row(tmp_path, name, column, value, told):

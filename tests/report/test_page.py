@@ -148,7 +148,9 @@ def test_a_warm_start_shows_its_loss(tmp_path):
     assert (run["kind"], run["updates"], run["planned"]) == ("warm start", 60, 60)
     charts = {chart["key"]: chart for chart in run["health"]["charts"]}
     assert charts.keys() == {"loss", "gradient"}
-    assert charts["loss"]["series"][0]["mean"] == [3.0, 1.5, 1.0]
+    series = {series["name"]: series["mean"] for series in charts["loss"]["series"]}
+    assert series == {"trained on": [None, 3.0, 2.0, 1.5, 1.0], "held out": [6.0, None, 2.5, None, 1.25]}
+    assert run["health"]["step"] == [0, 20, 30, 40, 60]
     assert run["health"]["alarms"] == [] and run["time"] == {"intervals": []}
     assert embedded(render({"written": 0.0, "runs": [run]}))["runs"][0]["kind"] == "warm start"
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from scalerl_jax.config import Config
 from scalerl_jax.report import summary
 from scalerl_jax.run.folder import RunFolder
+from tests.report import run_folders
+from tests.support.evaluations import counted
 
 HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
 
@@ -62,10 +64,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwarg
             if step % every == 0 or step == updates:
                 right = round(pass_rate(step) * prompts * samples)
                 passes = [right // prompts + (i < right % prompts) for i in range(prompts)]
-                run.evaluation(
-                    step=step, passes=passes, samples=samples, seconds=1.0,
-                    compute=compute(step, **kwargs),
-                )  # fmt: skip
+                run.evaluation(step=step, found=counted(passes, samples), seconds=1.0, compute=compute(step, **kwargs))
     return str(path)
 
 
@@ -107,6 +106,7 @@ def test_the_table(run):
     assert row_of(text, "staleness in updates") == "mean 0.90, most 2   (0: 30%, 1: 50%, 2: 20%)"
     assert row_of(text, "prompts retired") == "20"
     assert row_of(text, "interrupted, truncated") == "25.0%, 0.5%"
+    assert "ended in a loop" not in text  # rows of before
 
 
 def test_the_forecast_and_its_picture(run):
@@ -123,7 +123,9 @@ def test_the_forecast_and_its_picture(run):
 
 def test_it_ends_with_the_forecast_beside_the_outcome_and_the_report(run):
     workdir, text = run
-    sentence, report = text.strip().splitlines()[-2:]
+    alarm, sentence, report = text.strip().splitlines()[-3:]
+    assert alarm.startswith("ALARM: 25% of the completions have their thinking cut short (mean of the last 10 updates")
+    assert "What to do: " in alarm
     assert sentence.startswith("forecast at half of the compute for the last quarter: ")
     measured = float(sentence.partition(" measured ")[2].partition(",")[0])
     assert measured == pytest.approx(np.mean([sigmoid(step) for step in range(48, 61, 3)]), abs=0.005)
@@ -166,4 +168,21 @@ def test_no_evaluation_came_home(tmp_path):
     (tmp_path / "run" / "evals.jsonl").write_text("")
     text = shown(workdir)
     assert row_of(text, "updates") == "4, of them 4 with a gradient"
-    assert "pass rate" not in text
+    assert "pass rate before" not in text and "pass rate after" not in text
+
+
+def test_a_damaged_config_is_told_where_the_report_would_be(tmp_path):
+    workdir = make_run(tmp_path / "run", updates=4, every=1, pass_rate=sigmoid)
+    (tmp_path / "run" / "config.json").write_text("{")
+    *_, last = shown(workdir).strip().splitlines()
+    assert last.startswith(f"no report.html: {workdir}/config.json: is not JSON")
+
+
+def test_each_environment_of_a_mixture_is_told_and_drawn(tmp_path):
+    path = run_folders.write_run(tmp_path / "run", parts=("math", "code"))
+    said = shown(path)
+    assert row_of(said, "of math").endswith("(50 held-out prompts)")
+    assert row_of(said, "ended in a loop") == "0.0%"
+    for name in ("math", "code"):
+        assert f"curve: {path}/curve-{name}.png" in said
+        assert (tmp_path / "run" / f"curve-{name}.png").read_bytes()[1:4] == b"PNG"

@@ -16,20 +16,23 @@ async def _jax(engine: Any) -> Mapping[str, np.ndarray]:
     import jax
     import ml_dtypes
 
+    from rollout_server.engines.jax.products import lies_as_in_files
+
     # On the host: this is done after every version. From the dtype that the weights are computed in back to the wire's
     # is exact, since they were rounded to it.
     weights = jax.device_get(engine._weights)
     joined = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
-    columns: dict[tuple[int | None, str], int] = {}
+    outputs: dict[tuple[int | None, str], int] = {}
     out = {}
     for name, tensor in layout(engine._config).items():
         leaf, layer = tensor.row.leaf, tensor.layer
         array = next((key for key, parts in joined.items() if leaf in parts), leaf)
         whole = weights[array] if layer is None else weights["layers"][layer][array]
         if tensor.row.transposed:
-            start = columns.get((layer, array), 0)
-            columns[layer, array] = start + tensor.shape[0]
-            whole = whole[:, start : start + tensor.shape[0]].T
+            start = outputs.get((layer, array), 0)
+            outputs[layer, array] = start + tensor.shape[0]
+            own = slice(start, start + tensor.shape[0])
+            whole = whole[own] if lies_as_in_files(tensor.row) else whole[:, own].T
         out[name] = whole.astype(ml_dtypes.bfloat16)
     return out
 

@@ -42,7 +42,7 @@ class Reference:
             q = (w[at + "self_attn.q_proj.weight"] @ y).reshape(c.heads, c.head_dim)
             k = (w[at + "self_attn.k_proj.weight"] @ y).reshape(c.kv_heads, c.head_dim)
             v = (w[at + "self_attn.v_proj.weight"] @ y).reshape(c.kv_heads, c.head_dim)
-            if c.family == "qwen3":
+            if c.family in ("qwen3", "qwen3_moe"):
                 q = self._norm(q, w[at + "self_attn.q_norm.weight"])
                 k = self._norm(k, w[at + "self_attn.k_norm.weight"])
             self.keys[i].append(self._rotate(k, position))
@@ -56,12 +56,27 @@ class Reference:
                 mixed.append(weight / weight.sum() @ values[:, shared])
             x = x + w[at + "self_attn.o_proj.weight"] @ np.concatenate(mixed)
             y = self._norm(x, w[at + "post_attention_layernorm.weight"])
-            gate = w[at + "mlp.gate_proj.weight"] @ y
-            x = x + w[at + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * (w[at + "mlp.up_proj.weight"] @ y))
+            x = x + (self._experts(w, at + "mlp.", y) if c.experts else self._mlp(w, at + "mlp.", y))
         head = w["model.embed_tokens.weight" if c.tied_embeddings else "lm_head.weight"]
         logits = head @ self._norm(x, w["model.norm.weight"])
         logits -= logits.max()
         return logits - np.log(np.exp(logits).sum())
+
+    def _mlp(self, w: dict[str, np.ndarray], at: str, y: np.ndarray, expert: int | None = None) -> np.ndarray:
+        gate, up, down = (
+            w[f"{at}{part}_proj.weight"] if expert is None else w[f"{at}experts.{part}_proj"][expert]
+            for part in ("gate", "up", "down")
+        )
+        inner = gate @ y
+        return down @ (inner / (1 + np.exp(-inner)) * (up @ y))
+
+    def _experts(self, w: dict[str, np.ndarray], at: str, y: np.ndarray) -> np.ndarray:
+        logits = w[at + "gate.weight"] @ y
+        weights = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        chosen = np.argsort(-weights)[: self.config.experts_per_token]
+        if self.config.norm_topk_prob:
+            weights = weights / weights[chosen].sum()
+        return sum(weights[expert] * self._mlp(w, at, y, expert) for expert in chosen)
 
     def _norm(self, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.norm_epsilon) * scale

@@ -110,10 +110,10 @@ def _vllm(engine: Any, decoding: Decoding, delta: pytest.MonkeyPatch) -> Waits:
     generate = engine._vllm.generate
 
     async def paused(
-        request: GroupRequest, wanted: CompletionRequest, *, salt: str
+        name: str, request: GroupRequest, wanted: CompletionRequest, *, salt: str
     ) -> AsyncGenerator[tuple[Sequence[int], Sequence[float], int], None]:
         count = 0
-        async with contextlib.aclosing(generate(request, wanted, salt=salt)) as outputs:
+        async with contextlib.aclosing(generate(name, request, wanted, salt=salt)) as outputs:
             async for token_ids, logprobs, prefilled in outputs:
                 for token, logprob in zip(token_ids, logprobs, strict=True):
                     await decoding.reach(count)

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
 from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.vllm.adapter import Vllm
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.shared_memory import SharedMemory
 from scalerl_jax.model.tensor_layout import hf_tensors
+from tests.support.models import read_tensors
 
 
 class Shared:
@@ -38,7 +38,7 @@ class Shared:
 
         async def from_the_start() -> None:
             if not self._clean:
-                await self.vllm.reset(safetensors.numpy.load_file(self._folder / "model.safetensors"))
+                await self.vllm.reset(read_tensors(self._folder, self.vllm.config))
             self._clean = False
             await test
 

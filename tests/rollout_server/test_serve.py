@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -26,11 +27,12 @@ from scalerl_jax.contract import codec, rollout_pb2_grpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from tests.rollout_server.client import group
 from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
+from tests.support import processes
 from tests.support.servers import CalledServer
 
 SECONDS = 60
 
-pytestmark = pytest.mark.timeout(300)  # a server's start alone may take half of it
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
 @pytest.fixture
@@ -135,7 +137,9 @@ def test_the_jax_engine_is_served_without_torch(tmp_path: pathlib.Path, model_fo
         completions = [codec.completion_from_proto(m) for m in process.stub.Generate(request, timeout=SECONDS)]
         assert sorted(c.index for c in completions) == [0, 1, 2, 3]
         # Nothing in its log looks like a failure, where none is: no backend that this machine does not have.
-        assert "Unable to initialize" not in process.log.read_text()
+        said = process.log.read_text()
+        assert "Unable to initialize" not in said
+        assert said.count("keys and values of 2 sequences of 64 tokens") == 1  # how much memory that may take
         maps = pathlib.Path(f"/proc/{process.process.pid}/maps")
         if maps.exists():
             assert "torch" not in maps.read_text()
@@ -204,7 +208,7 @@ def complaint(*flags: str) -> str:
     """The one line that a server with these flags says before it ends with exit code 2."""
     command = [sys.executable, "-m", "rollout_server.serve", *flags]
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=SECONDS, stdin=subprocess.PIPE
+        command, capture_output=True, text=True, check=False, timeout=processes.SECONDS, stdin=subprocess.PIPE
     )
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
@@ -246,6 +250,17 @@ def test_a_folder_without_what_a_model_needs(
             os.symlink(file, tmp_path / file.name)
     line = complaint("--engine=jax", "--port=0", f"--model={tmp_path}")
     assert told in line and str(tmp_path) in line
+
+
+def test_too_little_memory_is_said_before_anything_is_loaded(
+    tmp_path: pathlib.Path, model_folder: pathlib.Path
+) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    flags = ["--engine=jax", "--port=0", f"--model={tmp_path}", "--slots=100000000", "--maximum_tokens=256"]
+    line = complaint(*flags)
+    assert "memory: " in line and "keys and values of 100000000 sequences of 256 tokens" in line
+    assert re.search(r"--slots=\d+ would fit$", line)
 
 
 @pytest.mark.parametrize("engine", ["replay", "jax"])

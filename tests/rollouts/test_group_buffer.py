@@ -137,3 +137,20 @@ def test_what_was_trained_cannot_be_trained_again():
     buffer.take(0)
     with pytest.raises(AssertionError):
         buffer.trained_to(2)
+
+
+def test_a_phase_whose_prompts_run_out_ends_with_the_last_batch_that_is_whole():
+    def open_group(number: int) -> GroupInFlight:
+        if number == 3:
+            raise ValueError("no prompt is left")
+        return GroupInFlight(number, f"train/{number}", None, tuple(CompletionRequest(i, i) for i in range(SIZE)))
+
+    buffer = GroupBuffer(pacing=Phased(k=2, groups=2, batches=4), open_group=open_group, group_size=SIZE, trained=0)
+    requests = [ask(buffer, "a:1") for _ in range(3)]
+    assert ask(buffer, "a:1") is None and buffer.take(0) is None  # the phase's last groups are in flight
+    for request in requests:
+        deliver(buffer, request)
+    assert [group.number for group in buffer.take(0)] == [0, 1]
+    buffer.trained_to(1)
+    with pytest.raises(ValueError, match="no prompt is left"):
+        buffer.take(1)

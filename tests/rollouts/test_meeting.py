@@ -1,5 +1,6 @@
 """What happens when trainer and servers meet: candidates, the probe, and the ways in which it can be refused."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -252,6 +253,9 @@ def test_another_head_precision_stops_the_run_and_names_the_flag():
     status.head_precision = "default"
     with pytest.raises(ProbeError, match=r"its head precision is default.*start it with --head_precision=highest"):
         compare("s:1", status, expected)
-    status.head_precision, status.sync_dtype = "highest", "float32"
+    status.head_precision = "highest"
+    with pytest.raises(ProbeError, match=r"config\.rollout\.router_replay needs .*start it with --router_replay"):
+        compare("s:1", status, dataclasses.replace(expected, router_replay=True))
+    status.sync_dtype = "float32"
     with pytest.raises(ProbeError, match=r"its wire dtype is float32.*start it with --sync_dtype=bfloat16"):
         compare("s:1", status, expected)

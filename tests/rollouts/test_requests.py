@@ -54,6 +54,16 @@ def test_a_budget_of_nothing_is_not_the_absence_of_thinking():
     assert {r.thinking_budget for r in group.requests} == {1}
 
 
+@pytest.mark.parametrize("control", ["penalty", "none"])
+def test_without_interruptions_a_completion_has_both_budgets_as_one(control):
+    requests = make(rollout_length_control=control, rollout_interruption_text="never fed")
+    group = requests.train(0, row(0))
+    assert {r.thinking_budget for r in group.requests} == {0}
+    sent = requests.of(RolloutRequest(group, Process("server", ""), 0, None, {0}), incarnation=1)
+    assert sent.sampling.answer_budget == requests.maximum_tokens == 24 + 16
+    assert sent.interruption.text_token_ids == ()
+
+
 def test_a_phrase_that_does_not_end_thinking_is_named():
     with pytest.raises(ValueError, match=r"config\.rollout\.interruption_text='time is up'"):
         make(rollout_interruption_text="time is up")

@@ -6,6 +6,7 @@ from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.report.health import health
 from scalerl_jax.run import alarms
+from scalerl_jax.run.learning_watch import LearningWatch
 
 SETTINGS = config_check.leaves(Config())
 
@@ -20,8 +21,8 @@ def row(step, *, surviving=0.0, right=0.0, truncated=0.0, unended=0.0, **changes
 
 
 def said(rows):
-    watch = alarms.LearningWatch(SETTINGS)
-    return [text for text in (watch.row(one) for one in rows) if text]
+    watch = LearningWatch(SETTINGS)
+    return [line for one in rows for line in watch.row(one)]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,8 @@ def test_once_an_episode_and_again_when_it_is_over():
     rows += [row(n) for n in range(10, 14)]  # four on end are no episode
     rows += [row(14, surviving=1.0), *(row(n, right=1.0) for n in range(15, 20))]
     lines = said(rows)
+    # Beside the two episodes: ten updates with next to no surviving prompt are a warning of their own.
+    assert "warning: only 0.4 prompts of a batch have both" in lines.pop(2)
     assert [line.partition(":")[0] for line in lines] == ["update 6", "update 9", "update 19"]
     assert "all completions are wrong: 5 updates" in lines[0] and "(2 to 6;" in lines[0]
     assert lines[1] == "update 9: learning again, after 7 updates without a gradient"
@@ -74,3 +77,92 @@ def test_limits_become_alarms_with_a_figure_and_an_advice():
     assert alarms.alarms(rows[:0], SETTINGS) == []
     # A warm start's rows tell of no prompts, and raise nothing.
     assert alarms.alarms([{"step": 20 * n, "loss": 1.0, "gradient_norm": 0.5} for n in range(9)], SETTINGS) == []
+
+
+# ---- one sign gone wrong, and no other ----------------------------------------------------------------------------
+
+SOUND = {
+    "truncated": 0.02, "interrupted": 0.03, "repetitive": 0.0, "repetition": 0.1, "clipped": 0.001, "mismatch": 0.004,
+    "mismatch_p99": 0.06, "mismatch_max": 2.0, "kl": 2e-4, "effective_sample_size": 0.995,
+    "effective_sample_size_sequence": 0.02, "effective_sample_size_geometric": 0.999, "lag_mean": 7.0, "lag_max": 8.0,
+}  # fmt: skip
+
+
+def sound(step, **changes):
+    return row(step, surviving=3.0, right=0.5, **(SOUND | {"entropy": max(0.3, 0.5 - 0.01 * step)} | changes))
+
+
+# (column, value within its limits, value past them, what is said, an alarm)
+GONE_WRONG = [
+    ("truncated", 0.049, 0.06, "6% of the completions are cut by the token budget", False),
+    ("truncated", 0.099, 0.101, "10.1% of the completions are cut by the token budget", True),
+    ("interrupted", 0.049, 0.07, "7% of the completions have their thinking cut short", False),
+    ("interrupted", 0.099, 0.15, "15% of the completions have their thinking cut short", True),
+    ("repetitive", 0.049, 0.08, "8% of the completions end in a loop", False),
+    ("repetitive", 0.099, 0.5, "50% of the completions end in a loop", True),
+    ("clipped", 0.009, 0.02, "2% of the tokens are at the cap", False),
+    ("mismatch", 0.19, 0.21, "the trainer's log-probs differ from the generators' by 0.21 on average", False),
+    ("mismatch_p99", 0.69, 0.7, "one token in a hundred differs by more than 0.7 nats", False),
+    ("kl", 0.09, 0.2, "generators and trainer are 0.2 nats apart", False),
+    ("effective_sample_size", 0.91, 0.8, "the tokens of a batch count for 80% of their number", False),
+    ("effective_sample_size_geometric", 0.91, 0.5, "the completions of a batch count for 50% of their number", False),
+    ("entropy", 0.06, 0.04, "the entropy is down to 0.04 nats", False),
+    ("prompts_surviving", 1.0, 0.9, "only 0.9 prompts of a batch have both right and wrong completions", False),
+]
+
+
+@pytest.mark.parametrize(("column", "within", "past", "says", "loud"), GONE_WRONG)
+def test_each_sign_that_goes_wrong_raises_its_own_alarm(column, within, past, says, loud):
+    before = [sound(step) for step in range(1, 11)]
+    assert alarms.alarms(before, SETTINGS) == [] and said(before) == []
+    gone = [sound(step, **{column: past}) for step in range(11, 31)]
+    (alarm,) = alarms.alarms(before + gone, SETTINGS)
+    key = next(key for key, sign in alarms.SIGNS.items() if sign.column == column)
+    assert (alarm.chart, alarm.loud) == (key, loud) and alarm.says.startswith(says) and "the limit is" in alarm.says
+    assert alarm.advice == alarms.SIGNS[key].advice and "\n" not in str(alarm)
+    *_, last = said(before + gone)  # a mean that climbs may pass the warning's limit first
+    assert (": ALARM: " if loud else ": warning: ") in last and last.endswith(f"What to do: {alarm.advice}.")
+    still = alarms.alarms([*before, *(sound(step, **{column: within}) for step in range(11, 31))], SETTINGS)
+    assert [one for one in still if one.loud == loud] == []
+
+
+def test_every_sign_with_a_limit_is_gone_through():
+    assert {column for column, *_ in GONE_WRONG} == {sign.column for sign in alarms.SIGNS.values()}
+    drawn = alarms.limits([sound(1)], SETTINGS)
+    assert drawn.keys() - {"lag"} == alarms.SIGNS.keys()
+
+
+def test_the_page_judges_no_sooner_than_the_console():
+    rows = [sound(step, truncated=0.5) for step in range(1, alarms.RECENT + 1)]
+    for count in (1, alarms.RECENT - 1):
+        page = health(rows[:count], SETTINGS)
+        assert page["alarms"] == [] == said(rows[:count])
+        assert not any(line["over"] for chart in page["charts"] for line in chart["lines"])
+    page = health(rows, SETTINGS)
+    assert [alarm["chart"] for alarm in page["alarms"]] == ["truncated"] and len(said(rows)) == 1
+    assert [chart["key"] for chart in page["charts"] if any(line["over"] for line in chart["lines"])] == ["truncated"]
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo"])
+def test_what_other_losses_clip_has_no_limit(loss):
+    rows = [sound(step, clipped=0.2) for step in range(1, 21)]
+    settings = SETTINGS | {"objective.loss": loss}
+    assert [alarm.chart for alarm in alarms.alarms(rows, SETTINGS)] == ["clipped"]
+    assert alarms.alarms(rows, settings) == []
+    of_loss, of_cispo = (
+        next(chart for chart in health(rows, values)["charts"] if chart["key"] == "clipped")
+        for values in (settings, SETTINGS)
+    )
+    assert of_loss["lines"] == [] and of_cispo["lines"] and of_loss["series"] == of_cispo["series"]
+    assert "no limit" in of_loss["means"] and "cap" not in of_loss["what"] and "cap" in of_cispo["what"]
+
+
+def test_an_alarm_stands_before_the_warnings():
+    rows = [sound(step, truncated=0.07, repetitive=0.3, clipped=0.1) for step in range(1, 12)]
+    found = [(alarm.chart, alarm.loud) for alarm in alarms.alarms(rows, SETTINGS)]
+    assert found == [("repetitive", True), ("truncated", False), ("clipped", False)]
+
+
+def test_a_run_of_before_has_no_word_on_what_it_did_not_record():
+    rows = [{name: value for name, value in sound(n).items() if name in ("step", "truncated")} for n in range(1, 20)]
+    assert alarms.alarms(rows, SETTINGS) == [] and said(rows) == []

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from scalerl_jax import config_check
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_names import ConfigError
 from scalerl_jax.run.continuing import BOUND, FIELDS, FREE, GROUPS, SAID, WARM, changes, kind_of, refused
 
@@ -31,7 +31,8 @@ def test_each_is_let_through_or_refused_by_name(name):
     for parent in parents:
         node = getattr(node, parent)
     value = getattr(node, leaf)
-    setattr(node, leaf, not value if isinstance(value, bool) else value + 1 if not isinstance(value, str) else "other")
+    others = {bool: lambda: not value, str: lambda: "other", dict: lambda: {"other": 1}}
+    setattr(node, leaf, others.get(type(value), lambda: value + 1)())
     found = changes(dataclasses.asdict(Config()), config)
     assert [(change.name, change.before) for change in found] == [(name, value)]
     bound = kind_of(name) == BOUND
@@ -50,3 +51,15 @@ def test_older_files():
     with pytest.raises(ConfigError, match=r"config\.gone is 1 there and is not a field any more"):
         changes({"gone": 1}, Config())
     assert changes({"fleet": {"gone": 1}}, Config()) == []  # it never mattered
+
+
+def test_an_environment_of_a_mixture_that_is_older_than_a_field():
+    config = Config(mixture={"maths": EnvironmentConfig(name="math")})
+    saved = dataclasses.asdict(config)
+    del saved["mixture"]["maths"]["prompt_suffix"]
+    assert changes(saved, config) == []
+    config.mixture["code"] = EnvironmentConfig()
+    found = changes(saved, config)
+    assert {change.name.split(".")[1] for change in found} == {"code"}  # another environment is another run
+    assert next(change.name for change in refused(found, allowed=[], warm_start=False)) == "mixture.code.name"
+    assert kind_of("mixture.maths.verifier_processes") == FREE

@@ -18,6 +18,7 @@ from scalerl_jax.config_names import ConfigError
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.run.metrics import samples_of
+from tests.support.evaluations import counted
 from tests.support.paths import ROOT
 
 COMPUTE = {"device_hours": 0.5, "model_flops": 1e12}
@@ -36,7 +37,7 @@ def make_config(**changes):
 
 
 def evaluate(run, step, passes=(3, 0, 4)):
-    return run.evaluation(step=step, passes=passes, samples=4, seconds=1.5, compute=COMPUTE)
+    return run.evaluation(step=step, found=counted(passes, 4), seconds=1.5, compute=COMPUTE)
 
 
 def test_rows_of_a_run(tmp_path):

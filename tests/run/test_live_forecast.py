@@ -73,14 +73,21 @@ def test_evaluations_that_come_compile_nothing_more():
     assert [fits(evaluations) for evaluations in (67, 90, 129)] == [0] * 3
 
 
-def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations():
-    said = []
+def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations(monkeypatch):
+    said, go = [], threading.Event()
+
+    def held(rows, *, updates):
+        assert go.wait(60)
+        return forecast_of_end(rows, updates=updates)
+
+    monkeypatch.setattr(live_forecast, "forecast_of_end", held)
     with LiveForecast(updates=UPDATES, say=said.append) as forecast:
         forecast.evaluated(run_rows(LEAST_POINTS))  # one of them is at compute 0
         assert not forecast.take()
         forecast.evaluated(run_rows(14))
         forecast.evaluated(run_rows(15))  # the first still runs: of these two, the latest is fitted next
         forecast.evaluated(run_rows(16))
+        go.set()
         first, second = wait_for(forecast), wait_for(forecast)
         assert (first["step"], second["step"]) == (1300, 1500)
         assert not forecast.take()
@@ -103,6 +110,18 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
         assert len(said) == 1 and said[0].startswith("no forecast: ")
         forecast.evaluated(run_rows(10))
         assert wait_for(forecast)["step"] == 900
+
+
+def test_each_environment_of_a_mixture_is_forecast_by_itself():
+    rows = run_rows(10)
+    parts = ("pass_rate", "samples", "passes")
+    mixture = [{**row, "environments": {"math": {name: row[name] for name in parts}}} for row in rows]
+    found = live_forecast.forecasts(mixture, updates=UPDATES)
+    assert found["forecasts"]["math"] == found["forecast"]
+    # Of an environment without an evaluation at compute 0 nothing can be said, and the others are not held up.
+    for row in mixture[1:]:
+        row["environments"]["code"] = row["environments"]["math"]
+    assert list(live_forecast.forecasts(mixture, updates=UPDATES)["forecasts"]) == ["math"]
 
 
 def test_the_trainer_never_waits(monkeypatch):

@@ -23,7 +23,9 @@ def test_plain_lines_every_few_seconds():
         for tick in range(100):
             clock.now = tick * 0.2
             line.update(step=2 + tick // 25, waiting=f"waiting {tick * 0.2:.1f} s for 10.0.0.1:50051")
-        line.update(step=6, pass_rate=0.5, reward=-0.125, lag=1.25, trained_per_second=5234.0, sampled_per_second=2.5e6)
+        line.update(
+            step=6, pass_rate=0.5, reward=-0.125, staleness=1.25, trained_per_second=5234.0, sampled_per_second=2.5e6
+        )
         line.say("step 6: pass rate 0.612")
     lines = stream.getvalue().splitlines()
     assert lines == [
@@ -32,7 +34,7 @@ def test_plain_lines_every_few_seconds():
         "train 4/60  waiting 10.0 s for 10.0.0.1:50051",
         "train 5/60  waiting 15.0 s for 10.0.0.1:50051",
         "step 6: pass rate 0.612",
-        "train 6/60  pass 0.500  reward -0.125  lag 1.2  train 5.2k tok/s  sample 2.5M tok/s",
+        "train 6/60  pass 0.500  reward -0.125  staleness 1.2  train 5.2k tok/s  sample 2.5M tok/s",
     ]
 
 

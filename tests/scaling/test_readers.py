@@ -89,6 +89,26 @@ def test_run_folder_brings_its_counts(tmp_path):
     np.testing.assert_array_equal(one(folder, x="step", y=None).compute, [0, 5])
 
 
+def test_a_run_folder_of_a_mixture_has_a_curve_for_each_environment(tmp_path):
+    def part(passes):
+        return {"pass_rate": sum(passes) / 4 / len(passes), "passes": passes, "samples": 4, "prompts": len(passes)}
+
+    rows = [
+        {"step": s, "device_hours": s / 10, **part(m + c), "environments": {"math": part(m), "code": part(c)}}
+        for s, m, c in ((0, [0, 2], [1]), (5, [2, 4], [3]))
+    ]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in ("mine", "mine/evals.jsonl"):
+        whole, math, code = readers.read_runs([str(tmp_path / path)], x=None, y=None)
+        assert [run.name for run in (whole, math, code)] == ["mine", "mine/math", "mine/code"]
+        np.testing.assert_array_equal(math.reward, [0.25, 0.75])
+        np.testing.assert_array_equal(math.counts.passes, [[0, 2], [2, 4]])
+        np.testing.assert_array_equal(code.counts.trials, [[4], [4]])
+        (alone,) = readers.read_runs([str(tmp_path / path)], x=None, y="code - pass_rate", parts_too=False)
+        np.testing.assert_array_equal(alone.counts.passes, code.counts.passes)
+
+
 def test_totals_where_the_prompts_change(tmp_path):
     rows = [{"x": 0, "y": 0.5, "p": [1, 1], "n": 2}, {"x": 1, "y": 0.5, "p": [2, 1, 0], "n": [2, 2, 2]}]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))

@@ -23,12 +23,21 @@ def single_threaded() -> dict[str, str]:
 
 
 def run_command(
-    module: str, *arguments: Any, folder: Any = ROOT, environment: dict[str, str] | None = None
+    module: str,
+    *arguments: Any,
+    folder: Any = ROOT,
+    environment: dict[str, str] | None = None,
+    packages: Any = None,
+    seconds: float = SECONDS,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m module arguments` to its end, with the folder as its working directory; on a wide terminal."""
+    """`python -m module arguments` to its end, with the folder as its working directory; on a wide terminal.
+
+    packages: a folder of packages that the environment lacks. seconds: after which it is killed.
+    """
+    paths = os.pathsep.join(map(str, filter(None, [ROOT, packages])))
     return subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=folder,
-        env={**(environment or os.environ), "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        capture_output=True, text=True, check=False, timeout=SECONDS,
+        env={**(environment or os.environ), "PYTHONPATH": paths, "COLUMNS": "200"},
+        capture_output=True, text=True, check=False, timeout=seconds,
     )  # fmt: skip

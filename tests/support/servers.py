@@ -85,7 +85,7 @@ class ServerProcess:
 class CalledServer(ServerProcess):
     """One that listens already, and a channel to it."""
 
-    def __init__(self, folder: pathlib.Path, *flags: str, seconds: float = 150.0, program: Sequence[str] = SERVE):
+    def __init__(self, folder: pathlib.Path, *flags: str, seconds: float = SECONDS, program: Sequence[str] = SERVE):
         super().__init__(folder, *flags, program=program)
         self.wait(seconds=seconds)
         self.channel = grpc.insecure_channel(self.address)

@@ -7,6 +7,7 @@ answers are right and some wrong without any warm start.
 import json
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,14 @@ from tests.support.params import leaning_params
 TRAIN_PROMPTS, HELD_OUT = 14, 6
 
 
-def write_model(folder: str, *, words: Sequence[str] = ("time is up",)) -> str:
-    """A policy in a Hugging Face folder. Other `words` make another tokenizer."""
+EXPERTS: dict[str, Any] = {
+    "family": "qwen3_moe", "experts": 8, "experts_per_token": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def write_model(folder: str, *, words: Sequence[str] = ("time is up",), **sizes: Any) -> str:
+    """A policy in a Hugging Face folder. Other `words` make another tokenizer. sizes: fields of DecoderConfig, EXPERTS
+    for one."""
     base = os.path.join(os.path.dirname(folder), os.path.basename(folder) + "-tokenizer")
     tokenizer = make_tokenizer(corpus=[*words] * 9, path=base, vocabulary=280)
     decoder = DecoderConfig(
@@ -31,9 +38,9 @@ def write_model(folder: str, *, words: Sequence[str] = ("time is up",)) -> str:
         kv_heads=1,
         head_dim=16,
         intermediate_size=64,
-        family="qwen3",
         tied_embeddings=False,
         stop_token_ids=tokenizer.stop_ids,
+        **{"family": "qwen3", **sizes},
     )
 
     def lean(head: np.ndarray, common: np.ndarray) -> None:
@@ -58,7 +65,7 @@ def write_task(folder: str) -> list[str]:
         path = os.path.join(folder, f"{name}.jsonl")
         with open(path, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        flags.append(f"--config.environment.{name}_file={path}")
+        flags.append(f"--config.environment.{name}={path}")
     return flags
 
 

@@ -43,3 +43,11 @@ def test_fits_beside_other_work_find_the_cpu(monkeypatch: pytest.MonkeyPatch, ch
     monkeypatch.delitem(sys.modules, "jax")
     platforms.cpu_too()
     assert os.environ["JAX_PLATFORMS"] == then
+
+
+def test_a_command_that_starts_others_leaves_the_choice_to_them() -> None:
+    program = "import os; from scalerl_jax.system import platforms; platforms.cpu_here(); import jax\n"
+    program += "print([device.platform for device in jax.devices()], os.environ['JAX_PLATFORMS'])"
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "['cpu'] cuda\n", done.stderr

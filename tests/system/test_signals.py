@@ -118,7 +118,7 @@ def test_what_is_held_is_finished_first(number):
     child.stdin.flush()
     code, lines = end(child)
     assert code == 128 + number
-    assert lines[0].startswith("interrupted: what is under way is finished") and lines[1:] == ["the line"]
+    assert lines[0].startswith("interrupted: what is done is saved") and lines[1:] == ["the line"]
 
 
 def send_until_it_ends(child: subprocess.Popen[str], number: int) -> None:

@@ -29,7 +29,7 @@ def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, mod
             "--config.learner.micro_batch_rows=1",
             "--config.learner.seq_len=96",
             "--config.learner.logprob_chunk=16",
-            "--config.model.remat=True",
+            "--config.model.remat=full",
             "--config.environment.verifier_processes=2",
             "--config.rollout.max_prompt_tokens=9",
             "--config.checkpoint.every=1",

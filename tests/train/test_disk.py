@@ -43,9 +43,13 @@ def failed(run: Run) -> str:
     assert code == 2, said
     assert "Traceback" not in said
     # What a run says of itself on the way; the rest must be one line.
-    usual = re.compile(r"train \d+/|127\.0\.0\.1:\d+ joined|step \d+: held-out|going on from step|from step \d+ on|$")
-    (line,) = [line for line in said.splitlines() if not usual.match(line)]
-    return line.removeprefix("error: ")
+    usual = re.compile(
+        r"\d+ training prompts|attention: |memory: |train \d+/|127\.0\.0\.1:\d+ joined|step \d+: held-out|"
+        r"going on from step|from step \d+ on|$"
+    )
+    lines = [line for line in said.splitlines() if not usual.match(line)]
+    assert len(lines) == 1, said
+    return lines[0].removeprefix("error: ")
 
 
 def check_whole(run: Run) -> None:
@@ -73,7 +77,9 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(
 ):
     flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
     flags += ["--config.telemetry.tensorboard=true"]
-    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
+    # So slowly that the disk is full seconds before the run could end.
+    slowly = ("--engine=replay", "--replay_token_seconds=0.03")
+    replay = (*slowly, f"--model={model}", f"--replay_file={rollouts}")
     os.mkdir(tmp_path / "servers")
     with serve(tmp_path / "servers", 1, *replay) as addresses:
         flags.append(f"--servers={addresses[0]}")

@@ -12,6 +12,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.step import make_learner
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.decoder_config import read_config
@@ -85,6 +86,13 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
         if row["step"] > saved:
             assert max(lags) <= row["step"] - 1 - saved
     assert rows[-1]["optimizer_step"] > 0
+    # Every row has every sign, those of the ratios where there was something to train on.
+    for row in rows:
+        assert all(0 <= row[name] <= 1 for name in ("truncated", "interrupted", "repetition", "repetitive"))
+        if row["prompts_surviving"]:
+            assert row["kl"] >= 0 and 0 <= row["mismatch_p99"] <= row["mismatch_max"] * (1 + 1e-5)
+            sizes = [row[f"effective_sample_size{of}"] for of in ("", "_geometric", "_sequence")]
+            assert all(0 < size <= 1 + 1e-6 for size in sizes) and sizes[1] >= 1 / row["completions_counted"] - 1e-6
 
     # 2. The weights that sampled are those of the timeline that survived: what the rollouts say of a token, who sampled
     #    it and with what probability, agrees with the checkpoint of that version. The first span of a completion has no
@@ -108,10 +116,11 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
             sampled = np.array([not any(a <= t < b for a, b in sample["forced"]) for t in range(end)])
             recorded = np.array(sample["logprobs"][:end])[sampled]
             learner.state = states[version]
-            scored = learner.score([tokens])[0][len(prompt) :][sampled]
+            scored = learner.score([plain(tokens)])[0][len(prompt) :][sampled]
             np.testing.assert_allclose(scored, recorded, atol=1e-4, err_msg=json.dumps(sample["versions"]))
             learner.state = states[last]
-            moved = max(moved, float(jnp.abs(learner.score([tokens])[0][len(prompt) :][sampled] - recorded).max()))
+            other = learner.score([plain(tokens)])[0][len(prompt) :][sampled]
+            moved = max(moved, float(jnp.abs(other - recorded).max()))
             compared += int(sampled.sum())
     assert compared > 100  # the first batch after either start is sampled with saved weights
     assert moved > 1e-2  # other weights would have been noticed

@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from scalerl_jax.cli.entry import UserError
+from scalerl_jax.environments.base import Row, Rows
+from scalerl_jax.learner.checkpoint import newest_step
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.train import too_few
 from tests.support.paths import ROOT
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machi
 @pytest.fixture(scope="module")
 def starts():
     """A process that starts scalerl-train; its end is that of all of them."""
-    command = [sys.executable, "-m", "tests.train.forked_starts"]
+    command = [sys.executable, "-m", "tests.train.forked_starts", "scalerl_jax.train"]
     with subprocess.Popen(
         command, cwd=ROOT, env=single_threaded(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -34,7 +36,8 @@ def starts():
 
 @pytest.fixture
 def refused(starts):
-    """refused(workdir, *flags): the line that scalerl-train ends with. It must be the only one, apart from progress."""
+    """refused(workdir, *flags): the line that scalerl-train ends with. It must be the only one, apart from progress and
+    what is said of the machine and how many prompts there are."""
 
     def start(workdir: pathlib.Path, *flags: str) -> str:
         log = pathlib.Path(f"{workdir}.log")
@@ -44,7 +47,8 @@ def refused(starts):
         code = starts.stdout.readline()
         assert code == "2\n", log.read_text() if log.exists() else "it was not started"
         said = log.read_text()
-        lines = [line for line in said.splitlines() if not line.startswith("train 0/")]
+        beside = ("train 0/", "14 training prompts, 6 held", "attention: ", "memory: ")
+        lines = [line for line in said.splitlines() if not line.startswith(beside)]
         assert len(lines) == 1 and lines[0].startswith("error: "), said
         return lines[0].removeprefix("error: ")
 
@@ -56,7 +60,7 @@ def check_usable(workdir: pathlib.Path) -> None:
     if not workdir.exists():
         return
     left = [path for path in workdir.rglob("*") if path.is_file() and path.stat().st_size]
-    kept = {"config.json", "incarnation", "lock", "ledger.json"}
+    kept = {"config.json", "incarnation", "lock", "ledger.json", "inputs.json"}
     assert {path.name for path in left} <= kept | {f"server-{i}.log" for i in range(9)}
     other = config_of([])
     other.seed = 77
@@ -72,9 +76,16 @@ def check_usable(workdir: pathlib.Path) -> None:
         ),
         ("--config.max_steps=many", "--config.max_steps=many: is not a number of type int"),
         ("--config.model.path={}/nowhere", "{}/nowhere"),
+        (
+            "--config.model.path=Qwen/Qwen3-0.6B",
+            "config.model.path=Qwen/Qwen3-0.6B: no such folder; if it is a model of the hub: "
+            "hf download Qwen/Qwen3-0.6B --local-dir=Qwen/Qwen3-0.6B",
+        ),
+        ("--config.model.path=", "config.model.path: no model folder is given"),
         ("--config.model.path={}/weightless", "{}/weightless: "),
         ("--config.rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
         ("--config.learner.seq_len=16", "config.learner.seq_len=16: "),
+        ("--config.rollout.router_replay=true", "config.rollout.router_replay: the model has no experts"),
         ("--config.fleet.token_file={}/nowhere", "config.fleet.token_file={}/nowhere: no such file"),
     ],
 )
@@ -91,13 +102,28 @@ def test_a_config_that_cannot_be(tmp_path, flags, model, refused, flag, message)
 def test_fewer_prompts_than_asked_for_are_enough_and_that_is_said():
     config = config_of([])
     config.rollout.prompts_per_step, config.evaluation.prompts = 15, 7
-    assert too_few(config, training=15, held_out=7) == []
-    assert too_few(config, training=14, held_out=6) == [
+
+    def rows(*, training, held_out, environment=""):
+        def some(count):
+            return [Row("?", environment=environment) for _ in range(count)]
+
+        return Rows(some(training), some(held_out), [], [])
+
+    assert too_few(config, rows(training=15, held_out=7)) == []
+    assert too_few(config, rows(training=14, held_out=6)) == [
         "config.evaluation.prompts=7: there are 6 held-out prompts, and all of them are used",
         "config.rollout.prompts_per_step=15: there are 14 training prompts, so a batch has some of them more than once",
     ]
     with pytest.raises(UserError, match="nothing to evaluate on"):
-        too_few(config, training=14, held_out=0)
+        too_few(config, rows(training=14, held_out=0))
+    config.mixture = {"sums": config.environment, "words": config.environment}
+    sums, words = rows(training=9, held_out=7, environment="sums"), rows(training=9, held_out=6, environment="words")
+    both = Rows([*sums.train, *words.train], [*sums.held_out, *words.held_out], [], [])
+    assert too_few(config, both) == [
+        "config.evaluation.prompts=7: there are 6 held-out prompts of words, and all of them are used"
+    ]
+    with pytest.raises(UserError, match="there is no held-out prompt of words"):
+        too_few(config, sums)
 
 
 def test_nobody_listens(tmp_path, flags, refused):
@@ -168,7 +194,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, s
 
 
 def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
-    """The task is solved before the run is over, or what counts as solved is a mistake."""
+    """The task is solved before the run is over: it ends whole, and the same command says the same once more."""
     flags = [
         *flags,
         "--config.curriculum.no_positive_resampling_at=0",
@@ -176,12 +202,45 @@ def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
         "--config.parity.p99_limit=100",
     ]
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
-        run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
-        assert run.wait() == 2, run.output()
-    assert run.output().splitlines()[-1].startswith("error: every prompt is retired: all 14 have")
-    assert "Traceback" not in run.output()
-    # The 14 prompts are all seen in batches 0 to 3; a draw for batch 7 is the first that knows it (k = 3).
-    assert run.metrics[-1]["step"] == 7
+        for _ in range(2):
+            run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}")
+            assert run.wait() == 0, run.output()
+            assert "the run ends after step 7 of 12: every prompt is retired: all 14 have" in run.output()
+            # The 14 prompts are all seen in batches 0 to 3; a draw for batch 7 is the first that knows it (k = 3).
+            assert [row["step"] for row in run.metrics] == [*range(1, 8)]
+            assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 4, 7]
+            assert newest_step(run.path("checkpoints")) == 7
+
+
+def test_the_data_have_changed_since_the_checkpoint(tmp_path, flags, model, rollouts, start):
+    """The history of each prompt is by its place in the data: with others it would be taken for theirs."""
+    train = next(flag for flag in flags if flag.startswith("--config.environment.train=")).partition("=")[2]
+    copy = tmp_path / "train.jsonl"
+    copy.write_text(pathlib.Path(train).read_text())
+    flags = [*flags, f"--config.environment.train={copy}", "--config.parity.mean_limit=100"]
+    flags += ["--config.parity.p99_limit=100", "--config.max_steps=3"]
+    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        flags.append(f"--servers={addresses[0]}")
+        run = start(tmp_path / "run", *flags).finish()
+        copy.write_text(copy.read_text().replace('"a0="', '"z0="'))
+        again = start(run.workdir, *flags, "--config.max_steps=4")
+        assert again.wait() == 2
+    assert again.output().splitlines()[-1].startswith("error: the training rows are not those that the checkpoint")
+    assert [row["step"] for row in run.metrics] == [1, 2, 3]
+
+
+def test_every_prompt_is_retired_and_all_come_back(tmp_path, flags, model, rollouts, start):
+    flags = [
+        *flags,
+        "--config.curriculum.no_positive_resampling_at=0",
+        "--config.curriculum.when_empty=restart",
+        "--config.parity.mean_limit=100",
+        "--config.parity.p99_limit=100",
+    ]
+    with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        run = start(tmp_path / "run", *flags, f"--servers={addresses[0]}").finish()
+    retired = [row["prompts_retired"] for row in run.metrics]
+    assert retired[6] == 14 and retired[7] < 14 and len(retired) == 12
 
 
 def test_no_verifier_can_be_started(tmp_path, flags, model, rollouts, start):

@@ -3,16 +3,11 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 
 from scalerl_jax import sft
-from scalerl_jax import traces as traces_lib
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
@@ -20,14 +15,18 @@ from scalerl_jax.environments import arithmetic
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner.packing import pack
 from scalerl_jax.model import forward, load_hf, logits
+from scalerl_jax.traces import built_in, example, files
 from tests.support.processes import run_command
+from tests.train.killed_warm_start import kill_at_a_checkpoint
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 CONFIG_FILE = """
 from scalerl_jax.config import Config
 def get_config():
     config = Config()
     config.model.compute_dtype = config.model.sync_dtype = "float32"
-    config.model.remat = False
+    config.model.remat = "none"
     config.environment.minimum_terms, config.environment.maximum_terms = 3, 4
     config.learner.micro_batch_rows = 8
     config.telemetry.tensorboard = False
@@ -56,7 +55,7 @@ def config(config_file):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return make_tokenizer(
-        corpus=traces_lib.corpus(Config()),
+        corpus=built_in.corpus(Config()),
         path=str(tmp_path_factory.mktemp("tokenizer")),
         vocabulary=Config().sft.vocab_size,
     )
@@ -86,12 +85,12 @@ def write_rows(path, rows):
 
 def test_an_update_is_a_function_of_seed_and_number_and_fills_its_rows(config, tokenizer):
     config.sft.rows_per_step, config.sft.seq_len = 8, 256
-    traces = traces_lib.ArithmeticTraces(config, tokenizer)
+    traces = built_in.BuiltInTraces(config, tokenizer)
     batch = traces.batch(7)
-    again = traces_lib.ArithmeticTraces(config, tokenizer).batch(7)
+    again = built_in.BuiltInTraces(config, tokenizer).batch(7)
     assert [e.tokens.tolist() for e in batch] == [e.tokens.tolist() for e in again]
     assert batch[0].tokens.tolist() != traces.batch(8)[0].tokens.tolist()
-    micro_batches, _ = pack(traces_lib.segments(batch), length=256, rows=8)
+    micro_batches, _ = pack(example.segments(batch), length=256, rows=8)
     assert len(micro_batches) == 1
     assert (micro_batches[0].segment_ids > 0).mean() > 0.85
     assert max(len(e.tokens) for e in batch) <= traces.longest
@@ -99,20 +98,20 @@ def test_an_update_is_a_function_of_seed_and_number_and_fills_its_rows(config, t
 
 def test_loss_tokens_are_the_completion_without_prompt_and_forced_phrase(config, tokenizer):
     config.sft.rows_per_step, config.sft.seq_len = 32, 512
-    batch = traces_lib.ArithmeticTraces(config, tokenizer).batch(0)
+    batch = built_in.BuiltInTraces(config, tokenizer).batch(0)
     phrase = tokenizer.encode(config.rollout.interruption_text)
     interrupted = 0
-    for example in batch:
-        text = tokenizer.decode(example.tokens[example.trained].tolist())
-        context = tokenizer.decode(example.tokens[~example.trained].tolist())
+    for trace in batch:
+        text = tokenizer.decode(trace.tokens[trace.trained].tolist())
+        context = tokenizer.decode(trace.tokens[~trace.trained].tolist())
         assert text.startswith("<think>") and text.endswith("<|endoftext|>")
         prompt, _, forced = context.partition("=")
         assert forced in ("", config.rollout.interruption_text)
         interrupted += bool(forced)
         assert not arithmetic.held_out(_problem(prompt + "="))
-        assert bool(forced) == (sum(example.tokens == phrase[0]) == 1)
+        assert bool(forced) == (sum(trace.tokens == phrase[0]) == 1)
     assert interrupted > 0
-    total = sum(float(s.weights.sum()) for s in traces_lib.segments(batch))
+    total = sum(float(s.weights.sum()) for s in example.segments(batch))
     np.testing.assert_allclose(total, 1.0, rtol=1e-5)
 
 
@@ -124,17 +123,17 @@ def _problem(text):
 def test_without_thinking_no_trace_is_interrupted(config, tokenizer):
     config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
     config.sft.rows_per_step, config.sft.seq_len = 32, 512
-    for example in traces_lib.ArithmeticTraces(config, tokenizer).batch(0):
-        assert tokenizer.decode(example.tokens[~example.trained].tolist()).endswith("=")
+    for trace in built_in.BuiltInTraces(config, tokenizer).batch(0):
+        assert tokenizer.decode(trace.tokens[~trace.trained].tolist()).endswith("=")
 
 
 def test_file_traces_come_epoch_after_epoch_and_resume_at_any_update(config, tokenizer, tmp_path):
     config.sft.rows_per_step, config.sft.seq_len = 1, 16
     rows = [{"prompt": f"{i:03d}?", "completion": f"{i}"} for i in range(10)]
-    config.sft.traces_file = write_rows(tmp_path / "traces.jsonl", rows)
-    traces = traces_lib.FileTraces(config, tokenizer)
+    config.sft.traces = write_rows(tmp_path / "traces.jsonl", rows)
+    traces = files.FileTraces(config, tokenizer, str(tmp_path / "tokens"))
     batches = [[e.tokens.tolist() for e in traces.batch(update)] for update in range(20)]
-    resumed = traces_lib.FileTraces(config, tokenizer)
+    resumed = files.FileTraces(config, tokenizer, str(tmp_path / "tokens"))
     for update in (13, 14, 3):
         assert [e.tokens.tolist() for e in resumed.batch(update)] == batches[update]
     seen = [tokenizer.decode(tokens)[:3] for batch in batches for tokens in batch]
@@ -235,18 +234,8 @@ def test_a_slip_in_allow_is_told_at_the_first_start(config, tmp_path):
 
 
 def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config_file, tmp_path):
-    command = ["scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    # The first one to be whole; the updates that are left take longer than this thread may sleep on a busy machine.
-    while not any(path.name.isdigit() for path in tmp_path.glob("checkpoints/*")):
-        assert process.poll() is None, process.stderr.read().decode()
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not (tmp_path / "model").exists()
-    done = run_command(*command)
+    kill_at_a_checkpoint(tmp_path, f"--config={config_file}")
+    done = run_command("scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "from update 0" not in done.stderr
     assert weights(tmp_path) == weights(finished)
@@ -257,7 +246,7 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config
 def test_traces_of_a_file_are_learnt_also_from_a_given_model(config, finished, tmp_path):
     answers = {"capital of France?": "Paris", "two and two?": "4", "colour of snow?": "white"}
     rows = [{"prompt": p, "completion": f"<think>known</think>{a}"} for p, a in answers.items()]
-    config.sft.traces_file = write_rows(tmp_path / "traces.jsonl", rows)
+    config.sft.traces = write_rows(tmp_path / "traces.jsonl", rows)
     config.sft.model_path = str(finished / "model")
     config.sft.max_steps, config.sft.learning_rate = 80, 1e-2
     sft.main(config, str(tmp_path / "work"))
@@ -275,13 +264,15 @@ def test_traces_of_a_file_are_learnt_also_from_a_given_model(config, finished, t
 
 
 def test_mistakes_in_files_are_named_and_leave_no_model(config, tmp_path):
-    config.sft.traces_file = write_rows(tmp_path / "t.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
-    with pytest.raises(UserError, match=r"t\.jsonl row 2: 'completion' is not a text"):
+    config.sft.traces = write_rows(tmp_path / "t.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
+    with pytest.raises(
+        UserError, match=r"t\.jsonl row 2: is no trace .keys: prompt; wanted: prompt and completion, or messages"
+    ):
         sft.main(config, str(tmp_path / "a"))
-    config.sft.traces_file = write_rows(tmp_path / "long.jsonl", [{"prompt": "a", "completion": "b " * 200}])
+    config.sft.traces = write_rows(tmp_path / "long.jsonl", [{"prompt": "a", "completion": "b " * 200}])
     with pytest.raises(UserError, match=r"long\.jsonl row 1: has \d+ tokens, a row holds 129"):
         sft.main(config, str(tmp_path / "b"))
-    config.sft.traces_file = ""
+    config.sft.traces = ""
     config.sft.model_file = str(tmp_path / "absent.json")
     with pytest.raises(UserError, match=r"config\.sft\.model_file=.*absent\.json: No such file"):
         sft.main(config, str(tmp_path / "c"))
@@ -303,3 +294,10 @@ def _qwen3(vocabulary):
         "head_dim": 16,
         "intermediate_size": 64,
     }
+
+
+def test_a_model_of_the_hub_that_is_no_folder_gets_the_command_that_fetches_it(config, tmp_path):
+    config.sft.model_path = "Qwen/Qwen3-0.6B"
+    told = r"^config\.sft\.model_path=Qwen/Qwen3-0\.6B: no such folder; .*: hf download Qwen/Qwen3-0\.6B --local-dir="
+    with pytest.raises(UserError, match=told):
+        sft.main(config, str(tmp_path))

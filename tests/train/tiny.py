@@ -12,8 +12,8 @@ from scalerl_jax.config import Config
 def get_config() -> Config:
     config = Config(seed=5, max_steps=12)
     config.model.compute_dtype = config.model.sync_dtype = "float32"
-    config.model.remat = False
-    config.environment.name = "jsonl"
+    config.model.remat = "none"
+    config.environment.name = "math"
 
     config.rollout.prompts_per_step, config.rollout.group_size = 4, 4
     config.rollout.max_prompt_tokens = 8

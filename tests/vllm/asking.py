@@ -10,7 +10,7 @@ from rollout_server.engines.vllm.engine import VllmEngine
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling, Version
 
 PROMPT = np.array([7, 8, 9], np.int32)
-LONG = 300  # tokens: a test that stalls for a second finds it unfinished
+LONG = 1000  # tokens: a test that stalls for seconds finds it unfinished
 
 
 def ask(
@@ -20,6 +20,7 @@ def ask(
     completions: int = 1,
     thinking_budget: int = 0,
     incarnation: int = 0,
+    router_replay: bool = False,
     interruption: Interruption = Interruption(),  # noqa: B008 (frozen)
     **sampling: Any,
 ) -> GroupRequest:
@@ -30,6 +31,7 @@ def ask(
         completions=tuple(CompletionRequest(i, 1000 + i, thinking_budget) for i in range(completions)),
         sampling=Sampling(**{"answer_budget": 40, **sampling}),
         interruption=interruption,
+        router_replay=router_replay,
     )
 
 

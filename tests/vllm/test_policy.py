@@ -9,32 +9,46 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl_jax.contract.codec import CompletionRequest, Interruption, Version
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Version
 from tests.rollout_server.client import serving
 from tests.support.models import random_tensors
-from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
-from tests.vllm.models import SLOTS, config, started
-from tests.vllm.reference import Reference, alone, logprobs_of, swapped
+from tests.support.transformers_reference import alone, check_experts, logprobs_of, swapped
+from tests.vllm import asking
+from tests.vllm.asking import LONG, PROMPT, HostCopy, collect, tokens_seen
+from tests.vllm.models import SLOTS, config, reference_of, started
+
+pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
 
 TOLERANCE = 1e-4
-CASES = [(kind, tied) for kind in ("qwen3", "llama") for tied in (True, False)]
+CASES = [(kind, tied) for kind in ("qwen3", "llama") for tied in (True, False)] + [
+    ("qwen2", True),
+    ("qwen3_moe", False),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     kind, tied = request.param
-    yield from started(tmp_path_factory.mktemp("model"), config(kind, tied=tied))
+    model = config(kind, tied=tied)
+    yield from started(tmp_path_factory.mktemp("model"), model, router_replay=model.experts > 0)
+
+
+def ask(shared: Any, *arguments: Any, **options: Any) -> GroupRequest:
+    """Of a mixture of experts also which of them were chosen."""
+    return asking.ask(*arguments, router_replay=shared.vllm.options.router_replay, **options)
 
 
 def test_log_probabilities_are_those_of_transformers(shared: Any) -> None:
     async def test() -> None:
         async with serving(shared.engine(slots=SLOTS, queue=8)) as served:
-            completions = await collect(served.engine, ask(completions=6))
-            reference = Reference(shared, 0)
+            completions = await collect(served.engine, ask(shared, completions=6))
+            reference = reference_of(shared, 0)
             for completion in completions:
                 assert len(completion.token_ids) == 40
                 expected = alone(reference, PROMPT, completion)
                 np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+                if shared.vllm.config.experts:
+                    check_experts(PROMPT, completion, shared.vllm.config, reference.choices)
                 scored, version = await served.score(np.concatenate([PROMPT, completion.token_ids]))
                 assert version == Version(0, 0) and scored[0] == 0
                 np.testing.assert_allclose(scored[len(PROMPT) :], expected, atol=TOLERANCE)
@@ -47,11 +61,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(shared: Any) -> None:
     many, at_once = 3000, 12
 
     async def test() -> None:
-        engine, reference = shared.engine(slots=SLOTS, queue=8), Reference(shared, 0)
+        engine, reference = shared.engine(slots=SLOTS, queue=8), reference_of(shared, 0)
         pairs = []
         for number in range(many // at_once):
             wanted = [CompletionRequest(i, number * at_once + i) for i in range(at_once)]
-            request = dataclasses.replace(ask(answer_budget=2), completions=tuple(wanted))
+            request = dataclasses.replace(ask(shared, answer_budget=2), completions=tuple(wanted))
             pairs += [completion.token_ids for completion in await collect(engine, request)]
         first, second = np.array(pairs).T
         rows, _ = reference.feed(PROMPT)
@@ -78,7 +92,7 @@ def test_tokens_after_a_forced_phrase_have_the_log_probabilities_of_their_place(
 
     async def test() -> None:
         async with serving(shared.engine(slots=SLOTS, queue=8)) as served:
-            wanted = ask(completions=8, thinking_budget=11, answer_budget=9, interruption=phrase)
+            wanted = ask(shared, completions=8, thinking_budget=11, answer_budget=9, interruption=phrase)
             forced = 0
             for completion in await collect(served.engine, wanted):
                 if completion.forced:
@@ -86,7 +100,7 @@ def test_tokens_after_a_forced_phrase_have_the_log_probabilities_of_their_place(
                     assert completion.forced == ((11, 15),) and len(completion.token_ids) == 24
                     assert completion.token_ids[11:15].tolist() == [60, 61, 62, 63]
                     assert not completion.logprobs[11:15].any()
-                expected = alone(Reference(shared, 0), PROMPT, completion)
+                expected = alone(reference_of(shared, 0), PROMPT, completion)
                 sampled = completion.sampled()
                 np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=TOLERANCE)
             assert forced >= 4
@@ -97,8 +111,8 @@ def test_tokens_after_a_forced_phrase_have_the_log_probabilities_of_their_place(
 def test_other_temperatures_tell_the_distribution_that_was_sampled_from(shared: Any) -> None:
     async def test() -> None:
         async with serving(shared.engine(slots=SLOTS, queue=8)) as served:
-            (completion,) = await collect(served.engine, ask(temperature=0.7, top_k=5))
-            rows, _ = Reference(shared, 0).feed(np.concatenate([PROMPT, completion.token_ids]))
+            (completion,) = await collect(served.engine, ask(shared, temperature=0.7, top_k=5))
+            rows, _ = reference_of(shared, 0).feed(np.concatenate([PROMPT, completion.token_ids]))
             kept = (rows / 0.7).topk(5, dim=-1)
             rows = torch.full_like(rows, -torch.inf).scatter(1, kept.indices, kept.values.log_softmax(-1))
             expected = logprobs_of([rows], PROMPT, completion)
@@ -129,8 +143,8 @@ def test_a_swap_in_mid_sequence_keeps_the_old_keys_and_values(shared: Any, monke
         engine = shared.engine(slots=SLOTS, queue=8)
         host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
         await shared.vllm.engine.update_weight_version("old")
-        before, after = Reference(shared, 0), Reference(shared, 1)
-        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=LONG)))
+        before, after = reference_of(shared, 0), reference_of(shared, 1)
+        sampling = asyncio.create_task(collect(engine, ask(shared, completions=SLOTS, answer_budget=LONG)))
         await tokens_seen(engine, 20)
         await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
         completions = await sampling
@@ -157,19 +171,20 @@ def test_a_new_request_never_sees_old_keys_and_values(shared: Any) -> None:
     async def test() -> None:
         engine = shared.engine(slots=SLOTS, queue=8)
         host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
-        group = ask(prompt, completions=3, answer_budget=12)
+        group = ask(shared, prompt, completions=3, answer_budget=12)
+        reference = reference_of(shared, 0)
         for completion in await collect(engine, group):
-            np.testing.assert_allclose(
-                completion.logprobs, alone(Reference(shared, 0), prompt, completion), atol=TOLERANCE
-            )
+            np.testing.assert_allclose(completion.logprobs, alone(reference, prompt, completion), atol=TOLERANCE)
+            if shared.vllm.config.experts:  # of the prompt that is found in the prefix cache, too
+                check_experts(prompt, completion, shared.vllm.config, reference.choices)
         # The prompt is in the prefix cache now; another completion of it is under way when the weights change.
         seen = engine.status()
         assert seen.prefill_tokens < 2 * len(prompt), "nothing was found in the prefix cache"
-        long = asyncio.create_task(collect(engine, ask(prompt, name="train/1", answer_budget=LONG)))
+        long = asyncio.create_task(collect(engine, ask(shared, prompt, name="train/1", answer_budget=LONG)))
         await tokens_seen(engine, seen.sampled_tokens + 10)
         await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
-        after = Reference(shared, 1)
-        for completion in await collect(engine, ask(prompt, name="train/2", completions=3, answer_budget=12)):
+        after = reference_of(shared, 1)
+        for completion in await collect(engine, ask(shared, prompt, name="train/2", completions=3, answer_budget=12)):
             assert completion.versions == ((1, 0, 12),)
             np.testing.assert_allclose(completion.logprobs, alone(after, prompt, completion), atol=TOLERANCE)
         (crossing,) = await long

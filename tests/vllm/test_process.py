@@ -17,9 +17,12 @@ from scalerl_jax.contract import codec, rollout_pb2_grpc
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.limits import CHANNEL_OPTIONS, STOP_SECONDS
 from tests.rollout_server.client import INCARNATION, Push, group
-from tests.support.models import random_tensors, write_folder
+from tests.support import processes
+from tests.support.models import random_tensors, toy_decoder, write_folder
 from tests.support.servers import CalledServer
 from tests.vllm.models import config
+
+pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
 
 SECONDS = 60.0
 
@@ -44,7 +47,7 @@ def flags(folder: pathlib.Path, **options: object) -> list[str]:
 
 @pytest.fixture
 def served(folder: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[CalledServer]:
-    process = CalledServer(tmp_path, *flags(folder), seconds=150)
+    process = CalledServer(tmp_path, *flags(folder))
     yield process
     process.close()
 
@@ -69,7 +72,7 @@ def shared_memory() -> set[str]:
 
 def test_it_serves_and_ends_and_leaves_nothing(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     before = shared_memory()
-    served = CalledServer(tmp_path, *flags(folder), seconds=150)
+    served = CalledServer(tmp_path, *flags(folder))
     status = served.stub.Status(pb.StatusRequest(), timeout=SECONDS)
     assert (status.engine, status.model_config) == ("vllm", config().canonical_json())
     call = served.stub.Generate(codec.request_to_proto(group(incarnation=0)), timeout=SECONDS)
@@ -85,7 +88,7 @@ def test_it_serves_and_ends_and_leaves_nothing(folder: pathlib.Path, tmp_path: p
 
 def test_nothing_outlives_a_server_that_was_killed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     before = shared_memory()
-    served = CalledServer(tmp_path, *flags(folder), seconds=150)
+    served = CalledServer(tmp_path, *flags(folder))
     children = family(served)
     assert children
     served.process.kill()
@@ -98,7 +101,7 @@ def test_a_server_whose_worker_died_exits(served: CalledServer) -> None:
     """With an error's exit code, so that whoever started it starts it anew."""
     children = family(served)
     children[-1].kill()
-    assert served.process.wait(60) not in (0, 2)
+    assert served.process.wait(processes.SECONDS) not in (0, 2)
     gone(children, 20)
 
 
@@ -126,10 +129,10 @@ async def pushed(served: CalledServer) -> None:
 
 
 def test_a_server_that_cannot_take_weights_exits(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    served = CalledServer(tmp_path, *flags(folder), seconds=150, program=(sys.executable, "-c", BROKEN))
+    served = CalledServer(tmp_path, *flags(folder), program=(sys.executable, "-c", BROKEN))
     children = family(served)
     asyncio.run(pushed(served))
-    assert served.process.wait(60) not in (0, 2)
+    assert served.process.wait(processes.SECONDS) not in (0, 2)
     gone(children, 20)
     log = served.log.read_text()
     assert "attempt 3 of 3" in log and "could not be written in 3 attempts" in log
@@ -141,6 +144,7 @@ def test_a_server_that_cannot_take_weights_exits(folder: pathlib.Path, tmp_path:
     [
         ({"tensor_parallel": 3}, "4 query heads cannot be split evenly over 3 workers"),
         ({"compute_dtype": "bfloat16", "head_precision": "highest"}, "--head_precision=highest"),
+        ({"slots": 10**8}, "keys and values of 100000000 sequences"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -163,7 +167,11 @@ def test_a_release_that_is_not_supported(folder: pathlib.Path) -> None:
 def complaint(arguments: list[str], *, program: str = "from rollout_server import serve; serve.run()") -> str:
     """What a server that cannot begin says: its last line, after exit code 2."""
     result = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, timeout=SECONDS
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=processes.SECONDS,
     )
     assert result.returncode == 2, result.stderr
     line = result.stderr.strip().splitlines()[-1]
@@ -179,3 +187,11 @@ def test_time_is_not_wasted_on_a_port_that_is_taken(folder: pathlib.Path) -> Non
         taken.listen()
         port = taken.getsockname()[1]
         assert "in use" in complaint([*flags(folder), f"--port={port}"])
+
+
+def test_a_family_that_it_could_not_update_is_one_line(tmp_path: pathlib.Path) -> None:
+    """vLLM would sample from Llama 4, but keeps query and key in another order than versions come in."""
+    model = toy_decoder(family="llama4_text", max_positions=512)
+    folder = write_folder(tmp_path / "model", model, random_tensors(model, 0))
+    line = complaint([*flags(folder), "--port=0"])
+    assert line == f"scalerl-serve: --engine=vllm: {folder} is a llama4_text, which only --engine=jax updates"

@@ -11,19 +11,24 @@ from scalerl_jax.contract.codec import Version
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model.tensor_layout import pieces
 from tests.support.models import random_tensors
+from tests.support.transformers_reference import alone, swapped
 from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
-from tests.vllm.models import SLOTS, config, started
-from tests.vllm.reference import Reference, alone, swapped
+from tests.vllm.models import SLOTS, config, reference_of, started
 
-pytestmark = pytest.mark.slow  # two processes more, which start twice
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # two processes more, which start twice
 
 WORKERS = 2
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+CASES = [("qwen3", True), ("qwen3", False), ("qwen2", False), ("qwen3_moe", False)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from started(tmp_path_factory.mktemp("model"), config(tied=request.param), workers=WORKERS)
+    kind, tied = request.param
+    model = config(kind, tied=tied)
+    yield from started(tmp_path_factory.mktemp("model"), model, workers=WORKERS, router_replay=model.experts > 0)
 
 
 async def assert_held(shared: Any, views: Mapping[str, np.ndarray]) -> None:
@@ -38,8 +43,13 @@ def test_a_swap_in_mid_sequence_is_that_of_one_worker(shared: Any) -> None:
         engine = shared.engine(slots=SLOTS, queue=8)
         assert engine.info.devices == WORKERS
         host = HostCopy(engine, random_tensors(shared.vllm.config, 0))
-        before, after = Reference(shared, 0), Reference(shared, 1)
-        sampling = asyncio.create_task(collect(engine, ask(completions=SLOTS, answer_budget=LONG)))
+        before, after = (
+            reference_of(shared, 0),
+            reference_of(shared, 1),
+        )
+        sampling = asyncio.create_task(
+            collect(engine, ask(router_replay=shared.vllm.options.router_replay, completions=SLOTS, answer_budget=LONG))
+        )
         await tokens_seen(engine, 20)
         await host.load(Version(0, 1), random_tensors(shared.vllm.config, 1))
         await assert_held(shared, host.views)
@@ -76,8 +86,8 @@ def test_each_worker_takes_its_part_of_a_patch(shared: Any) -> None:
 def test_the_probabilities_are_those_of_the_whole_vocabulary(shared: Any) -> None:
     async def test() -> None:
         engine = shared.engine(slots=SLOTS, queue=8)
-        for completion in await collect(engine, ask(completions=4)):
-            expected = alone(Reference(shared, 0), PROMPT, completion)
+        for completion in await collect(engine, ask(router_replay=shared.vllm.options.router_replay, completions=4)):
+            expected = alone(reference_of(shared, 0), PROMPT, completion)
             np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
         await engine.close()
 

@@ -16,12 +16,14 @@ from tests.support.models import random_tensors
 from tests.vllm.asking import LONG, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, started
 
+pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    model = config("qwen3", tied=False)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    model = config(request.param, tied=False)
     yield from started(tmp_path_factory.mktemp("model"), model, compute_dtype="bfloat16", sync_dtype="bfloat16")
 
 

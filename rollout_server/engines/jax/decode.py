@@ -24,7 +24,7 @@ between chunks: cutting a part out of a longer one would cost a copy per chunk.
 
 Legend: B slots, W of them in a chunk, S positions, N steps, K key/value heads, G query heads that share one, H = K G,
 h head size, V vocabulary, P prompt positions (padded), F, E, T longest phrase, end of thinking and list of
-stop tokens.
+stop tokens, L layers, k experts of a token.
 """
 
 import dataclasses
@@ -37,13 +37,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
+from rollout_server.engines.jax.products import DecodeLayer, product
 from rollout_server.engines.jax.sampling import sample, uniforms
 from rollout_server.engines.jax.weights import DecodeWeights
+from scalerl_jax.contract.codec import expert_dtype
 from scalerl_jax.model.attention import packed_attention
-from scalerl_jax.model.decoder import Layer, Precision, Rotation, rms_norm, rope_tables
+from scalerl_jax.model.decoder import Precision, Rotation, rms_norm, rope_tables
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families import FAMILIES
-from scalerl_jax.model.head import logits
+from scalerl_jax.model.head import head_weight
 
 THINK, PHRASE, ANSWER = 0, 1, 2
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -97,6 +99,7 @@ class Output:
     forced: jax.Array  # [N, W] bool
     live: jax.Array  # [N, W] bool
     finish: jax.Array  # [W] int32: RUNNING, STOP or LENGTH
+    experts: jax.Array | None  # [N, W, L, k] uint8 | uint16: of the token fed, not of the one sampled
 
 
 def empty_settings(slots: int) -> Settings:
@@ -115,10 +118,18 @@ def empty_settings(slots: int) -> Settings:
     )
 
 
+def cache_dtype(precision: Precision) -> str:
+    """Of keys and values, whose values are the compute dtype's in any case.
+
+    On a CPU float32: XLA widens a bf16 array there, all of it, to write one element.
+    """
+    return "float32" if jax.default_backend() == "cpu" else precision.compute
+
+
 def empty_state(config: DecoderConfig, precision: Precision, *, slots: int, length: int) -> State:
 
     def caches(*shape: int) -> Caches:
-        return [jnp.zeros((slots, config.kv_heads, *shape), precision.compute) for _ in range(config.layers)]
+        return [jnp.zeros((slots, config.kv_heads, *shape), cache_dtype(precision)) for _ in range(config.layers)]
 
     def zeros() -> jax.Array:
         return jnp.zeros(slots, jnp.int32)
@@ -141,41 +152,86 @@ def empty_state(config: DecoderConfig, precision: Precision, *, slots: int, leng
 # ------------------------------------------------------------------------------------------------ the layers
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, precision: Precision) -> jax.Array:
-    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions 0..position [B] count -> [B, H, h]."""
+def _layers(weights: DecodeWeights, config: DecoderConfig) -> list[Any]:
+    """Of each layer its weights and, where there are two kinds, which it is."""
+    local = config.local_layers()
+    return [{**own, "local": local[i]} if local else own for i, own in enumerate(weights["layers"])]
+
+
+def _through(
+    weights: DecodeWeights,
+    x: jax.Array,
+    attend: Any,
+    rotation: Rotation,
+    *,
+    config: DecoderConfig,
+    precision: Precision,
+) -> tuple[jax.Array, list[Any]]:
+    """x [..., width] through every layer: (like x, of each layer the tokens' experts [..., k]; None without any)."""
+    layer, chosen = FAMILIES[config.family].layer, []
+    for own in _layers(weights, config):
+        decoding = DecodeLayer(own, config, rotation, precision)
+        x = layer(decoding, x, attend)
+        chosen.append(decoding.chosen)
+    return x, chosen
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    position: jax.Array,
+    precision: Precision,
+    *,
+    first: jax.Array | None = None,
+) -> jax.Array:
+    """q [B, H, h] over k [B, K, h, S] and v [B, K, S, h], of which positions first..position [B] count -> [B, H, h].
+
+    first: None: 0.
+    """
     slots, heads, size = q.shape
     kv_heads, length = v.shape[1:3]
-    grouped = (q * (1 / math.sqrt(size))).reshape(slots, kv_heads, heads // kv_heads, size)
-    scores = jnp.einsum(
-        "bkgh,bkhs->bkgs", grouped, k, precision=precision.dot, preferred_element_type=jnp.float32
-    )  # fmt: skip
+    grouped = q.reshape(slots, kv_heads, heads // kv_heads, size).astype(k.dtype)
+    dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k, **dot) * (1 / math.sqrt(size))
     seen = jnp.arange(length) <= position[:, None]
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -1e30), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgs,bksh->bkgh", weights, v, precision=precision.dot).reshape(slots, heads, size)
+    if first is not None:
+        seen &= jnp.arange(length) >= first[:, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -1e30), axis=-1)
+    mixed = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, **dot)
+    return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 
 # ----------------------------------------------------------------------------------------- prefill and insert
 
 
-@functools.partial(jax.jit, static_argnames=("config", "precision"))
+@functools.partial(jax.jit, static_argnames=("config", "precision", "experts"))
 def prefill(
-    weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: Precision
-) -> tuple[Caches, Caches]:
-    """Keys [K, h, P] and values [K, P, h] per layer of one prompt, tokens [P] int32. Padding at its end is harmless."""
-    layer, rotation = FAMILIES[config.family].layer, rope_tables(config, jnp.arange(len(tokens))[None])
+    weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: Precision, experts: bool = False
+) -> tuple[Caches, Caches, jax.Array | None]:
+    """Keys [K, h, P] and values [K, P, h] per layer of one prompt, tokens [P] int32. Padding at its end is harmless.
+
+    experts: third, those of each token, [P, L, k] uint8 | uint16; else None.
+    """
+    rotation = rope_tables(config, jnp.arange(len(tokens))[None])
     segment_ids = jnp.ones((1, len(tokens)), jnp.int32)
     x = weights["embed"][tokens][None].astype(precision.compute)
     keys: Caches = []
     values: Caches = []
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys.append(jnp.moveaxis(k[0], 0, 2))
-        values.append(jnp.swapaxes(v[0], 0, 1))
-        return packed_attention(q, k, v, segment_ids, precision=precision.dot)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
+        keys.append(jnp.moveaxis(k[0], 0, 2).astype(cache_dtype(precision)))
+        values.append(jnp.swapaxes(v[0], 0, 1).astype(cache_dtype(precision)))
+        chunks = 1 + jnp.arange(len(tokens))[None] // config.attention_chunk if local else segment_ids
+        return packed_attention(q, k, v, chunks, precision=precision.dot)
 
-    for own in weights["layers"]:
-        x = layer(Layer(own, config, rotation, precision), x, attend)
-    return keys, values
+    _, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
+    return keys, values, _together(chosen, config)[0] if experts else None
+
+
+def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:
+    """Of each layer [..., k] int32 -> [..., L, k] in the dtype of the contract."""
+    return jnp.stack(chosen, axis=-2).astype(expert_dtype(config.experts))
 
 
 def fit(keys: Caches, values: Caches, length: int) -> None:
@@ -254,7 +310,9 @@ def move(state: State, origins: jax.Array, targets: jax.Array, count: jax.Array)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "precision", "steps", "maximum", "width"), donate_argnames=("state",)
+    jax.jit,
+    static_argnames=("config", "precision", "steps", "maximum", "width", "experts"),
+    donate_argnames=("state",),
 )
 def decode_chunk(
     weights: DecodeWeights,
@@ -265,8 +323,11 @@ def decode_chunk(
     steps: int,
     maximum: int,
     width: int,
+    experts: bool = False,
 ) -> tuple[State, Output]:
     """`steps` steps of the first `width` slots, none of which grows over `maximum` tokens, prompt included.
+
+    experts: those of the tokens fed are told, too.
 
     The caller sees to it that the cache is long enough for every slot that counts. Fewer slots than there are cost a
     copy of their part of the caches there and back, once a chunk.
@@ -280,41 +341,46 @@ def decode_chunk(
 
     def step(state: State, xs: Any) -> tuple[State, Any]:
         rotation, u = xs
-        logit, keys, values = _feed(weights, state, rotation, config=config, precision=precision)
+        logit, keys, values, chosen = _feed(weights, state, rotation, config=config, precision=precision)
         with jax.named_scope("sample"):
             s = state.settings
             # What an ended slot asked for must not keep the others searching.
             top_k, top_p = jnp.where(state.live, s.top_k, 0), jnp.where(state.live, s.top_p, 1.0)
             token, logprob = sample(logit, s.temperature, top_k, top_p, u)
-        return _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
+        state, told = _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
+        return state, (*told, _together(chosen, config) if experts else None)
 
-    state, (tokens, logprobs, forced, live, finish) = jax.lax.scan(step, state, per_step)
+    state, (tokens, logprobs, forced, live, finish, routes) = jax.lax.scan(step, state, per_step)
     if width < len(whole.token):
         state = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, 0, 0), whole, state)
-    return state, Output(tokens=tokens, logprobs=logprobs, forced=forced, live=live, finish=jnp.max(finish, axis=0))
+    ends = jnp.max(finish, axis=0)
+    return state, Output(tokens=tokens, logprobs=logprobs, forced=forced, live=live, finish=ends, experts=routes)
 
 
 def _feed(
     weights: DecodeWeights, state: State, rotation: Rotation, *, config: DecoderConfig, precision: Precision
-) -> tuple[jax.Array, Caches, Caches]:
-    """Feeds each slot's token: (logits [B, V] float32, keys, values)."""
-    layer, slots = FAMILIES[config.family].layer, jnp.arange(len(state.token))
+) -> tuple[jax.Array, Caches, Caches, list[Any]]:
+    """Feeds each slot's token: (logits [B, V] float32, keys, values, of each layer the token's experts [B, k])."""
+    slots = jnp.arange(len(state.token))
     x = weights["embed"][state.token].astype(precision.compute)
     keys: Caches = []
     values: Caches = []
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
         # A slot that does not count may stand anywhere, also past the cache's end: then nothing is written.
-        key = state.keys[len(keys)].at[slots, :, :, state.position].set(k, mode="drop", unique_indices=True)
-        value = state.values[len(values)].at[slots, :, state.position].set(v, mode="drop", unique_indices=True)
+        write: Any = {"mode": "drop", "unique_indices": True}
+        key, value = state.keys[len(keys)], state.values[len(values)]
+        key = key.at[slots, :, :, state.position].set(k.astype(key.dtype), **write)
+        value = value.at[slots, :, state.position].set(v.astype(value.dtype), **write)
         keys.append(key)
         values.append(value)
-        return _attend(q, key, value, state.position, precision)
+        first = state.position // config.attention_chunk * config.attention_chunk if local else None
+        return _attend(q, key, value, state.position, precision, first=first)
 
-    for own in weights["layers"]:
-        x = layer(Layer(own, config, rotation, precision), x, attend)
+    x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = rms_norm(x, weights["final_norm"], config.norm_epsilon, precision)
-    return logits(weights, config, x, precision=precision), keys, values
+    head = head_weight(weights, config)  # in the head's dtype
+    return product(x.astype(head.dtype), head), keys, values, chosen
 
 
 def _advance(state: State, sampled: jax.Array, logprob: jax.Array, *, maximum: int) -> tuple[State, Any]:

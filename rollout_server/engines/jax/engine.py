@@ -17,6 +17,7 @@ Left out on purpose: paged caches, prefix reuse between groups, several devices 
 """
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 import time
@@ -24,19 +25,22 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
+from absl import logging
 
 from rollout_server.engines.admission import check_score
 from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_info import engine_info
-from rollout_server.engines.jax import teacher_forcing
+from rollout_server.engines.jax import booking, teacher_forcing
+from rollout_server.engines.jax.decode import cache_dtype
 from rollout_server.engines.jax.slots import Prefix, SlotPool
-from rollout_server.engines.jax.weights import DecodeWeights, decode_precision, decode_weights
+from rollout_server.engines.jax.weights import DecodeWeights, abstract_weights, decode_precision, decode_weights
 from rollout_server.engines.request_queue import QueuedEngine, RequestQueue
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import GroupRequest, Version
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors
+from scalerl_jax.system import memory
 
 
 class JaxEngine(QueuedEngine):
@@ -44,7 +48,8 @@ class JaxEngine(QueuedEngine):
 
     lookahead: chunks started before the oldest is collected; None: 1, and 0 on a CPU.
 
-    Raises ValueError naming what is wrong with the folder. Returns when all that serving begins with is compiled.
+    Raises ValueError naming what is wrong with the folder, or saying what memory there is too little of. Returns when
+    all that serving begins with is compiled.
     """
 
     def __init__(self, options: EngineOptions, *, lookahead: int | None = None):
@@ -52,18 +57,33 @@ class JaxEngine(QueuedEngine):
         self._precision = Precision(compute=options.compute_dtype, sync=options.sync_dtype, head=options.head_precision)
         info = engine_info("jax", options, config)
         computing, maximum = decode_precision(self._precision), info.maximum_tokens
-        self._pool = SlotPool(config, computing, slots=info.slots, maximum=maximum, steps=options.decode_chunk)
+        like = abstract_weights(config, self._precision)
+        booked = booking.of_model(
+            config, self._precision, cache_dtype=cache_dtype(computing), weights=like, slots=info.slots,
+            longest=maximum, copies_are_cheap=jax.default_backend() == "cpu",
+        )  # fmt: skip
+        device, host, process = booking.there_is()
+        booked.check(device=device, host=host, process=process)  # what cannot fit is known before minutes of compiling
+        self._pool = SlotPool(
+            config, computing, slots=info.slots, maximum=maximum, steps=options.decode_chunk,
+            router_replay=options.router_replay,
+        )  # fmt: skip
         self._scorer = teacher_forcing.Scorer(config, computing, longest=maximum)
+        # A score may be computed beside a chunk.
+        working = self._pool.compile(like) + self._scorer.compile(like)
+        booked = dataclasses.replace(booked, working=working, maximum_tokens=self._pool.longest)
+        memory.trim()  # XLA takes tens of MiB to compile
+        device, host, process = booking.there_is()
+        logging.info("%s", booked.check(device=device, host=host, process=process))
         self._lookahead = (0 if jax.default_backend() == "cpu" else 1) if lookahead is None else lookahead
 
         # Everything below is guarded by this condition; notified when the decode thread may have something to do.
         self._changed = threading.Condition()
         super().__init__(RequestQueue(info, self._changed.notify, self._changed))
-        self._weights = decode_weights(Tensors(options.model), config, self._precision)
+        self._weights = decode_weights(Tensors(options.model, config), config, self._precision)
         self._prefix: tuple[GroupRequest, Prefix] | None = None  # of the weights held; while its request waits
 
         self._pool.warm_up(self._weights)
-        self._scorer.warm_up(self._weights)
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 

@@ -40,7 +40,7 @@ PATIENCE = 4  # chunks until a cache that is too long is cut: each change copies
 _REASONS = {decode.STOP: "stop", decode.LENGTH: "length"}
 _MOST = 2**31 - 1
 
-Prefix = Any  # (keys, values) on the device, of decode.prefill
+Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +53,23 @@ class _Chunk:
 
 
 class SlotPool:
-    def __init__(self, config: DecoderConfig, precision: Precision, *, slots: int, maximum: int, steps: int):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        precision: Precision,
+        *,
+        slots: int,
+        maximum: int,
+        steps: int,
+        router_replay: bool = False,
+    ):
+        """router_replay: sequences whose request asks for them are told their experts."""
         self.slots = slots
         self.prefills = 0
         self._config, self._precision = config, precision
         self._steps, self._maximum = steps, maximum
-        self._of_every_chunk = {"config": config, "precision": precision, "steps": steps, "maximum": maximum}
+        self._of_every_prefill: Any = {"config": config, "precision": precision, "experts": router_replay}
+        self._of_every_chunk: Any = {**self._of_every_prefill, "steps": steps, "maximum": maximum}
         longest = -(-maximum // ALIGNMENT) * ALIGNMENT
         self._prefill_buckets = buckets(SMALLEST_PREFILL, longest)
         # A long cache gets no tiny sizes: their chunks would be quick anyway.
@@ -70,6 +81,9 @@ class SlotPool:
         self._free = list(range(slots))  # a heap: those at the front are taken first
         self._programs = Programs(widths(slots, copies_are_cheap=jax.default_backend() == "cpu"), self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes
+        self._whole: dict[int, Program] = {}  # by length: the chunk of all slots, where it is compiled beforehand
+        self._compiling: dict[int, float] = {}  # by length: the seconds that took
+        self._prefills: dict[int, Program] = {}  # by bucket, where they are compiled beforehand
         self._reach = np.zeros(slots, np.int64)  # the next position fed, after all chunks started
         self._chunks: collections.deque[_Chunk] = collections.deque()
 
@@ -91,9 +105,30 @@ class SlotPool:
         """Waits for what is being compiled."""
         self._programs.close()
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest cache."""
+        return self._lengths[-1]
+
+    def compile(self, weights_like: Any) -> int:
+        """Compiles the chunks of all slots and the prefills, for weights of these shapes and dtypes.
+
+        Returns the bytes that the largest of them takes beside its arguments. No array is made.
+        """
+        self._weights_like = weights_like
+        for size in self._prefill_buckets:
+            tokens = jax.ShapeDtypeStruct((size,), np.int32)
+            lowered = decode.prefill.lower(weights_like, tokens, **self._of_every_prefill)
+            self._prefills[size] = lowered.compile()
+        for length in self._lengths:
+            began = time.perf_counter()
+            self._whole[length] = self._compile_chunk(self.slots, length)
+            self._compiling[length] = time.perf_counter() - began
+        return max(memory.working_bytes(program) for program in (*self._whole.values(), *self._prefills.values()))
+
     def warm_up(self, weights: DecodeWeights) -> None:
-        """Compiles everything that serving begins with. No slot may be taken."""
-        assert not self.busy
+        """Compiles what is left of what serving begins with. No slot may be taken."""
+        assert not self.busy and self._whole
         nobody = np.full(self.slots, self.slots, np.int32)
         prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
         for length in self._lengths:
@@ -102,15 +137,15 @@ class SlotPool:
                 self._set_length(length)
             for prefix in prefixes:
                 self._insert(prefix, nobody, 0, 0, 0, decode.empty_settings(self.slots))
-            compiling, chunk = self._time_chunk(weights), self._time_chunk(weights)
-            self._programs.price(length, chunk=chunk, compiling=compiling)
+            self._time_chunk(weights)
+            self._programs.price(length, chunk=self._time_chunk(weights), compiling=self._compiling[length])
             self._move_on_device([], [])
         self._set_length(self._lengths[0])
         jax.block_until_ready(self._state)
         memory.trim()  # XLA takes tens of MiB to compile
 
     def _time_chunk(self, weights: DecodeWeights) -> float:
-        """Seconds of a chunk of all slots, and of compiling it if it is the first."""
+        """Seconds of a chunk of all slots."""
         jax.block_until_ready(self._state)
         began = time.perf_counter()
         self._run_chunk(weights, self.slots, None)
@@ -136,6 +171,8 @@ class SlotPool:
         for i, sequence in enumerate(sequences):
             slots[i] = slot = self._taken[sequence] = heapq.heappop(self._free)
             _fill(settings, slot, sequence)
+            if prefix[2] is not None and sequence.request.router_replay:
+                sequence.begin_experts(prefix[2], len(prompt) - 1)
             self._reach[slot] = len(prompt) - 1
         if len(prompt) > self._length:
             self._set_length(next(length for length in self._lengths if length >= len(prompt)))
@@ -187,6 +224,8 @@ class SlotPool:
                 count = counts[column]
                 produced = (rows[column][:count] for rows in (tokens, logprobs, forced))
                 sequence.extend(*produced, chunk.step)
+                if output.experts is not None and sequence.request.router_replay:
+                    sequence.fed(output.experts[:count, column].copy())  # not the whole chunk's for as long as it lives
                 if output.finish[column] != decode.RUNNING:
                     sequence.finish_reason = _REASONS[int(output.finish[column])]
                     self.leave(sequence)
@@ -196,7 +235,9 @@ class SlotPool:
     # ----------------------------------------------------------------------- the device, always in the same shapes
 
     def _run_prefill(self, weights: DecodeWeights, tokens: np.ndarray) -> Prefix:
-        return decode.prefill(weights, tokens, config=self._config, precision=self._precision)
+        if program := self._prefills.get(len(tokens)):
+            return program(weights, tokens)
+        return decode.prefill(weights, tokens, **self._of_every_prefill)
 
     def _insert(
         self, prefix: Prefix, slots: np.ndarray, count: int, token: int, position: int, settings: Settings
@@ -215,6 +256,7 @@ class SlotPool:
         self._state = decode.move(self._state, *padded, np.int32(len(origins)))
 
     def _run_chunk(self, weights: DecodeWeights, width: int, program: Program | None) -> Output:
+        program = program or self._whole.get(self._length)
         run = program or functools.partial(decode.decode_chunk, **self._of_every_chunk, width=width)
         self._state, output = run(weights, self._state)
         return output

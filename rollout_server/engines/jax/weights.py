@@ -1,12 +1,14 @@
 """The weights as the decode loop wants them, made once per version, off the decode path.
 
     DecodeWeights = {"embed" [V,D], "head" [V,D] (absent when tied), "final_norm" [D],
-                     "layers": [{"attention_norm" [D], "query_key_value" [D,(H+2K)h], "output" [Hh,D], ...}, ...]}
+                     "layers": [{"attention_norm" [D], "query_key_value" [(H+2K)h,D], "output" [D,Hh], ...}, ...]}
+
+Matrices of layers are [out, in], as in the files (products.py says why); routers are [in, out], as the trainer's are.
 
 One array per layer and not a stack: a slice of a stack would be copied in every decode step. Weights that are one fused
 parameter of vLLM's share one product here too: they stand side by side in one array, named by their leaves. Every value
 has been rounded to the sync dtype, so that the policy is the trainer's, and is held in the dtype of its use: matrices
-in the compute dtype, norms in float32, embedding and head in the head's.
+in the compute dtype, vectors and routers in float32, embedding and head in the head's.
 
 A version in which little changed is made from the one held: an array in which something changed is copied on the device
 and the new values are scattered into the copy; the others are shared. No array is ever written to, so a chunk that was
@@ -23,9 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout_server.engines.jax.products import lies_as_in_files
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model.decoder import Params, Precision, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.tensor_layout import Tensor, check_shapes, hf_tensors, layout
 
 DecodeWeights = Mapping[str, Any]
@@ -79,25 +83,54 @@ def places(config: DecoderConfig) -> dict[Place, list[tuple[str, Tensor]]]:
     return {(same[0][1].layer, "_".join(tensor.row.leaf for _, tensor in same)): same for same in parts.values()}
 
 
+def _turned(row: WeightRow) -> bool:
+    """Whether it lies as in the trainer's tree, and not as in the files."""
+    return row.transposed and not lies_as_in_files(row)
+
+
+def _side(row: WeightRow) -> int:
+    """The axis of the outputs, along which the parts of an array stand side by side."""
+    return 0 if lies_as_in_files(row) else row.side
+
+
+def _dtype(row: WeightRow, precision: Precision) -> np.dtype:
+    in_float32 = len(row.dimensions) == 1 or "router" in row.dimensions
+    if in_float32 or ("vocabulary" in row.dimensions and precision.head == "highest"):
+        return np.dtype("float32")
+    return jnp.dtype(precision.compute)
+
+
+def abstract_weights(config: DecoderConfig, precision: Precision) -> DecodeWeights:
+    """Their shapes and dtypes, made of nothing but the config."""
+    made: dict[str, Any] = {"layers": [{} for _ in range(config.layers)]}
+    for (layer, leaf), parts in places(config).items():
+        row = parts[0][1].row
+        shapes = [tensor.shape[::-1] if _turned(row) else tensor.shape for _, tensor in parts]
+        shape, side = list(shapes[0]), _side(row)
+        shape[side] = sum(one[side] for one in shapes)
+        _group(made, layer)[leaf] = jax.ShapeDtypeStruct(tuple(shape), _dtype(row, precision))
+    return made
+
+
 def _put(tensors: Mapping[str, Any], parts: list[tuple[str, Tensor]], precision: Precision) -> jax.Array:
     """One array, from whole tensors."""
     blocks = [np.asarray(tensors[name]).astype(jnp.dtype(precision.sync)) for name, _ in parts]
-    joined = [block.T if tensor.row.transposed else block for block, (_, tensor) in zip(blocks, parts)]
-    row, dtype = parts[0][1].row, precision.compute
-    if row.initial == "ones" or ("vocabulary" in row.dimensions and precision.head == "highest"):
-        dtype = "float32"
+    row = parts[0][1].row
+    joined = np.concatenate([block.T if _turned(row) else block for block in blocks], axis=_side(row))
     # A copy in any case: on a CPU, device_put may keep the host's memory, which the next version overwrites.
-    return jax.device_put(np.array(np.concatenate(joined, axis=-1), jnp.dtype(dtype), order="C"))
+    return jax.device_put(np.array(joined, _dtype(row, precision), order="C"))
 
 
 def _scattered(before: jax.Array, parts: list[Tensor], changes: list[Change]) -> jax.Array:
     """A copy of `before` with the changes of its parts; itself where there are none."""
-    indices, columns = [], 0
+    indices, outputs, side = [], 0, _side(parts[0].row)
     for tensor, change in zip(parts, changes):
         index = np.unravel_index(change.positions, tensor.shape)
-        index = index[::-1] if tensor.row.transposed else index
-        indices.append(np.stack([*index[:-1], index[-1] + columns]))
-        columns += tensor.tree_shape[-1]
+        index = index[::-1] if _turned(tensor.row) else index
+        where = np.stack(index)
+        where[side] += outputs
+        indices.append(where)
+        outputs += tensor.tree_shape[tensor.row.side]
     where = np.concatenate(indices, axis=1)  # [dimensions, changed]
     count = where.shape[1]
     if not count:
@@ -118,7 +151,8 @@ def model_params(weights: DecodeWeights, config: DecoderConfig) -> Params:
     """The same weights in the layout of scalerl_jax.model. Pure: for use inside jit, where the copy is short-lived."""
     leaves: dict[str, list[jax.Array]] = {}
     for (layer, leaf), parts in places(config).items():
-        ends = list(itertools.accumulate(tensor.tree_shape[-1] for _, tensor in parts))
-        for (_, tensor), part in zip(parts, jnp.split(_group(weights, layer)[leaf], ends[:-1], axis=-1)):
-            leaves.setdefault(tensor.row.leaf, []).append(part)
+        row = parts[0][1].row
+        ends = list(itertools.accumulate(tensor.tree_shape[row.side] for _, tensor in parts))
+        for (_, tensor), part in zip(parts, jnp.split(_group(weights, layer)[leaf], ends[:-1], axis=_side(row))):
+            leaves.setdefault(tensor.row.leaf, []).append(part.T if lies_as_in_files(row) else part)
     return param_tree(config, lambda row, _: jnp.stack(leaves[row.leaf]) if row.layered else leaves[row.leaf][0])

@@ -24,6 +24,8 @@ async def make(options: "EngineOptions") -> "Engine":
 
     Raises UsageError or ValueError in one line.
     """
+    if options.router_replay:
+        raise model_folder.UsageError("--router_replay: what is played has no experts to tell")
     if options.model:
         model_folder.check(options.model, weights=False)
     from rollout_server.engines.engine_info import engine_info

@@ -17,24 +17,32 @@ How it is run, and why:
 import asyncio
 import gc
 import itertools
+import math
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
+from rollout_server.engines.booking import Booking
 from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.thinking_budget import ThinkingBudget
 from rollout_server.engines.vllm.shared_memory import SharedMemory
-from scalerl_jax.contract.codec import CompletionRequest, GroupRequest
+from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, expert_dtype
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
-from scalerl_jax.model.tensor_layout import check_workers
+from scalerl_jax.model.families import FAMILIES
+from scalerl_jax.model.tensor_layout import check_workers, hf_tensors
+from scalerl_jax.system import memory
 
 SUPPORTED = ((0, 26), (0, 34))  # from, and below
 _RANGE = "vllm>=0.26,<0.34"
 
 # A step of a group's other completions finds whole blocks of the prompt; the CPU backend wants a multiple of 32.
 CPU_BLOCK = 32
+
+# Of prompts that a step computes on a CPU; one longer prompt is a step.
+CPU_STEP_TOKENS = 2048
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -74,6 +82,8 @@ class Vllm:
     def __init__(self, options: EngineOptions, *, workers: int = 1, device_memory: float = 0.9):
         self.options, self.workers = options, workers
         self.config: DecoderConfig = read_config(options.model)
+        if not getattr(FAMILIES[self.config.family], "IN_VLLM", True):
+            raise ValueError(f"{options.model} is a {self.config.family}, which only --engine=jax updates")
         self.maximum_tokens = min(options.maximum_tokens, self.config.max_positions)
         check_workers(self.config, workers)
         assert options.head_precision == "default" or options.compute_dtype == "float32", options.head_precision
@@ -106,18 +116,34 @@ class Vllm:
             "worker_extension_cls": "rollout_server.engines.vllm.worker.WeightAccess",
         }
         if on_cpu:
+            cpu_worker = "RecordingCpuWorker" if options.router_replay else "PlainCpuWorker"
             self._check_head_size()
             # A helper of vLLM's sampler would be compiled at the first request, for which a C++ compiler is needed.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
             arguments |= {
                 "enforce_eager": True,
+                # A step samples for a prompt that it computes in part, too, and then sets the random numbers of its
+                # request back, which those of a CPU cannot do: the worker would end.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(positions, CPU_STEP_TOKENS),
                 "block_size": CPU_BLOCK,
-                "kv_cache_memory_bytes": self._cache_bytes(options.slots + 1, positions),
-                "worker_cls": "rollout_server.engines.vllm.cpu_worker.PlainCpuWorker",
+                "kv_cache_memory_bytes": self._booked(options.slots + 1, positions),
+                "worker_cls": f"rollout_server.engines.vllm.cpu_worker.{cpu_worker}",
             }
         else:
             arguments["gpu_memory_utilization"] = device_memory
-        self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            if options.router_replay:
+                arguments["worker_cls"] = "rollout_server.engines.vllm.gpu_worker.RecordingGpuWorker"
+            if self.config.experts:
+                # Other kernels lay the weights of experts out in ways of their own, some in the same shape.
+                arguments["moe_backend"] = "triton"
+        try:
+            self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except RuntimeError as error:  # what its processes said is in the log above; this one says little
+            raise ValueError(
+                f"vLLM did not start with --slots={options.slots} --maximum_tokens={options.maximum_tokens}"
+                f"{'' if on_cpu else f' --device_memory={device_memory}'}: {error}"
+            ) from error
 
     def _check_head_size(self) -> None:
         """vLLM itself would start, and die at the first request."""
@@ -126,6 +152,26 @@ class Vllm:
         sizes = CPUAttentionBackend.get_supported_head_sizes()
         if self.config.head_dim not in sizes:
             raise ValueError(f"{self.options.model}: head size {self.config.head_dim}; on a CPU vLLM has {sizes} only")
+
+    def _booked(self, sequences: int, positions: int) -> int:
+        """The bytes of the cache. Raises ValueError where this machine has too little memory for it.
+
+        On a GPU vLLM itself looks at what there is; on a CPU the system promises any amount, and kills the process
+        when it is used.
+        """
+        cache, item = self._cache_bytes(sequences, positions), {"float32": 4, "bfloat16": 2}
+        parameters = sum(map(math.prod, hf_tensors(self.config).values()))
+        booked = Booking(
+            slots=self.options.slots,
+            maximum_tokens=self.maximum_tokens,
+            token=-(-cache // (self.options.slots * self.maximum_tokens)),
+            weights=parameters * item[self.options.compute_dtype],
+            host_copy=parameters * item[self.options.sync_dtype],
+            versions=1,  # written in place
+        )
+        process = memory.resident()
+        logging.info("%s", booked.check(device=None, host=memory.available() + process, process=process))
+        return cache
 
     def _cache_bytes(self, sequences: int, positions: int) -> int:
         """Of a worker's key/value cache that holds so many whole sequences, so that none is ever put aside."""
@@ -160,11 +206,11 @@ class Vllm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from rollout_server.engines.vllm.interruption import KEY
+        from rollout_server.engines.vllm import expert_record, interruption
 
-        sampling, interruption = request.sampling, request.interruption
+        sampling, phrase = request.sampling, request.interruption.text_token_ids
         budget = ThinkingBudget.arguments(request, wanted, maximum_tokens=self.maximum_tokens)
-        thinks = wanted.thinking_budget > 0 and len(interruption.text_token_ids) > 0
+        thinks = wanted.thinking_budget > 0 and len(phrase) > 0
         # A stop token in the phrase must not stop: then the caller alone, who follows the budget, ends the request.
         stops = set(sampling.stop_token_ids)
         return SamplingParams(
@@ -173,23 +219,30 @@ class Vllm:
             top_k=sampling.top_k,
             seed=wanted.seed & (2**63 - 1),
             max_tokens=ThinkingBudget(**budget).longest,
-            stop_token_ids=sorted(stops) if stops.isdisjoint(interruption.text_token_ids) else [],
+            stop_token_ids=sorted(stops) if stops.isdisjoint(phrase) else [],
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={KEY: budget} if thinks else None,
+            extra_args={
+                **({interruption.KEY: budget} if thinks else {}),
+                **({expert_record.KEY: True} if request.router_replay else {}),
+            },
         )
 
+    def new_name(self) -> str:
+        """For a request of `generate`."""
+        return f"completion-{next(self._names)}"
+
     async def generate(
-        self, request: GroupRequest, wanted: CompletionRequest, *, salt: str
+        self, name: str, request: GroupRequest, wanted: CompletionRequest, *, salt: str
     ) -> AsyncGenerator[tuple[Sequence[int], Sequence[float], int], None]:
         """Yields (tokens, their log-probabilities, prompt tokens computed) as they come. Closing it ends the request.
 
         Completions with another salt share no keys and values with this one.
         """
-        name, finished = f"completion-{next(self._names)}", False
+        finished = False
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
         prefilled = 0  # told with the first tokens only
         try:
@@ -202,6 +255,13 @@ class Vllm:
         finally:
             if not finished and not self.over:
                 await self.engine.abort(name)
+
+    async def experts(self, name: str) -> np.ndarray:
+        """[tokens fed, layers, experts per token] uint8 | uint16 of a request with router_replay, once it has ended."""
+        told = await self.engine.collective_rpc("scalerl_experts", args=(name,))
+        ids = next(one for one in told if one is not None)
+        config = self.config
+        return np.frombuffer(ids, expert_dtype(config.experts)).reshape(-1, config.layers, config.experts_per_token)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Log-probabilities [tokens] float32 at temperature 1; the first is 0."""

@@ -130,13 +130,17 @@ class VllmEngine(QueuedEngine):
     async def _sample(self, sequence: Sequence) -> None:
         """One sequence in its slot. It is cancelled where the slot is taken away."""
         try:
-            tokens = self._vllm.generate(sequence.request, sequence.wanted, salt=str(self._loads))
+            name = self._vllm.new_name()
+            tokens = self._vllm.generate(name, sequence.request, sequence.wanted, salt=str(self._loads))
             async with contextlib.aclosing(tokens):
                 async for token_ids, logprobs, prefilled in tokens:
                     self._queue.counters.prefill_tokens += prefilled
                     sequence.take(token_ids, logprobs, self._step)  # vLLM may be a step ahead of the budget
                     if sequence.finish_reason:
                         break
+            if sequence.request.router_replay:
+                experts = await self._vllm.experts(name)
+                sequence.begin_experts(experts, len(experts))
         except Exception as error:
             log.exception("vLLM could not go on with a completion")
             self._fail(error)

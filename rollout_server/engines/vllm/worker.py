@@ -43,7 +43,9 @@ class WeightAccess:
         rank, workers = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._scalerl_sync_dtype = _DTYPES[sync_dtype]
         self._scalerl_pieces: dict[str, Piece] = pieces(config, rank, workers)
-        self._scalerl_parameters = {name: p.data for name, p in self.model_runner.model.named_parameters()}
+        # Releases differ in whether experts' parameters lie in a module of their own.
+        named = self.model_runner.model.named_parameters()
+        self._scalerl_parameters = {name.replace(".routed_experts.", "."): p.data for name, p in named}
         self._scalerl_memory: tuple[tuple[str, int], mmap.mmap] | None = None
         for name, piece in self._scalerl_pieces.items():
             parameter = self._scalerl_parameters.get(piece.parameter)

@@ -5,6 +5,12 @@ A family is a module with
     ARCHITECTURE             transformers' class
     ROWS                     its weights, in the order in which they are sent and stored (rows.py)
     layer(w, x, attend)      one layer; training, prefill and decode pass different `attend`
+    FIELDS                   field of DecoderConfig -> its key in config.json, of those that only some families have;
+                             such a field is an int, a bool or a float, and the key must be there (left out: none)
+    ALIASES                  other name of such a key -> its name (left out: none)
+    plain(config)            a config.json of the family, with what can be said in several ways said in one (left out)
+    IN_VLLM                  False: vLLM keeps weights in an order that this table cannot say (left out: True)
+    ONLY                     key of config.json -> the one value of it that this file computes (left out: none)
 
 In `layer`, x is [..., width], `w` the weights of one layer as decoder.Layer applies them, and attend(q, k, v) takes
 q [..., heads, h], k and v [..., kv_heads, h] to [..., heads, h]. A new family is a new file here and its row below:
@@ -15,6 +21,14 @@ Nothing here imports jax: a generator reads the rows where there is none.
 
 from types import ModuleType
 
-from scalerl_jax.model.families import llama, qwen3
+from scalerl_jax.model.families import llama, llama4, qwen2, qwen3, qwen3_moe
 
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
+FAMILIES: dict[str, ModuleType] = {
+    "llama": llama,
+    "llama4_text": llama4,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
+# model_type of a model that reads images too -> its text model, in text_config; its tensors begin with language_model.
+WITH_IMAGES = {"llama4": "llama4_text"}

@@ -1,4 +1,4 @@
-"""The weights and the two halves of a dense layer, for the families that have them.
+"""The weights and the two halves of a dense layer, for the families that have them; a family's own parts are optional.
 
 x += output(attend(rope(norm(query(h))), rope(norm(key(h))), value(h)))   h = rms_norm(x)
 x += down(silu(gate(h)) * up(h))                                          h = rms_norm(x)
@@ -7,9 +7,9 @@ x += down(silu(gate(h)) * up(h))                                          h = rm
 from collections.abc import Callable
 from typing import Any
 
-from scalerl_jax.model.families.rows import WeightRow, norm
+from scalerl_jax.model.families.rows import WeightRow, bias, norm
 
-_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+_QKV, _QKV_BIAS, _GATE_UP = "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "mlp.gate_up_proj.weight"
 
 EMBED = (WeightRow("embed", "model.embed_tokens.weight", ("vocabulary", "width"), layered=False),)
 ATTENTION = (
@@ -18,6 +18,11 @@ ATTENTION = (
     WeightRow("key", "self_attn.k_proj.weight", ("kv_heads", "width"), fused=_QKV),
     WeightRow("value", "self_attn.v_proj.weight", ("kv_heads", "width"), fused=_QKV),
     WeightRow("output", "self_attn.o_proj.weight", ("width", "heads"), "residual"),
+)
+BIASES = (
+    bias("query_bias", "self_attn.q_proj.bias", "heads", fused=_QKV_BIAS),
+    bias("key_bias", "self_attn.k_proj.bias", "kv_heads", fused=_QKV_BIAS),
+    bias("value_bias", "self_attn.v_proj.bias", "kv_heads", fused=_QKV_BIAS),
 )
 HEAD_NORMS = (
     norm("query_norm", "self_attn.q_norm.weight", "head"),
@@ -35,10 +40,13 @@ AFTER = (
 )
 
 
-def attention(w: Any, x: Any, attend: Callable[..., Any], *, head_norms: bool) -> Any:
-    """x [..., width] -> like x. head_norms: RMSNorm on each head's query and key."""
+def attention(w: Any, x: Any, attend: Callable[..., Any], *, biases: bool = False, head_norms: bool = False) -> Any:
+    """x [..., width] -> like x. biases: on query, key and value; head_norms: RMSNorm on each head's query and key."""
     with w.scope("attention"):
-        q, k, v = (w.heads(y) for y in w.project(w.norm(x, "attention_norm"), "query", "key", "value"))
+        qkv = w.project(w.norm(x, "attention_norm"), "query", "key", "value")
+        if biases:
+            qkv = w.add(qkv, "query_bias", "key_bias", "value_bias")
+        q, k, v = (w.heads(y) for y in qkv)
         if head_norms:
             q, k = w.norm(q, "query_norm"), w.norm(k, "key_norm")
         mixed = attend(w.rotate(q), w.rotate(k), v)

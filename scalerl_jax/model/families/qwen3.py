@@ -6,6 +6,7 @@ from typing import Any
 from scalerl_jax.model.families import dense
 
 ARCHITECTURE = "Qwen3ForCausalLM"
+ONLY = {"attention_bias": False}
 ROWS = (*dense.EMBED, *dense.ATTENTION, *dense.HEAD_NORMS, *dense.MLP, *dense.AFTER)
 
 

@@ -9,16 +9,21 @@ class WeightRow:
 
     A dimension's name gives its size (tensor_layout.sizes), the mesh axis along which the trainer cuts it
     (sharding.RULES), and whether vLLM's workers cut it (tensor_layout.CUT). Matrices of layers are [out, in] in the
-    files, as in `dimensions`, and [in, out] in the trainer's tree; any other tensor is the same in both.
+    contract, as in `dimensions`, and [in, out] in the trainer's tree; any other tensor is the same in both, so experts
+    are [experts, out, in] everywhere. Files may hold each expert by itself: then `stored` is its name, with {} for the
+    expert's number; or all of them the other way round, and several weights side by side: then there are `columns`.
     """
 
     leaf: str  # of the trainer's parameter tree
     name: str  # Hugging Face's
     dimensions: tuple[str, ...]  # as in the files
-    initial: str = "normal"  # normal | residual: smaller, the end of a residual branch | ones
+    initial: str = "normal"  # normal | residual: smaller, the end of a residual branch | ones | zeros
     fused: str = ""  # vLLM's parameter that holds it, and others of that name after it; empty: one of its own
     decays: bool = True  # weight decay
     layered: bool = True
+    stored: str = ""  # in the files, where those hold it otherwise; empty: as `name`
+    # (n, of): it is the n-th of so many parts of `stored`'s last dimension, [experts, in, of * out]
+    columns: tuple[int, int] | None = None
 
     @property
     def transposed(self) -> bool:
@@ -30,7 +35,17 @@ class WeightRow:
         own = self.dimensions[::-1] if self.transposed else self.dimensions
         return ("layers", *own) if self.layered else own
 
+    @property
+    def side(self) -> int:
+        """The axis, in the trainer's tree, of the outputs: along it weights that share a product stand side by side."""
+        return -1 if self.transposed or len(self.dimensions) < 2 else -2
+
 
 def norm(leaf: str, name: str, dimension: str = "scale", *, layered: bool = True) -> WeightRow:
     """The scale of an RMSNorm."""
     return WeightRow(leaf, name, (dimension,), "ones", decays=False, layered=layered)
+
+
+def bias(leaf: str, name: str, dimension: str, *, fused: str) -> WeightRow:
+    """Of the outputs of a product."""
+    return WeightRow(leaf, name, (dimension,), "zeros", fused=fused, decays=False)

@@ -114,7 +114,9 @@ function columns(what) {
   const series = [{}];
   const bands = [];
   for (const one of what.series) {
-    const kept = one.x.map((value, at) => at).filter((at) => known(one.x[at]) && (!what.x.log || one.x[at] > 0));
+    const kept = one.x
+      .map((value, at) => at)
+      .filter((at) => known(one.x[at]) && (!what.x.log || one.x[at] > 0) && (!one.sparse || known(one.y[at])));
     const pick = (values) => kept.map((at) => values[at]);
     const parts = [pick(one.x), pick(one.y)];
     const stroke = colour(one.colour);

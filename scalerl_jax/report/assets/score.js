@@ -6,6 +6,13 @@ const AXES = {
   step: { title: 'updates', form: (value) => `update ${Math.round(value)}`, ticks: short },
 };
 
+const ALL = '';
+
+// The score of one environment of a mixture, or of the whole run; a run without that environment has none to show.
+function scoreOf(run, state) {
+  return state.part === ALL ? run.score : run.score.environments[state.part];
+}
+
 function scoreSection() {
   const body = section('score', 'Pass rate against compute');
   const evaluated = RUNS.filter((run) => run.score.evaluations.step.length);
@@ -13,11 +20,19 @@ function scoreSection() {
     body.append(make('p', { class: 'none', text: 'No evaluation is done yet.' }));
     return body;
   }
-  const state = { axis: 'device_hours', scale: 'linear', all: true, half: evaluated.length === 1 };
+  const state = { axis: 'device_hours', scale: 'linear', part: ALL, all: true, half: evaluated.length === 1 };
+  const parts = [...new Set(evaluated.flatMap((run) => Object.keys(run.score.environments)))];
   const host = make('div');
   const legend = make('ul', { class: 'legend' });
   const said = make('div', { class: 'said' });
-  const redraw = () => drawScore(host, legend, said, evaluated, state);
+  const redraw = () =>
+    drawScore(
+      host,
+      legend,
+      said,
+      evaluated.filter((run) => scoreOf(run, state)),
+      state,
+    );
   const change = (name) => (value) => {
     state[name] = value;
     redraw();
@@ -25,6 +40,9 @@ function scoreSection() {
   const controls = make(
     'div',
     { class: 'controls' },
+    parts.length
+      ? choice('part', 'Environment', [[ALL, 'All'], ...parts.map((name) => [name, name])], state.part, change('part'))
+      : null,
     choice(
       'axis',
       'Compute',
@@ -74,8 +92,8 @@ function scoreSection() {
       ),
   );
   body.append(make('div', { class: 'card' }, controls, legend, host, said, numbers));
-  const parts = taskCharts(evaluated);
-  if (parts) body.append(parts);
+  const charts = partCharts(evaluated);
+  if (charts) body.append(charts);
   body.drawn = redraw;
   return body;
 }
@@ -88,8 +106,8 @@ function drawScore(host, legend, said, runs, state) {
   runs.forEach((run) => {
     const at = RUNS.indexOf(run);
     const name = RUNS.length > 1 ? run.name : '';
-    const rows = run.score.evaluations;
-    const curves = run.score.curves[state.axis] || {};
+    const { evaluations: rows, curves: every } = scoreOf(run, state);
+    const curves = every[state.axis] || {};
     const single = RUNS.length === 1;
     const mine = single ? 'ink' : runColour(at);
     const fits = [];
@@ -132,9 +150,9 @@ function drawScore(host, legend, said, runs, state) {
   series.sort((one, other) => Number(Boolean(one.points)) - Number(Boolean(other.points)));
   legend.replaceChildren(...marks.map(([mark, text]) => make('li', {}, mark, make('span', { text }))));
   const [low, high] = xRange(series, state);
-  const first = runs[0].score.evaluations;
+  const first = scoreOf(runs[0], state).evaluations;
   drawChart(host, {
-    label: `Pass rate against ${axis.title}. ${runs.map(oneSentence).join(' ')} Arrow keys go through the evaluations.`,
+    label: `Pass rate against ${axis.title}. ${runs.map((run) => oneSentence(run, state)).join(' ')} Arrow keys go through the evaluations.`,
     height: 380,
     x: { ...axis, log: state.scale === 'log', range: [low, high] },
     y: { form: decimals, ticks: evenTicks(decimals), range: yRange(series) },
@@ -147,7 +165,7 @@ function drawScore(host, legend, said, runs, state) {
         : `${axis.title}; drag to zoom, double-click to see all`,
     say: (x) => sayScore(runs, state, x),
   });
-  const words = runs.flatMap((run) => verdicts(run, state.axis));
+  const words = runs.flatMap((run) => verdicts(run, state));
   if (runs.length === 1 || !words.length) said.replaceChildren(...words);
   else {
     const open = said.querySelector('details[open]') !== null;
@@ -158,8 +176,8 @@ function drawScore(host, legend, said, runs, state) {
 function sayScore(runs, state, x) {
   return runs
     .map((run) => {
-      const rows = run.score.evaluations;
-      const curve = (run.score.curves[state.axis] || {}).all;
+      const { evaluations: rows, curves } = scoreOf(run, state);
+      const curve = (curves[state.axis] || {}).all;
       const last = Math.max(...rows[state.axis]);
       const name = RUNS.length > 1 ? `${run.name}: ` : '';
       if (x > last * 1.01 && curve && curve.x) {
@@ -202,8 +220,8 @@ function barEnds(one) {
   );
 }
 
-function oneSentence(run) {
-  const rows = run.score.evaluations;
+function oneSentence(run, state) {
+  const rows = scoreOf(run, state).evaluations;
   const last = rows.step.length - 1;
   const [first, latest] = [decimals(rows.pass_rate[0]), decimals(rows.pass_rate[last])];
   return `${run.name}: ${last + 1} evaluations, from ${first} to ${latest} at update ${rows.step[last]}.`;
@@ -214,8 +232,9 @@ function between(level, low, high) {
 }
 
 // What the fits of a run say, in words.
-function verdicts(run, axis) {
-  const curves = run.score.curves[axis];
+function verdicts(run, state) {
+  const { axis } = state;
+  const curves = scoreOf(run, state).curves[axis];
   if (!curves) return [];
   const name = RUNS.length > 1 ? `${run.name}: ` : '';
   const out = [];
@@ -234,57 +253,68 @@ function verdicts(run, axis) {
 
 // ---- parts of a mixture
 
-function taskCharts(runs) {
-  const mixed = runs.filter((run) => run.score.tasks.length);
-  if (!mixed.length) return null;
-  const body = make('div', { class: 'grid wide' });
-  for (const run of mixed) {
-    const tasks = [...run.score.tasks].sort((one, other) =>
-      one.name.localeCompare(other.name, 'en', { numeric: true }),
-    );
-    const x = run.score.evaluations.step;
-    const series = tasks.map((task, at) => ({
-      name: task.name,
-      colour: runColour(at),
-      dash: runDash(at),
-      x,
-      y: task.pass_rate,
+function partCharts(runs) {
+  const cards = runs.flatMap((run) => {
+    const environments = Object.entries(run.score.environments).map(([name, { evaluations }]) => ({
+      name,
+      prompts: evaluations.prompts.at(-1),
+      step: evaluations.step,
+      pass_rate: evaluations.pass_rate,
+      left_out: 0,
     }));
-    const host = make('div');
-    const marks = tasks.map((task, at) =>
-      make('li', {}, swatch(runColour(at)), make('span', { text: `${task.name} (${task.prompts})` })),
-    );
-    const latest = tasks.map((task) => `${task.name} ${decimals(task.pass_rate.at(-1))}`);
-    const left = run.score.tasks[0].left_out;
-    const card = make(
-      'div',
-      { class: 'card' },
-      make('h3', { text: RUNS.length > 1 ? `By task: ${run.name}` : 'By task' }),
-      make('p', {
-        class: 'what',
-        text:
-          'held-out pass rate of each part, its prompts in brackets' +
-          (left ? `; ${left} smaller parts are left out` : ''),
-      }),
-      make('ul', { class: 'legend' }, ...marks),
-      host,
-      tableOf('Pass rate by task', ['update', ...tasks.map((task) => task.name)], () =>
-        x.map((step, at) => [step, ...tasks.map((task) => decimals(task.pass_rate[at]))]),
-      ),
-    );
-    card.drawn = () =>
-      drawChart(host, {
-        label: `Pass rate by task against updates: ${latest.join(', ')}.`,
-        height: 260,
-        x: { ...AXES.step, range: [x[0], Math.max(x[0] + 1, x.at(-1))] },
-        y: { form: decimals, ticks: evenTicks(decimals), range: yRange(series) },
-        series,
-        stops: x,
-        rest: 'updates',
-      });
-    body.append(card);
-  }
-  return body;
+    const tasks = run.score.tasks.map((task) => ({ ...task, step: run.score.evaluations.step }));
+    return [
+      ['environment', environments],
+      ['task', tasks],
+    ]
+      .filter(([, parts]) => parts.length)
+      .map(([kind, parts]) => partChart(run, kind, parts));
+  });
+  return cards.length ? make('div', { class: 'grid wide' }, ...cards) : null;
+}
+
+function partChart(run, kind, unsorted) {
+  const parts = [...unsorted].sort((one, other) => one.name.localeCompare(other.name, 'en', { numeric: true }));
+  const x = run.score.evaluations.step;
+  const series = parts.map((part, at) => ({
+    name: part.name,
+    colour: runColour(at),
+    dash: runDash(at),
+    x: part.step,
+    y: part.pass_rate,
+  }));
+  const host = make('div');
+  const marks = parts.map((part, at) =>
+    make('li', {}, swatch(runColour(at)), make('span', { text: `${part.name} (${part.prompts})` })),
+  );
+  const latest = parts.map((part) => `${part.name} ${decimals(part.pass_rate.at(-1))}`);
+  const left = parts[0].left_out;
+  const card = make(
+    'div',
+    { class: 'card' },
+    make('h3', { text: RUNS.length > 1 ? `By ${kind}: ${run.name}` : `By ${kind}` }),
+    make('p', {
+      class: 'what',
+      text:
+        'held-out pass rate of each part, its prompts in brackets' + (left ? `; ${left} smaller parts are left out` : ''),
+    }),
+    make('ul', { class: 'legend' }, ...marks),
+    host,
+    tableOf(`Pass rate by ${kind}`, ['update', ...parts.map((part) => part.name)], () =>
+      x.map((step) => [step, ...parts.map((part) => decimals(part.pass_rate[part.step.indexOf(step)]))]),
+    ),
+  );
+  card.drawn = () =>
+    drawChart(host, {
+      label: `Pass rate by ${kind} against updates: ${latest.join(', ')}.`,
+      height: 260,
+      x: { ...AXES.step, range: [x[0], Math.max(x[0] + 1, x.at(-1))] },
+      y: { form: decimals, ticks: evenTicks(decimals), range: yRange(series) },
+      series,
+      stops: x,
+      rest: 'updates',
+    });
+  return card;
 }
 
 // ---- the head of the page

@@ -41,6 +41,7 @@ class Expected:
     head_dtype: str = "float32"
     head_precision: str = "default"  # default | highest
     maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
+    router_replay: bool = False  # the server must be able to tell the experts of its completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,11 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
             f"server {server}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
             f"{expected.maximum_tokens} (longest prompt, thinking and answer budgets, interruption phrase); "
             "its flag is --maximum_tokens"
+        )
+    if expected.router_replay and not status.router_replay:
+        raise ProbeError(
+            f"server {server}: config.rollout.router_replay needs the experts of each token, and it does not tell "
+            "them; start it with --router_replay"
         )
 
 

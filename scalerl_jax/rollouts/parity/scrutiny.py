@@ -16,8 +16,8 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import Batch
-from scalerl_jax.learner.packing import plain
-from scalerl_jax.learner.step import Learner, Pending
+from scalerl_jax.learner.packing import Segment
+from scalerl_jax.learner.step import Learner, Pending, scored_only
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, Process
 from scalerl_jax.rollouts.parity.handshake import Probe
@@ -63,13 +63,13 @@ class Scrutiny:
     def look(self, groups: Sequence[FinishedGroup], batch: Batch) -> Look:
         """Computes the batch's gradient, and judges the log-probs that this needs, and a few more."""
         beside = self._chosen(groups, but=set(batch.origins))
-        sequences = self._tokens(groups, beside)
+        others = self._segments(groups, beside)
         pending = None
         if batch.segments:
-            pending = self._learner.differentiate(batch.segments, [plain(tokens) for tokens in sequences])
+            pending = self._learner.differentiate(batch.segments, others)
             logprobs = pending.logprobs()
         else:
-            logprobs = self._learner.score(sequences) if sequences else []
+            logprobs = self._learner.score(others) if others else []
         began = time.monotonic()
         scored = _scored(groups, [*batch.origins, *beside], logprobs)
         clean = self._judge(scored)
@@ -130,7 +130,7 @@ class Scrutiny:
         chosen = self._chosen(groups)
         if not chosen:
             return True
-        found = self._parity.judge(_scored(groups, chosen, self._learner.score(self._tokens(groups, chosen))))
+        found = self._parity.judge(_scored(groups, chosen, self._learner.score(self._segments(groups, chosen))))
         for finding in found:
             # A group of an evaluation is a few completions: whoever spoils one has all of its evaluation taken back.
             self._dismiss(finding._replace(numbers=None))
@@ -143,12 +143,12 @@ class Scrutiny:
             (p, i) for p, i in places if (p, i) not in but and self._parity.chosen(groups[p].completions[i].group_id, i)
         ]
 
-    def _tokens(self, groups: Sequence[FinishedGroup], places: Sequence[Place]) -> list[np.ndarray]:
+    def _segments(self, groups: Sequence[FinishedGroup], places: Sequence[Place]) -> list[Segment]:
         """Prompt and completion at each place; they count as scored."""
-        sequences = [np.concatenate([groups[p].row.token_ids, groups[p].completions[i].token_ids]) for p, i in places]
+        segments = [scored_only(groups[p].row.token_ids, groups[p].completions[i]) for p, i in places]
         self._row["scored"] += len(places)
-        self._row["scored_tokens"] += sum(map(len, sequences))
-        return sequences
+        self._row["scored_tokens"] += sum(len(segment.tokens) for segment in segments)
+        return segments
 
     # ---- what is written down
 

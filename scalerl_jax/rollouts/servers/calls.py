@@ -31,6 +31,7 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.probe_samples import check_whole
+from scalerl_jax.rollouts.servers.room import room
 from scalerl_jax.rollouts.servers.server_state import ServerState
 
 _log = logging.getLogger(__name__)
@@ -76,18 +77,18 @@ class Calls:
         return all(call.buffer is buffer for call in self._calls.values())
 
     def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
-        """How many completions more to ask of it, and whether a group may be asked for in parts.
-
-        All its slots, and beyond them enough waiting work that no slot stands empty for want of a request: one group,
-        and as much more as it finishes in the time that a completion typically takes, at most a quarter of its slots.
-        So a slow server does not sit on work that others could begin sooner. And no more than it has earned.
-        """
-        slots, queue = self._server.status.slots, self._server.status.queue_capacity
-        more = slots // 4
-        if typical_seconds > 0 and self.finishes:
-            more = min(more, sum(at > now - typical_seconds for at in self.finishes))
-        claimed, earned = slots + min(queue, group_size + more), self._server.record.allowance(group_size)
-        return min(claimed, earned) - self.in_flight, min(queue, earned) < group_size
+        """How many completions more to ask of it, and whether a group may be asked for in parts; see room.py."""
+        server = self._server
+        return room(
+            slots=server.status.slots,
+            queue=server.status.queue_capacity,
+            in_flight=self.in_flight,
+            finishes=self.finishes,
+            typical_seconds=typical_seconds,
+            now=now,
+            allowance=server.record.allowance(group_size),
+            group_size=group_size,
+        )
 
     def ask(self, buffer: GroupBuffer, rollout: RolloutRequest) -> None:
         """Asks for its completions; each is handed on as it comes, the rest when the call ends."""

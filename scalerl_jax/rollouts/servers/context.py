@@ -13,7 +13,7 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.requests import Requests, spread_probes
 from scalerl_jax.rollouts.servers.offences import Records
-from scalerl_jax.rollouts.servers.validate import validate
+from scalerl_jax.rollouts.servers.validate import Routed, validate
 from scalerl_jax.rollouts.weights.publisher import Publisher
 
 
@@ -27,6 +27,7 @@ class Servers:
     resolve: Callable[[], Sequence[str]] | None = None
     credentials: security.Credentials = security.PLAIN
     vocabulary: int = 0  # of the policy; token ids are below it. 0: not known
+    routed: Routed | None = None  # of the policy; None: it has no experts
     # Raises ProbeError on the status of a server that is not one for this run.
     check: Callable[[str, pb.StatusReply], None] = lambda server, status: None
 
@@ -70,5 +71,6 @@ class ClientContext:
         completion = codec.completion_from_proto(message)
         newest = self.publisher.latest
         assert newest is not None  # nothing is asked of a server before it holds a version
-        validate(completion, request, newest=newest, vocabulary=self.servers.vocabulary)
+        of_policy = self.servers
+        validate(completion, request, newest=newest, vocabulary=of_policy.vocabulary, routed=of_policy.routed)
         return completion

@@ -5,17 +5,30 @@ tokens. Here it is held against the request. Whatever fails names the server as 
 a server sent is never judged, stored or trained on.
 """
 
+import itertools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from scalerl_jax.contract.codec import Completion, GroupRequest
 
 
-def validate(completion: Completion, request: GroupRequest, *, newest: int, vocabulary: int) -> None:
+class Routed(NamedTuple):
+    """How a mixture of experts routes a token."""
+
+    layers: int
+    experts_per_token: int
+    experts: int
+
+
+def validate(
+    completion: Completion, request: GroupRequest, *, newest: int, vocabulary: int, routed: Routed | None = None
+) -> None:
     """Raises ValueError naming the completion and what is wrong with it.
 
     newest: the latest version that any server can hold. vocabulary: token ids are below it; 0: not known.
+    routed: of the policy; None: it has no experts.
     """
     name = f"completion {completion.group_id!r}/{completion.index}"
     if completion.incarnation != request.incarnation or completion.group_id != request.group_id:
@@ -51,3 +64,18 @@ def validate(completion: Completion, request: GroupRequest, *, newest: int, voca
     stops = request.sampling.stop_token_ids
     if completion.finish_reason == "stop" and stops and int(tokens[-1]) not in stops:
         raise ValueError(f"{name} has stopped, and its last token {tokens[-1]} is not one to stop at")
+    if request.router_replay and routed is not None:
+        _check_experts(name, completion.experts, len(request.prompt) + len(tokens) - 1, routed)
+
+
+def _check_experts(name: str, experts: np.ndarray | None, fed: int, routed: Routed) -> None:
+    if experts is None:
+        raise ValueError(f"{name} does not tell its experts")
+    wanted = (fed, routed.layers, routed.experts_per_token)
+    if experts.shape != wanted:
+        raise ValueError(f"{name} tells experts {list(experts.shape)}, and not {list(wanted)}")
+    if experts.max() >= routed.experts:
+        raise ValueError(f"{name} has expert {experts.max()}, of {routed.experts}")
+    for one, other in itertools.combinations(range(routed.experts_per_token), 2):
+        if (experts[..., one] == experts[..., other]).any():
+            raise ValueError(f"{name} sends a token to one expert twice")

@@ -94,5 +94,7 @@ class DeltaCache:
         dense = deltas[0].elements * ITEM_BYTES
         if max(delta.nbytes for delta in deltas) > MAXIMUM_DELTA_SHARE * dense:
             return None
+        if len(deltas) > 1 and any(isinstance(t, tuple) for delta in deltas for t in delta.tensors.values()):
+            return None  # blocks of an older version, which a newer one has changed in places
         merged = await asyncio.get_running_loop().run_in_executor(self._worker, merge, deltas)
         return merged if merged.nbytes <= MAXIMUM_DELTA_SHARE * dense else None

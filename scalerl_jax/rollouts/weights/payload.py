@@ -3,6 +3,8 @@
     dense   the tensors' bytes one after another, in the header's order
     delta   what changed in each of them, in the header's order: gaps, then replacement values
 
+A part of a version (a trainer of several hosts sends one from each) has blocks in the place of whole tensors.
+
 The payload is never put together: chunks are cut from the arrays it is made of. See contract/rollout.proto.
 """
 
@@ -14,8 +16,10 @@ import numpy as np
 from scalerl_jax.contract import chunks, codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.weight_delta import Sparse, WeightDelta
+from scalerl_jax.contract.weight_parts import Blocks, Part
 
 Tensors = Mapping[str, np.ndarray]  # Hugging Face names, complete, in sync dtype
+TensorBlocks = Mapping[str, Blocks]  # likewise, of each tensor what this host sends
 
 
 class Payload:
@@ -63,20 +67,47 @@ def dense(version: codec.Version, tensors: Tensors, digests: Mapping[str, int], 
     return Payload(header, list(tensors.values()), chunk_bytes=chunk_bytes)
 
 
-def sparse(incarnation: int, delta: WeightDelta, *, chunk_bytes: int) -> Payload:
-    """The payload of a delta."""
+def dense_part(
+    version: codec.Version,
+    tensors: TensorBlocks,
+    digests: Mapping[str, int],
+    *,
+    dtype: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    part: Part,
+    chunk_bytes: int,
+) -> Payload:
+    """digests: of what this host sends of the tensors; none for those that have none."""
+    header = pb.WeightHeader(target=codec.version_to_proto(version), part=part.index, parts=part.count)
+    pieces = []
+    for name, blocks in tensors.items():
+        info = header.tensors.add(name=name, dtype=dtype, shape=shapes[name], digest=digests.get(name))
+        pieces += _add_blocks(info, blocks)
+    return Payload(header, pieces, chunk_bytes=chunk_bytes)
+
+
+def _add_blocks(info: pb.TensorInfo, blocks: Blocks) -> list[np.ndarray]:
+    for block in blocks:
+        info.blocks.add(start=block.start, size=block.values.shape)
+    return [block.values for block in blocks]
+
+
+def sparse(incarnation: int, delta: WeightDelta, *, chunk_bytes: int, part: Part | None = None) -> Payload:
+    """The payload of a delta, or of this host's part of one."""
     assert delta.base is not None
     header = pb.WeightHeader(
         target=pb.Version(incarnation=incarnation, step=delta.step),
         base=pb.Version(incarnation=incarnation, step=delta.base),
     )
+    if part is not None:
+        header.part, header.parts = part.index, part.count
     pieces = []
-    for name, part in delta.tensors.items():
+    for name, found in delta.tensors.items():
         info = header.tensors.add(name=name, dtype="bfloat16", shape=delta.shapes[name], digest=delta.digests[name])
-        if isinstance(part, Sparse):
-            info.changed, info.gap_bytes = part.changed, part.gaps.nbytes
-            pieces += [part.gaps, part.values]
+        if isinstance(found, Sparse):
+            info.changed, info.gap_bytes = found.changed, found.gaps.nbytes
+            pieces += [found.gaps, found.values]
         else:
             info.dense = True
-            pieces.append(part)
+            pieces += [found] if isinstance(found, np.ndarray) else _add_blocks(info, found)
     return Payload(header, [piece for piece in pieces if piece.size], chunk_bytes=chunk_bytes)

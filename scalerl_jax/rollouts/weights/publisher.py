@@ -13,13 +13,17 @@ brought to the host in any case, since the next deltas lead on from it.
 
 Servers that need the same at the same time relay it to each other (relay_tree.py), so that what leaves the trainer does
 not grow with the fleet.
+
+On several hosts this is the first one's: it sends its own part, and has the others send theirs (parts.py).
 """
 
 import asyncio
 import collections
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.rpc import Stub
@@ -28,11 +32,13 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.loop_thread import log_fault, watched
 from scalerl_jax.rollouts.weights import payload as payload_lib
 from scalerl_jax.rollouts.weights.deltas import DeltaCache
-from scalerl_jax.rollouts.weights.payload import Payload, Tensors
-from scalerl_jax.rollouts.weights.push import Push, PushReport, report_of
+from scalerl_jax.rollouts.weights.parts import PartPush, Parts
+from scalerl_jax.rollouts.weights.payload import Payload, TensorBlocks, Tensors
+from scalerl_jax.rollouts.weights.push import Push, PushReport, report_of, together
 from scalerl_jax.rollouts.weights.relay_tree import NO_TREE, Tree, Trees
 
-Source = Tensors | Callable[[], Tensors]
+# Of several hosts: a function that brings this one's blocks of each tensor.
+Source = Tensors | Callable[[], Tensors] | Callable[[], TensorBlocks]
 
 # A server whose tree loses its root joins another; after so many it gets a stream of its own.
 ATTEMPTS = 3
@@ -49,17 +55,21 @@ class Publisher:
         delta_bytes: int = 0,
         event: Callable[[dict[str, Any]], None] = lambda fields: None,
         relay: bool = True,
+        parts: Parts | None = None,
         fail: Callable[[BaseException], None] = log_fault,
     ):
         """delta_bytes: of the deltas kept. event: called on the loop with what each version changed.
 
-        relay: servers send versions on to each other; else each gets them from here. fail: told on the loop of every
-        fault of ours, whoever it hits: an exception while a version is made, cut or sent.
+        relay: servers send versions on to each other; else each gets them from here. parts: of a trainer of several
+        hosts. fail: told on the loop of every fault of ours, whoever it hits: an exception while a version is made, cut
+        or sent.
         """
         self._incarnation, self._chunk_bytes = incarnation, chunk_bytes
         self._sources: dict[int, Source] = {}
         self._payloads: dict[tuple[int | None, int], asyncio.Task[Payload]] = {}  # base, step
         self._retained: collections.Counter[int] = collections.Counter()  # step -> how many evaluations need it
+        self._parts = parts
+        self._pushing: collections.Counter[int] = collections.Counter()  # step -> pushes of it that are under way
         self._fail = fail
         self.deltas = DeltaCache(limit=delta_bytes, event=event, fail=self._fail)
         self._relay, self._trees = relay, Trees(fail=self._fail)
@@ -97,6 +107,19 @@ class Publisher:
             del self._sources[step]
         for key in [key for key in self._payloads if key[1] not in self._sources]:
             del self._payloads[key]
+        if self._parts is not None and self.latest is not None:
+            self._parts.keep(self.latest, sorted({*self._sources, *self._pushing}))
+
+    @contextlib.contextmanager
+    def _held(self, step: int) -> Iterator[None]:
+        """Around a push: the other hosts hold the version as long."""
+        self._pushing[step] += 1
+        try:
+            yield
+        finally:
+            self._pushing[step] -= 1
+            self._pushing += collections.Counter()  # without those at 0
+            self._drop_unneeded()
 
     async def push(
         self, stub: Stub, step: int, process: Process | None = None, *, base: int | None = None, timeout: float
@@ -108,24 +131,32 @@ class Publisher:
         Raises PushRefused (FullSyncNeeded: try again without a base), grpc.RpcError where the connection fails,
         TimeoutError where nothing of it moves for `timeout` seconds; and whatever making the tensors raises.
         """
+        with self._held(step):
+            return await self._push(stub, step, process, base=base, timeout=timeout)
+
+    async def _push(
+        self, stub: Stub, step: int, process: Process | None, *, base: int | None, timeout: float
+    ) -> PushReport:
         source, server_id = self._sources[step], process.server_id if process else ""
+        send = functools.partial(
+            self._send, stub, timeout=timeout, server_id=server_id, address=process.address if process else ""
+        )
         if process is None or not self._relay:
-            payload = await self._payload(base, step, source)
-            return await self._send(stub, payload, timeout=timeout, server_id=server_id)
+            return await send(await self._payload(base, step, source))
         for _ in range(ATTEMPTS):
             async with self._trees.join((base, step), process) as member:
                 payload = await self._payload(base, step, source)
                 if member.tree is not None and member.leads:
-                    return await self._send(stub, payload, timeout=timeout, tree=member.tree, server_id=server_id)
+                    return await send(payload, tree=member.tree)
                 applied = await member.wait(timeout)
                 if applied is not None:
                     return report_of(payload, applied, resent=0, seconds=member.seconds)
             if member.avoid:
                 break
-        return await self._send(stub, payload, timeout=timeout, server_id=server_id)
+        return await send(payload)
 
     async def _send(
-        self, stub: Stub, payload: Payload, *, timeout: float, server_id: str, tree: Tree = NO_TREE
+        self, stub: Stub, payload: Payload, *, timeout: float, server_id: str, tree: Tree = NO_TREE, address: str = ""
     ) -> PushReport:
         """To one server, and through it to those of the tree. Returns when that one is through."""
         tree.begin()
@@ -134,10 +165,35 @@ class Publisher:
         self._streams.add(stream)
         stream.add_done_callback(self._streams.discard)
         try:
-            return await push.report
-        except asyncio.CancelledError:
-            stream.cancel()
+            if self._parts is None:
+                return await push.report
+            asked = self._other_parts(payload, tree.processes or [Process(address, server_id)], timeout)
+            return await together(push.report, asked)
+        except BaseException as error:
+            if self._parts is not None or isinstance(error, asyncio.CancelledError):
+                stream.cancel()
             raise
+
+    async def _other_parts(self, payload: Payload, tree: Sequence[Process], timeout: float) -> list[PushReport]:
+        assert self._parts is not None
+        header = payload.header
+        step, base = header.target.step, header.base.step if payload.is_delta else None
+        self._pushing[step] += 1
+        try:
+            reports = await self._parts.push(
+                PartPush(
+                    header.target.incarnation,
+                    base,
+                    step,
+                    [(process.address, process.server_id) for process in tree],
+                    timeout,
+                )
+            )
+        finally:
+            self._pushing[step] -= 1
+            self._drop_unneeded()
+        self._sent(sum(report.payload_bytes for report in reports))
+        return reports
 
     def _sent(self, count: int) -> None:
         self.sent_bytes += count
@@ -155,7 +211,8 @@ class Publisher:
         delta = await self.deltas.between(base, step)
         if delta is None:
             return await self._payload(None, step, source)
-        return payload_lib.sparse(self._incarnation.value, delta, chunk_bytes=self._chunk_bytes)
+        part = self._parts.part if self._parts is not None else None
+        return payload_lib.sparse(self._incarnation.value, delta, chunk_bytes=self._chunk_bytes, part=part)
 
     async def _dense(self, step: int, source: Source) -> Payload:
         digests = await self.deltas.digests(step)
@@ -163,6 +220,11 @@ class Publisher:
         def make() -> Payload:
             tensors = source() if callable(source) else source
             version = codec.Version(self._incarnation.value, step)
-            return payload_lib.dense(version, tensors, digests, chunk_bytes=self._chunk_bytes)
+            if self._parts is None:
+                return payload_lib.dense(version, cast(Tensors, tensors), digests, chunk_bytes=self._chunk_bytes)
+            return payload_lib.dense_part(
+                version, cast(TensorBlocks, tensors), digests, dtype=self._parts.dtype, shapes=self._parts.shapes,
+                part=self._parts.part, chunk_bytes=self._chunk_bytes,
+            )  # fmt: skip
 
         return await asyncio.get_running_loop().run_in_executor(self._staging, make)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.rpc import Stub
-from scalerl_jax.contract.weight_stream import THEIRS, PushRefused, WeightStream, both, refusal
+from scalerl_jax.contract.weight_stream import THEIRS, FullSyncNeeded, PushRefused, WeightStream, both, refusal
 from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.relay_tree import Tree
 
@@ -51,6 +51,28 @@ def report_of(payload: Payload, applied: pb.WeightReply.Applied, *, resent: int,
     if not all(math.isfinite(value) and value >= 0 for value in told):
         raise PushRefused(f"the server applied it in {told} s")
     return PushReport(target.step, payload.is_delta, payload.bytes, resent, seconds, *told)
+
+
+async def together(own: "asyncio.Future[PushReport]", others: Coroutine[Any, Any, list[PushReport]]) -> PushReport:
+    """Of the pushes of all parts of a version. Raises what the first of them fails with; the others are given up."""
+    asked = asyncio.ensure_future(others)
+    both: set[asyncio.Future[Any]] = {own, asked}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        faults = [fault for one in (own, asked) if one.done() and (fault := one.exception()) is not None]
+        if faults:
+            raise next((fault for fault in faults if isinstance(fault, FullSyncNeeded)), faults[0])
+        reports = [own.result(), *asked.result()]
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+    return dataclasses.replace(
+        reports[0],
+        payload_bytes=sum(report.payload_bytes for report in reports),
+        resent_chunks=sum(report.resent_chunks for report in reports),
+        seconds=max(report.seconds for report in reports),
+        transfer_seconds=max(report.transfer_seconds for report in reports),
+    )
 
 
 class Push:

@@ -48,6 +48,7 @@ class Tree:
 
     def __init__(self, members: "list[Member]"):
         """The first of them leads."""
+        self.processes = [member.process for member in members]
         self._waiting = {member.process.address: member for member in members[1:]}
         self.relays = [_relay(members, child) for child in _children(0, len(members))]
         self._moved_at = time.monotonic()

@@ -65,7 +65,7 @@ def main(paths: Sequence[str]) -> None:
 
     # ------------------------------------------------------------------ read, fit, compare
     said: list[str] = []
-    fitted = fit_command.read_and_fit(paths, said)
+    fitted = fit_command.read_and_fit(paths, said, parts_too=False)
     said += [f"{one.name}: is left out: {one.fit.verdict}" for one in fitted if not one.fit.rises]
     runs = [one for one in fitted if one.fit.rises]
     if not runs:

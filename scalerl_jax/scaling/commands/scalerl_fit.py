@@ -98,8 +98,9 @@ def axis_labels() -> tuple[str, str]:
     return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
 
 
-def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Run]:
+def read_and_fit(paths: Sequence[str], said: list[str], *, parts_too: bool = True) -> list[Run]:
     """One fit for each run in the files, its seeds together, as the flags say. said: remarks, added to once each.
+    parts_too: and for each environment of a mixture.
 
     Raises UserError.
     """
@@ -123,6 +124,7 @@ def read_and_fit(paths: Sequence[str], said: list[str]) -> list[Run]:
             passes_column=given.PASSES.value,
             trials_column=given.TRIALS.value,
             duplicates=given.DUPLICATES.value,
+            parts_too=parts_too,
         )
     said += [remark for one in evaluations for remark in one.remarks if remark not in said]
     groups = _seeds_together(evaluations)

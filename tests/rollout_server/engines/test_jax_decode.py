@@ -14,8 +14,8 @@ from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import decode_precision, decode_weights, model_params
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.model import Precision, forward, token_logprobs
-from tests.model import experts  # noqa: F401 (adds its family)
 from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tiny
+from tests.support.families import CASES, decoder
 from tests.support.models import random_tensors
 from tests.support.params import from_hf
 from tests.support.waiting import eventually
@@ -81,7 +81,7 @@ def trainer_logprobs(config, named, prompt, token_ids, precision):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "experts"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_logprobs_equal_the_trainers(kind, tied):
     config = tiny(kind=kind, tied=tied)
     named = random_tensors(config, 0)
@@ -94,11 +94,22 @@ def test_logprobs_equal_the_trainers(kind, tied):
         trainer = trainer_logprobs(config, named, PROMPT, one.token_ids, PRECISION)
         np.testing.assert_allclose(one.logprobs, trainer, atol=1e-4)
         reference = reference_logprobs(config, PROMPT, one.token_ids, lambda t: named)
-        # The reference knows no experts, and what they do is no trifle.
-        assert (np.abs(one.logprobs - reference).max() < 1e-4) == (kind != "experts")
+        np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_decodes_what_its_forward_pass_computes(case):
+    config = decoder(case)
+    prompt = np.random.default_rng(1).integers(0, config.vocab_size, 11)
+    named = random_tensors(config, 0)
+    pool, weights = make(config, named=named)
+    for one in run(pool, [weights], [ask(prompt, seeds=range(3), answer_budget=30)]).values():
+        assert len(one.token_ids) == 30
+        trainer = trainer_logprobs(config, named, prompt, one.token_ids, PRECISION)
+        np.testing.assert_allclose(one.logprobs, trainer, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_a_swap_in_mid_sequence_keeps_the_old_keys_and_values(kind):
     config = tiny(kind=kind)
     named = [random_tensors(config, seed) for seed in (0, 1)]

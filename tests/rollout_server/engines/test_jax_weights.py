@@ -9,12 +9,14 @@ from rollout_server.engines.jax.weights import decode_weights, model_params
 from scalerl_jax.contract.weight_delta import Change
 from scalerl_jax.model import Precision
 from scalerl_jax.model.tensor_layout import hf_tensors
-from tests.model import experts  # noqa: F401 (adds its family)
 from tests.support.models import toy_decoder
 from tests.support.params import from_hf
 
 # Query heads fill the width, so that `output` is square: its transposition shows in nothing but the values.
-CONFIG = toy_decoder(vocab_size=40, family="experts")
+CONFIG = toy_decoder(vocab_size=40, family="qwen3_moe")
+# Of the other families what is theirs alone, biases and experts with a shared one, in one dtype each.
+CASES = [("qwen3_moe", compute, head) for compute in ("float32", "bfloat16") for head in ("default", "highest")]
+CASES += [("qwen2", "float32", "default"), ("llama4_text", "bfloat16", "default")]
 
 
 def same_bits(a, b) -> None:
@@ -24,12 +26,12 @@ def same_bits(a, b) -> None:
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.parametrize("head", ["default", "highest"])
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_changes_are_scattered_to_where_they_belong(compute: str, head: str) -> None:
+@pytest.mark.parametrize(("family", "compute", "head"), CASES)
+def test_changes_are_scattered_to_where_they_belong(family: str, compute: str, head: str) -> None:
+    config = toy_decoder(vocab_size=40, family=family)
     rng, precision = np.random.default_rng(0), Precision(compute=compute, sync="bfloat16", head=head)
-    tensors = {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in hf_tensors(CONFIG).items()}
-    held = decode_weights(tensors, CONFIG, precision)
+    tensors = {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in hf_tensors(config).items()}
+    held = decode_weights(tensors, config, precision)
     first = jax.tree.map(np.array, held)
     new, changes = {name: tensor.copy() for name, tensor in tensors.items()}, {}
     for number, (name, tensor) in enumerate(new.items()):
@@ -44,8 +46,8 @@ def test_changes_are_scattered_to_where_they_belong(compute: str, head: str) -> 
             np.array([-0.0, 1.5, -3e-39, 7e8], ml_dtypes.bfloat16), len(positions)
         )
         changes[name] = Change(positions, tensor.reshape(-1)[positions])
-    made = decode_weights(new, CONFIG, precision, held=held, changes=changes)
-    same_bits(made, decode_weights(new, CONFIG, precision))
+    made = decode_weights(new, config, precision, held=held, changes=changes)
+    same_bits(made, decode_weights(new, config, precision))
     same_bits(held, first)  # a chunk that was started with it goes on with it
     # What is kept has nothing to do with the host copy, which the next version overwrites.
     kept = jax.tree.map(np.array, made)

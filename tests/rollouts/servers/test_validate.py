@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling
-from scalerl_jax.rollouts.servers.validate import validate
+from scalerl_jax.rollouts.servers.validate import Routed, validate
 
 REQUEST = GroupRequest(
     incarnation=5,
@@ -65,6 +65,30 @@ def test_each_way_of_not_being_it(changes, told):
     with pytest.raises(ValueError, match="completion 'train/") as error:
         check(dataclasses.replace(GOOD, **changes))
     assert told in str(error.value)
+
+
+def test_experts_are_those_of_the_tokens_fed():
+    request, routed = dataclasses.replace(REQUEST, router_replay=True), Routed(layers=3, experts_per_token=2, experts=5)
+    experts = np.tile(np.array([4, 0], np.uint8), (8, 3, 1))  # 2 + 7 tokens, of which the last is not fed
+
+    def told(experts: np.ndarray | None) -> None:
+        completion = dataclasses.replace(GOOD, experts=experts)
+        validate(completion, request, newest=4, vocabulary=30, routed=routed)
+
+    told(experts)
+    check(dataclasses.replace(GOOD, experts=experts[:3]))  # nobody has asked for them
+    twice, unknown = experts.copy(), experts.copy()
+    twice[5, 1] = 3
+    unknown[7, 2, 1] = 5
+    for bad, why in (
+        (None, "does not tell its experts"),
+        (experts[1:], r"tells experts \[7, 3, 2\], and not \[8, 3, 2\]"),
+        (experts[:, :2], r"tells experts \[8, 2, 2\]"),
+        (twice, "sends a token to one expert twice"),
+        (unknown, "has expert 5, of 5"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            told(bad)
 
 
 def test_a_pinned_request_takes_one_version_only():

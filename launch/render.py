@@ -1,0 +1,143 @@
+r"""scalerl-launch: a config and the machines for it become the files of a launch, and are applied.
+
+    scalerl-launch --target=kubernetes --config=configs/scalerl_8b.py --trainer=v5p:4x4x4 --generator=h100:1 \
+        --generators=64 --trainer_image=IMAGE --generator_image=IMAGE --dry_run
+    scalerl-launch --target=slurm --config=configs/scalerl_8b.py --trainer=h200:2x8 --generator=h200:1 --generators=16 \
+        --token_file=F --tls_certificate=F --tls_key=F --tls_authority=F --dry_run
+
+The files are written whole into --out; with --dry_run that is all, else apply.sh (kubectl) or submit.sh (sbatch) among
+them is run. Flags from --trainer_image to --prometheus go with kubernetes, from --partition to --tls_name with slurm.
+Every field of the config is a flag here too, as in --config.model.path=models/mine. docs/launch.md goes through a
+launch in order.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+from typing import Any
+
+from launch import launch_flags, machines, rendered, slurm
+from launch.kubernetes.cluster import Cluster
+from launch.kubernetes.render import render as render_kubernetes
+from launch.settings import Settings, check_name, pairs
+from scalerl_jax.cli import entry
+from scalerl_jax.config import Config
+from scalerl_jax.config_io import GivenConfig
+
+# What applies the files: the program, the script among them, and where the program comes from.
+_APPLY = {
+    "kubernetes": ("kubectl", "apply.sh", "kubernetes.io/docs/tasks/tools says how to install it"),
+    "slurm": ("sbatch", "submit.sh", "it is on the login nodes of a Slurm cluster"),
+}
+
+
+def _value(name: str) -> Any:
+    return getattr(launch_flags, name.upper()).value
+
+
+def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
+    text = _value(flag)
+    if bool(text) != wanted:
+        why = "not given" if wanted else f"does not go with --part={_value('part')}"
+        raise ValueError(f"--{flag}{f'={text}' * bool(text)}: {why}")
+    try:
+        return machines.parse(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"--{flag}={text}: {error}") from None
+
+
+def _settings(given: GivenConfig, config: Config, target: str) -> Settings:
+    """Raises ValueError, one line that names the flag."""
+    for other, holders in launch_flags.ONLY.items():
+        for holder in holders:
+            if other != target and holder.present:
+                raise ValueError(f"--{holder.name}: goes with --target={other}")
+    name = launch_flags.NAME.value or re.sub("[^a-z0-9-]", "-", pathlib.Path(given.path).stem.lower())
+    part = launch_flags.PART.value
+    check_name(name)
+    generator = _machine("generator", wanted=part != "trainer")
+    servers = launch_flags.SERVERS.value
+    if bool(servers) != (part == "trainer"):
+        raise ValueError(f"--servers{f'={servers}' * bool(servers)}: goes with --part=trainer, and that with it")
+    default = {"kubernetes": f"/runs/{name}", "slurm": os.path.abspath(f"runs/{name}")}[target]
+    workdir = launch_flags.WORKDIR.value or default
+    if target == "kubernetes" and not workdir.startswith("/runs/"):
+        raise ValueError(f"--workdir={workdir}: is not under /runs, where the volume is")
+    return Settings(
+        name=name,
+        config=config,
+        part=part,
+        workdir=workdir if target == "kubernetes" else os.path.abspath(workdir),
+        trainer=_machine("trainer", wanted=part != "generators"),
+        generator=generator,
+        generators=launch_flags.GENERATORS.value,
+        engine=launch_flags.ENGINE.value or ("vllm" if generator and generator.kind == "gpu" else "jax"),
+        servers=servers,
+        grace_seconds=launch_flags.GRACE.value,
+        max_restarts=launch_flags.MAX_RESTARTS.value,
+        insecure=launch_flags.INSECURE.value,
+        trainer_env=pairs("trainer_env", launch_flags.TRAINER_ENV.value),
+        generator_env=pairs("generator_env", launch_flags.GENERATOR_ENV.value),
+    )
+
+
+def _told(kind: type, **more: Any) -> Any:
+    """An instance of Cluster or Queue: of each field the flag of its name."""
+    fields = [field.name for field in dataclasses.fields(kind)]
+    values = {name: _value(name) for name in fields if name not in more}
+    return kind(**more, **{name: pairs(name, v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def _files(settings: Settings, target: str, folder: str) -> list[rendered.RenderedFile]:
+    for flag in ("token_file", "tls_authority", "tls_certificate", "tls_key"):
+        if (path := _value(flag)) and not os.path.isfile(path):
+            raise ValueError(f"--{flag}={path}: no such file")
+    if target == "kubernetes":
+        return render_kubernetes(settings, _told(Cluster, **_absolute("token_file", "tls_authority")))
+    paths = _absolute("token_file", "tls_authority", "tls_certificate", "tls_key")
+    return slurm.render(settings, _told(slurm.Queue, folder=os.path.abspath(folder), **paths))
+
+
+def _absolute(*flags: str) -> dict[str, str]:
+    """The scripts are run elsewhere."""
+    return {flag: os.path.abspath(_value(flag)) if _value(flag) else "" for flag in flags}
+
+
+def main(given: GivenConfig) -> None:
+    target = launch_flags.TARGET.value
+    if not given.path:
+        raise entry.UserError("--config: no config file given, for example --config=configs/scalerl_8b.py")
+    config = given.config()
+    with entry.user_mistakes():
+        settings = _settings(given, config, target)
+        folder = launch_flags.OUT.value or f"{settings.name}-{target}"
+        files = _files(settings, target, folder)
+    with entry.user_mistakes(before="--out="):
+        rendered.check_folder(folder)
+    program, script, where = _APPLY[target]
+    dry = launch_flags.DRY_RUN.value
+    if not dry and shutil.which(program) is None:
+        raise entry.UserError(f"--target={target}: no {program} is here ({where}); --dry_run only writes the files")
+    rendered.write_folder(folder, files)
+    width = max(len(file.name) for file in files)
+    for file in files:
+        print(f"{os.path.join(folder, file.name):<{len(folder) + 1 + width}}  {file.says}")
+    command = ["bash", os.path.join(folder, script)]
+    if dry:
+        print(f"to apply them: {shlex.join(command)}", flush=True)
+        return
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise entry.UserError(f"--target={target}: {shlex.join(command)} ended with code {code}, see above")
+
+
+def run() -> None:
+    entry.run_with_config_later(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,130 @@
+"""What is launched: a config, the machines, and the commands of trainer and generators, wherever they run.
+
+The files of a target are made from this alone (kubernetes.py, slurm.py). A restart is the same command: scalerl-train
+goes on with the run that it finds in its workdir.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from launch.machines import Machine
+from launch.starting import serve_flags
+from scalerl_jax.config import Config
+
+GENERATOR_PORT = 8500
+GENERATOR_METRICS_PORT = 9400
+TRAINER_METRICS_PORT = 9401
+LONGEST_NAME = 40  # characters: with what is put behind it, it is still a label of Kubernetes
+
+# A config file that needs no other: what the one given imports is not where the run is.
+READS_JSON = '''"""The config of this run, as scalerl-launch read it: config.json beside this file."""
+
+import pathlib
+
+from scalerl_jax.config_io import from_json
+
+
+def get_config():
+    return from_json((pathlib.Path(__file__).parent / "config.json").read_text(encoding="utf-8"))
+'''
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of one launch, whatever the target."""
+
+    name: str
+    config: Config
+    part: str  # "all" | "trainer" | "generators"
+    workdir: str
+    trainer: Machine | None  # None: it is launched elsewhere
+    generator: Machine | None  # of one; None: they are launched elsewhere
+    generators: int
+    engine: str  # "jax" | "vllm"
+    servers: str  # where the generators are launched elsewhere, as --servers has it
+    grace_seconds: int
+    max_restarts: int  # of the trainer after failures; preemptions are not counted
+    insecure: bool
+    trainer_env: dict[str, str] = dataclasses.field(default_factory=dict)
+    generator_env: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, one line that names the flag."""
+        check_name(self.name)
+        if not self.config.model.path:
+            raise ValueError("config.model.path: not given: the folder of the policy, where the run will be")
+        if self.generator is not None and self.generator.hosts > 1:
+            raise ValueError(
+                f"--generator={self.generator.said}: the devices of an engine are on one host; more generators are "
+                "--generators=N"
+            )
+        if self.generator is not None and self.engine == "vllm" and self.generator.kind == "tpu":
+            raise ValueError(f"--engine=vllm: runs on GPUs and CPUs, not on --generator={self.generator.said}")
+
+    @property
+    def maximum_tokens(self) -> int:
+        """A bound on the longest prompt and completion together, without the tokenizer: what the servers must hold.
+
+        A token of the interruption phrase has at least one byte of it.
+        """
+        rollout = self.config.rollout
+        thinks = rollout.thinking_budget_max > 0 and rollout.length_control == "interrupt"
+        phrase = len(rollout.interruption_text.encode()) if thinks else 0
+        longest = rollout.max_prompt_tokens + rollout.thinking_budget_max + rollout.answer_budget + phrase
+        return min(longest, self.config.learner.seq_len + 1)
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError where nothing in a cluster can be called so."""
+    if len(name) > LONGEST_NAME or not _NAME.fullmatch(name):
+        raise ValueError(f"--name={name}: lower-case letters, digits and - are possible, at most {LONGEST_NAME}")
+
+
+def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE of a flag. Raises ValueError that names it."""
+    found = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--{flag}={','.join(items)}: {item!r} is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def train_command(
+    settings: Settings, *, config: str, model: str, servers: str, hosts: str, metrics_host: str, fleet: dict[str, str]
+) -> list[str]:
+    """Of every host of the trainer.
+
+    Args:
+        config: path of the config file, where it runs.
+        model: folder of the policy there.
+        servers: as --servers has it.
+        hosts: how the hosts find each other, as --hosts has it; read where there are several.
+        metrics_host: address that the metrics are served on.
+        fleet: fields of config.fleet that the place asks for.
+    """
+    assert settings.trainer is not None
+    return [
+        "scalerl-train",
+        f"--config={config}",
+        f"--workdir={settings.workdir}",
+        f"--servers={servers}",
+        *([f"--hosts={hosts}"] if hosts else []),
+        f"--metrics_port={TRAINER_METRICS_PORT}",
+        f"--metrics_host={metrics_host}",
+        f"--config.model.path={model}",
+        *(f"--config.fleet.{name}={value}" for name, value in fleet.items()),
+    ]
+
+
+def generator_command(settings: Settings, *, model: str, port: int, access: Sequence[str]) -> list[str]:
+    """Of one generator, less its metrics. access: the flags on who may call it."""
+    assert settings.generator is not None
+    told = serve_flags(settings.config, engine=settings.engine, model=model, maximum_tokens=settings.maximum_tokens)
+    split = settings.engine == "vllm" and settings.generator.devices > 1
+    parallel = [f"--tensor_parallel={settings.generator.devices}"] if split else []
+    return ["scalerl-serve", *told, *parallel, "--host=0.0.0.0", f"--port={port}", *access]

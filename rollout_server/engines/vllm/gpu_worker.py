@@ -1,0 +1,9 @@
+"""vLLM's worker for GPUs, which tells the experts of tokens, too."""
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from rollout_server.engines.vllm.expert_record import Recording
+
+
+class RecordingGpuWorker(Recording, Worker):
+    pass

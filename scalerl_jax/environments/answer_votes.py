@@ -1,0 +1,77 @@
+"""What an answer is taken to say, in one form for all that say the same: majority@k counts these.
+
+    right                   the form of the gold, however it is written
+    a number                its exact value, with its unit: 3/4, 50 %, 5 cm
+    one or several choices  their letters, in order
+    anything else           its words, or its mathematics without spaces and delimiters
+
+Two wrong answers that are the same mathematics in two forms, x+1 and 1+x, count apart.
+"""
+
+from scalerl_jax.environments import answers
+from scalerl_jax.environments.answer_text import bare, final_answers, is_mathematics, squeezed, words
+from scalerl_jax.environments.base import Score
+
+_CHOICES = "abcdefghij"
+
+
+def scored(text: str, gold: str) -> Score:
+    """What `text` is worth where `gold` is the right answer."""
+    try:
+        correct = answers.right(text, gold)
+    except Exception as error:  # noqa: BLE001 (whatever parsers of any text may raise, the text is not the answer)
+        return Score(-1.0, False, why=f"could not be read: {type(error).__name__}")
+    return Score(
+        1.0 if correct else -1.0, correct, answer=vote(text, gold, correct=correct),
+        why=compared(text, gold, correct=correct),
+    )  # fmt: skip
+
+
+def vote(text: str, gold: str, *, correct: bool) -> str | None:
+    """None: `text` gives no answer."""
+    wanted = next(iter(final_answers(gold)), gold)
+    if correct:
+        return form(wanted, wanted)
+    readings = final_answers(text)
+    if not readings:
+        return None
+    found = form(_narrowest(readings), wanted)
+    return f"not {found}" if found is not None and found == form(wanted, wanted) else found
+
+
+def form(said: str, gold: str) -> str | None:
+    """Of one reading of an answer, where `gold` is the right one."""
+    if len(said) > answers.LONGEST_GIVEN:
+        return said
+    if letters := answers.letters(said):
+        return ", ".join(letters)
+    if answers.letter(gold) is not None:
+        for choice in _CHOICES:
+            if answers.names_choice(said, choice):
+                return choice.upper()
+    number = answers.measure(said)
+    if number is not None:
+        return f"{number.value} {number.unit}".strip()
+    if not is_mathematics(said) and (found := words(said)):
+        return " ".join(found)
+    return squeezed(said) or bare(said) or None
+
+
+def compared(text: str, gold: str, *, correct: bool) -> str:
+    """For people: what was read, and what was wanted."""
+    readings = final_answers(text)
+    wanted = _short(next(iter(final_answers(gold)), gold))
+    if not readings:
+        return f"gave no answer, wanted {wanted}"
+    said = _short(_narrowest(readings))
+    return f"said {said}, wanted {wanted}" if not correct or said != wanted else f"said {said}"
+
+
+def _narrowest(readings: list[str]) -> str:
+    """Of all that a text may have meant by its answer, what says the least beside it."""
+    return min(readings, key=len)
+
+
+def _short(text: str) -> str:
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 80 else f"{shown[:38]} ... {shown[-37:]}"

@@ -1,0 +1,214 @@
+"""Unit tests of a code problem in the layouts that data sets have them in, and in the one that scores use.
+
+    DeepCoder        tests: JSON (or Python's own notation) of a list of {"input", "output", "type" or "testtype",
+                     "fn_name" or "metadata": {"func_name"}}, or of one {"inputs", "outputs", "fn_name"}
+    LiveCodeBench    public_test_cases: JSON of a list of {"input", "output", "testtype"}; private_test_cases: the same,
+                     or base64 of zlib of a pickled JSON text; metadata: JSON with func_name
+    TACO, APPS       input_output: JSON of {"inputs", "outputs", "fn_name"}
+
+    here             {"function": "", "cases": [[input, [output]], ...]}                 a script: texts
+                     {"function": name, "cases": [[arguments, [value, ...]], ...]}       a call: values of JSON
+
+Where a function's tests are texts, an input has one argument a line, each JSON, and an output is JSON. Where they are
+values, an output is often the right value in a list of its own: then either is right, as these data sets' own judge
+has it. A text given as a list is its lines.
+
+What is pickled may be a text and nothing else: whatever names a class or a function is refused, and nothing of it runs.
+"""
+
+import ast
+import base64
+import binascii
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MOST_BYTES = 2**28  # of one row's tests, unpacked
+PUBLIC, PRIVATE = "public_test_cases", "private_test_cases"
+COLUMNS = ("input_output", PUBLIC, PRIVATE)  # beside the one that the config names
+_STDIN_TYPES = ("stdin_stdout", "stdin", "")
+_CALL_TYPES = ("function_call", "functional")
+
+Tests = dict[str, Any]
+
+
+def find_tests(columns: Mapping[str, Any], column: str) -> Tests:
+    """The tests of a row, from `column` or else from COLUMNS. Raises ValueError, one line without the row's name."""
+    if columns.get(column) is not None:
+        return read_tests(columns[column], column, _function_of(columns.get("metadata")))
+    if columns.get("input_output") is not None:
+        return read_tests(columns["input_output"], "input_output", _function_of(columns.get("metadata")))
+    if columns.get(PUBLIC) is None and columns.get(PRIVATE) is None:
+        found = ", ".join(list(columns)[:12]) or "none"
+        raise ValueError(f"there are no unit tests (keys: {found}; wanted: {column}, {' or '.join(COLUMNS)})")
+    cases: list[Any] = []
+    for name in (PUBLIC, PRIVATE):
+        if columns.get(name) is not None:
+            part = _private(columns[name]) if name == PRIVATE else _parsed(columns[name], name)
+            if not isinstance(part, list):
+                raise ValueError(f"{name!r} is no list of tests")
+            cases += part
+    return read_tests(cases, f"{PUBLIC} and {PRIVATE}", _function_of(columns.get("metadata")))
+
+
+def read_tests(value: Any, name: str, function: str = "") -> Tests:
+    """From a list of tests or from {"inputs", "outputs"}, or a text of either. `function` where they name none."""
+    value = _parsed(value, name)
+    if isinstance(value, Mapping):
+        inputs, outputs = value.get("inputs", 0), value.get("outputs", 0)
+        if not _is_list(inputs) or not _is_list(outputs):
+            raise ValueError(f"{name!r} has no lists 'inputs' and 'outputs' (keys: {', '.join(map(str, value))})")
+        if len(inputs) != len(outputs):
+            raise ValueError(f"{name!r} has {len(inputs)} inputs and {len(outputs)} outputs")
+        functions = {value.get("fn_name") or function}
+        pairs = list(zip(inputs, outputs))
+    elif _is_list(value):
+        functions, pairs = set(), []
+        for number, test in enumerate(value, 1):
+            if not isinstance(test, Mapping) or "input" not in test or "output" not in test:
+                raise ValueError(f"test {number} of {name!r} is not an object with 'input' and 'output'")
+            functions.add(_function(test, f"test {number} of {name!r}", function))
+            pairs.append((test["input"], test["output"]))
+    else:
+        raise ValueError(f"{name!r} is neither a list of tests nor an object with 'inputs' and 'outputs'")
+    if not pairs:
+        raise ValueError(f"{name!r} has no tests")
+    if len(functions) > 1:
+        raise ValueError(f"{name!r} tests several functions: {', '.join(sorted(map(str, functions)))}")
+    called = functions.pop()
+    if not isinstance(called, str) or (called and not called.isidentifier()):
+        raise ValueError(f"{name!r}: {called!r} is no function's name")
+    cases = []
+    for number, (given, wanted) in enumerate(pairs, 1):
+        where = f"test {number} of {name!r}"
+        cases.append(_call(given, wanted, where) if called else [_text(given, where), [_text(wanted, where)]])
+    return {"function": called, "cases": cases}
+
+
+def longest(tests: Tests, count: int) -> Tests:
+    """The `count` tests with the longest inputs, in their order; 0: all."""
+    cases = tests["cases"]
+    if not 0 < count < len(cases):
+        return tests
+    by_length = sorted(range(len(cases)), key=lambda i: (-len(_length_text(cases[i][0])), i))
+    return {**tests, "cases": [cases[i] for i in sorted(by_length[:count])]}
+
+
+def _length_text(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _function(test: Mapping[str, Any], where: str, other: str) -> str:
+    """ "" where a test is of standard input and output."""
+    kind = test.get("testtype") or test.get("type") or ""
+    if kind not in (*_STDIN_TYPES, *_CALL_TYPES):
+        raise ValueError(f"{where}: its type is {kind!r}, wanted: {', '.join((*_STDIN_TYPES[:2], *_CALL_TYPES))}")
+    named = test.get("fn_name") or _function_of(test.get("metadata")) or other
+    if kind in _CALL_TYPES and not named:
+        raise ValueError(f"{where} calls a function, and does not say which: no fn_name, no func_name in metadata")
+    return named if kind in _CALL_TYPES or (not kind and test.get("fn_name")) else ""
+
+
+def _function_of(metadata: Any) -> str:
+    """What a column of metadata says of the function."""
+    if isinstance(metadata, str) and metadata.strip():
+        metadata = _parsed(metadata, "metadata")
+    if isinstance(metadata, Mapping):
+        return metadata.get("func_name") or metadata.get("fn_name") or ""
+    return ""
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """The value of a text; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MOST_BYTES:
+        raise ValueError(f"{name!r} has more than {MOST_BYTES} characters")
+    try:
+        return json.loads(value)
+    except RecursionError:
+        raise ValueError(f"{name!r} is nested too deeply") from None
+    except ValueError as error:
+        problem = str(error)
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError(f"{name!r} is not JSON ({problem})") from None
+
+
+def _private(value: Any) -> Any:
+    """Tests that are packed, so that nobody comes across them by accident."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(value, validate=True), MOST_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"{PRIVATE!r} is cut, or has more than {MOST_BYTES} bytes")
+        text = _OnlyText(io.BytesIO(data)).load()
+    except (
+        binascii.Error,
+        zlib.error,
+        pickle.UnpicklingError,
+        EOFError,
+        IndexError,
+        KeyError,
+        AttributeError,
+    ) as error:
+        raise ValueError(f"{PRIVATE!r} is neither JSON nor base64 of zlib of a pickled text ({error})") from None
+    if not isinstance(text, str):
+        raise ValueError(f"{PRIVATE!r} holds {type(text).__name__}, wanted: a pickled text")
+    return _parsed(text, PRIVATE)
+
+
+class _OnlyText(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _text(value: Any, where: str) -> str:
+    if _is_list(value) and all(isinstance(line, str) for line in value):
+        value = "\n".join(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: its input or output is {type(value).__name__}, wanted: a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: its input or output has half of a surrogate pair") from None
+    return value
+
+
+def _call(given: Any, wanted: Any, where: str) -> list[Any]:
+    """[arguments, right values]"""
+    if isinstance(given, str):
+        try:
+            arguments = [json.loads(line) for line in given.strip().split("\n")] if given.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: a line of its input is no JSON ({error})") from None
+    else:
+        arguments = list(given) if _is_list(given) else [given]
+    right = [wanted]
+    if isinstance(wanted, str) and isinstance(given, str):
+        try:
+            right = [json.loads(wanted)]
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: its output is no JSON ({error})") from None
+    elif _is_list(wanted) and len(wanted) == 1:
+        right.append(wanted[0])
+    try:
+        return json.loads(json.dumps([arguments, right]))  # tuples become lists
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: its input or output is no value of JSON ({error})") from None

@@ -1,0 +1,213 @@
+"""Files of rows, read as streams: one object at a time, under the name that messages call it.
+
+    .jsonl .ndjson    an object a line; blank lines are skipped
+    .json             a list of objects, or as .jsonl
+    .csv .tsv         a header, then cells, all of them texts
+    .parquet          pyarrow's
+    ... .gz           any but Parquet
+
+Text is UTF-8, with or without a byte order mark. A row that is none is malformed, and the reader goes on behind it; a
+file that cannot be read to its end is an error.
+"""
+
+import csv
+import glob
+import gzip
+import io
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from scalerl_jax.environments.data.malformed import MalformedRows
+from scalerl_jax.environments.data.values import json_row
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_MARK = b"\xef\xbb\xbf"
+_PARQUET_ROWS = 256  # that are held as Python objects at once: cells of code problems have megabytes
+_LONGEST_CELL = 2**31 - 1  # characters; the csv module's own limit is 128 KiB
+_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
+
+NamedColumns = tuple[str, dict[str, Any]]  # ("FILE row N", the row's columns)
+
+
+def kind_of(path: str) -> str:
+    """One of SUFFIXES; "": no file of rows."""
+    name = path.lower()
+    packed = name.endswith(".gz")
+    suffix = os.path.splitext(name.removesuffix(".gz"))[1]
+    return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""
+
+
+def files_of(where: str, field: str) -> list[str]:
+    """The files that a path, a folder or a pattern means, in order of name. Raises ValueError naming `field`."""
+    given = f"{field}={where}"
+    if os.path.isdir(where):
+        there = sorted(os.listdir(where))
+        names = [
+            name for name in there if kind_of(name) and name[0] != "." and os.path.isfile(os.path.join(where, name))
+        ]
+        if not names:
+            inside = [name for name in there if os.path.isdir(os.path.join(where, name))]
+            more = f"; there are folders in it: {', '.join(inside[:5])}" if inside else ""
+            raise ValueError(f"{given}: the folder has no file of rows ({', '.join(SUFFIXES)}){more}")
+        splits = {found[1] for name in names for found in [_SPLIT.search(name.lower())] if found}
+        if len(splits) > 1:
+            raise ValueError(
+                f"{given}: the folder has files of several splits ({', '.join(sorted(splits))}): name those that are "
+                f"meant, as in {os.path.join(where, min(splits))}*"
+            )
+        return [os.path.join(where, name) for name in names]
+    if not os.path.exists(where) and glob.has_magic(where):
+        found = sorted(path for path in glob.glob(where, recursive=True) if os.path.isfile(path))
+        if not found:
+            raise ValueError(f"{given}: no file is of that pattern")
+        for path in found:
+            _known(path, given)
+        return found
+    if not os.path.exists(where):
+        raise ValueError(f"{given}: {os.strerror(2)}")
+    _known(where, given)
+    return [where]
+
+
+def _known(path: str, given: str) -> None:
+    if not kind_of(path):
+        raise ValueError(f"{given}: {path} is none of {', '.join(SUFFIXES)} by its name (.gz may follow)")
+
+
+def read_file(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
+    """Every row of a file. Raises ValueError naming the file where it is not of the kind that its name says."""
+    kind = kind_of(path)
+    if kind == ".parquet":
+        yield from _parquet(path, malformed)
+        return
+    try:
+        with (gzip.open if path.lower().endswith(".gz") else open)(path, "rb") as file:
+            if kind in (".csv", ".tsv"):
+                yield from _cells(file, path, "\t" if kind == ".tsv" else ",", malformed)  # type: ignore[arg-type]
+            elif kind == ".json" and _first_character(file) == b"[":  # type: ignore[arg-type]
+                yield from _list(file, path, malformed)  # type: ignore[arg-type]
+            else:
+                yield from _lines(file, path, malformed)  # type: ignore[arg-type]
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: is not gzip, or is cut off ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+
+
+def _first_character(file: IO[bytes]) -> bytes:
+    start = file.read(4096).removeprefix(_MARK).lstrip()[:1]
+    file.seek(0)
+    return start
+
+
+def _finite(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None
+
+
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
+
+
+def _loads(text: bytes) -> Any:
+    """NaN and infinities are None. Raises ValueError or RecursionError."""
+    return _DECODER.decode(text.decode("utf-8"))
+
+
+def _lines(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
+    for number, line in enumerate(file, 1):
+        if number == 1:
+            line = line.removeprefix(_MARK)
+        if not line.strip():
+            continue
+        name = f"{path} row {number}"
+        try:
+            value = _loads(line)
+        except UnicodeDecodeError as error:
+            malformed.skip(name, f"is not UTF-8 text ({error})")
+        except (ValueError, RecursionError) as error:
+            malformed.skip(name, f"is not JSON ({error})")
+        else:
+            if isinstance(value, dict):
+                yield name, value
+            else:
+                malformed.skip(name, "is not a JSON object" + (": a file that is a list is a .json" * (number == 1)))
+
+
+def _list(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
+    try:
+        values = _loads(file.read().removeprefix(_MARK))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({error})") from error
+    for number, value in enumerate(values, 1):
+        if isinstance(value, dict):
+            yield f"{path} row {number}", value
+        else:
+            malformed.skip(f"{path} row {number}", "is not a JSON object")
+
+
+def _cells(file: IO[bytes], path: str, separator: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
+    csv.field_size_limit(_LONGEST_CELL)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter=separator, strict=True)
+    number = 0
+    try:
+        header = next(reader, [])
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise ValueError(f"{path}: the header has {twice[0]!r} twice")
+        for cells in reader:
+            if not cells:
+                continue
+            number += 1
+            name = f"{path} row {number}"
+            if len(cells) == len(header):
+                yield name, dict(zip(header, cells, strict=True))
+            else:
+                malformed.skip(name, f"has {len(cells)} cells, the header has {len(header)}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
+    except csv.Error as error:
+        raise ValueError(f"{path}: behind row {number}, line {reader.line_num}: {error}") from error
+
+
+def read_batch(batch: Any, name: Callable[[int], str], malformed: MalformedRows) -> Iterator[NamedColumns]:
+    """Every row of an Arrow batch or table, the n-th under name(n).
+
+    A cell may have no Python object: a text that is not UTF-8, a time behind the year 9999. Its row is malformed.
+    """
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):  # it does not say of which row
+        for n in range(batch.num_rows):
+            try:
+                (columns,) = batch.slice(n, 1).to_pylist()
+            except (ValueError, OverflowError) as error:
+                malformed.skip(name(n), f"has a cell that cannot be read: {' '.join(str(error).split())}")
+            else:
+                yield name(n), json_row(columns)
+        return
+    for n, columns in enumerate(rows):
+        yield name(n), json_row(columns)
+
+
+def _parquet(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: Parquet needs pyarrow: pip install 'scalerl-jax[environments]'") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                yield from read_batch(batch, lambda n, first=number + 1: f"{path} row {first + n}", malformed)  # type: ignore[misc]
+                number += batch.num_rows
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: is not Parquet, or is broken ({' '.join(str(error).split())})") from error

@@ -1,0 +1,161 @@
+"""Data sets of the Hugging Face hub: ORG/NAME[@CONFIG][#SPLIT].
+
+`datasets` fetches and prepares them, in the folders that it and the hub's own tools use (HF_HOME). Where the hub cannot
+be reached, or is not to be (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE), what `datasets` has prepared before is taken, or what
+`hf download` has left: of the latter `datasets` alone would not know. What is not there is one line with the command
+that fetches it.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from scalerl_jax.environments.data.files import NamedColumns, files_of, kind_of, read_batch, read_file
+from scalerl_jax.environments.data.malformed import MalformedRows
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
+_ROWS = 256  # that are held as Python objects at once
+
+
+@dataclasses.dataclass(frozen=True)
+class HubName:
+    """A data set of the hub, or a part of one."""
+
+    repository: str
+    config: str = ""  # "": its only or default one
+    split: str = ""  # "": the first there is of those asked for
+
+    def __str__(self) -> str:
+        return f"{self.repository}{'@' * bool(self.config)}{self.config}{'#' * bool(self.split)}{self.split}"
+
+    def download(self, files: Sequence[str] = ()) -> str:
+        """The command that fetches it, or those files of it: a pattern, or their names."""
+        wanted = [f"--include='{file}'" if glob.has_magic(file) else file for file in files]
+        return " ".join(("hf download --repo-type=dataset", self.repository, *wanted))
+
+
+def parse(where: str) -> HubName | None:
+    """None where it can be no name of the hub: a file's or a folder's."""
+    found = _NAME.fullmatch(where)
+    if found is None or os.path.exists(where) or (kind_of(where) and not (found[2] or found[3])):
+        return None
+    return HubName(found[1], found[2] or "", found[3] or "")
+
+
+def read_rows(
+    name: HubName, splits: Sequence[str], *, given: str, files: Sequence[str], malformed: MalformedRows
+) -> Iterator[NamedColumns]:
+    """Every row of the first of `splits` that the data set has, or of the one that it is named with.
+
+    given: what the user wrote, for messages. files: those to be read as they are, or a pattern; (): `datasets` knows.
+    Raises ValueError, one line.
+    """
+    if files:
+        with _quiet():
+            folder = _folder(name, files, given)
+        for pattern in files:
+            for path in files_of(os.path.join(glob.escape(folder), pattern), given):
+                yield from read_file(path, malformed)
+        return
+    with _quiet():
+        dataset = _dataset(name, [name.split] if name.split else splits, given)
+    named, number = dataclasses.replace(name, split=str(dataset.split)), 0
+    for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+        yield from read_batch(table, lambda n, first=number + 1: f"{named} row {first + n}", malformed)  # type: ignore[misc]
+        number += table.num_rows
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The hub's client tells of each try to reach it."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _dataset(name: HubName, splits: Sequence[str], given: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(_no_package(given)) from error
+    datasets.disable_progress_bars()
+    try:
+        return _split(datasets, name.repository, name, splits, given)
+    except ConnectionError as error:
+        snapshot = _snapshot(name.repository)
+        if not snapshot:
+            raise ValueError(_not_here(name, given)) from error
+    try:
+        return _split(datasets, snapshot, name, splits, given)
+    except ConnectionError as error:
+        raise ValueError(_not_here(name, given)) from error
+
+
+def _split(datasets: Any, where: str, name: HubName, splits: Sequence[str], given: str) -> Any:
+    """Raises ConnectionError where the hub is needed and not to be had."""
+    for split in splits:
+        try:
+            return datasets.load_dataset(where, name.config or None, split=split)
+        except ConnectionError:
+            raise
+        except datasets.exceptions.DatasetNotFoundError as error:
+            raise ValueError(
+                f"{given}: is no file or folder here, and no data set of the hub that can be read: {_line(error)}"
+            ) from error
+        except Exception as error:  # the library raises ValueError, RuntimeError and its own for a data set's faults
+            if split != splits[-1] and "nknown split" in str(error):
+                continue
+            hint = " (ORG/NAME@CONFIG names one)" if "onfig" in str(error) else ""
+            hint = f" (wanted: {', '.join(splits)}; ORG/NAME#SPLIT names one)" if "nknown split" in str(error) else hint
+            raise ValueError(f"{given}: {_line(error)}{hint}") from error
+    raise AssertionError("no split was asked for")
+
+
+def _folder(name: HubName, files: Sequence[str], given: str) -> str:
+    """Where a repository's files are, as they are; all of `files` are there."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(_no_package(given)) from error
+    try:
+        folder = huggingface_hub.snapshot_download(name.repository, repo_type="dataset", allow_patterns=list(files))
+    except Exception as error:  # by the hub's client: of the network, of HTTP, of a repository that is none
+        folder = _snapshot(name.repository)
+        if not folder:
+            raise ValueError(_not_here(name, given, files)) from error
+    if not all(glob.glob(os.path.join(glob.escape(folder), file)) for file in files):
+        raise ValueError(_not_here(name, given, files))
+    return folder
+
+
+def _snapshot(repository: str) -> str:
+    """The folder with the files of a repository that have been fetched; "": none have."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(repository, repo_type="dataset", local_files_only=True)
+    except (OSError, ValueError):
+        return ""
+
+
+def _no_package(given: str) -> str:
+    return f"{given}: is no file or folder; data sets of the hub need: pip install 'scalerl-jax[environments]'"
+
+
+def _not_here(name: HubName, given: str, files: Sequence[str] = ()) -> str:
+    offline = [variable for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(variable)]
+    why = f"{offline[0]} is set" if offline else "the hub cannot be reached"
+    return f"{given}: is no file or folder here, and is not in the hub's cache ({why}): {name.download(files)}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

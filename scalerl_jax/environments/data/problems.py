@@ -1,0 +1,168 @@
+"""The problems of one environment on their way from rows to prompts; what is left out on it, and lines that say so."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments.base import Environment, Row
+from scalerl_jax.environments.data import decontamination, held_out
+from scalerl_jax.environments.data.filter import Filter
+from scalerl_jax.environments.prompts import Prompts
+from scalerl_jax.environments.tokenizer import Tokenizer
+
+_LONGEST = 80  # characters of an answer in messages
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The prompts that a run has so far, each under its key: the first row with it."""
+
+    held_out: dict[bytes, Row] = dataclasses.field(default_factory=dict)
+    train: dict[bytes, Row] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Counted:
+    """How many rows something befell, and to which first."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, what: str) -> None:
+        self.count, self.first = self.count + 1, self.first or what
+
+    def line(self, what: str) -> list[str]:
+        return [f"{what}: {self.count:,}, as {self.first}"] if self.count else []
+
+
+class Problems:
+    """Of one environment; `config` has it as config.environment. Its methods are called in their order here."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._filter = Filter(config.environment.filter, "config.environment.filter")
+        self._held_out: dict[bytes, Row] = {}
+        self._train: dict[bytes, Row] = {}
+        self._filtered, self._repeated, self._differing = Counted(), Counted(), Counted()
+        self._shared, self._long = Counted(), Counted()
+        self._contaminated: list[str] = []
+        self._rendered: list[str] = []
+        self._counts = ""
+
+    def read_held_out(self, environment: Environment, known: Known) -> None:
+        """The rows for validation, if there are any. Raises ValueError naming the field, or the file and row."""
+        for row in self._rows(environment, "validation"):
+            key = held_out.key(row.text)
+            if not self._repeats(row, known.held_out.get(key)):
+                self._held_out[key] = known.held_out[key] = row
+
+    def read_train(self, environment: Environment, known: Known) -> None:
+        """The training rows, without those whose prompts are held out. Raises ValueError likewise."""
+        for row in self._rows(environment, "train"):
+            key = held_out.key(row.text)
+            asked = known.held_out.get(key)
+            if asked is not None:
+                self._shared.add(f"{row.name} that of {asked.name}")
+            elif not self._repeats(row, known.train.get(key)):
+                self._train[key] = known.train[key] = row
+
+    @property
+    def takes_out(self) -> bool:
+        """Whether held-out rows are taken out of the training rows: it has none for validation."""
+        return not self._held_out
+
+    def settle(self, tokenizer: Tokenizer, *, train: bool = True) -> tuple[list[Row], list[Row]]:
+        """(held-out rows, the lowest by key first; training rows in their order), as token ids.
+
+        train: False: no training row is asked for. Raises ValueError where a prompt is too long, or none is left.
+        """
+        if self._config.environment.validation and not self._held_out:
+            raise ValueError("config.environment.validation: no prompt is left")
+        prompts = Prompts(self._config, tokenizer)
+        asked: list[Row] = []
+        taken_out = self.takes_out
+        candidates = self._train if taken_out else self._held_out
+        for key in sorted(candidates):
+            if len(asked) == self._config.evaluation.prompts:
+                break
+            # One that is too long is not trained on either, and the next one is held out in its place.
+            asked += self._render([candidates[key]], prompts)
+            if taken_out:
+                del candidates[key]
+        self._rendered, self._counts = prompts.said, f"{len(asked):,} prompts held out"
+        if not train:
+            return asked, []
+        if taken_out and asked and not self._train:
+            raise ValueError(
+                f"config.evaluation.prompts={self._config.evaluation.prompts}: there are {len(asked)} prompts in all, "
+                "and none is left to train on; config.environment.validation names prompts of its own"
+            )
+        clean: Iterable[Row] = self._train.values()
+        if self._config.environment.decontaminate:
+            evaluations = decontamination.read(self._config)
+            clean = [row for row in clean if not evaluations.has(row.text, row.name)]
+            self._contaminated = evaluations.said()
+        kept = list(self._render(clean, prompts))
+        self._rendered = prompts.said
+        self._counts = f"{len(kept):,} training prompts, {len(asked):,} held out"
+        if taken_out:
+            self._counts += " of the same rows"
+        return asked, kept
+
+    def said(self) -> list[str]:
+        """Lines on what was left out, and on what there is."""
+        limit = self._config.rollout.max_prompt_tokens
+        return [
+            *self._filtered.line("rows left out by config.environment.filter"),
+            *self._repeated.line("rows left out since they repeat a prompt"),
+            *self._differing.line("of them with another answer than the row that is kept"),
+            *self._shared.line("training rows left out since their prompt is held out"),
+            *self._contaminated,
+            *self._long.line(f"prompts left out since they are longer than config.rollout.max_prompt_tokens={limit}"),
+            *self._rendered,
+            self._counts,
+        ]
+
+    def _rows(self, environment: Environment, split: str) -> Iterator[Row]:
+        for number, row in enumerate(environment.rows(split), 1):
+            if not row.name:
+                row = dataclasses.replace(row, name=f"{self._config.environment.name} {split} row {number}")
+            # What is evaluated on is evaluated on whole.
+            if environment.filters or split != "train" or self._filter.keeps(row.name, _columns(row)):
+                yield row
+            else:
+                self._filtered.add(row.name)
+
+    def _repeats(self, row: Row, first: Row | None) -> bool:
+        if first is None:
+            return False
+        self._repeated.add(f"{row.name} that of {first.name}")
+        if row.answer.strip() != first.answer.strip():
+            self._differing.add(f"{row.name} ({_short(row.answer)}) and {first.name} ({_short(first.answer)})")
+        return True
+
+    def _render(self, rows: Iterable[Row], prompts: Prompts) -> Iterator[Row]:
+        """Those that are not too long, as they are asked."""
+        limit = self._config.rollout.max_prompt_tokens
+        for row in prompts.render_all(rows):
+            if len(row.token_ids) <= limit:
+                yield row
+                continue
+            told = f"{row.name}: the prompt has {len(row.token_ids)} tokens"
+            if self._config.environment.long_prompts == "refuse":
+                raise ValueError(
+                    f"{told}, config.rollout.max_prompt_tokens is {limit} "
+                    "(config.environment.long_prompts=drop leaves such prompts out)"
+                )
+            self._long.add(told)
+
+
+def _short(text: str) -> str:
+    """In one line of messages."""
+    line = " ".join(text[: 4 * _LONGEST].split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+def _columns(row: Row) -> dict[str, Any]:
+    return {**row.extra, "prompt": row.text, "answer": row.answer, "task": row.task}

@@ -1,0 +1,128 @@
+"""The rows of an environment that a config's sources name."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments.base import Row
+from scalerl_jax.environments.data import columns as columns_lib
+from scalerl_jax.environments.data import layouts, sources
+from scalerl_jax.environments.data.filter import Filter
+from scalerl_jax.environments.data.layouts import LAYOUTS
+from scalerl_jax.environments.data.malformed import MalformedRows
+from scalerl_jax.environments.data.sources import Source
+
+Finish = Callable[[Row, Mapping[str, Any]], Row]  # of a row and its columns; raises ValueError: the row is malformed
+
+
+class Reader:
+    """What an Environment is made of that has its rows from config.environment.train and validation.
+
+    kind: of the layouts that are for it. needs: of config.environment.columns, those that a row without a layout must
+    have beside the prompt. finish: makes of a row and its columns what the environment scores.
+    """
+
+    def __init__(
+        self, config: Config, *, kind: str = "math", needs: Iterable[str] = ("answer",), finish: Finish | None = None
+    ):
+        self._environment, self._kind, self._needs, self._finish = config.environment, kind, tuple(needs), finish
+        self._malformed = MalformedRows(
+            field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows
+        )
+        self._filter = Filter(config.environment.filter, "config.environment.filter")
+        self._filtered = 0
+        self._suspected: list[str] = []
+        self.weights = sources.weights(self._sources("train"))
+
+    def rows(self, split: str) -> Iterator[Row]:
+        """Of "train" or "validation"; there are none of the latter where the config names no source.
+
+        Raises ValueError naming the config's field, or the file and row, at fault.
+        """
+        given = self._sources(split)
+        if not given and split == "train":
+            raise ValueError(f"config.environment.{split}: no file is given")
+        for source in given:
+            empty = True
+            for name, columns in source.read(held_out=split != "train", malformed=self._malformed):
+                empty = False
+                row = self._row(name, columns, source)
+                if row is None:
+                    continue
+                if split == "train":
+                    if not self._keeps(row, name, columns):
+                        continue
+                    yield dataclasses.replace(row, name=name, source=source.text if self.weights else "")
+                else:
+                    yield dataclasses.replace(row, name=name, task=_task(row, source, len(given)))
+            if empty:
+                raise ValueError("; ".join((f"{source.given}: no prompts there", *self._malformed.said())))
+
+    def said(self) -> list[str]:
+        """Lines on what was left out so far."""
+        said = self._malformed.said()
+        if self._filtered:
+            said.append(f"rows left out by config.environment.filter: {self._filtered:,}")
+        return said + self._suspected
+
+    def _sources(self, split: str) -> list[Source]:
+        found = sources.parse(getattr(self._environment, split), f"config.environment.{split}")
+        for source in found:
+            if source.weight is not None and split != "train":
+                raise ValueError(f"{source.given}: has a weight, and nothing is drawn from it")
+            if source.layout and LAYOUTS[source.layout].kind != self._kind:
+                raise ValueError(
+                    f"{source.given}: {source.layout} is a layout for config.environment.name="
+                    f"{LAYOUTS[source.layout].kind}, not {self._environment.name}"
+                )
+        return found
+
+    def _row(self, name: str, columns: Mapping[str, Any], source: Source) -> Row | None:
+        """None: it is malformed."""
+        try:
+            if source.layout:
+                row = layouts.make_row(columns, LAYOUTS[source.layout])
+            else:
+                row = columns_lib.make_row(columns, self._environment.columns, needs=self._needs)
+                self._suspect(row, name, source)
+            if self._finish is not None:
+                row = self._finish(row, columns)
+        except ValueError as error:
+            self._malformed.skip(name, f"{error}{self._hint(columns, source)}")
+            return None
+        return row
+
+    def _keeps(self, row: Row, name: str, columns: Mapping[str, Any]) -> bool:
+        made = {"prompt": row.text, "answer": row.answer, "task": row.task}
+        if self._filter.keeps(name, {**made, **columns}):
+            return True
+        self._filtered += 1
+        return False
+
+    def _suspect(self, row: Row, name: str, source: Source) -> None:
+        """Says once of rows that fit, and whose answers are none."""
+        if not self._suspected and self._kind == "math" and "####" in row.answer:
+            self._suspected.append(
+                f"the whole answer of {name} is taken for the right one, which reads like a solution: "
+                f"gsm8k:{source.text} takes what is behind its ####"
+            )
+
+    def _hint(self, columns: Mapping[str, Any], source: Source) -> str:
+        """What may have been meant."""
+        if source.layout:
+            note = LAYOUTS[source.layout].note
+            return f" ({note})" if note else ""
+        looks = layouts.looks_like(columns)
+        if looks:
+            return f"; that looks like {looks}: {looks}:{source.text}"
+        names = self._environment.columns
+        if columns_lib.find(columns, names.prompt) is columns_lib.MISSING:
+            likely = [name for name in ("problem", "question", "messages", "input", "instruction") if name in columns]
+            return f"; perhaps config.environment.columns.prompt={likely[0]}" if likely else ""
+        return ""
+
+
+def _task(row: Row, source: Source, count: int) -> str:
+    """Of several sources each is reported by itself, and its parts by themselves."""
+    return row.task if count == 1 else f"{source.text} {row.task}".strip()

@@ -1,0 +1,294 @@
+"""A model as judge: config.environment.reward=judge asks any OpenAI-compatible endpoint what a completion is worth.
+
+The question is config.environment.judge.template, a file in which {prompt}, {completion}, {answer} and any column of
+the row in braces stand for their values (other braces stay), sent as one user message at temperature 0. Without a file
+it is TEMPLATE below. A reply counts only as one verdict, alone on its last line or else on its first, after its own
+thinking:
+
+    yes, correct, right, true              1, correct
+    no, incorrect, wrong, false            -1, not correct
+    0.8, 8/10, 8 out of 10                 a share from 0 to 1; correct from config.environment.correct_at on
+
+Case, bold marks, quotes, brackets, a period, and a label before it ("Verdict:", "Final score:") do not matter. Nothing
+is looked for inside a sentence: "no, this is not the right answer" has words for both, and the numbers of a reply are
+mostly those of the problem. What would be a reward beyond 1 ("42", "8") is no verdict. Any other reply makes that
+completion wrong, and is said once. A call that fails for a while (no connection, no reply in time, 408, 409, 429, 5xx)
+is repeated after 1, 4, 16, 60, 60, ... seconds, or when the server says; after the last one the run ends with a line,
+as it does at once with another error: judging everything wrong would train on nothing.
+
+Replies are kept in memory, and in config.environment.judge.cache, a SQLite file that processes and runs share. As many
+calls are made at a time as config.environment.verifier_processes says.
+"""
+
+import collections
+import contextlib
+import hashlib
+import math
+import os
+import random
+import re
+import sqlite3
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments.base import Completion, Row, Score, ScoreFailed, ScorerError, asked
+from scalerl_jax.environments.user_functions import to_score
+
+TEMPLATE = """Question:
+{prompt}
+
+Right answer:
+{answer}
+
+Somebody's answer:
+{completion}
+
+Does that answer say the same as the right one, whatever the wording? Reply with exactly one word and nothing else:
+CORRECT or INCORRECT.
+"""
+KEPT, KEPT_ON_DISK = 16_384, 1_000_000  # replies
+_PAUSES = (1.0, 4.0, 16.0, 60.0)  # seconds before the first repetitions; the last one before all others
+_AGAIN = (408, 409, 429)
+_BUSY_SECONDS = 60.0  # that another process may hold the file of replies
+_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
+_MARKS = str.maketrans("", "", "*_`")
+_AROUND = " \t\"'“”‘’()[]{}#>"
+_LABEL = re.compile(
+    r"(?:(?:the|my|final|overall)\s+)*"
+    r"(?:verdict|score|grade|rating|judge?ment|decision|result|evaluation|conclusion|reward|correctness)\s*[:=]",
+    re.IGNORECASE,
+)  # not "answer": what follows that is the problem's
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_SHARE = re.compile(rf"(?P<number>{_NUMBER})(?:\s*(?:/|out of)\s*(?P<of>{_NUMBER}))?", re.IGNORECASE)
+_WORDS = dict.fromkeys(("yes", "correct", "right", "true"), True) | dict.fromkeys(
+    ("no", "incorrect", "wrong", "false"), False
+)
+
+
+class Judge:
+    """The judge of a config; `prepare` comes before the first `score`."""
+
+    def __init__(self, config: Config):
+        self._config = judge = config.environment.judge
+        self._correct_at = config.environment.correct_at
+        self._template = ""
+        self._client: Any = None
+        self._headers: dict[str, Any] = {}
+        self._replies: collections.OrderedDict[bytes, str] = collections.OrderedDict()
+        self._file: sqlite3.Connection | None = None
+        self.waits_seconds = (judge.retries + 1) * judge.seconds + sum(map(_pause, range(judge.retries)))
+
+    def prepare(self) -> None:
+        """Raises ValueError, one line, where the judge cannot be asked."""
+        where = "config.environment.judge"
+        for field in ("url", "model"):
+            if not getattr(self._config, field):
+                raise ValueError(f"{where}.{field}: is empty; a judge needs it")
+        try:
+            import openai
+        except ImportError:
+            raise ValueError(
+                "config.environment.reward=judge: needs the package openai: pip install 'scalerl-jax[environments]'"
+            ) from None
+        self._template = _read(self._config.template, f"{where}.template") if self._config.template else TEMPLATE
+        if "completion" not in _PLACE.findall(self._template):
+            raise ValueError(f"{where}.template={self._config.template}: {{completion}} does not stand in it")
+        if self._config.cache:
+            try:
+                self._file = _open(self._config.cache)
+            except (sqlite3.Error, OSError) as error:
+                raise ValueError(f"{where}.cache={self._config.cache}: {error}") from error
+        key = os.environ.get(self._config.key_variable, "") if self._config.key_variable else ""
+        self._client = openai.OpenAI(
+            base_url=self._config.url,
+            api_key=key or "none",
+            max_retries=0,
+            timeout=self._config.seconds,
+        )
+        self._headers = {} if key else {"Authorization": openai.Omit()}
+        self._repeated(self._list_models)
+
+    def score(self, row: Row, completion: Completion) -> Score:
+        """Raises ScorerError where the judge does not answer, ScoreFailed where it says nothing that counts."""
+        given: dict[str, Any] = {
+            **row.extra,
+            "prompt": asked(row),
+            "completion": completion,
+            "thinking": completion.thinking,
+            "answer": row.answer,
+            "task": row.task,
+        }
+        reply = self._reply(
+            _filled(self._template, given, f"config.environment.judge.template={self._config.template}")
+        )
+        score = judged(reply, correct_at=self._correct_at)
+        if score is None:
+            raise ScoreFailed(
+                f"config.environment.judge: the reply {_short(reply)} is no verdict, as in CORRECT, no, 0.5 or "
+                "8/10 alone on its last or first line; the completion counts as wrong",
+                kind="judge reply",
+                metrics={"rewards/judge/errors": 1.0},
+            )
+        return Score(score.reward, score.correct, {"rewards/judge/errors": 0.0}, why=f"the judge: {_short(reply)}")
+
+    def _reply(self, question: str) -> str:
+        """Of the judge, or of before; one that says nothing is asked for again."""
+        config = self._config
+        asked = "\0".join((config.url, config.model, str(config.max_tokens), question))
+        key = hashlib.blake2b(asked.encode(errors="replace"), digest_size=20).digest()
+        reply = self._replies.get(key)
+        if reply is None and self._file is not None:
+            with _of_the_file(config.cache):
+                found = self._file.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+            reply = found[0] if found else None
+            if reply is not None and judged(reply, correct_at=self._correct_at) is None:
+                reply = None  # of a version that took it for a verdict
+        if reply is None:
+            reply = self._repeated(lambda: self._asked(question))
+            if judged(reply, correct_at=self._correct_at) is None:
+                return reply
+            if self._file is not None:
+                with _of_the_file(config.cache), self._file:
+                    self._file.execute("INSERT OR REPLACE INTO replies (key, reply) VALUES (?, ?)", (key, reply))
+                    self._file.execute(
+                        "DELETE FROM replies WHERE rowid <= (SELECT max(rowid) FROM replies) - ?", (KEPT_ON_DISK,)
+                    )
+        self._replies[key] = reply
+        self._replies.move_to_end(key)
+        if len(self._replies) > KEPT:
+            self._replies.popitem(last=False)
+        return reply
+
+    def _asked(self, question: str) -> str:
+        reply = self._client.chat.completions.create(
+            model=self._config.model,
+            messages=[{"role": "user", "content": question.encode(errors="replace").decode()}],
+            max_tokens=self._config.max_tokens,
+            temperature=0,
+            extra_headers=self._headers,
+        )
+        choices = getattr(reply, "choices", None)
+        if not choices:
+            raise _Unreadable(f"the reply has no choices: {_short(str(reply))}")
+        return str(choices[0].message.content or "")
+
+    def _list_models(self) -> str:
+        """Whether somebody is there who takes the key. Raises what openai raises."""
+        import openai
+
+        try:
+            self._client.models.list(extra_headers=self._headers)
+        except openai.APIStatusError as error:
+            if error.status_code in (401, 403) or error.status_code in _AGAIN or error.status_code >= 500:
+                raise
+        except (openai.APIResponseValidationError, ValueError):
+            pass  # there is no such list everywhere
+        return ""
+
+    def _repeated(self, call: Any) -> str:
+        """Raises ScorerError, one line."""
+        import openai
+
+        where = f"config.environment.judge.url={self._config.url}"
+        said, said_pause = "", 0.0
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                time.sleep(max(said_pause, _pause(attempt - 1) * random.uniform(0.5, 1.0)))
+            try:
+                return str(call())
+            except openai.APIStatusError as error:
+                said, said_pause = f"{error.status_code}: {_short(error.message)}", _retry_after(error.response.headers)
+                if error.status_code not in _AGAIN and error.status_code < 500:
+                    key = "; the key is that of config.environment.judge.key_variable=" + self._config.key_variable
+                    raise ScorerError(f"{where}: {said}{key if error.status_code in (401, 403) else ''}") from error
+            except (openai.APIError, _Unreadable, ValueError) as error:  # no connection, no reply in time, no JSON
+                cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else None
+                said, said_pause = _short(" ".join(f"{error} {cause or ''}".split())), 0.0
+        raise ScorerError(f"{where}: no reply in {self._config.retries + 1} calls, the last one said: {said}")
+
+
+class _Unreadable(Exception):
+    """A reply that is not in the form of the API."""
+
+
+def judged(reply: str, *, correct_at: float) -> Score | None:
+    """What a judge's reply is worth, as the module says; None: it is no verdict."""
+    text = reply.rpartition("</think>")[2]
+    if "<think>" in text:  # cut in its thinking
+        return None
+    lines = [line for line in text.splitlines() if line.strip()]
+    for line in (*lines[-1:], *lines[:1]):
+        verdict = _verdict(line)
+        if verdict is not None:
+            return to_score(verdict, correct_at=correct_at)
+    return None
+
+
+def _verdict(line: str) -> bool | float | None:
+    """The verdict that the line is; None: it is anything else."""
+    plain = line.translate(_MARKS).strip(_AROUND)
+    if label := _LABEL.match(plain):
+        plain = plain[label.end() :]
+    plain = plain.strip(_AROUND).rstrip(_AROUND + ".!,;")
+    if plain.lower() in _WORDS:
+        return _WORDS[plain.lower()]
+    found = _SHARE.fullmatch(plain)
+    if not found:
+        return None
+    number, of = float(found["number"]), float(found["of"] or 1)
+    return number / of if math.isfinite(of) and of > 0 and number <= of else None
+
+
+def _filled(template: str, given: Mapping[str, Any], where: str) -> str:
+    """Raises ScorerError where the template names a column that the row does not have."""
+
+    def value(place: re.Match[str]) -> str:
+        if place[1] not in given:
+            raise ScorerError(f"{where}: {{{place[1]}}} is no column; the row has {', '.join(map(str, given))}")
+        return str(given[place[1]])
+
+    return _PLACE.sub(value, template)
+
+
+def _read(path: str, field: str) -> str:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"{field}={path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{field}={path}: is not UTF-8 text ({error})") from error
+
+
+def _open(path: str) -> sqlite3.Connection:
+    file = sqlite3.connect(path, timeout=_BUSY_SECONDS)
+    with file:
+        file.execute("CREATE TABLE IF NOT EXISTS replies (key BLOB UNIQUE, reply TEXT)")
+    return file
+
+
+@contextlib.contextmanager
+def _of_the_file(path: str) -> Any:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise ScorerError(f"config.environment.judge.cache={path}: {error}") from error
+
+
+def _pause(attempt: int) -> float:
+    return _PAUSES[min(attempt, len(_PAUSES) - 1)]
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds, as far as the server says any, and no more than the longest pause."""
+    try:
+        return min(_PAUSES[-1], max(0.0, float(headers.get("retry-after", "0"))))
+    except ValueError:
+        return 0.0
+
+
+def _short(text: str) -> str:
+    shown = repr(" ".join(text.split()))
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."

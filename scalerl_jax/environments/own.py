@@ -1,0 +1,165 @@
+"""A whole environment of the user's: config.environment.name=FILE.py:CLASS.
+
+    class Riddles:
+        def __init__(self, config): ...                # EnvironmentConfig; or no arguments at all
+        def rows(self, split): ...                     # "train" or "validation": Row or {"prompt", "answer", ...}
+        def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (rewards.py)
+        def prepare(self): ...                         # optional: once in each process, before its first row
+        weights = {}                                   # the rest is optional too, as in base.py
+        waits_seconds = 0.0
+
+A row that is a dict has a prompt, text or messages, and what else the scorer wants: "answer" and "task" have their
+places, other keys are in row.extra. Where there are weights, "source" of each training row is one of them. A function
+that makes such an object will do for the class. The object is made once where the run is, for its rows, and once in
+each process that scores; nothing is scored elsewhere, since reward_seconds and verifier_seconds hold there alone.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments import user_code
+from scalerl_jax.environments.base import Completion, Environment, Row, Score
+from scalerl_jax.environments.user_functions import UserFunction
+
+_FIELD = "config.environment.name"
+_ANY = (Exception, SystemExit)  # what the user's own code may raise
+_FIELDS: dict[str, tuple[Any, str]] = {  # of a Row
+    **dict.fromkeys(("text", "answer", "task", "name", "source"), (str, "a text")),
+    "extra": (Mapping, "a dict"),
+    "messages": (list | tuple, "messages"),
+}
+
+
+def make(config: Config) -> Environment:
+    """Raises ValueError, one line, where the class cannot be had, or is none as above."""
+    name = config.environment.name
+    made = user_code.load(_FIELD, name)
+    if not callable(made):
+        raise ValueError(f"{_FIELD}={name}: is {type(made).__name__}, not a class")
+    file = user_code.file_of(made)
+    try:
+        environment = made(config.environment) if _takes_one(made) else made()
+    except _ANY as error:
+        raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.told(error, file=file)}") from error
+    for needed in ("rows", "score"):
+        if not callable(getattr(environment, needed, None)):
+            raise ValueError(f"{_FIELD}={name}: has no function {needed}")
+    function = UserFunction(
+        environment.score, said=f"{_FIELD}={name}", name="environment", seconds=config.environment.reward_seconds,
+        correct_at=config.environment.correct_at,
+    )  # fmt: skip
+
+    def given(split: str) -> Iterator[Any]:
+        try:
+            found = environment.rows(split)
+            if isinstance(found, Iterable):
+                yield from found
+                return
+        except _ANY as error:
+            raise ValueError(f"{_FIELD}={name}: rows({split!r}): {user_code.told(error, file=file)}") from error
+        raise ValueError(f"{_FIELD}={name}: rows({split!r}) is {type(found).__name__}, not a list of rows")
+
+    def prepare() -> None:
+        try:
+            environment.prepare()
+        except _ANY as error:
+            raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.told(error, file=file)}") from error
+
+    def rows(split: str) -> Iterator[Row]:
+        for number, found in enumerate(given(split), 1):
+            row = _row(found, f"{name} {split} row {number}")
+            if split == "train" and weights and row.source not in weights:
+                raise ValueError(f"{row.name}: 'source' is {row.source!r}, and weights has {', '.join(weights)}")
+            yield row
+
+    def scored(row: Row, completion: Completion) -> Score:
+        return function.score(row, completion)
+
+    options: dict[str, Any] = {}
+    kinds = {"weights": Mapping, "waits_seconds": (int, float)}
+    for option, kind in kinds.items():
+        if hasattr(environment, option):
+            options[option] = value = getattr(environment, option)
+            if not isinstance(value, kind):  # type: ignore[arg-type]
+                raise ValueError(f"{_FIELD}={name}: {option} is {value!r}")
+    weights: Mapping[str, float] = options.get("weights", {})
+    for source, weight in weights.items():
+        if not isinstance(source, str) or not _finite(weight) or weight <= 0:
+            raise ValueError(f"{_FIELD}={name}: weights: {source!r} has {weight!r}, not a number above 0")
+    if not _finite(options.get("waits_seconds", 0)) or options.get("waits_seconds", 0) < 0:
+        raise ValueError(f"{_FIELD}={name}: waits_seconds is {options['waits_seconds']!r}")
+    if not getattr(environment, "in_processes", True):
+        raise ValueError(
+            f"{_FIELD}={name}: in_processes is {environment.in_processes!r}: an environment of one's own is scored in "
+            "processes, where its limits of time hold; leave it out"
+        )
+    options.setdefault("waits_seconds", config.environment.reward_seconds)
+    return Environment(
+        rows, scored, prepare=prepare if hasattr(environment, "prepare") else None, reads_thinking=True, **options
+    )
+
+
+def _takes_one(made: Callable) -> bool:
+    """Whether it wants an argument."""
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _row(row: Any, where: str) -> Row:
+    """Raises ValueError naming the row."""
+    if isinstance(row, Row):
+        row = dataclasses.replace(row, name=row.name or where)
+        for field, (kind, called) in _FIELDS.items():
+            if not isinstance(getattr(row, field), kind):
+                raise ValueError(f"{where}: {field} is {getattr(row, field)!r}, not {called}")
+        if row.messages or not row.text.strip():
+            text, messages = _prompt(row.messages or row.text, where)
+            row = dataclasses.replace(row, text=row.text or text, messages=messages)
+        return row
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where}: is {type(row).__name__}, not a Row or a dict")
+    if "prompt" not in row:
+        raise ValueError(f"{where}: has no 'prompt' (it has: {', '.join(map(str, row)) or 'nothing'})")
+    # A source stays: a filter or a reward may look at it.
+    extra = {str(key): value for key, value in row.items() if key not in ("prompt", "answer", "task")}
+    answer, task, source = row.get("answer"), row.get("task"), row.get("source")
+    if not isinstance(task, str | None):
+        raise ValueError(f"{where}: 'task' is {task!r}, not a text")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+        raise ValueError(f"{where}: 'answer' is {answer!r}, not a text or a number")
+    text, messages = _prompt(row["prompt"], where)
+    return Row(
+        text,
+        "" if answer is None else str(answer),
+        task=task or "",
+        name=where,
+        extra=extra,
+        messages=messages,
+        source=source if isinstance(source, str) else "",
+    )
+
+
+def _prompt(prompt: Any, where: str) -> tuple[str, tuple[Mapping[str, str], ...]]:
+    """(text, messages) of either."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError(f"{where}: 'prompt' is empty")
+        return prompt, ()
+    messages = tuple(prompt) if isinstance(prompt, list | tuple) else ()
+    if not messages or not all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in messages
+    ):
+        raise ValueError(f"{where}: 'prompt' is neither a text nor messages, [{{'role': 'user', 'content': '...'}}]")
+    return "\n\n".join(message["content"] for message in messages), messages

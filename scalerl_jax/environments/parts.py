@@ -1,0 +1,29 @@
+"""The environments of a run by name, each with the config that it would have alone.
+
+A run without a mixture has one, named "". Of a mixture each part is a name of config.mixture; a row says in
+`environment` which one it is from.
+"""
+
+import dataclasses
+
+from scalerl_jax.config import Config
+
+
+def configs(config: Config) -> dict[str, Config]:
+    """The run's config for each part, with the part's own EnvironmentConfig as config.environment."""
+    if not config.mixture:
+        return {"": config}
+    return {
+        name: dataclasses.replace(config, environment=environment, mixture={})
+        for name, environment in config.mixture.items()
+    }
+
+
+def as_written(part: str, line: str) -> str:
+    """`line` with the fields of the part's EnvironmentConfig as the user wrote them."""
+    return line.replace("config.environment.", f"config.mixture.{part}.") if part else line
+
+
+def field(part: str, name: str) -> str:
+    """What a field of the part's EnvironmentConfig is called by a user: "config.mixture.math.reward"."""
+    return f"config.mixture.{part}.{name}" if part else f"config.environment.{name}"

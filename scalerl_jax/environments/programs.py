@@ -1,0 +1,217 @@
+"""The second built-in environment: small programs, written from a list of operations and judged by running them.
+
+    prompt       add 3,neg,mod 7:
+    completion   <think>+=3;=-x;%=7</think>x=int(input());x+=3;x=-x;x%=7;print(x)
+
+The program reads an integer and prints what becomes of it. It is run on INPUTS of them in the sandbox (code_judge.py),
+and right if it prints the right ones: any program that does so is, in a fenced block or as it is. A trace names the
+operations first and then writes them out, so that what is thought decides what is run.
+
+A slip is an operation with another number, or the opposite one; the program follows what was thought. A policy trained
+on traces with slips makes them at their rate: there is something to unlearn. Some traces are interrupted: the phrase
+cuts the thinking anywhere, and the program has the operations that were whole.
+
+Every operation counts: a problem whose outputs would be the same without one of its operations is not asked, and the
+inputs are chosen for it. Training and held-out problems are disjoint by construction: a hash of a problem's text says
+which of the two it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from scalerl_jax.config import Config, EnvironmentConfig, SandboxConfig
+from scalerl_jax.environments import code
+from scalerl_jax.environments.base import Environment, Row, Score
+from scalerl_jax.environments.made_problems import INTERRUPTED_SHARE, Piece, distinct, is_held_out
+
+# word: what is done to x with a number; the opposite, which a slip takes for it
+OPERATORS = {"add": "+", "take": "-", "times": "*", "div": "//", "mod": "%"}
+OPPOSITES = {"add": "take", "take": "add", "times": "div", "div": "times", "mod": "div"}
+NEGATE = "neg"  # the one without a number
+LEAST, MOST = 2, 9  # numbers
+SLIPS = (-2, -1, 1, 2)  # a slip's number minus the right one
+INPUTS = 3
+_CANDIDATES = (46, -987, 350, -41, 5, 2718, -8, 13)
+_VALIDATION_SEED = 20_261_122  # the held-out problems are the same in every run, whatever its seed
+
+
+def make(config: Config) -> Environment:
+    """A row's task is its number of operations, of which there are minimum_terms to maximum_terms."""
+    limits = config.environment.sandbox
+
+    def rows(split: str) -> Iterator[Row]:
+        code.prepare(config.environment)
+        validation = split == "validation"
+        for problem in problems(
+            config.evaluation.prompts if validation else config.environment.train_prompts,
+            config.environment,
+            seed=config.seed,
+            validation=validation,
+        ):
+            count, tests = len(problem.operations), {"function": "", "cases": problem.cases}
+            yield Row(
+                problem.text,
+                problem.program,
+                task=f"{count} operation{'s' if count > 1 else ''}",
+                name=f"problem {problem.text}",
+                extra={"unit_tests": tests},
+            )
+
+    return Environment(
+        rows,
+        functools.partial(score, limits=limits),
+        prepare=functools.partial(code.prepare, config.environment),
+        waits_seconds=code.waits_seconds(limits),
+    )
+
+
+def score(row: Row, completion: str, *, limits: SandboxConfig) -> Score:
+    """The program is the fenced block, or all that is said where there is none."""
+    program = code.find_program(completion)
+    return code.score_program(row, completion.strip() if program is None else program, limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    word: str
+    number: int = 0  # 0: it has none
+
+    @property
+    def text(self) -> str:
+        return f"{self.word} {self.number}" if self.number else self.word
+
+    @property
+    def thought(self) -> str:
+        return f"{OPERATORS[self.word]}={self.number}" if self.number else "=-x"
+
+    @property
+    def statement(self) -> str:
+        return f"x{self.thought}"
+
+    def apply(self, x: int) -> int:
+        match self.word:
+            case "add":
+                return x + self.number
+            case "take":
+                return x - self.number
+            case "times":
+                return x * self.number
+            case "div":
+                return x // self.number
+            case "mod":
+                return x % self.number
+        return -x
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    operations: tuple[Operation, ...]
+    inputs: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        return f"{','.join(operation.text for operation in self.operations)}:"
+
+    @property
+    def program(self) -> str:
+        return _program(self.operations)
+
+    @property
+    def cases(self) -> list[list]:
+        return [[f"{x}\n", [str(_result(self.operations, x))]] for x in self.inputs]
+
+
+def held_out(problem: Problem) -> bool:
+    """Whether the problem belongs to the validation side."""
+    return is_held_out(problem.text)
+
+
+def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation: bool) -> Problem:
+    """A problem of the side asked for, its number of operations uniform in the config's range."""
+    words = [*OPERATORS, NEGATE]
+    while True:
+        length = int(rng.integers(environment.minimum_terms, environment.maximum_terms + 1))
+        operations: list[Operation] = []
+        while len(operations) < length:
+            word = words[int(rng.integers(len(words)))]
+            number = 0 if word == NEGATE else int(rng.integers(LEAST, MOST + 1))
+            operations.append(Operation(word, number))
+        inputs = _telling_inputs(operations)
+        if inputs:
+            problem = Problem(tuple(operations), inputs)
+            if held_out(problem) == validation:
+                return problem
+
+
+def problems(count: int, environment: EnvironmentConfig, *, seed: int, validation: bool) -> list[Problem]:
+    """`count` distinct problems. Held-out ones do not depend on `seed`, and are fewer where there are no more.
+
+    Raises ValueError where the range of operations is empty or has too few training problems.
+    """
+    least, most = environment.minimum_terms, environment.maximum_terms
+    if not 1 <= least <= most:
+        raise ValueError(
+            f"config.environment.minimum_terms={least}, config.environment.maximum_terms={most}: "
+            "must be 1 <= minimum_terms <= maximum_terms"
+        )
+    rng = np.random.default_rng([_VALIDATION_SEED, 1] if validation else [seed, 0])
+    return distinct(
+        lambda: draw(rng, environment, validation=validation),
+        count,
+        validation=validation,
+        patience=lambda found: 10 * found + 1_000,
+        what=f"{least} to {most} operations",
+    )
+
+
+def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phrase: str = "") -> tuple[Piece, ...]:
+    """A completion: thinking with slips, `</think>`, the program. With a `phrase`, some are interrupted by it."""
+    thought = [_slip(one, rng) if rng.random() < error_rate else one for one in problem.operations]
+    steps = [f"{';' if i else ''}{one.thought}" for i, one in enumerate(thought)]
+    if not phrase or rng.random() >= INTERRUPTED_SHARE:
+        return (Piece(f"<think>{''.join(steps)}</think>{_program(thought)}"),)
+    done = int(rng.integers(0, len(steps)))
+    cut = steps[done][: int(rng.integers(0, len(steps[done])))]
+    return (
+        Piece("<think>" + "".join(steps[:done]) + cut),
+        Piece(phrase, trained=False),
+        Piece(_program(thought[:done])),
+    )
+
+
+def _program(operations: list[Operation] | tuple[Operation, ...]) -> str:
+    return ";".join(["x=int(input())", *(operation.statement for operation in operations), "print(x)"])
+
+
+def _result(operations: list[Operation] | tuple[Operation, ...], x: int) -> int:
+    return functools.reduce(lambda value, operation: operation.apply(value), operations, x)
+
+
+def _telling_inputs(operations: list[Operation]) -> tuple[int, ...]:
+    """INPUTS of the candidates on which each operation makes a difference; () where there are none."""
+    right = {x: _result(operations, x) for x in _CANDIDATES}
+    tells = []  # for each operation that is left out, the inputs that show it
+    for i in range(len(operations)):
+        rest = operations[:i] + operations[i + 1 :]
+        tells.append({x for x in _CANDIDATES if _result(rest, x) != right[x]})
+    if not all(tells):
+        return ()
+    chosen: list[int] = []
+    while len(chosen) < INPUTS:
+        unseen = [shown for shown in tells if not shown & set(chosen)]
+        left = [x for x in _CANDIDATES if x not in chosen]
+        chosen.append(max(left, key=lambda x: sum(x in shown for shown in unseen)))
+    return tuple(chosen) if all(shown & set(chosen) for shown in tells) else ()
+
+
+def _slip(operation: Operation, rng: np.random.Generator) -> Operation:
+    """Another number near the right one, or another operation."""
+    if not operation.number:
+        return Operation("add", int(rng.integers(LEAST, MOST + 1)))
+    if rng.random() < 0.5:
+        return Operation(OPPOSITES[operation.word], operation.number)
+    numbers = [operation.number + slip for slip in SLIPS if LEAST <= operation.number + slip <= MOST]
+    return Operation(operation.word, int(rng.choice(numbers)))

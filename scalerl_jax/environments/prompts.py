@@ -1,0 +1,174 @@
+"""A row as its prompt: text and token ids, as config.environment asks for it.
+
+    text             stands as it is, unless the model's chat template renders it as what a user says
+    messages         rendered by the chat template
+    system_prompt    the first message, in the place of one that is there; before a text, with an empty line between
+    prompt_suffix    behind the last user message, or the text, as it is written
+
+chat_template=auto renders messages and the texts that are asked as a user asks them (Row.chat); `always` every text;
+`never` none, and messages are then refused. A rendered prompt has the special tokens that its template writes and no
+others; a text gets those that the tokenizer puts before a sequence.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments.base import Row
+from scalerl_jax.environments.chat_template import ChatTemplate, Messages, read_chat_template
+from scalerl_jax.environments.thinking import thinking_at_end
+from scalerl_jax.environments.tokenizer import Tokenizer
+
+_AT_ONCE = 1000  # rows that are tokenized together
+
+
+class Prompts:
+    """Of one environment (config.environment). Raises ValueError naming the config field or the file at fault."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        environment = config.environment
+        self._config, self._tokenizer, self._how = config, tokenizer, environment.chat_template
+        self._template = None
+        if self._how != "never":
+            self._template = read_chat_template(tokenizer.path, environment.template_arguments)
+        if self._how == "always" and self._template is None:
+            raise ValueError(f"config.environment.chat_template=always: {tokenizer.path} has no chat template")
+        self._counts: Counter[str] = Counter()
+
+    def render(self, row: Row) -> Row:
+        """The row with its prompt's text and token ids. Raises ValueError, one line, naming the row."""
+        (rendered,) = self.render_all([row])
+        return rendered
+
+    def render_all(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """As `render`, of many rows, on all cores; none is held longer than it takes to make _AT_ONCE of them."""
+        waiting = iter(rows)
+        while some := list(itertools.islice(waiting, _AT_ONCE)):
+            asked = [self._asked(row) for row in some]
+            for (row, rendered), ids in zip(asked, self._encode([row for row, _ in asked]), strict=True):
+                ids = ids if rendered else self._tokenizer.begun(ids)
+                yield dataclasses.replace(row, token_ids=np.asarray(ids, np.int32))
+
+    def _asked(self, row: Row) -> tuple[Row, bool]:
+        """The row with its prompt's text, and whether the chat template has rendered it."""
+        rendered = bool(row.messages) or (self._template is not None and (row.chat or self._how == "always"))
+        try:
+            if rendered:
+                text = self.ask(self.complete(row.messages or [{"role": "user", "content": row.text}]))
+            else:
+                text = self._text(row.text)
+                self._count(text, "text")
+        except (ValueError, TypeError) as error:
+            raise self._named(row, error) from error
+        # The question as it was, which a reward may look at.
+        messages = row.messages or ({"role": "user", "content": row.text},)
+        return dataclasses.replace(row, text=text, messages=messages), rendered
+
+    def _encode(self, rows: Sequence[Row]) -> list[list[int]]:
+        try:
+            return self._tokenizer.encode_all([row.text for row in rows])
+        except (ValueError, TypeError):  # of half a surrogate pair the tokenizer says that it is no text
+            for row in rows:
+                try:
+                    self._tokenizer.encode(row.text)
+                except (ValueError, TypeError) as error:
+                    raise self._named(row, error) from error
+            raise
+
+    @staticmethod
+    def _named(row: Row, error: Exception) -> ValueError:
+        return ValueError(f"{row.name}: {error}" if row.name else str(error))
+
+    def ask(self, messages: Messages) -> str:
+        """The text that asks complete messages. Raises ValueError, one line."""
+        text = self.template().render(messages)
+        self._count(text, "rendered")
+        return text
+
+    @property
+    def template_text(self) -> str:
+        """The model's jinja; "" where none is used."""
+        return self._template.text if self._template is not None else ""
+
+    def template(self) -> ChatTemplate:
+        """The model's. Raises ValueError where messages cannot be rendered."""
+        if self._template is not None:
+            return self._template
+        if self._how == "never":
+            raise ValueError("the prompt is messages, and config.environment.chat_template=never")
+        raise ValueError(f"the prompt is messages, and {self._tokenizer.path} has no chat template")
+
+    @property
+    def said(self) -> list[str]:
+        """Lines on how the prompts so far were rendered; none where they all stand as they are, and nothing else could
+        have been meant."""
+        environment, counts, lines = self._config.environment, self._counts, []
+        if counts["rendered"]:
+            assert self._template is not None
+            given = ", ".join(f"{name}={value!r}" for name, value in environment.template_arguments.items())
+            lines.append(
+                f"{counts['rendered']:,} prompts are rendered by the chat template in {self._template.file}"
+                f"{f' with {given}' if given else ''}"
+            )
+            if self._template.dated:
+                lines.append(
+                    "the chat template writes today's date into them: tomorrow they are others, unless "
+                    "config.environment.template_arguments gives it"
+                )
+        if counts["text"] and (self._template is not None or counts["rendered"] or environment.template_arguments):
+            lines.append(
+                f"{counts['text']:,} prompts stand as they are, without the model's chat template: "
+                f"config.environment.chat_template={self._how}"
+            )
+        if counts["system"]:
+            lines.append(
+                f"config.environment.system_prompt replaces the system message of {counts['system']:,} prompts"
+            )
+        if counts["opened"]:
+            where = f"{counts['opened']:,} prompts open thinking, which their completions end"
+            if self._config.rollout.thinking_budget_max == 0:
+                where += "; without a thinking budget it is part of config.rollout.answer_budget"
+            lines.append(where)
+        return lines
+
+    def _text(self, text: str) -> str:
+        system = self._config.environment.system_prompt
+        return (f"{system}\n\n" if system else "") + text + self._config.environment.prompt_suffix
+
+    def complete(self, messages: Messages) -> Messages:
+        """Messages with the config's system prompt and suffix. Raises ValueError where they are no prompt."""
+        complete = [dict(message) for message in messages]
+        for message in complete:
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+                raise ValueError('a message is not of the form {"role": text, "content": text}')
+        if complete[-1]["role"] == "assistant":
+            raise ValueError("the messages end with the assistant's, which is no prompt")
+        if suffix := self._config.environment.prompt_suffix:
+            asked = [message for message in complete if message["role"] == "user"]
+            if not asked:
+                raise ValueError("config.environment.prompt_suffix has no place: none of the messages is a user's")
+            asked[-1]["content"] += suffix
+        if system := self._config.environment.system_prompt:
+            if complete[0]["role"] == "system":
+                self._counts["system"] += 1
+                complete = complete[1:]
+            complete = [{"role": "system", "content": system}, *complete]
+        return complete
+
+    def _count(self, text: str, how: str) -> None:
+        """Raises ValueError where the prompt leaves no thinking, and the config has a budget for it."""
+        rollout = self._config.rollout
+        at_end = thinking_at_end(text, rollout.end_of_thinking)
+        self._counts.update((how, at_end))
+        if at_end == "closed" and rollout.thinking_budget_max > 0:
+            given = self._config.environment.template_arguments
+            which = f"config.environment.template_arguments={given}: " if given else ""
+            raise ValueError(
+                f"{which}the prompt ends in {rollout.end_of_thinking}, which leaves no thinking, and "
+                f"config.rollout.thinking_budget_max={rollout.thinking_budget_max}: set thinking_budget_min and "
+                "thinking_budget_max to 0, or have the template leave thinking open"
+            )

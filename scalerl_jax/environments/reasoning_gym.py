@@ -1,0 +1,227 @@
+"""Tasks that reasoning-gym makes and scores: config.environment.name=reasoning_gym:NAME, any of its data sets.
+
+    training prompts   config.environment.train_prompts of them, from config.seed on
+    held-out prompts   config.evaluation.prompts, from a seed of their own that is the same in every run; none of them
+                       is a training prompt
+    options            config.environment.options, as in '{"min_terms": 2}': fields of the data set's own config
+
+A prompt is the question as the data set writes it, asked as a user asks it; how to answer can be said by
+config.environment.system_prompt or prompt_suffix. What follows the thinking, or its last <answer> inside that, is
+scored by the data set's own score_answer, s from 0 to 1: the reward is 2 s - 1, and correct is s from
+config.environment.correct_at on (where it is at most 1).
+
+Some data sets draw from Python's sets, whose order is another in each process: they are made in processes with a fixed
+hash seed, by `python -m` this module for the rows, and once more, entry by entry, where they are scored.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from scalerl_jax.config import Config
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError
+
+NAME = "reasoning_gym:"
+_VALIDATION_SEED = 20_251_013
+_MOST_TRIED = 16  # times as many entries as are asked for, where they repeat
+_SECONDS = 1800.0  # by clock, to make all prompts of a split
+_FIELD = "config.environment.name"
+
+
+def make(config: Config) -> Environment:
+    name = config.environment.name.removeprefix(NAME)
+
+    made = functools.cache(lambda: _make_rows(name, config))
+
+    def rows(split: str) -> Iterator[Row]:
+        train, held_out = made()
+        if split == "train" and len(train) < config.environment.train_prompts:
+            raise ValueError(
+                f"{_FIELD}={NAME}{name}: makes {len(train)} different training prompts beside the held-out ones, "
+                f"config.environment.train_prompts is {config.environment.train_prompts}: other "
+                "config.environment.options may make more"
+            )
+        return iter(train if split == "train" else held_out)
+
+    def prepare() -> None:
+        _data_set(name, seed=0, size=1, options=json.dumps(config.environment.options))
+
+    def score(row: Row, completion: Completion) -> Score:
+        return _score(row, completion, config)
+
+    return Environment(rows, score, prepare=prepare)
+
+
+def _score(row: Row, completion: str, config: Config) -> Score:
+    if missing := [column for column in ("question", "seed", "size", "index") if column not in row.extra]:
+        raise ScorerError(
+            f"{_FIELD}={config.environment.name}: a row has no {', '.join(missing)}, by which it was made"
+        )
+    options = json.dumps(config.environment.options)
+    name = config.environment.name.removeprefix(NAME)
+    data = _data_set(name, seed=row.extra["seed"], size=row.extra["size"], options=options)
+    entry = _entry(data, row.extra["index"])
+    if entry["question"] != row.extra["question"]:
+        raise ScorerError(
+            f"{_FIELD}={config.environment.name}: {_short(row.extra['question'])} is another question when made again"
+        )
+    said = answer_in(completion)
+    share = float(data.score_answer(answer=said, entry=entry))
+    correct = share >= min(1.0, config.environment.correct_at) - 1e-9
+    wanted = f", wanted {_short(row.answer)}" if row.answer else ""
+    return Score(
+        2 * share - 1, correct, answer=row.answer if correct and row.answer else " ".join(said.split()),
+        why=f"said {_short(said)}{wanted}: {share:g} of 1",
+    )  # fmt: skip
+
+
+def answer_in(completion: str) -> str:
+    """What stands in the last <answer> of a completion; without one all of it."""
+    tagged = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+    return (tagged[-1] if tagged else completion).strip()
+
+
+def _make_rows(name: str, config: Config) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows), each fewer than the config says where there are no more. Raises ValueError."""
+    asked = {
+        "name": name,
+        "options": config.environment.options,
+        "splits": [[config.evaluation.prompts, _VALIDATION_SEED], [config.environment.train_prompts, config.seed]],
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", __name__],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            env=fixed(dict(os.environ)),
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{_FIELD}={NAME}{name}: made no prompts within {_SECONDS:g} s") from None
+    lines = done.stdout.splitlines()
+    found = json.loads(lines[-1]) if done.returncode == 0 and lines else {}
+    if not found:
+        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ValueError(f"{_FIELD}={NAME}{name}: making prompts ended with code {done.returncode}: {said[0]}")
+    if "error" in found:
+        raise ValueError(found["error"])
+    held_out, train = (
+        [
+            Row(
+                question, answer, task=name, name=f"{name} seed {split['seed']} entry {index}", chat=True,
+                extra={"question": question, "seed": split["seed"], "size": split["size"], "index": index},
+            )
+            for index, question, answer in split["entries"]
+        ]
+        for split in found["splits"]
+    )  # fmt: skip
+    return train, held_out
+
+
+def fixed(environment: dict[str, str]) -> dict[str, str]:
+    """The variables of a process in which sets have the same order every time, and which finds this package."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join(p for p in (root, environment.get("PYTHONPATH")) if p)
+    return {**environment, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+
+
+@functools.lru_cache(maxsize=4)
+def _data_set(name: str, *, seed: int, size: int, options: str) -> Any:
+    """Raises ValueError, one line, where there is none of that name, or with such options."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import reasoning_gym
+            from reasoning_gym.composite import DatasetSpec
+            from reasoning_gym.factory import DATASETS
+        except ImportError:
+            raise ValueError(
+                f"{_FIELD}={NAME}{name}: needs the package reasoning-gym: pip install 'scalerl-jax[environments]'"
+            ) from None
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4) or sorted(DATASETS)
+        raise ValueError(
+            f"{_FIELD}={NAME}{name}: reasoning-gym has no data set of that name; near it are {', '.join(near)}"
+        )
+    given = json.loads(options)
+    fields = sorted(field.name for field in dataclasses.fields(DATASETS[name][1]))
+    if wrong := [option for option in given if option not in fields or option in ("seed", "size")]:
+        has = ", ".join(field for field in fields if field not in ("seed", "size"))
+        raise ValueError(f"config.environment.options: {NAME}{name} has no option {wrong[0]!r} to give (it has: {has})")
+    try:
+        if name == "composite":
+            given["datasets"] = [DatasetSpec(**{"config": {}, **part}) for part in given.get("datasets", ())]
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **given)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{_FIELD}={NAME}{name}: {said} (config.environment.options={options}, size {size})"
+        ) from error
+
+
+def _entry(data: Any, index: int) -> Any:
+    """The entries of a group's prompt are asked for again and again, and some take long to make."""
+    kept: dict[int, Any] = data.__dict__.setdefault("_entries_kept", {})
+    if index not in kept:
+        if len(kept) >= 64:
+            kept.pop(next(iter(kept)))
+        kept[index] = data[index]
+    return kept[index]
+
+
+def _short(text: str) -> str:
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 80 else f"{shown[:38]} ... {shown[-37:]}"
+
+
+def main() -> None:
+    """Reads what is asked for; writes {"splits": [{"seed", "size", "entries": [[index, question, answer], ...]}, ...]},
+    where no question is there twice, or {"error"}."""
+    asked = json.load(sys.stdin)
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a data set prints as it is made is no part of the reply
+    options, seen, splits = json.dumps(asked["options"]), set[str](), list[dict[str, Any]]()
+    try:
+        for count, seed in asked["splits"]:
+            size, entries = _entries(asked["name"], count=count, seed=seed, options=options, other=frozenset(seen))
+            seen.update(question for _, question, _ in entries)
+            splits.append({"seed": seed, "size": size, "entries": entries})
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}), file=reply, flush=True)
+        return
+    print(json.dumps({"splits": splits}), file=reply, flush=True)
+
+
+def _entries(
+    name: str, *, count: int, seed: int, options: str, other: frozenset[str]
+) -> tuple[int, list[tuple[int, str, str]]]:
+    """(size of the data set, (index, question, answer) of `count` of its entries), or fewer."""
+    size = count
+    while True:
+        data, entries, seen = _data_set(name, seed=seed, size=size, options=options), [], set(other)
+        for index in range(size):
+            entry = data[index]
+            question, answer = str(entry["question"]), entry["answer"]
+            if question in seen or not question.strip():
+                continue
+            seen.add(question)
+            entries.append((index, question, "" if answer is None else str(answer)))
+            if len(entries) == count:
+                return size, entries
+        if size >= _MOST_TRIED * count:
+            return size, entries
+        size *= 2
+
+
+if __name__ == "__main__":
+    main()

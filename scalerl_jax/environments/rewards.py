@@ -1,0 +1,178 @@
+"""Reward functions of the user's, in the place of an environment's score or beside it.
+
+    config.environment.reward=my_rewards.py:reward
+    config.environment.rewards='{"environment": 1.0, "my_rewards.py:brief": 0.2, "judge": 0.5}'
+
+    def reward(prompt, completion, answer, **row) -> float | bool | Score | dict: ...      # or async def
+
+A function gets by keyword what it names: prompt (what the user says last), messages, completion (what follows the
+thinking), thinking, tokens (sampled), answer, task, and the row's other columns; with **row all of them. A class is
+made once in each process and called. What it may give and what becomes of its failures: user_functions.py. It runs in
+the processes that score, whose limits are config.environment.reward_seconds by clock and verifier_seconds of CPU time;
+what it prints is not shown.
+
+Two names are no files: `environment` is the environment's own score, `judge` a model that judges (judge.py).
+
+Of several the reward is the sum of theirs by weight. Correct is what `environment` says where it is one of them; else
+the sum is compared with config.environment.correct_at. Each one's reward is the metric rewards/NAME, and the share of
+completions that it failed on rewards/NAME/errors.
+"""
+
+import dataclasses
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scalerl_jax.config import Config, EnvironmentConfig
+from scalerl_jax.environments import judge, user_code
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError, asked
+from scalerl_jax.environments.user_functions import UserFunction
+
+OWN, JUDGE = "environment", "judge"
+_GIVEN = ("prompt", "messages", "completion", "thinking", "tokens", "answer", "task")
+ScoreFunction = Callable[[Row, Completion], Score]
+
+
+def with_rewards(environment: Environment, config: Config) -> Environment:
+    """`environment` with the rewards of its config; itself where there are none. Raises ValueError naming the field."""
+    weights = _weights(config.environment)
+    if not weights:
+        return environment
+    names, functions = _names(weights), dict[str, ScoreFunction]()
+    waits = environment.waits_seconds + len(weights) * config.environment.reward_seconds
+    asks = judge.Judge(config) if JUDGE in weights else None
+    if asks is not None:
+        waits += asks.waits_seconds
+
+    def prepare() -> None:
+        if environment.prepare is not None:
+            environment.prepare()
+        for given in weights:
+            if given == OWN:
+                functions[given] = environment.score
+            elif given == JUDGE:
+                assert asks is not None
+                asks.prepare()
+                functions[given] = asks.score
+            else:
+                functions[given] = _UsersReward(given, names[given], _field(config.environment), config).score
+
+    def score(row: Row, completion: Completion) -> Score:
+        assert functions, "prepare comes first"
+        scores = {given: functions[given](row, completion) for given in weights}
+        return _sum(scores, weights, names, correct_at=config.environment.correct_at)
+
+    return dataclasses.replace(
+        environment, score=score, prepare=prepare, in_processes=True, reads_thinking=True, waits_seconds=waits
+    )
+
+
+def _field(environment: EnvironmentConfig) -> str:
+    return "config.environment.reward" if environment.reward else "config.environment.rewards"
+
+
+def _weights(environment: EnvironmentConfig) -> Mapping[str, float]:
+    """The rewards as the user named them. Raises ValueError where one cannot be, or its file is not there."""
+    if environment.reward and environment.rewards:
+        raise ValueError("config.environment.reward and config.environment.rewards: give one of them")
+    field, chosen = _field(environment), {environment.reward: 1.0} if environment.reward else environment.rewards
+    for given, weight in chosen.items():
+        if given not in (OWN, JUDGE):
+            if not user_code.named(given):
+                raise ValueError(f"{field}={given}: is not FILE.py:FUNCTION, {OWN!r} or {JUDGE!r}")
+            user_code.check(field, given)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ValueError(f"{field}: the weight of {given} is {weight!r}, not a number")
+    return chosen
+
+
+def _names(weights: Mapping[str, float]) -> dict[str, str]:
+    """What metrics call each: the function's name; that of the file as well where two have the same."""
+    short = {given: given.rpartition(":")[2] for given in weights}
+    twice = {name for name in short.values() if list(short.values()).count(name) > 1}
+    return {
+        given: f"{os.path.basename(given.rpartition(':')[0])}:{name}" if name in twice and ":" in given else name
+        for given, name in short.items()
+    }
+
+
+def _sum(
+    scores: Mapping[str, Score], weights: Mapping[str, float], names: Mapping[str, str], *, correct_at: float
+) -> Score:
+    """One score of them all."""
+    reward = sum(weights[given] * score.reward for given, score in scores.items())
+    metrics: dict[str, float] = {}
+    for given, score in scores.items():
+        metrics |= score.metrics
+        metrics[f"rewards/{names[given]}"] = score.reward
+        if given not in (OWN, JUDGE):
+            metrics[f"rewards/{names[given]}/errors"] = 0.0
+    if len(scores) == 1 or OWN in scores:
+        decides = scores[OWN] if OWN in scores else next(iter(scores.values()))
+        correct = decides.correct
+    else:
+        correct = reward >= correct_at - 1e-9
+    answers = [scores[given].answer for given in (OWN, *scores) if given in scores]
+    answer = next((answer for answer in answers if answer is not None), None)
+    whys = {names[given]: score.why for given, score in scores.items()}
+    if len(scores) == 1:
+        return Score(reward, correct, metrics, answer, *whys.values())
+    why = "; ".join(
+        f"{names[given]} {score.reward:g}" + (f" ({score.why})" if score.why else "") for given, score in scores.items()
+    )
+    return Score(reward, correct, metrics, answer, why)
+
+
+class _UsersReward:
+    """A function of the user's, called by keyword. Raises ValueError, one line, where it cannot be."""
+
+    def __init__(self, given: str, name: str, field: str, config: Config):
+        self._said = f"{field}={given}"
+        function = user_code.load(field, given)
+        if inspect.isclass(function):
+            try:
+                function = function()
+            except Exception as error:  # the user's own code, which may raise anything
+                file = user_code.file_of(function)
+                raise ValueError(f"{self._said}: cannot be made: {user_code.told(error, file=file)}") from error
+        if not callable(function):
+            raise ValueError(f"{self._said}: is {type(function).__name__}, which cannot be called")
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            raise ValueError(f"{self._said}: its arguments have no names, by which they are given") from None
+        by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        if by_position:
+            raise ValueError(f"{self._said}: takes {', '.join(by_position)} by position; they are given by name")
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._needs = {p.name for p in parameters if p.name in self._takes and p.default is p.empty}
+        if not self._takes_all and not self._takes & {"completion", "thinking", "tokens"}:
+            raise ValueError(f"{self._said}: takes none of completion, thinking, tokens, so it cannot tell them apart")
+        self._function = UserFunction(
+            function, said=self._said, name=name, seconds=config.environment.reward_seconds,
+            correct_at=config.environment.correct_at,
+        )  # fmt: skip
+        self._has_worked = False
+
+    def score(self, row: Row, completion: Completion) -> Score:
+        given: dict[str, Any] = {
+            **row.extra,
+            "prompt": asked(row),
+            "messages": [dict(m) for m in row.messages] or [{"role": "user", "content": row.text}],
+            "completion": str(completion),
+            "thinking": completion.thinking,
+            "tokens": completion.tokens,
+            "answer": row.answer,
+            "task": row.task,
+        }
+        if missing := sorted(self._needs - set(given)):
+            has = f"rows have {', '.join([*_GIVEN, *map(str, row.extra)])}"
+            if not self._has_worked:  # it will not work on any other row either
+                raise ScorerError(f"{self._said}: takes {', '.join(missing)}; {has}")
+            raise self._function.failed(f"takes {', '.join(missing)}; {has}", "columns")
+        score = self._function.score(**given if self._takes_all else {n: given[n] for n in self._takes if n in given})
+        self._has_worked = True
+        return score

@@ -1,0 +1,351 @@
+"""Runs a program that nobody trusts, in a sandbox of namespaces (bubblewrap), a system call filter and limits.
+
+    own namespaces    processes, network (none), IPC, host name, cgroups; user too, where we are not root
+    files             Python and the C library, read-only; an empty scratch folder /tmp; no /proc, no /dev but null,
+                      zero and urandom
+    rights            no capability; no new privileges; as root: a user of its own who is nobody on this machine
+    system calls      system_calls.py
+    limits            the clock, CPU time, memory, processes, open files, output, size and number of files
+
+Programs are Python, run by the interpreter that this one is made from, with its standard library and nothing else.
+
+One `Sandbox` is for one program and may run it several times, each time in a fresh process (sandbox_inside.py): with
+what is on standard input, or with a function's arguments. Nothing stays from one run to the next: what a run has
+started is killed when it ends, and where it leaves files a new sandbox is made for the next.
+
+Who is to be trusted with what: everything that comes out of a sandbox is what the program claims. What is right never
+goes in, and is compared out here. So a program that takes over all that runs in there can claim what it likes, and
+gains nothing that it could not have printed.
+
+Of memory, each process has a limit of address space, and all together are looked at LOOK_SECONDS apart: for that long
+several processes may have more. No cgroup is needed, which a container mostly cannot make.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import marshal
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from typing import Literal
+
+from scalerl_jax.config import SandboxConfig
+from scalerl_jax.environments import sandbox_command
+from scalerl_jax.environments.system_calls import filter_program
+
+START_SECONDS = 60.0  # by clock, on a busy machine
+START_TRIES = 4
+PAUSE_SECONDS = 0.5  # before a start is tried again, doubled each time
+LOOK_SECONDS = 0.05  # between two looks at how much memory is used
+ENDING_SECONDS = 10.0
+OPEN_FILES = 64  # each end of a pair of sockets holds 200 KB of kernel memory that no other limit counts
+ENTRIES = 10_000  # as in sandbox_inside.py
+
+Kind = Literal["ended", "timeout", "memory", "output", "crashed"]
+
+
+class SandboxLost(Exception):
+    """No sandbox can be started any more, for which no program is to blame; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run of a program went. Everything but `kind` and `why` is what the program claims."""
+
+    kind: Kind
+    output: bytes  # standard output
+    reply: bytes  # what the function returned, as JSON; b"": it has not returned
+    why: str  # "" where it ended by itself; else a few words
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Of one run, as SandboxConfig has them."""
+
+    seconds: float
+    memory_bytes: int
+    processes: int
+    output_bytes: int
+
+    @classmethod
+    def of(cls, config: SandboxConfig) -> "Limits":
+        return cls(config.seconds, config.memory_bytes, config.processes, config.output_bytes)
+
+
+class Sandbox:
+    """For one program. A context manager; nothing of it is left on the machine when it ends.
+
+    Args:
+        program: Python.
+        limits: of each run.
+        function: its name, "": the program is a script that reads its standard input. Also a method of `Solution`.
+        names: Python that is executed before it, as `from typing import List`.
+    """
+
+    def __init__(self, program: str, limits: Limits, *, function: str = "", names: str = ""):
+        self._program, self._limits, self._function, self._names = program, limits, function, names
+        self._running: _Running | None = None
+
+    def run(self, given: bytes, *, seconds: float | None = None) -> Outcome:
+        """Once, with `given` as standard input, or as the JSON list of the function's arguments.
+
+        `seconds` by clock, if that is less than the limit. Raises SandboxLost.
+        """
+        seconds = self._limits.seconds if seconds is None else min(seconds, self._limits.seconds)
+        if self._running is None:
+            self._running = self._start()
+        # What goes in may be in Python's own notation; what comes out may not.
+        data = marshal.dumps(json.loads(given)) if self._function else given
+        outcome, again = self._running.run(data, seconds, self._limits)
+        if not again:
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.end()
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> "_Running":
+        """Where the machine is short of something for a moment, it is tried again."""
+        user = sandbox_command.user()
+        setup = {
+            "program": self._program,
+            "names": self._names,
+            "function": self._function,
+            "limits": self._limits_inside(user),
+            "user": user,
+        }
+        why = ""
+        for attempt in range(START_TRIES):
+            if attempt:
+                time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+            try:
+                return _Running(marshal.dumps(setup), scratch_bytes=self._limits.output_bytes, as_root=user != 0)
+            except _NotStarted as error:
+                why = str(error)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+                    raise
+                why = str(error)
+        raise SandboxLost(f"bwrap cannot make a sandbox here: {why}{sandbox_command.forbidden()}")
+
+    def _limits_inside(self, user: int) -> dict[str, int]:
+        """Of each process in it."""
+        limits = {
+            "RLIMIT_AS": self._limits.memory_bytes,
+            "RLIMIT_CPU": math.ceil(self._limits.seconds) + 1,
+            "RLIMIT_FSIZE": self._limits.output_bytes,
+            "RLIMIT_NOFILE": OPEN_FILES,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_NPROC": self._limits.processes + (0 if user else 1),  # our own process in there is of its user
+        }
+        for name, limit in limits.items():
+            _, hard = resource.getrlimit(getattr(resource, name))
+            limits[name] = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        return limits
+
+
+class _NotStarted(Exception):
+    """With what bwrap said."""
+
+
+class _Running:
+    """A started sandbox, spoken to over a socket; see sandbox_inside.py."""
+
+    def __init__(self, setup: bytes, *, scratch_bytes: int, as_root: bool):
+        self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen | None = None
+        files = contextlib.ExitStack()
+        try:
+            files.callback(inside.close)
+            setup_file, filter_file = (_sealed(data) for data in (setup, filter_program()))
+            files.callback(os.close, setup_file)
+            files.callback(os.close, filter_file)
+            errors = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            command = sandbox_command.command(filter_file, scratch_bytes, as_root=as_root)
+            command += [str(inside.fileno()), str(setup_file)]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=(inside.fileno(), setup_file, filter_file),
+                env={},
+                start_new_session=True,
+            )
+            inside.close()
+            self._control.settimeout(START_SECONDS)
+            silent = "it ended without a word"
+            try:
+                ready = self._control.recv(16)
+            except TimeoutError:
+                ready, silent = b"", f"no answer within {START_SECONDS:g} s"
+            if not ready:
+                self.end()
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip().splitlines()
+                raise _NotStarted(said[-1] if said else silent)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            files.close()
+
+    def run(self, given: bytes, seconds: float, limits: Limits) -> tuple[Outcome, bool]:
+        """Also whether another run may follow in here."""
+        with contextlib.ExitStack() as files:
+            input_file = _sealed(given)
+            files.callback(os.close, input_file)
+            ends: list[int] = []
+            theirs: list[int] = []
+            for _ in ("output", "error", "reply"):
+                ours, their = os.pipe()
+                files.callback(os.close, ours)
+                ends.append(ours)
+                theirs.append(their)
+            try:
+                socket.send_fds(self._control, [b"run"], [input_file, *theirs])
+            except OSError as error:
+                return Outcome("crashed", b"", b"", f"the sandbox has ended ({error.strerror})"), False
+            finally:
+                for their in theirs:
+                    os.close(their)
+            return self._watch(*ends, seconds=seconds, limits=limits)
+
+    def _watch(self, output: int, error: int, reply: int, *, seconds: float, limits: Limits) -> tuple[Outcome, bool]:
+        """Until the run has ended and everything that it wrote is read, or a limit is reached."""
+        read: dict[int, bytearray] = {output: bytearray(), error: bytearray(), reply: bytearray()}
+        control = self._control.fileno()
+        poll = select.poll()
+        for file in (*read, control):
+            poll.register(file, select.POLLIN)
+        ended = select.poll()
+        ended.register(control, select.POLLIN)
+        now = time.monotonic()
+        end, look = now + seconds, now + LOOK_SECONDS
+        status: bytes | None = None
+        open_files = set(read)
+
+        def outcome(kind: Kind, why: str) -> tuple[Outcome, bool]:
+            return Outcome(kind, bytes(read[output]), bytes(read[reply]), why), False
+
+        while open_files or status is None:
+            for file, _ in poll.poll(max(0.0, min(end, look) - time.monotonic()) * 1000 + 1):
+                if file == control:
+                    poll.unregister(control)
+                    status = self._control.recv(64)
+                    if not status:
+                        return outcome("crashed", "the sandbox has ended")
+                    continue
+                data = os.read(file, 65_536)
+                read[file] += data
+                if not data:
+                    poll.unregister(file)
+                    open_files.discard(file)
+                if sum(map(len, read.values())) > limits.output_bytes:
+                    return outcome("output", f"more than {limits.output_bytes} bytes of output")
+            now = time.monotonic()
+            # One that has ended is not to blame where this process stood still before it could see that.
+            if status is None and now >= end and not ended.poll(0):
+                return outcome("timeout", f"no end after {seconds:.3g} s")
+            if status is None and now >= look:
+                look = now + LOOK_SECONDS
+                used = self._memory()
+                if used > limits.memory_bytes:
+                    return outcome("memory", f"more than {limits.memory_bytes} bytes of memory")
+        assert status is not None
+        code, entries = (int(number) for number in status.split())
+        if entries > ENTRIES:
+            return outcome("output", f"more than {ENTRIES} files")
+        kind, why = _ending(os.waitstatus_to_exitcode(code), bytes(read[error]))
+        return Outcome(kind, bytes(read[output]), bytes(read[reply]), why), not entries
+
+    def _memory(self) -> int:
+        """Resident bytes of all processes in it, shared ones as often as they are shared."""
+        assert self._process is not None
+        page, total = os.sysconf("SC_PAGE_SIZE"), 0
+        todo = _children(self._process.pid)
+        while todo:
+            process = todo.pop()
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                with open(f"/proc/{process}/statm", "rb") as file:
+                    total += int(file.read().split()[1]) * page
+            todo += _children(process)
+        return total
+
+    def end(self) -> None:
+        """Kills everything in it, and returns when it is gone."""
+        self._control.close()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        ended = os.pidfd_open(process.pid)
+        try:
+            poll = select.poll()
+            poll.register(ended, select.POLLIN)
+            # Its first process takes all others along, and bwrap ends when that is done.
+            for kill_parent in (False, True):
+                end = time.monotonic() + ENDING_SECONDS
+                while process.poll() is None and time.monotonic() < end:
+                    for child in [process.pid] if kill_parent else _children(process.pid):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(child, signal.SIGKILL)
+                    poll.poll(500)
+        finally:
+            os.close(ended)
+
+
+def _ending(code: int, error: bytes) -> tuple[Kind, str]:
+    """What an exit code and the standard error say."""
+    if code == 0:
+        return "ended", ""
+    lines = error.decode(errors="replace").strip().splitlines()
+    last = lines[-1][:200] if lines else ""
+    if code == -signal.SIGXCPU:
+        return "timeout", "out of CPU time"
+    if code < 0:
+        return "crashed", f"ended by {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
+    if code == 1 and last.startswith("MemoryError"):
+        return "memory", "MemoryError"
+    return "crashed", f"{last or 'no message'} (exit code {code})"
+
+
+def _sealed(data: bytes) -> int:
+    """A descriptor of a file in memory that can be read from its beginning, and not changed by anybody."""
+    file = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(os.dup(file), "wb") as writer:
+            writer.write(data)
+        os.lseek(file, 0, os.SEEK_SET)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _children(process: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{task}/children", "rb") as file:
+                found += map(int, file.read().split())
+    return found

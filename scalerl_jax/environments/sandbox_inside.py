@@ -1,0 +1,169 @@
+"""What runs as the first process of a sandbox; never imported: its text is given to the sandbox's own Python.
+
+    a message with four descriptors comes in       input, standard output, standard error, reply
+    a fork with those and with limits runs the program, once
+    when it has ended everything else that it started is killed, and "STATUS ENTRIES" goes out
+    the socket ends: so does this, and with it whatever is left in the sandbox
+
+STATUS is the fork's as waitpid gives it, ENTRIES how many there are in the scratch folder afterwards.
+
+Each run starts from this process, in which no line of the program has ever run. What the program is to answer is not
+known here. Little is imported, as this starts once for every program.
+"""
+
+import _io
+import _json
+import _signal
+import _socket
+import atexit
+import builtins
+import marshal
+import posix
+import resource
+import sys
+
+CONTROL, SETUP = int(sys.argv[1]), int(sys.argv[2])
+SCRATCH = "/tmp"
+ENTRIES = 10_000  # in the scratch folder: names take of the kernel's memory, not of the folder's size
+LOOK_SECONDS = 0.05  # between two counts of them
+
+
+def serve() -> tuple[int, int, int, int]:
+    """Returns the descriptors, in a fork that is to run the program."""
+    control = _socket.socket(fileno=CONTROL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # the first process of a namespace gets no signal from inside it
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, [_signal.SIGCHLD])
+    control.send(b"ready")
+    while True:
+        message, ancillary, _, _ = control.recvmsg(16, 256)
+        if not message:
+            posix._exit(0)
+        data = memoryview(ancillary[0][2]).cast("i")
+        descriptors = (data[0], data[1], data[2], data[3])
+        child = posix.fork()
+        if child == 0:
+            _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGCHLD])
+            return descriptors
+        for descriptor in descriptors:
+            posix.close(descriptor)
+        status, entries = wait(child)
+        control.send(b"%d %d" % (status, entries))
+
+
+def wait(child: int) -> tuple[int, int]:
+    """Until nothing runs but this."""
+    status = None
+    most = 0
+    while status is None:
+        ended, how = posix.waitpid(-1, posix.WNOHANG)
+        if ended == child:
+            status = how
+        elif not ended:
+            _signal.sigtimedwait([_signal.SIGCHLD], LOOK_SECONDS)
+            space = posix.statvfs(SCRATCH)
+            most = space.f_files - space.f_ffree
+            if most > ENTRIES:
+                break
+    try:  # noqa: SIM105 (nothing is imported)
+        posix.kill(-1, _signal.SIGKILL)  # all but this
+    except ProcessLookupError:
+        pass
+    while True:
+        try:
+            ended, how = posix.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+        status = how if ended == child else status
+    return status or 0, most if most > ENTRIES else len(posix.listdir(SCRATCH))
+
+
+def confine(descriptors: tuple[int, int, int, int], setup: dict) -> None:
+    """Limits that this process cannot lift again. Of its files it has input, output, error and reply: 0 to 3."""
+    # Copies: only the first of them can be below 4, and that is moved first.
+    for place, descriptor in enumerate([posix.dup(descriptor) for descriptor in descriptors]):
+        posix.dup2(descriptor, place, place != 3)  # what the program starts does not inherit the reply
+    posix.closerange(4, 1 << 20)
+    for name, limit in setup["limits"].items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
+    if setup["user"]:
+        posix.setgroups([])
+        posix.setresgid(setup["user"], setup["user"], setup["user"])
+        posix.setresuid(setup["user"], setup["user"], setup["user"])
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    posix.chdir(SCRATCH)
+
+
+def run(setup: dict) -> None:
+    """The program, as a script or as a module with a function that is called. Its exceptions are the process's."""
+    call = setup["function"]
+    given = b""
+    if call:
+        while more := posix.read(0, 1 << 20):
+            given += more
+    for name, file in (
+        ("stdin", _io.open(0, encoding="utf-8", closefd=False)),
+        ("stdout", _io.open(1, "w", encoding="utf-8", closefd=False)),
+        ("stderr", _io.open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)),
+    ):
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    for name in ("exit", "quit"):  # those of the module site, which is not loaded
+        setattr(builtins, name, sys.exit)
+    sys.argv = ["program.py"]
+    module = type(sys)("program" if call else "__main__")
+    sys.modules[module.__name__] = module
+    names = module.__dict__
+    names.update(NAMES)
+    names["__builtins__"] = builtins
+    exec(compile(setup["program"], "program.py", "exec"), names)
+    if not call:
+        leave()
+    solution = names.get("Solution")
+    function = getattr(solution(), call, None) if isinstance(solution, type) else None
+    function = names.get(call) if function is None else function
+    if function is None:
+        raise NameError(f"the program defines no {call}")
+    reply = encoded(function(*marshal.loads(given))).encode()
+    while reply:
+        reply = reply[posix.write(3, reply) :]
+    posix._exit(0)  # the answer is given: threads and what else is left do not matter
+
+
+def encoded(value: object) -> str:
+    """JSON. The module json would do the same, and take longer to import than most programs to run."""
+    if isinstance(value, str):
+        return _json.encode_basestring_ascii(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int):
+        return int.__repr__(value)
+    if isinstance(value, float):
+        text = float.__repr__(value)
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(text, text)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(encoded, value))}]"
+    if isinstance(value, dict):
+        keys = [encoded(key if isinstance(key, str) else encoded(key)) for key in value]
+        return f"{{{','.join(map(':'.join, zip(keys, map(encoded, value.values()))))}}}"
+    raise TypeError(f"the answer is or has {type(value).__name__}, which is no value of JSON")
+
+
+def leave() -> None:
+    """As an interpreter ends, without taking itself apart, which takes longer than most programs."""
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        if file is not None and not file.closed:
+            file.flush()
+    posix._exit(0)
+
+
+with _io.open(SETUP, "rb") as file:
+    SETUP_READ = marshal.loads(file.read())
+# Once for all forks: imports that are ours.
+NAMES: dict = {}
+exec(SETUP_READ["names"], NAMES)
+DESCRIPTORS = serve()
+confine(DESCRIPTORS, SETUP_READ)
+run(SETUP_READ)

@@ -1,0 +1,73 @@
+"""What a user names as FILE.py:NAME: the file is imported once, as a script's own folder would have it.
+
+The folder of the file is the last place where its imports are looked for, so a file beside it can be imported and can
+stand in nobody's way. A relative path is relative to where the command was started.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from typing import Any
+
+
+def named(text: str) -> bool:
+    """Whether `text` has the form FILE.py:NAME."""
+    file, _, name = text.rpartition(":")
+    return file.endswith(".py") and name.isidentifier()
+
+
+def check(field: str, text: str) -> None:
+    """Raises ValueError where `text`, the value of the config field, names no file that is there. Imports nothing."""
+    if not named(text):
+        raise ValueError(f"{field}={text}: is not of the form FILE.py:NAME")
+    file = text.rpartition(":")[0]
+    if not os.path.isfile(file):
+        raise ValueError(f"{field}={text}: there is no file {file} (from {os.getcwd()})")
+
+
+def load(field: str, text: str) -> Any:
+    """What FILE.py:NAME names. Raises ValueError naming the config field, in one line, where it cannot be had."""
+    check(field, text)
+    file, _, name = text.rpartition(":")
+    path = os.path.realpath(file)
+    module = "scalerl_user_" + hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, path)
+        assert spec is not None and spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[module] = made  # dataclasses and pickle look for it there
+        if os.path.dirname(path) not in sys.path:
+            sys.path.append(os.path.dirname(path))
+        try:
+            spec.loader.exec_module(made)
+        except (Exception, SystemExit) as error:
+            del sys.modules[module]
+            raise ValueError(f"{field}={text}: {told(error, file=path)}") from error
+    found = getattr(sys.modules[module], name, None)
+    if found is None:
+        near = [
+            other for other, value in vars(sys.modules[module]).items() if not other.startswith("_") and callable(value)
+        ]
+        raise ValueError(f"{field}={text}: {file} has no {name} (it has: {', '.join(near) or 'nothing to call'})")
+    return found
+
+
+def told(error: BaseException, *, file: str = "") -> str:
+    """An exception in one line: its kind, what it says, and the last line of `file` (else: of any) that it came by."""
+    said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{said.split(' (')[0]} ({os.path.basename(error.filename)} line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file and os.path.realpath(frame.filename) == os.path.realpath(file)] or frames
+    return f"{said} ({os.path.basename(own[-1].filename)} line {own[-1].lineno})" if own else said
+
+
+def file_of(function: Any) -> str:
+    """The file that a function or class is from; "" where it has none."""
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function)) or ""
+    except TypeError:
+        return ""

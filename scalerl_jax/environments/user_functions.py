@@ -1,0 +1,145 @@
+"""A function of the user's that scores, called within a limit of time: what it gives becomes a Score, or is told.
+
+    bool             1 or -1, and that is its word on whether the completion is correct
+    number           the reward; correct from config.environment.correct_at on
+    Score            as it is
+    dict             the fields of a Score: {"reward", "correct", "metrics", "answer", "why"}; reward is enough
+
+Anything else, a number that is not finite and an exception make the completion wrong: ScoreFailed names the function
+and the line of it. A coroutine is awaited, on one event loop in each process.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import math
+import numbers
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from scalerl_jax.environments import user_code
+from scalerl_jax.environments.base import Score, ScoreFailed, ScorerError
+
+CLOSING_SECONDS = 1.0  # by clock, for what an interrupted coroutine still does
+AGAIN_SECONDS = 0.1  # between two interruptions, should a bare `except:` swallow one
+_FIELDS = tuple(field.name for field in dataclasses.fields(Score))
+
+
+class TookTooLong(BaseException):
+    """Not an Exception: the function may catch those."""
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises TookTooLong after so long by clock; off the main thread, where no signal comes, there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    armed = True
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
+        yield
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class UserFunction:
+    """One of them.
+
+    said: how the user named it, "config.environment.reward=my_rewards.py:reward". name: of it in metrics. limit: the
+    config field that `seconds` is from.
+    """
+
+    def __init__(self, function: Callable, *, said: str, name: str, seconds: float, correct_at: float):
+        self._function, self._said, self._name = function, said, name
+        self._seconds, self._correct_at = seconds, correct_at
+        self._file = user_code.file_of(function)
+        self._runner: asyncio.Runner | None = None
+
+    def score(self, *arguments: Any, **keywords: Any) -> Score:
+        """What it says of them. Raises ScoreFailed, or ScorerError where it says that nothing can be scored."""
+        try:
+            with within(self._seconds):
+                value = self._function(*arguments, **keywords)
+                if inspect.isawaitable(value):
+                    value = self._awaited(value)
+        except TookTooLong:
+            self._give_up_loop()
+            raise self.failed(f"took longer than config.environment.reward_seconds={self._seconds:g}", "time") from None
+        except ScorerError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self.failed(f"failed: {user_code.told(error, file=self._file)}", type(error).__name__) from error
+        except BaseException:  # its CPU time ran out
+            self._give_up_loop()
+            raise
+        try:
+            return to_score(value, correct_at=self._correct_at)
+        except (TypeError, ValueError) as error:
+            raise self.failed(f"returned what is no score: {error}", "value") from error
+
+    def failed(self, what: str, kind: str) -> ScoreFailed:
+        return ScoreFailed(
+            f"{self._said}: {what}; the completion counts as wrong",
+            kind=f"{self._said} {kind}",
+            metrics={f"rewards/{self._name}/errors": 1.0},
+        )
+
+    def _awaited(self, value: Any) -> Any:
+        async def wait() -> Any:
+            return await value
+
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(wait())
+
+    def _give_up_loop(self) -> None:
+        """What was interrupted may be anywhere in it: the next coroutine gets another."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            with contextlib.suppress(TookTooLong), within(CLOSING_SECONDS):
+                runner.close()
+
+
+def to_score(value: Any, *, correct_at: float) -> Score:
+    """Raises TypeError or ValueError, one line, for what is no score."""
+    if isinstance(value, Score):
+        return value
+    if isinstance(value, Mapping):
+        unknown = [str(key) for key in value if key not in _FIELDS]
+        if unknown or "reward" not in value:
+            raise ValueError(
+                f"a dict with {', '.join(map(str, value)) or 'nothing'}; its keys are {', '.join(_FIELDS)}"
+            )
+        plain = to_score(value["reward"], correct_at=correct_at)
+        rest = {key: given for key, given in value.items() if key != "reward"}
+        correct = rest.pop("correct", plain.correct)
+        if type(correct).__name__ not in ("bool", "bool_"):
+            raise TypeError(f"'correct' is {correct!r}, not true or false")
+        return dataclasses.replace(plain, correct=bool(correct), **rest)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # an array of one number
+        value = value.item()
+    if isinstance(value, bool):
+        return Score(1.0 if value else -1.0, value)
+    if not isinstance(value, numbers.Real):
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        raise TypeError(f"{shown} ({type(value).__name__}), not a number, a bool, a Score or a dict of its fields")
+    try:
+        reward = float(value)
+    except OverflowError:
+        raise ValueError("a number too large for a reward") from None
+    if not math.isfinite(reward):
+        raise ValueError(f"{reward}, not a finite number")
+    return Score(reward, reward >= correct_at - 1e-9)  # weights like 0.7, 0.2 and 0.1 add up to a little less than 1

@@ -1,0 +1,325 @@
+"""scalerl-eval: how often policies answer held-out prompts right: mean@k, pass@k, majority@k, lengths.
+
+    scalerl-eval --model=DIR --environment=math500 [--samples=16] [--servers=host:port,...] [--out=DIR]
+    scalerl-eval --config=configs/quickstart.py --model=policy
+    scalerl-eval --workdir=runs/quickstart [--steps=all|last|0,40,80]
+
+The policy is a model folder, or each of a run's checkpoints, whose rows make one curve. Prompts, sampling and scoring
+are those of a run's own evaluations, with the same config the same completions. Without --environment the held-out
+prompts are the config's. Without --config the config is the run's, or the defaults; --config.a.b=v changes any field.
+Every completion is written down as it comes; the same command goes on where it was killed.
+"""
+
+import collections
+import contextlib
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+from rich.console import Console
+
+from launch import accelerators
+from launch.local import StartError
+from launch.starting import StartingServers
+from scalerl_jax import config_check
+from scalerl_jax.cli import command_flags, entry
+from scalerl_jax.config import Config, EnvironmentConfig
+from scalerl_jax.config_io import GivenConfig
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.environments.base import Row, ScorerError
+from scalerl_jax.environments.load import load_held_out, place_of
+from scalerl_jax.environments.scorer import Scorer
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.model.decoder_config import DecoderConfig, read_config
+from scalerl_jax.model.hf import Tensors, to_hf
+from scalerl_jax.model.hf_hub import check_folder
+from scalerl_jax.model.tensor_layout import layout
+from scalerl_jax.report.evaluation_table import evaluation_table
+from scalerl_jax.rollouts.errors import FleetError, ProbeError
+from scalerl_jax.rollouts.evaluator import Evaluator
+from scalerl_jax.rollouts.parity.handshake import Expected
+from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers import credentials as credentials_lib
+from scalerl_jax.rollouts.servers.context import Servers
+from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.run import compute_dtype, continuing
+from scalerl_jax.run.evaluation_folder import EvaluationFolder
+from scalerl_jax.run.inputs import digests
+from scalerl_jax.run.jsonl import read_rows
+from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.system import platforms, signals
+
+FLAGS = flags.FLAGS
+# What completions and their scores depend on, beside the prompts; the rest of the config may change on the way.
+_SETTINGS = ("seed", "model.sync_dtype", "model.head_precision", "fleet.engine", "fleet.compute_dtype")
+_GROUPS = ("environment.", "mixture.", "rollout.", "evaluation.prompts", "evaluation.samples")
+# Of a run's environment, what holds for others that its policy is evaluated on.
+_KEPT = (
+    *("chat_template", "template_arguments", "system_prompt", "prompt_suffix", "long_prompts", "options"),
+    *("minimum_terms", "maximum_terms", "sandbox", "verifier_processes", "verifier_seconds", "verifier_memory_bytes"),
+)
+
+
+# ---- What is asked ---------------------------------------------------------------------------------------------------
+
+
+def asked(given: GivenConfig) -> Config:
+    """The config of what the flags ask for. Raises UserError or ConfigError."""
+    values = FLAGS
+    if bool(values.model) == bool(values.workdir):
+        raise entry.UserError("--model or --workdir: one of them says what is evaluated")
+    if values.model and values["steps"].present:
+        raise entry.UserError(f"--steps={values.steps}: goes with --workdir, whose checkpoints they are")
+    base = None
+    if values.workdir:
+        base = entry.config_of_run(values.workdir)
+    elif not given.path and not values.environment:
+        raise entry.UserError("--environment: says what to evaluate on, where there is no --config and no --workdir")
+    if base is not None and values.environment:
+        base.mixture = {}
+    held_out = base.evaluation.prompts if base is not None else 0
+    config = given.config(base)
+    if values.model:
+        config.model.path = values.model
+    if values.samples:
+        config.evaluation.samples = values.samples
+    if values.environment:
+        config.evaluation.prompts = values.prompts or config.evaluation.prompts
+        with entry.user_mistakes(before="--environment: "):
+            chosen = [environment_of(text, config.environment) for text in values.environment]
+        if len(chosen) == 1:
+            config.environment, config.mixture = chosen[0], {}
+        else:
+            names = [re.sub(r"\W+", "_", text).strip("_") for text in values.environment]
+            names = [name if name.isidentifier() else f"rows_{name}" for name in names]
+            config.mixture = {
+                f"{name}_{at}" if names.count(name) > 1 else name: environment
+                for at, (name, environment) in enumerate(zip(names, chosen), 1)
+            }
+            config.environment = EnvironmentConfig()
+    else:
+        # The prompts that are held out are the run's: of more, some would be such as it was trained on.
+        held_out = held_out or config.evaluation.prompts
+        if max(values.prompts, config.evaluation.prompts) > held_out:
+            most = max(values.prompts, config.evaluation.prompts)
+            raise entry.UserError(f"--prompts={most}: {held_out} are held out, and the others are trained on")
+        config.evaluation.prompts = held_out
+    config_check.check(config)
+    for line in compute_dtype.settle(config, values.workdir):
+        print(line, file=sys.stderr)
+    return config
+
+
+def environment_of(text: str, base: EnvironmentConfig) -> EnvironmentConfig:
+    """What one --environment means. Raises ValueError where it means nothing.
+
+    base: gives how prompts are asked and under which limits answers are judged; its data and its rewards are its own.
+    """
+    name, where = place_of(text)
+    return EnvironmentConfig(name=name, validation=where, **{field: getattr(base, field) for field in _KEPT})
+
+
+def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
+    """The first `count` rows of each environment; 0: all."""
+    seen = collections.Counter[str]()
+    kept = []
+    for row in rows:
+        seen[row.environment] += 1
+        if not count or seen[row.environment] <= count:
+            kept.append(row)
+    return kept
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """See _SETTINGS."""
+    kept = {
+        name: value
+        for name, value in config_check.leaves(config).items()
+        if name in _SETTINGS or (name.startswith(_GROUPS) and continuing.kind_of(name) != continuing.FREE)
+    }
+    return {**kept, "--prompts": FLAGS.prompts, "model.path": os.path.abspath(config.model.path)}
+
+
+# ---- The policies ----------------------------------------------------------------------------------------------------
+
+
+def steps_of(workdir: str, text: str) -> list[int]:
+    """The checkpoints that --steps means, in order. Raises UserError where one is not there."""
+    from scalerl_jax.learner.checkpoint import steps_there  # Orbax, which a model folder does without
+
+    there = [0, *steps_there(os.path.join(workdir, "checkpoints"))]
+    if text == "all":
+        return there
+    if text == "last":
+        return there[-1:]
+    try:
+        steps = sorted({int(step) for step in text.split(",")})
+    except ValueError:
+        raise entry.UserError(f"--steps={text}: is not all, last, or steps with commas between") from None
+    for step in steps:
+        if step not in there:
+            kept = ", ".join(map(str, there))
+            raise entry.UserError(f"--steps={text}: the run keeps no checkpoint {step}; there are {kept}")
+    return steps
+
+
+def decoder_of(config: Config) -> DecoderConfig | None:
+    """None: of a family that only its engine knows."""
+    try:
+        return read_config(config.model.path)
+    except ValueError:
+        return None
+
+
+def dtype_of(config: Config) -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(np.float32 if config.model.sync_dtype == "float32" else ml_dtypes.bfloat16)
+
+
+def folder_weights(config: Config) -> dict[str, np.ndarray]:
+    """Of a model folder, in the sync dtype: those that its family has; of an unknown family all that are there."""
+    decoder = decoder_of(config)
+    tensors = Tensors(config.model.path, decoder)
+    return {name: tensors[name].astype(dtype_of(config)) for name in (tensors if decoder is None else layout(decoder))}
+
+
+def key_of(config: Config, workdir: str, step: int, inputs: Mapping[str, str]) -> str:
+    """What tells one policy, with these inputs, from another that lies in the same place."""
+    found = hashlib.blake2b(repr(sorted(inputs.items())).encode(), digest_size=4)
+    if step:
+        with open(os.path.join(workdir, "checkpoints", str(step), "manifest", "metadata"), "rb") as record:
+            found.update(record.read())  # with a digest of every tensor
+    else:
+        for name in sorted(os.listdir(config.model.path)):
+            if name.endswith((".safetensors", ".json")):
+                about = os.stat(os.path.join(config.model.path, name))
+                found.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return found.hexdigest()
+
+
+def checkpoint_weights(config: Config, workdir: str, step: int) -> dict[str, np.ndarray]:
+    from scalerl_jax.learner.checkpoint import read_step
+
+    checkpoint = read_step(os.path.join(workdir, "checkpoints"), "params", step)
+    weights = to_hf(checkpoint.state["params"], read_config(config.model.path), dtype_of(config))
+    return {name: np.asarray(value) for name, value in weights.items()}
+
+
+def compute_of(workdir: str) -> dict[int, dict[str, Any]]:
+    """What a run had cost at each step: the columns of the ledger, for the curve's axis."""
+    path = os.path.join(workdir, "metrics.jsonl")
+    if not workdir or not os.path.exists(path):
+        return {}
+    found = {row["step"]: row.get("compute") or {} for row in read_rows(path)}
+    first = next(iter(found.values()), {})
+    return {0: dict.fromkeys(first, 0), **found}
+
+
+# ---- The evaluation --------------------------------------------------------------------------------------------------
+
+
+def main(given: GivenConfig) -> None:
+    signals.be(signals.EXIT)
+    signals.expect("interrupted: the same command goes on")
+
+    # ---- 1. The prompts, and which policies are asked ----------------------------------------------------------------
+    config = asked(given)
+    workdir, name = FLAGS.workdir, os.path.basename(os.path.abspath(config.model.path))
+    steps = steps_of(workdir, FLAGS.steps) if workdir else [0]
+    with entry.user_mistakes():
+        check_folder("--model" if FLAGS.model else "config.model.path", config.model.path)
+        Tensors(config.model.path)
+        tokenizer = Tokenizer(config.model.path)
+        rows, said = load_held_out(config, tokenizer, apart=bool(FLAGS.environment))
+        rows = first_of_each(rows, FLAGS.prompts)
+        compute, inputs = compute_of(workdir), digests(config, rows)
+    for line in said:
+        print(line, file=sys.stderr)
+
+    # ---- 2. What is not there yet ------------------------------------------------------------------------------------
+    out = FLAGS.out or os.path.join(workdir, "evaluations", *([] if workdir else [name]))
+    entry.check_out("--out", out)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(entry.user_mistakes(FleetError, ProbeError, ScorerError, StartError, ValueError))
+        folder = stack.enter_context(EvaluationFolder(out, settings(config)))
+        keys = {step: key_of(config, workdir, step, inputs) for step in steps}
+        done = {row["step"]: row.get("key") for row in folder.rows()}
+        left = [step for step in steps if done.get(step) != keys[step]]
+        progress = stack.enter_context(ProgressLine("evaluate", updates=len(left) * len(rows)))
+        evaluator: Evaluator | None = None
+        for before, step in enumerate(left):
+            with folder.completions(step, keys[step], rows, samples=config.evaluation.samples) as there:
+                missing = [row for row in rows if row.index not in there.prompts]
+                if missing:
+                    weights = checkpoint_weights(config, workdir, step) if step else folder_weights(config)
+                    evaluator = evaluator or stack.enter_context(started(config, out, rows, tokenizer))
+                    for group in evaluator.evaluate(weights, missing, wait=lambda why: progress.update(waiting=why)):
+                        there.add(group, tokenizer, rollout=config.rollout)
+                        progress.update(step=before * len(rows) + len(there.prompts), note=there.so_far())
+                folder.add_row({"step": step, "key": keys[step], **compute.get(step, {}), **there.row()})
+        found = [row for row in folder.rows() if row["step"] in steps]
+
+    # ---- 3. What came of it ------------------------------------------------------------------------------------------
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # a log is not folded
+    console.print(evaluation_table(found, workdir or name))
+    console.print(f"completions and numbers: {out}", markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Evaluator]:
+    """The servers that are given, or local ones; the scorer; and the evaluator over them."""
+    requests, decoder = Requests(config, tokenizer), decoder_of(config)
+    listed = Discovery(FLAGS.servers) if FLAGS.servers else None
+    credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
+    maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
+    expected = Expected(
+        tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
+        model_config=decoder.canonical_json() if decoder is not None else "",
+        head_precision=config.model.head_precision,
+        sync_dtype=config.model.sync_dtype,
+        maximum_tokens=maximum_tokens,
+    )
+    with contextlib.ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion))
+        local: StartingServers | None = None
+        if listed is not None:
+            addresses, resolve = listed.resolve(), listed.resolve if listed.changes else None
+        else:
+            # This process computes nothing, so the servers may have all of the machine's GPUs.
+            sharing = accelerators.share_out(
+                servers=config.fleet.servers, share=1 - 2 * accelerators.SPARE, engine=config.fleet.engine
+            )
+            local = StartingServers(config, out, maximum_tokens=maximum_tokens, sharing=sharing)
+            stack.callback(local.close)
+            signals.before_exit(local.close)
+            addresses, resolve = local.servers().addresses, None
+        servers = Servers(addresses, probe_prompts=rows, resolve=resolve, credentials=credentials)
+        yield stack.enter_context(
+            Evaluator(
+                config,
+                servers,
+                expected=expected,
+                requests=requests,
+                score=scorer.score,
+                take=local is not None or FLAGS.take,
+                check=local.servers().check if local is not None else lambda: None,
+            )
+        )
+
+
+def run() -> None:
+    command_flags.evaluate()
+    platforms.cpu_here()
+    entry.run_with_config_later(main)
+
+
+if __name__ == "__main__":
+    run()

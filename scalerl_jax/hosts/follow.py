@@ -1,0 +1,205 @@
+"""A host that is not the first: it does on its devices what the first one tells it (lead.py), and nothing else.
+
+It owns no fleet, no ledger and no logs. It reads the model and the checkpoints from the folders that the first host
+has, sends its part of each version to the servers itself, and is over when the first host says so.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from scalerl_jax import config_io
+from scalerl_jax.config import Config
+from scalerl_jax.contract import security
+from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.contract.weight_parts import Part
+from scalerl_jax.contract.weight_stream import PushRefused
+from scalerl_jax.hosts.frames import Frame
+from scalerl_jax.hosts.lead import NEXT, fault_of
+from scalerl_jax.hosts.link import OtherHost
+from scalerl_jax.hosts.rank import Rank
+from scalerl_jax.hosts.segments import MORE, Received
+from scalerl_jax.learner import booking
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.step import Learner, Pending, make_learner
+from scalerl_jax.model.decoder_config import read_config
+from scalerl_jax.model.hf import load_hf
+from scalerl_jax.model.hf_hub import check_folder
+from scalerl_jax.model.tensor_layout import hf_tensors
+from scalerl_jax.rollouts.loop_thread import LoopThread, watched
+from scalerl_jax.rollouts.weights.parts import PartPublisher, PartPush
+from scalerl_jax.rollouts.weights.versions import Versions
+
+SEEN_SECONDS = 65.0  # NFS keeps what it knows of a file for up to a minute
+
+
+class _Sender:
+    """The parts of versions that this host sends, on a thread of their own."""
+
+    def __init__(
+        self, config: Config, learner: Learner, rank: Rank, other: OtherHost, credentials: security.Credentials
+    ):
+        self._other, self._credentials = other, credentials
+        self._stubs: dict[str, tuple[Any, Stub]] = {}
+        self._pushing: dict[str, asyncio.Task[None]] = {}  # the last one to each server, by its address
+        self._thread = LoopThread("parts")
+        self._to_host = ThreadPoolExecutor(1, thread_name_prefix="parts-to-host")
+        self._publisher = PartPublisher(
+            Part(rank.index, rank.count),
+            dtype=learner.sync_dtype,
+            shapes=hf_tensors(learner.decoder),
+            connect=self._connect,
+            chunk_bytes=config.fleet.chunk_bytes,
+            delta_bytes=config.fleet.delta_cache_bytes,
+            to_host=lambda make: asyncio.get_running_loop().run_in_executor(self._to_host, make),
+            fail=self._fail,
+        )
+        self._thread.start(list)
+
+    def publish(self, *version: Any) -> None:
+        self._thread.call(self._publisher.publish, *version)
+
+    def push(self, frame: Frame) -> None:
+        """On the line's thread."""
+        self._thread.post(self._begin_push, frame)
+
+    def keep(self, frame: Frame) -> None:
+        """On the line's thread."""
+        self._thread.post(self._publisher.keep, frame.fields["until"], frame.fields["steps"])
+
+    def close(self) -> None:
+        self._thread.close()
+        self._publisher.close()
+        self._to_host.shutdown(wait=False, cancel_futures=True)
+
+    def _connect(self, address: str) -> Stub:
+        if address not in self._stubs:
+            channel = security.connect(address, self._credentials)
+            self._stubs[address] = channel, Stub(channel)
+        return self._stubs[address][1]
+
+    def _begin_push(self, frame: Frame) -> None:
+        address = frame.fields["tree"][0][0]
+        if address in self._pushing:  # the first host has given that one up, or it is over
+            self._pushing[address].cancel()
+        self._pushing[address] = watched(self._push(frame), self._fail)
+
+    async def _push(self, frame: Frame) -> None:
+        fields = {name: value for name, value in frame.fields.items() if name != "number"}
+        try:
+            report = await self._publisher.push(PartPush(**fields))
+        except (PushRefused, TimeoutError, grpc.aio.AioRpcError) as error:
+            self._other.reply(frame, fault_of(error))
+        else:
+            self._other.reply(frame, {"report": dataclasses.asdict(report)})
+
+    def _fail(self, error: BaseException) -> None:
+        self._other.leave(f"{type(error).__name__}: {error}")
+
+
+def follow(*, rank: Rank, other: OtherHost, workdir: str, credentials: security.Credentials) -> int:
+    """Until the first host ends; returns the exit code. Raises ValueError on what is the user's mistake here."""
+    frame = other.next()
+    if frame.kind == "end":
+        return _ended(frame)
+    assert frame.kind == "begin", frame.kind
+    config, maximum_tokens = config_io.from_json(frame.fields["config"]), frame.fields["maximum_tokens"]
+    _check_workdir(workdir, frame.fields["incarnation"])
+    with contextlib.ExitStack() as stack:
+        check_folder("config.model.path", config.model.path)
+        decoder = read_config(config.model.path)
+        learner = make_learner(config, decoder, max_segment=maximum_tokens, router_replay=config.rollout.router_replay)
+        checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), keep=config.checkpoint.keep)
+        stack.callback(checkpoints.close)
+        found = checkpoints.restore(learner.abstract_state)
+        if found is None:
+            learner.start(load_hf(config.model.path, learner.mesh)[1])
+        else:
+            learner.state = found.state
+        booked = booking.book(learner, longest=maximum_tokens, refuse=config.learner.too_little_memory == "refuse")
+        print(f"host {rank.index} of {rank.count}: {booked}", file=sys.stderr)
+        sender = _Sender(config, learner, rank, other, credentials)
+        stack.callback(sender.close)
+        other.on("push", sender.push)
+        other.on("keep", sender.keep)
+        return _loop(other, learner, checkpoints, Versions(config, learner, sender.publish), sender)
+
+
+class _DroppedError(Exception):
+    """The first host has no time for the rest of a gradient; `frame` is what it wants."""
+
+    def __init__(self, frame: Frame):
+        self.frame = frame
+
+
+def _loop(other: OtherHost, learner: Learner, checkpoints: Checkpoints, versions: Versions, sender: _Sender) -> int:
+    received, pending, dropped_for = Received(), None, None
+
+    def before_micro_batch() -> None:
+        frame = other.next()
+        if frame.kind != NEXT:
+            raise _DroppedError(frame)
+
+    learner.before_micro_batch = before_micro_batch
+    while True:
+        frame, dropped_for = dropped_for or other.next(), None
+        match frame.kind:
+            case "end":
+                return _ended(frame)
+            case kind if kind == MORE:
+                received.add(frame)
+            case "differentiate":
+                pending = None  # as large as the parameters: not beside the next one
+                try:
+                    pending = learner.differentiate(*received.take(frame))
+                except _DroppedError as dropped:
+                    dropped_for = dropped.frame
+            case "apply":
+                received.take(frame)
+                assert isinstance(pending, Pending)
+                learner.apply(pending)
+            case "score":
+                learner.score(received.take(frame)[0])
+            case "version":
+                versions.snapshot(frame.fields["step"])()
+            case "save":
+                checkpoints.save(
+                    frame.fields["step"], learner.state, manifest=frame.fields["manifest"], arrays=frame.arrays
+                )
+            case "push":  # of both only those that came before they were handled on the line's thread
+                sender.push(frame)
+            case "keep":
+                sender.keep(frame)
+            case _:
+                raise AssertionError(frame.kind)
+
+
+def _ended(frame: Frame) -> int:
+    if frame.fields["line"]:
+        print(f"the first host ended: {frame.fields['line']}", file=sys.stderr)
+    return int(frame.fields["code"])
+
+
+def _read(path: str) -> str:
+    """Empty where there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _check_workdir(workdir: str, incarnation: int) -> None:
+    """The first host has just written its name there; a network's file system may show it a little later."""
+    until = time.monotonic() + SEEN_SECONDS
+    while (told := _read(os.path.join(workdir, "incarnation"))) != str(incarnation) and time.monotonic() < until:
+        time.sleep(0.5)
+    if told != str(incarnation):
+        raise ValueError(f"--workdir={workdir}: not the folder that the first host writes to; all hosts must share it")

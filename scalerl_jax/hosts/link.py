@@ -1,0 +1,396 @@
+"""The line between the first host of a trainer and each of the others: what to do, and what came of it.
+
+    other -> first   hello {index, ...}     beat*   reply {to, ...}*   stopping {why}   failed {line, code}
+    first -> other   welcome {...}          beat*   commands*          end {line, code}
+
+One gRPC stream for each of the others, of frames (frames.py). Each end sends a beat every BEAT_SECONDS; one that hears
+nothing for SILENCE_SECONDS, or whose stream breaks before `end` or `failed`, has lost the other. A host that is lost
+ends all: the main thread may stand in a computation with it for ever, so the process is left from the line's own
+thread, with the reason, and what is registered with signals.before_exit() is called before. Time in which this process
+itself stood still counts for nothing. Where it is the first host that is gone, JAX may notice at the same moment, and
+abort the others with its own words.
+
+The hosts trust their network, as jax.distributed does: there is no TLS here.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import grpc
+
+from scalerl_jax.contract.limits import KEEPALIVE_SECONDS
+from scalerl_jax.contract.peer_text import said
+from scalerl_jax.hosts.frames import Frame
+from scalerl_jax.system import signals
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 20.0
+JOIN_SECONDS = 600.0  # until all are there: pods of one trainer may start minutes apart
+FAREWELL_SECONDS = 3.0  # for what is still to be sent when the process is left
+LOST = 75  # exit code: the same command goes on from the checkpoint (EX_TEMPFAIL)
+
+GOES_ON = "the run ends; the same command on all hosts goes on from the checkpoint"
+
+_METHOD = ("scalerl.Hosts", "Join")
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
+    ("grpc.initial_reconnect_backoff_ms", 250),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+_BEAT = Frame("beat")
+
+
+class JoinError(ValueError):
+    """The hosts do not come together: a mistake of whoever started them. One line."""
+
+
+def leave(line: str, code: int) -> None:
+    """Ends the process from any thread: what is open is closed first, in bounded time."""
+    sys.stderr.flush()
+    os.write(2, f"{line}\n".encode())
+    closing = threading.Thread(target=signals.close_before_exit, daemon=True)
+    closing.start()
+    closing.join(signals.PATIENCE_SECONDS)
+    os._exit(code)
+
+
+class _Line:
+    """One end of one stream: what goes out is queued, what comes in is handed on."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.heard_at = time.monotonic()
+        self.over = False  # it ended as it should, or its loss has been told
+
+    def send(self, frame: Frame) -> None:
+        self.out.put(frame.to_bytes())
+
+    def outgoing(self) -> Iterator[bytes]:
+        """Until close(); a beat where there is nothing else."""
+        while True:
+            try:
+                data = self.out.get(timeout=BEAT_SECONDS)
+            except queue.Empty:
+                data = _BEAT.to_bytes()
+            if data is None:
+                return
+            yield data
+
+    def close(self) -> None:
+        self.out.put(None)
+
+
+class _Watch:
+    """Calls `look(now)` twice a beat, on a thread; `excuse(seconds)` first where this process stood still so long."""
+
+    def __init__(self, look: Callable[[float], None], excuse: Callable[[float], None]):
+        self._look, self._excuse = look, excuse
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hosts-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(BEAT_SECONDS / 2):
+            now = time.monotonic()
+            if (late := now - last - BEAT_SECONDS) > BEAT_SECONDS:
+                self._excuse(late)
+            last = now
+            self._look(now)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+class FirstHost:
+    """The first host's end of all lines. Its methods may be called on any thread."""
+
+    def __init__(
+        self, address: str, count: int, *, greeting: Mapping[str, Any], welcome: Callable[[], Mapping[str, Any]]
+    ):
+        """Listens at the port of `address`. greeting: what the others must say of themselves, by what it is called;
+        who says something else is told so. welcome: fields that they get when all are there.
+
+        Raises JoinError where the port is taken.
+        """
+        self._count, self._greeting, self._welcome = count, dict(greeting), welcome
+        self._lines: dict[int, _Line] = {}
+        self._replies: dict[tuple[int, int], concurrent.futures.Future[Frame]] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._refused: str | None = None
+        self._ending = False
+        self._server = grpc.server(
+            concurrent.futures.ThreadPoolExecutor(count + 8, thread_name_prefix="hosts"), options=_OPTIONS
+        )
+        service, method = _METHOD
+        handlers = {method: grpc.stream_stream_rpc_method_handler(self._join)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        port = address.rpartition(":")[2]
+        try:
+            self._server.add_insecure_port(f"0.0.0.0:{port}")
+        except RuntimeError:
+            raise JoinError(f"port {port} of this host, at which the others are to find it, is taken") from None
+        self._server.start()
+        self._watch = _Watch(self._look, self._excuse)
+
+    @property
+    def others(self) -> range:
+        return range(1, self._count)
+
+    def wait_for_all(self, tell: Callable[[str], None], *, seconds: float = JOIN_SECONDS) -> Mapping[str, Any]:
+        """Until each of the others has said hello; the fields that they get. Raises JoinError."""
+        until, told_at = time.monotonic() + seconds, time.monotonic()
+        with self._changed:
+            while len(self._lines) < self._count - 1:
+                if self._refused is not None:
+                    raise JoinError(self._refused)
+                missing = [str(index) for index in self.others if index not in self._lines]
+                if time.monotonic() > until:
+                    raise JoinError(f"host {', '.join(missing)} of {self._count} did not come within {seconds:.0f} s")
+                if time.monotonic() - told_at > 30:
+                    told_at = time.monotonic()
+                    tell(f"waiting for host {', '.join(missing)} of {self._count}")
+                self._changed.wait(0.5)
+            welcome = self._welcome()
+            for line in self._lines.values():
+                line.send(Frame("welcome", welcome))
+            return welcome
+
+    def tell(self, frame: Frame, *, to: int | None = None) -> None:
+        """To one of the others, or to all; in order."""
+        for index in self.others if to is None else (to,):
+            self._lines[index].send(frame)
+
+    def ask(self, frame: Frame, *, to: int) -> "concurrent.futures.Future[Frame]":
+        """The future has the reply; it may be cancelled."""
+        future: concurrent.futures.Future[Frame] = concurrent.futures.Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._replies[to, number] = future
+        self.tell(dataclasses.replace(frame, fields={**frame.fields, "number": number}), to=to)
+        return future
+
+    def end(self, line: str, code: int) -> None:
+        """Tells the others that it is over, and how; waits a little until they have heard."""
+        with self._lock:
+            if self._ending:
+                return
+            self._ending = True
+        lines = list(self._lines.values())
+        for one in lines:
+            one.send(Frame("end", {"line": line, "code": code}))
+            one.close()
+        until = time.monotonic() + FAREWELL_SECONDS
+        while any(not one.over for one in lines) and time.monotonic() < until:
+            time.sleep(0.02)
+        self._watch.stop()
+        self._server.stop(0)
+
+    # ------------------------------------------------------------------------------------------- on its own threads
+
+    def _join(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            hello = Frame.from_bytes(next(requests))
+        except (StopIteration, grpc.RpcError):
+            return
+        index = int(hello.fields["index"])
+        line, why = _Line(f"host {index} ({said(str(hello.fields['name']))})"), ""
+        with self._changed:
+            for what, ours in self._greeting.items():
+                if (theirs := hello.fields["greeting"].get(what)) != ours and not why:
+                    why = f"{line.name} has {what} {said(str(theirs))}, the first host {ours}"
+            if not why and (index in self._lines or index not in self.others):
+                why = f"{line.name}: there is a host {index} already, or there are only {self._count}"
+            if why and hello.fields["greeting"].get("key") == self._greeting["key"]:
+                self._refused = why
+            if not why:
+                self._lines[index] = line
+            self._changed.notify_all()
+        if why:
+            yield Frame("end", {"line": why, "code": 2}).to_bytes()
+            return
+        threading.Thread(target=self._listen, args=(index, line, requests), name=f"host-{index}", daemon=True).start()
+        yield from line.outgoing()
+
+    def _listen(self, index: int, line: _Line, requests: Iterator[bytes]) -> None:
+        try:
+            for data in requests:
+                line.heard_at = time.monotonic()
+                self._heard(index, line, Frame.from_bytes(data))
+            why = "ended"
+        except grpc.RpcError:
+            why = "is gone"
+        except Exception as error:  # noqa: BLE001  the other threads go on; this one is all that hears the host
+            why = f"says what cannot be understood ({type(error).__name__}: {said(str(error))})"
+        if not line.over and not self._ending:
+            self._lost(line, why)
+        line.over = True
+
+    def _heard(self, index: int, line: _Line, frame: Frame) -> None:
+        if frame.kind == "reply":
+            with self._lock:
+                future = self._replies.pop((index, int(frame.fields["number"])), None)
+            if future is not None and future.set_running_or_notify_cancel():  # nobody waits for it any more
+                future.set_result(frame)
+        elif frame.kind == "stopping":
+            if not signals.requested() and not self._ending:
+                os.write(2, f"{line.name}: {said(str(frame.fields['why']))}\n".encode())
+                signals.request()
+        elif frame.kind == "failed" and not self._ending:
+            line.over = True
+            self._end_all(f"{line.name}: {frame.fields['line']}", int(frame.fields["code"]))
+
+    def _look(self, now: float) -> None:
+        for line in list(self._lines.values()):
+            if now - line.heard_at > SILENCE_SECONDS and not line.over and not self._ending:
+                self._lost(line, f"has not been heard of for {now - line.heard_at:.0f} s")
+
+    def _excuse(self, seconds: float) -> None:
+        for line in list(self._lines.values()):
+            line.heard_at += seconds
+
+    def _lost(self, line: _Line, why: str) -> None:
+        line.over = True
+        self._end_all(f"{line.name} {why}: {GOES_ON}", LOST)
+
+    def _end_all(self, why: str, code: int) -> None:
+        with self._lock:
+            already = self._ending
+        if not already:
+            self.end(why, code)
+            leave(f"error: {why}", code)
+
+
+class OtherHost:
+    """Another host's end of its line."""
+
+    def __init__(self, address: str, index: int, *, greeting: Mapping[str, Any], seconds: float = JOIN_SECONDS):
+        """Dials the first host until it is there. Raises JoinError."""
+        self._line = _Line("the first host")
+        self._line.over = True  # not begun: nobody is lost
+        self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._handlers: dict[str, Callable[[Frame], None]] = {}
+        hello = {"index": index, "name": socket.gethostname(), "greeting": dict(greeting)}
+        until = time.monotonic() + seconds
+        while True:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+            try:
+                grpc.channel_ready_future(self._channel).result(timeout=5.0)
+                break
+            except grpc.FutureTimeoutError:
+                self._channel.close()
+                signals.look()
+                if time.monotonic() > until:
+                    raise JoinError(f"the first host, {address}, did not answer within {seconds:.0f} s") from None
+        self._line.send(Frame("hello", hello))
+        self._call = self._channel.stream_stream("/" + "/".join(_METHOD))(self._line.outgoing())
+        self._line.heard_at, self._line.over = time.monotonic(), False
+        threading.Thread(target=self._listen, name="first-host", daemon=True).start()
+        self._told_to_stop = False
+        self._watch = _Watch(self._look, self._excuse)
+
+    def welcome(self) -> Mapping[str, Any]:
+        """When all hosts are there. Raises JoinError where this one is turned away."""
+        frame = self.next()
+        if frame.kind == "end":
+            raise JoinError(str(frame.fields["line"]))
+        assert frame.kind == "welcome"
+        return frame.fields
+
+    def next(self) -> Frame:
+        """The next command, or `end`. A first host that is lost ends the process."""
+        return self._commands.get()
+
+    def on(self, kind: str, handle: Callable[[Frame], None]) -> None:
+        """Commands of this kind do not wait for those before them: they are handled on the line's thread."""
+        self._handlers[kind] = handle
+
+    def reply(self, to: Frame, fields: Mapping[str, Any]) -> None:
+        self._line.send(Frame("reply", {**fields, "number": to.fields["number"]}))
+
+    def fail(self, line: str, code: int) -> None:
+        """This host cannot go on: all end. Waits a little until it has been heard."""
+        if not self._line.over:
+            self._line.over = True
+            self._line.send(Frame("failed", {"line": line, "code": code}))
+        self.close()
+
+    def leave(self, line: str) -> None:
+        """Likewise from another thread than the main one, which may be anywhere: ends the process."""
+        self.fail(line, 1)
+        leave(f"error: {line}", 1)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._line.over = True
+        self._line.close()
+        until = time.monotonic() + FAREWELL_SECONDS
+        while self._call.is_active() and time.monotonic() < until:
+            time.sleep(0.02)
+        self._watch.stop()
+        self._channel.close()
+
+    # ------------------------------------------------------------------------------------------- on its own threads
+
+    def _listen(self) -> None:
+        try:
+            for data in self._call:
+                self._line.heard_at = time.monotonic()
+                frame = Frame.from_bytes(data)
+                if frame.kind == "end":
+                    self._line.over = True
+                    self._commands.put(frame)
+                    self._end(frame)
+                    return
+                if frame.kind in self._handlers:
+                    self._handlers[frame.kind](frame)
+                elif frame.kind != "beat":
+                    self._commands.put(frame)
+            why = "ended without a word"
+        except grpc.RpcError:
+            why = "is gone"
+        except Exception as error:  # noqa: BLE001  this thread is all that hears the first host
+            self.leave(f"what the first host says cannot be done here ({type(error).__name__}: {said(str(error))})")
+        if not self._line.over:
+            self._lost(why)
+
+    def _end(self, frame: Frame) -> None:
+        """The main thread hears of it too, and leaves; but it may stand in a computation with a host that is gone."""
+        if frame.fields["code"] and not self._closed.wait(2 * FAREWELL_SECONDS):
+            leave(f"error: the first host ended: {frame.fields['line']}", int(frame.fields["code"]))
+
+    def _look(self, now: float) -> None:
+        line = self._line
+        if signals.requested() and not self._told_to_stop and not line.over:
+            self._told_to_stop = True
+            line.send(Frame("stopping", {"why": "is told to stop; all hosts save and leave"}))
+        if now - line.heard_at > SILENCE_SECONDS and not line.over:
+            self._lost(f"has not been heard of for {now - line.heard_at:.0f} s")
+
+    def _excuse(self, seconds: float) -> None:
+        self._line.heard_at += seconds
+
+    def _lost(self, why: str) -> None:
+        self._line.over = True
+        leave(
+            f"error: the first host {why}: {GOES_ON}",
+            LOST,
+        )

@@ -1,0 +1,165 @@
+"""No surprise: what the trainer's memory is needed for, told before the first rollout is asked for.
+
+On each device, the most of
+
+    an update     state + gradient + sent + the worst micro-batch's temporaries    as XLA plans them, for full rows
+    its end       state + gradient + sent + the optimizer's temporaries
+    a version     state + 2 sent                                                   compared with the one before
+
+    state         float32 parameters and both moments: 12 bytes a parameter of this device's part
+    sent          the weights in the sync dtype, as the last version had them
+
+and on the host this process as it is, a copy of the state (a checkpoint on its way) and of a whole version. On a CPU
+the two are one memory. What the plan leaves out (code, scratch of kernels) was below a tenth where it was measured.
+
+`book` then runs the worst step on real buffers, with the state left as it is: what cannot be had is known here, and not
+at step 120. More than one process: each books its own devices and host.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION
+from scalerl_jax.system import memory
+
+_LESS = (NONE, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes on one device, and on the host."""
+
+    state: int
+    gradient: int
+    sent: int
+    temporaries: int  # of the worst micro-batch, beyond these
+    ending: int  # of the optimizer's step, beyond these
+    version: int  # the state and a whole version, on the host
+
+    @property
+    def kept(self) -> int:
+        """What is there at every moment of an update."""
+        return self.state + self.gradient + self.sent
+
+    @property
+    def device(self) -> int:
+        return max(self.kept + max(self.temporaries, self.ending), self.state + 2 * self.sent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Booking:
+    """What is needed of one memory, and what can be had of it; None: nobody tells."""
+
+    where: str
+    needed: int
+    available: int | None
+    parts: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.needed <= self.available
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {memory.gib(size)}" for name, size in self.parts.items())
+        of = f" of {memory.gib(self.available)} that can be had" if self.available is not None else ""
+        return f"{self.where} {memory.gib(self.needed)} GiB{of} ({parts})"
+
+
+def needs_of(learner: Learner) -> Needs:
+    """As compiled. learner.compile comes before."""
+    state, params = learner.abstract_state, learner.abstract_state["params"]
+    wire = 2 if learner.sync_dtype == "bfloat16" else 4
+    gradient = _on_one_device(params)
+    sent = gradient // 4 * wire
+    batch, end = learner.compiled
+    return Needs(
+        state=_on_one_device(state),
+        gradient=gradient,
+        sent=sent,
+        temporaries=memory.working_bytes(batch),
+        ending=memory.working_bytes(end),
+        version=_on_host(state) + _on_host(params) // 4 * wire,
+    )
+
+
+def _on_one_device(tree: Any) -> int:
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _on_host(tree: Any) -> int:
+    """What of it this process brings to its host: one copy of each part."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) // jax.process_count()
+
+
+def forecast(learner: Learner) -> list[Booking]:
+    """Of each memory, with the state in it."""
+    needs, device = needs_of(learner), learner.mesh.local_devices[0]
+    parts = {
+        "state": needs.state,
+        "gradient": needs.gradient,
+        "weights sent": needs.sent,
+        "an update's temporaries": max(needs.temporaries, needs.ending),
+    }
+    resident, left = memory.resident(), memory.available()
+    available = resident + left if left < memory.UNKNOWN else None
+    told = device.memory_stats() if device.platform != "cpu" else None
+    if device.platform == "cpu":
+        # The devices of one process share its memory, and its state is in there already.
+        devices = len(learner.mesh.local_devices)
+        needed = resident + devices * (needs.device - needs.state) + needs.version
+        parts = {"now": resident, **{name: devices * size for name, size in list(parts.items())[1:]}}
+        parts["a checkpoint and a version on their way"] = needs.version
+        return [Booking("host", needed, available, parts)]
+    host = Booking(
+        "host", resident + needs.version, available,
+        {"now": resident, "a checkpoint and a version on their way": needs.version},
+    )  # fmt: skip
+    limit = told.get("bytes_limit") if told else None
+    return [Booking(f"each device ({device.device_kind})", needs.device, limit, parts), host]
+
+
+class TooLittleMemory(ValueError):
+    """A user's mistake: one line with what would make it fit."""
+
+
+def book(learner: Learner, *, longest: int, refuse: bool = True) -> str:
+    """Runs the worst step. Returns the line to be said; the learner is compiled, its state is there and stays.
+
+    longest: tokens of the longest sequence that can come.
+
+    Raises TooLittleMemory where it does not fit, when tried, or (refuse) by the forecast.
+    """
+    try:
+        learner.compile()
+        bookings = forecast(learner)
+        short = [booking for booking in bookings if not booking.fits]
+        if short and refuse:
+            raise TooLittleMemory(f"too little memory: {short[0]}; {remedies(learner, short[0], longest)}")
+        learner.rehearse()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        asked = re.search(r"[^.\n]*(?:allocat|exceed|Ran out)[^\n]*", str(error))
+        said = " ".join((asked[0] if asked else str(error)).split())[:200]
+        raise TooLittleMemory(f"too little memory for an update ({said}); {remedies(learner, None, longest)}") from None
+    return ("too little memory, tried all the same: " if short else "memory: ") + "; ".join(map(str, bookings))
+
+
+def remedies(learner: Learner, short: Booking | None, longest: int) -> str:
+    """What would make it fit, as the config calls it."""
+    layout, found = learner.layout, []
+    shards = max(1, layout.rows // learner.rows_per_shard)
+    if short is None or short.available is None or needs_of(learner).kept < short.available:
+        if learner.rows_per_shard > 1:
+            found.append(f"config.learner.micro_batch_rows below {learner.rows_per_shard}")
+        if layout.remat != FULL:
+            found.append(f"config.model.remat={_LESS[_LESS.index(layout.remat) + 1]} (it is {layout.remat})")
+        if layout.seq_len > longest:
+            found.append(f"config.learner.seq_len={longest} (it is {layout.seq_len})")
+    found.append(f"more devices for config.learner.fsdp (rows lie on {shards})")
+    return "what would make it fit: " + ", ".join(found)

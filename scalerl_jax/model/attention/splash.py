@@ -1,0 +1,108 @@
+"""Attention on TPUs: the splash kernels of JAX's Pallas library, with segment ids.
+
+The kernels skip what the static mask excludes, a block at a time: what is later, and what is further back than the
+longest segment. Segments that end inside it are masked, not skipped. Grouped queries share their keys in the kernel.
+
+Queries that are a part of their row (`context`) have a mask of their own: it is made for all parts at once, and each
+device takes its part by its offset.
+
+Products are of bfloat16 operands; 1 / sqrt(h) is multiplied into the queries and rounded there. The sizes of blocks
+were chosen to compile in every chip's memory, and never timed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalerl_jax.model.attention.backend import SAVED, Backend
+
+LANES = 128  # a row's parts are whole numbers of these
+# Queries and keys of a block at most: by what compiles in the memory beside a core, forward and backward.
+_BLOCK = 1024
+_SMALL_BLOCK = 512
+_SMALL_CHIPS = ("v2", "v3", "v4")
+_LARGE_HEAD = 128
+_COMPUTED = 512  # keys of one product
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_segments: jax.Array,
+    key_segments: jax.Array,
+    *,
+    offset: jax.Array | None,
+    max_segment: int,
+    precision: jax.lax.Precision,
+    backend: Backend,
+) -> jax.Array:
+    """As blocks.attend. Lengths are multiples of LANES."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    length, keys = q.shape[1], k.shape[1]
+    kernel = _kernel(*q.shape[2:], length, keys, max_segment, backend)
+    if offset is not None:
+        kernel = _part(kernel, offset // length, keys // length)
+    q = (q * (1 / q.shape[-1] ** 0.5)).astype(q.dtype)
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]  # [rows, heads, length, h]
+    out = jax.vmap(kernel)(*heads_first, kernels.SegmentIds(query_segments, key_segments))
+    return jnp.swapaxes(out, 1, 2)
+
+
+def block_sizes(chip: str, head_dim: int, length: int, keys: int) -> tuple[int, int]:
+    """(queries, keys) of a block: the largest that divide, and that the chip takes."""
+    small = head_dim > _LARGE_HEAD or any(part in chip for part in _SMALL_CHIPS)
+    most = _SMALL_BLOCK if small else _BLOCK
+    return _dividing(length, most), _dividing(keys, most)
+
+
+def _dividing(length: int, most: int) -> int:
+    return max(size for size in range(LANES, min(length, most) + 1, LANES) if length % size == 0)
+
+
+def _kernel(heads: int, head_dim: int, length: int, keys: int, max_segment: int, backend: Backend) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (keys, keys)
+    mask = masks.CausalMask(shape) if max_segment >= keys else masks.LocalMask(shape, (max_segment - 1, 0), 0)
+    queries, block = block_sizes(backend.chip, head_dim, length, keys)
+    computed = _dividing(block, _COMPUTED)
+    return kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=kernels.BlockSizes(
+            block_q=queries,
+            block_kv=block,
+            block_kv_compute=computed,
+            block_q_dkv=queries,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=computed,
+            block_q_dq=queries,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=keys // length,
+        residual_checkpoint_name=SAVED,
+        interpret=backend.interpret,
+    )
+
+
+def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
+    """The kernel of one part of the row's queries, out of that of all parts."""
+
+    def of(x: jax.Array | None, axis: int) -> jax.Array | None:
+        if x is None:
+            return None
+        size = x.shape[axis] // parts
+        return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
+
+    def of_mask(info: Any) -> Any:
+        # Where the mask is computed in the kernel there are no blocks of it to be cut.
+        assert info.partial_mask_blocks is None
+        steps = {name: of(getattr(info, name), 1) for name in ("data_next", "mask_next", "block_mask")}
+        return info._replace(**steps, q_sequence=of(info.q_sequence, 0))
+
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return type(kernel)(*(of_mask(info) for info in infos), **kernel.kwargs)

@@ -1,0 +1,260 @@
+"""Experts: which of them a token goes to, and their products.
+
+    ROUTERS      logits [..., E] float32 -> Routing: k experts of each token and their weights
+    expert_mlp   y_t = sum over its experts e:  weight_te * down_e(silu(gate_e(x_t)) * up_e(x_t))
+
+Pairs (token, expert) are sorted by their expert, so that each expert's are one stretch of rows, and the products of all
+experts are one grouped product: rows of stretch e times matrix e. No expert has a capacity and no token is dropped:
+whatever the router's balance, an expert computes what came to it. Sorting and its reverse are gathers, in the backward
+pass too.
+
+Grouped products. On accelerators jax.lax.ragged_dot. On CPUs XLA would compute that as E masked products of all rows,
+10 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py), which it is there.
+
+Precision as decoder.project: operands in the compute dtype, weights rounded to the sync dtype, results summed in
+float32, float32 cotangents for weights. The router and the weighted sum of a token's experts are float32.
+
+Legend of shapes: T tokens, E experts, k of a token, M = T k pairs, D width, F columns of an expert.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from scalerl_jax.model.precision import Precision
+
+OWN = -1  # in the place of a token's experts: those of the router itself
+
+# Rows of a block of the grouped product on CPUs: at most, and at least.
+BLOCK, SMALLEST_BLOCK = 128, 16
+
+
+class Routing(NamedTuple):
+    """Where tokens go."""
+
+    experts: jax.Array  # [..., k] int32; E: nobody
+    weights: jax.Array  # [..., k] float32
+    on_input: bool = False  # the weight scales what an expert reads, and not what it gives
+
+
+def softmax_router(logits: jax.Array, count: int, *, normalize: bool, given: jax.Array | None = None) -> Routing:
+    """The `count` experts of the highest probability, which is their weight; normalize: they add up to 1.
+
+    given: [..., count] int, the experts in place of those, OWN: no others; their weights are of these logits all the
+    same (router replay, arXiv 2510.11370).
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    chosen = _chosen(logits, count, given)
+    weights = _at(probabilities, chosen)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(chosen, weights)
+
+
+def sigmoid_router(logits: jax.Array, count: int, *, normalize: bool, given: jax.Array | None = None) -> Routing:
+    """The `count` experts of the highest logit, whose sigmoid scales what they read. given: as above."""
+    assert not normalize
+    chosen = _chosen(logits, count, given)
+    return Routing(chosen, jax.nn.sigmoid(_at(logits, chosen)), on_input=True)
+
+
+ROUTERS: dict[str, Callable[..., Routing]] = {"softmax": softmax_router, "sigmoid": sigmoid_router}
+
+
+def _chosen(logits: jax.Array, count: int, given: jax.Array | None) -> jax.Array:
+    own = jax.lax.top_k(logits, count)[1]
+    return own if given is None else jnp.where(given == OWN, own, given)
+
+
+def moved(logits: jax.Array, chosen: jax.Array) -> jax.Array:
+    """[..., k] bool: which of chosen [..., k] are not among the k experts of the highest logits [..., E]."""
+    own = jax.lax.top_k(logits, chosen.shape[-1])[1]
+    return ~jnp.any(chosen[..., :, None] == own[..., None, :], axis=-1)
+
+
+def _at(values: jax.Array, chosen: jax.Array) -> jax.Array:
+    """values [..., E] at chosen [..., k]. A masked sum and not a gather, whose backward pass would be a scatter."""
+    there = chosen[..., None] == jnp.arange(values.shape[-1])
+    return jnp.sum(jnp.where(there, values[..., None, :], 0.0), axis=-1)
+
+
+def expert_mlp(
+    x: jax.Array, routing: Routing, gate_up: tuple[jax.Array, ...], down: jax.Array, *, precision: Precision
+) -> jax.Array:
+    """What the experts make of x [..., D] in the compute dtype: like x.
+
+    Args:
+      gate_up: masters, gate and up [E, F, D] each, or both in one [E, 2F, D].
+      down: [E, D, F].
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    chosen, weights = (part.reshape(len(tokens), -1) for part in routing[:2])
+    order, inverse, sizes = _sorted(chosen.reshape(-1), len(down))
+    pairs = _to_pairs(tokens, order, inverse)
+    if routing.on_input:
+        scale = _take(weights.reshape(-1), order, inverse)[:, None]
+        pairs = (pairs.astype(jnp.float32) * scale).astype(x.dtype)
+    inner = [grouped_product(pairs, weight, sizes, precision) for weight in gate_up]
+    gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
+    mixed = grouped_product(jax.nn.silu(gate) * up, down, sizes, precision)
+    back = _take(mixed, inverse, order).reshape(*chosen.shape, -1).astype(jnp.float32)
+    back = back if routing.on_input else back * weights[..., None]
+    return jnp.sum(back, axis=1).astype(x.dtype).reshape(x.shape)
+
+
+def tokens_of(chosen: jax.Array, experts: int) -> jax.Array:
+    """[experts] float32: the tokens that came to each, of chosen [..., k]."""
+    return jnp.sum(chosen.reshape(-1, 1) == jnp.arange(experts), axis=0, dtype=jnp.float32)
+
+
+# ------------------------------------------------------------------------------------------------------- pairs
+
+
+def _sorted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pairs by their expert, [M] int32, nobody's last: (pair at each place, place of each pair, pairs of each [E])."""
+    order = jnp.argsort(chosen, stable=True)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    sizes = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    return order, inverse, sizes
+
+
+@jax.custom_vjp
+def _to_pairs(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x [T, D] -> [M, D], a token's row for each of its pairs, in the order of the experts."""
+    return x[order // (len(order) // len(x))]
+
+
+def _to_pairs_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, None, None]:
+    inverse, tokens = saved
+    parts = g[inverse].reshape(tokens, -1, g.shape[-1])
+    return jnp.sum(parts.astype(jnp.float32), axis=1).astype(g.dtype), None, None
+
+
+_to_pairs.defvjp(lambda x, order, inverse: (_to_pairs(x, order, inverse), (inverse, len(x))), _to_pairs_backward)
+
+
+@jax.custom_vjp
+def _take(x: jax.Array, places: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[places], for places that are a permutation, and its inverse."""
+    return x[places]
+
+
+_take.defvjp(lambda x, places, inverse: (x[places], inverse), lambda inverse, g: (g[inverse], None, None))
+
+
+# --------------------------------------------------------------------------------------------- grouped products
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_product(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision: Precision) -> jax.Array:
+    """x [M, in] in the compute dtype, of which sizes [E] rows in turn belong to each expert, times weight [E, out, in].
+
+    Returns [M, out] in the compute dtype, 0 in rows beyond the sum of sizes. The cotangent of `weight` is float32.
+    """
+    return _rows_times(x, precision.cast(weight), sizes, 2, precision)
+
+
+def _grouped_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, weight, sizes = saved
+    dx = _rows_times(g, precision.cast(weight), sizes, 1, precision)
+    dw = jax.lax.platform_dependent(
+        g, x, sizes,
+        cpu=functools.partial(_outer_by_blocks, dot=precision.dot),
+        default=functools.partial(_outer_ragged, dot=precision.dot),
+    )  # fmt: skip
+    return dx, dw.astype(weight.dtype), None
+
+
+grouped_product.defvjp(
+    lambda x, weight, sizes, precision: (grouped_product(x, weight, sizes, precision), (x, weight, sizes)),
+    _grouped_backward,
+)
+
+
+def _rows_times(x: jax.Array, weight: jax.Array, sizes: jax.Array, over: int, precision: Precision) -> jax.Array:
+    """Each row of x times its expert's matrix, summed over the matrices' dimension `over` of weight's three."""
+    by_blocks, ragged = (functools.partial(f, over=over, dot=precision.dot) for f in (_by_blocks, _ragged))
+    return jax.lax.platform_dependent(x, weight, sizes, cpu=by_blocks, default=ragged)
+
+
+def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, dot: jax.lax.Precision) -> jax.Array:
+    matrices = jnp.swapaxes(weight, 1, 2) if over == 2 else weight
+    y = jax.lax.ragged_dot(x, matrices, sizes, precision=dot)
+    return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), y, 0)
+
+
+def _outer_ragged(g: jax.Array, x: jax.Array, sizes: jax.Array, *, dot: jax.lax.Precision) -> jax.Array:
+    """[E, out, in] float32: of each expert's rows, g [M, out] transposed times x [M, in]."""
+    ragged_rows = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    return jax.lax.ragged_dot_general(g, x, sizes, ragged_rows, precision=dot, preferred_element_type=jnp.float32)
+
+
+class _Blocks(NamedTuple):
+    """The blocks of `rows` rows that cover each expert's rows; the last of an expert reaches into others'."""
+
+    count: jax.Array
+    expert: jax.Array  # [most blocks] int32 each
+    start: jax.Array
+    end: jax.Array
+    rows: int
+
+    @staticmethod
+    def of(sizes: jax.Array, pairs: int) -> "_Blocks":
+        experts = len(sizes)
+        rows = SMALLEST_BLOCK
+        while rows < min(BLOCK, pairs // experts):
+            rows *= 2
+        rows = min(rows, pairs)
+        ends = jnp.cumsum(sizes)
+        own = -(-sizes // rows)
+        last = jnp.cumsum(own)
+        number = jnp.arange(pairs // rows + experts, dtype=jnp.int32)
+        expert = jnp.minimum(jnp.sum(last <= number[:, None], axis=1, dtype=jnp.int32), experts - 1)
+        start = (ends - sizes)[expert] + (number - (last - own)[expert]) * rows
+        return _Blocks(last[-1], expert, start, ends[expert], rows)
+
+    def place(self, i: jax.Array, pairs: int) -> tuple[jax.Array, jax.Array]:
+        """Of block i: where it is read, and which of its rows are its own, [rows, 1]."""
+        at = jnp.minimum(self.start[i], pairs - self.rows)
+        row = at + jnp.arange(self.rows, dtype=jnp.int32)
+        return at, ((row >= self.start[i]) & (row < self.end[i]))[:, None]
+
+
+def _by_blocks(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, dot: jax.lax.Precision) -> jax.Array:
+    blocks = _Blocks.of(sizes, len(x))
+
+    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+        at, mine = blocks.place(i, len(x))
+        matrix = jax.lax.dynamic_index_in_dim(weight, blocks.expert[i], keepdims=False)
+        rows = jax.lax.dynamic_slice_in_dim(x, at, blocks.rows)
+        y = jax.lax.dot_general(
+            rows, matrix, (((1,), (over - 1,)), ((), ())), precision=dot, preferred_element_type=jnp.float32
+        )
+        before = jax.lax.dynamic_slice_in_dim(out, at, blocks.rows)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, y, before), at, 0)
+
+    # In float32 until all is there: the CPU has no fast kernel for a bfloat16 result.
+    out = jnp.zeros((len(x), weight.shape[3 - over]), jnp.float32)
+    return jax.lax.fori_loop(0, blocks.count, one, out).astype(x.dtype)
+
+
+def _outer_by_blocks(g: jax.Array, x: jax.Array, sizes: jax.Array, *, dot: jax.lax.Precision) -> jax.Array:
+    blocks = _Blocks.of(sizes, len(x))
+
+    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+        at, mine = blocks.place(i, len(x))
+        left = jnp.where(mine, jax.lax.dynamic_slice_in_dim(g, at, blocks.rows), 0)
+        right = jax.lax.dynamic_slice_in_dim(x, at, blocks.rows)
+        more = jax.lax.dot_general(
+            left, right, (((0,), (0,)), ((), ())), precision=dot, preferred_element_type=jnp.float32
+        )
+        before = jax.lax.dynamic_index_in_dim(out, blocks.expert[i])
+        return jax.lax.dynamic_update_index_in_dim(out, before + more, blocks.expert[i], 0)
+
+    out = jnp.zeros((len(sizes), g.shape[1], x.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, blocks.count, one, out)

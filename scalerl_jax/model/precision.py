@@ -1,0 +1,43 @@
+"""The dtypes of a forward pass, and the one way in which a weight is used: rounded to what the generators run.
+
+weight in use = compute dtype of (sync dtype of (float32 master)),  straight-through
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Dtypes of one forward pass, by name so that it can be a static argument."""
+
+    compute: str = "float32"
+    sync: str = "float32"  # what weights are rounded to before every use
+    head: str = "default"  # default: operands in the compute dtype | highest: float32 operands
+
+    @property
+    def dot(self) -> jax.lax.Precision:
+        # On TPU and recent GPUs a float32 product is done in bf16 or TF32 passes unless asked otherwise.
+        return jax.lax.Precision.HIGHEST if self.compute == "float32" else jax.lax.Precision.DEFAULT
+
+    def cast(self, weight: jax.Array, dtype: str | None = None) -> jax.Array:
+        """The weight as every user of the policy sees it: rounded to the sync dtype, then in `dtype` (compute's)."""
+        return _round(weight, self.sync).astype(dtype or self.compute)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _round(weight: jax.Array, dtype: str) -> jax.Array:
+    """`weight` rounded to the values of `dtype`, in its own dtype; straight-through.
+
+    Not astype there and back: the compiler may drop such a pair, and its cotangent would be rounded too.
+    """
+    if dtype == "float32":
+        return weight
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(weight, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
+
+
+_round.defvjp(lambda weight, dtype: (_round(weight, dtype), None), lambda dtype, _, g: (g,))

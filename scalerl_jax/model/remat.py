@@ -1,0 +1,59 @@
+"""What the forward pass over the blocks keeps for the backward pass, and what is computed a second time there.
+
+                   kept                                                    computed again
+    none           all that a gradient needs                               nothing
+    save_attention each block's input, attention's output and its sums     each block, but not attention's scores
+    block          each block's input                                      each block
+    full           the input of every n-th block, n about sqrt(blocks)     each block, and all but one of n twice
+
+In this order memory falls and time rises; on CPUs, where memory's traffic is dear, `block` may be the faster one.
+The values are the same in all four, and the gradients to rounding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from scalerl_jax.model.attention import SAVED
+
+NONE, SAVE_ATTENTION, BLOCK, FULL = "none", "save_attention", "block", "full"
+
+Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def scan_blocks(block: Block, x: jax.Array, weights: Any, remat: str) -> tuple[jax.Array, Any]:
+    """`x` through every block, and what they give beside, stacked; weights: stacked over them. As jax.lax.scan."""
+    if remat == NONE:
+        return jax.lax.scan(block, x, weights)
+    if remat == SAVE_ATTENTION:
+        return jax.lax.scan(jax.checkpoint(block, policy=_attention), x, weights)
+    if remat == BLOCK:
+        return jax.lax.scan(jax.checkpoint(block), x, weights)
+    assert remat == FULL, remat
+    count = len(jax.tree.leaves(weights)[0])
+    several = group_size(count)
+    groups = jax.tree.map(lambda leaf: leaf.reshape(count // several, several, *leaf.shape[1:]), weights)
+
+    @jax.checkpoint
+    def group(x: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+        return jax.lax.scan(jax.checkpoint(block), x, own)
+
+    x, beside = jax.lax.scan(group, x, groups)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), beside)
+
+
+def group_size(count: int) -> int:
+    """Blocks of a group, so that the inputs of groups and of the blocks of one are fewest; it divides `count`."""
+    return min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (count // n + n, n))
+
+
+def _attention(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    """Blocks and splash say by name what they keep; cuDNN's call is one operation, all of whose results are kept."""
+    if primitive.name == _CUDNN:
+        return True
+    return bool(_named(primitive, *arguments, **parameters))
+
+
+_named = jax.checkpoint_policies.save_only_these_names(SAVED)
+_CUDNN = "dot_product_attention_fwd_wrapper"

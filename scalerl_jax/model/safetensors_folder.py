@@ -1,0 +1,223 @@
+"""The safetensors of a model folder: a slice of a tensor costs the bytes of the slice, on the disk and in memory.
+
+    file     8 bytes n, little-endian; n bytes of JSON {name: {"dtype", "shape", "data_offsets"}}; the data
+    folder   the files that model.safetensors.index.json names; without it model.safetensors. No other is read:
+             beside them lie other people's layouts (consolidated.safetensors) and what an older export left
+
+Bytes are read and not mapped: the pages of a map count as this process's memory as long as it lasts, and a file that is
+cut short meanwhile would end the process, not raise.
+"""
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.tensor_layout import layout, stored
+from scalerl_jax.system.json_values import read_object
+
+_BESIDE_IMAGES = "language_model."  # before the names of a text model that is part of another
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_MOST_HEADER = 10**8  # bytes, as the format has it
+# Shorter pieces are read together with what is between them: a disk gives no less than a page.
+_PAGE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    file: io.FileIO
+    begin: int  # in the file
+    shape: tuple[int, ...]
+    dtype: str  # as the format names it
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """The tensors of a folder by name; the files stay open.
+
+    config: of the model there; then the names are those of tensor_layout, and experts stored one by one are one tensor.
+    Raises ValueError, one line that names folder or file, where there are no weights, a file or an expert is missing,
+    or a file is broken.
+    """
+
+    def __init__(self, path: str, config: DecoderConfig | None = None):
+        self._where: dict[str, _Stored] = {}
+        for name, wanted in _files(path).items():
+            file = os.path.join(path, name)
+            found = _read_header(file)
+            for tensor in found if wanted is None else wanted:
+                if tensor not in found:
+                    raise ValueError(f"{os.path.join(path, INDEX)}: tensor {tensor} is not in {name}")
+                self._where[tensor] = found[tensor]
+        if any(name.startswith(_BESIDE_IMAGES) for name in self._where):
+            self._where = {name.removeprefix(_BESIDE_IMAGES): one for name, one in self._where.items()}
+        # The contract's name -> the stored ones, where there are several, and where it is part of one.
+        self._parts: dict[str, list[str]] = {}
+        self._columns: dict[str, tuple[str, int, int]] = {}
+        for name, parts in {} if config is None else stored(config).items():
+            columns = layout(config)[name].row.columns
+            if columns is not None:
+                self._columns[name] = (parts[0], *columns)
+            elif parts != [name]:
+                self._parts[name] = parts
+            for part in parts if parts != [name] or columns else ():
+                if part not in self._where:
+                    raise ValueError(f"{path}: tensor {part} is missing")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.read(name, (slice(None),) * len(self.shape(name)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts or name in self._columns or name in self._where
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._where, *self._parts, *self._columns]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ValueError where experts have several."""
+        if name in self._columns:
+            whole, _, of = self._columns[name]
+            return _turned((*self._where[whole].shape[:-1], self._where[whole].shape[-1] // of))
+        if name not in self._parts:
+            return self._where[name].shape
+        first, *others = parts = self._parts[name]
+        for part in others:
+            if self.shape(part) != self.shape(first):
+                raise ValueError(f"tensor {part} has shape {self.shape(part)}, not {self.shape(first)}")
+        return (len(parts), *self.shape(first))
+
+    def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
+        """Part of a tensor, one slice of step 1 per dimension, in its own dtype and memory.
+
+        Raises ValueError naming the tensor and its file, where that is no longer as long as it was, or no floats.
+        """
+        if name in self._parts:
+            names = self._parts[name][index[0]]
+            first = self.read(names[0], index[1:])
+            # One after the other into its place: before a stack they would all be held twice.
+            experts = np.empty((len(names), *first.shape), first.dtype)
+            for number, part in enumerate(names):
+                if self._where[part].dtype != self._where[names[0]].dtype:
+                    raise ValueError(
+                        f"{self._where[part].file.name}: tensor {part} is of another dtype than {names[0]}"
+                    )
+                experts[number] = self.read(part, index[1:]) if number else first
+            return experts
+        if name in self._columns:
+            whole, number, of = self._columns[name]
+            size = self._where[whole].shape[-1] // of
+            start, stop, _ = index[1].indices(size)
+            part = self._stored(whole, (index[0], index[2], slice(number * size + start, number * size + stop)))
+            return np.swapaxes(part, 1, 2)
+        return self._stored(name, index)
+
+    def _stored(self, name: str, index: Sequence[slice]) -> np.ndarray:
+        """As in the file."""
+        one = self._where[name]
+        if one.dtype not in _DTYPES:
+            raise ValueError(f"{one.file.name}: tensor {name} is of {one.dtype}, not of {', '.join(_DTYPES)}")
+        parts = [range(*part.indices(size)) for part, size in zip(index, one.shape, strict=True)]
+        dtype = np.dtype(_DTYPES[one.dtype])
+        # What is inside of the last dimension that is cut lies in one piece.
+        last = max((i for i, part in enumerate(parts) if len(part) < one.shape[i]), default=0)
+        inner = math.prod(one.shape[last + 1 :]) * dtype.itemsize
+        if last and len(parts[last]) * inner < _PAGE:
+            cut = [slice(None)] * len(parts)
+            cut[last] = slice(parts[last].start, parts[last].stop)
+            whole = [slice(None) if i == last else slice(part.start, part.stop) for i, part in enumerate(parts)]
+            return np.ascontiguousarray(self._stored(name, whole)[tuple(cut)])
+        out = np.empty([len(part) for part in parts], dtype)
+        into = memoryview(out.reshape(-1).view(np.uint8))
+        piece = len(parts[last]) * inner if parts else dtype.itemsize
+        for number, place in enumerate(itertools.product(*parts[:last]) if piece else ()):
+            row = 0
+            for position, size in zip(place, one.shape):
+                row = row * size + position
+            start = (row * one.shape[last] + parts[last].start) * inner if parts else 0
+            _fill(one, name, into[number * piece : (number + 1) * piece], one.begin + start)
+        return out
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], *shape[:-3:-1])
+
+
+def _fill(one: _Stored, name: str, into: memoryview, offset: int) -> None:
+    while into:
+        try:
+            count = os.preadv(one.file.fileno(), [into], offset)
+        except OSError as error:
+            raise ValueError(f"{one.file.name}: tensor {name}: {error.strerror}") from error
+        if not count:
+            raise ValueError(f"{one.file.name}: ends inside of tensor {name}")
+        into, offset = into[count:], offset + count
+
+
+def _files(path: str) -> dict[str, list[str] | None]:
+    """File -> the tensors to be read from it; None: all."""
+    index = os.path.join(path, INDEX)
+    there = sorted(f for f in os.listdir(path) if f.endswith(".safetensors")) if os.path.isdir(path) else []
+    if not os.path.isfile(index):
+        if SINGLE in there:
+            return {SINGLE: None}
+        others = f"; {there[0]} is not read without {INDEX}" if there else ""
+        raise ValueError(f"{path}: no weights there (*.safetensors){others}")
+    where = read_object(index).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise ValueError(f"{index}: weight_map is no object of file names")
+    files: dict[str, list[str] | None] = {}
+    for tensor, file in where.items():
+        if os.path.basename(file) != file:
+            raise ValueError(f"{index}: {file!r} is no file of this folder")
+        (files.setdefault(file, []) or files[file]).append(tensor)  # type: ignore[union-attr]
+    for file in files:
+        if not os.path.isfile(os.path.join(path, file)):
+            raise ValueError(f"{index}: {file} is missing (of {len(files)} files)")
+    if SINGLE in there and SINGLE not in files:
+        raise ValueError(f"{path}: {SINGLE} and {INDEX} are two sets of weights: one of them is left over")
+    return files
+
+
+def _read_header(path: str) -> dict[str, _Stored]:
+    try:
+        file = io.FileIO(path)
+        length, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if not 8 <= size + 8 <= length or size > _MOST_HEADER:
+            raise ValueError("is cut short, or no safetensors")
+        header = json.loads(file.read(size))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: is no safetensors ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: is no safetensors")
+    header.pop("__metadata__", None)
+    return {name: _stored(file, name, of, data=size + 8, length=length) for name, of in header.items()}
+
+
+def _stored(file: io.FileIO, name: str, of: Any, *, data: int, length: int) -> _Stored:
+    said = of if isinstance(of, dict) else {}
+    shape, dtype, ends = said.get("shape"), said.get("dtype"), said.get("data_offsets")
+    numbers = [*shape, *ends] if isinstance(shape, list) and isinstance(ends, list) and len(ends) == 2 else [None]
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{file.name}: tensor {name} is described as {str(of)[:80]}")
+    begin, end = ends
+    if data + end > length:
+        raise ValueError(f"{file.name}: is cut short: tensor {name} ends at byte {data + end} of {length}")
+    if dtype in _DTYPES and end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+        raise ValueError(f"{file.name}: tensor {name} of shape {shape} and {dtype} has {end - begin} bytes")
+    return _Stored(file, data + begin, tuple(shape), dtype)

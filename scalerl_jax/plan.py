@@ -1,0 +1,161 @@
+"""scalerl-plan: what a run needs and makes on machines that are not here, before they are rented.
+
+    scalerl-plan --config=configs/scalerl_8b.py --topology=v5p:4x4x4 [--slices=2] [--model_config=FILE] [--out=FILE]
+                 [--generator_tokens_per_second=2500] [--price_per_chip_hour=4.2] [--fit=fit.json --target=0.55]
+    scalerl-plan --run=WORKDIR [--servers=1,2,3,4] [--max_off_policy_steps=4,8] [--cores=2]
+
+The very update that scalerl-train runs is compiled for the TPUs named (scalerl-jax[plan]; none is needed); for GPUs all
+is by formula. Said are bytes on a device beside what there is, what devices send each other by mesh axis, the least
+time of a step and what binds it, the generators that keep it fed, device-hours and money. Where it does not fit, the
+nearest mesh, micro-batch or remat that does is searched. The policy's weights need not be there.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from scalerl_jax.cli import entry
+from scalerl_jax.cli import plan_flags as given
+from scalerl_jax.config_io import GivenConfig
+from scalerl_jax.planning import (
+    chips,
+    compiled,
+    decoder_shape,
+    generators,
+    layout_plan,
+    layouts,
+    page,
+    target,
+    workload,
+)
+from scalerl_jax.planning.layout_plan import LayoutPlan, Question
+from scalerl_jax.planning.twin import command as twin
+from scalerl_jax.scaling.commands.results import make_console, say
+from scalerl_jax.system import platforms
+from scalerl_jax.system.files import write_whole
+from scalerl_jax.system.json_values import plain
+
+
+def main(config_given: GivenConfig) -> None:
+    # ---- 1. What is planned, and for which machine: mistakes are told before anything is compiled --------------------
+    if twin.wanted():
+        if given.TOPOLOGY.value:
+            raise entry.UserError(f"--topology={given.TOPOLOGY.value}: goes without --run and the speeds of a fleet")
+        twin.main(config_given, out=given.OUT.value)
+        return
+    if not config_given.path:
+        raise entry.UserError("--config: no config file given, for example --config=configs/scalerl_8b.py")
+    if not given.TOPOLOGY.value:
+        raise entry.UserError("--topology: no machine given, for example --topology=v5p:4x4x4")
+    config = config_given.config()
+    if config.model.compute_dtype == "auto":  # as on the accelerator
+        config.model.compute_dtype = "float32" if config.model.sync_dtype == "float32" else "bfloat16"
+    if (given.TARGET.value is None) != (not given.FIT.value):
+        raise entry.UserError("--fit and --target go together")
+    if given.STEPS.value and given.FIT.value:
+        raise entry.UserError("--steps: does not go with --fit and --target, which say how many steps there are")
+    if given.GENERATORS.value and not given.TOKENS_PER_SECOND.value:
+        raise entry.UserError("--generators: goes with --generator_tokens_per_second")
+    if given.OUT.value:
+        entry.check_out("--out", given.OUT.value)
+    with entry.user_mistakes():
+        machine = chips.parse(given.TOPOLOGY.value, given.SLICES.value)
+        decoder, source = decoder_shape.find(
+            config, config_file=config_given.path, model_config=given.MODEL_CONFIG.value
+        )
+        choice = layouts.own(config, machine.devices)
+        work = workload.of(
+            config,
+            prompt_tokens=given.PROMPT_TOKENS.value,
+            completion_tokens=given.COMPLETION_TOKENS.value,
+            row_use=given.ROW_USE.value,
+        )
+        pass_rate = given.TARGET.value
+        aim = target.read(given.FIT.value, pass_rate) if pass_rate is not None else None
+        if machine.chip.is_tpu:
+            compiled.check_compiler()
+    question = Question(config, decoder, machine, work, given.PEAK_SHARE.value)
+
+    # ---- 2. The config's own layout, and where it does not fit the nearest that does ---------------------------------
+    console = make_console()
+    say(console, f"decoder of {source}")
+    with entry.user_mistakes():
+        own = layout_plan.plan(question, choice)
+    page.show_layout(console, question, own)
+    best, tried = own, list[LayoutPlan]()
+    if own.bytes.over > 0 and given.COMPILES.value:
+        found, tried = layout_plan.search(
+            question, own, compiles=given.COMPILES.value, say=lambda line: print(line, file=sys.stderr)
+        )
+        if found is None:
+            say(console, _nothing_fits(own, tried))
+        else:
+            best = found
+            say(console, f"the nearest that fits: {best.choice}")
+            page.show_layout(console, question, best)
+    page.show_step(console, question, best)
+
+    # ---- 3. Generators, device-hours, money --------------------------------------------------------------------------
+    seconds, count = best.roofline.step, 0
+    written: dict[str, Any] = {}
+    if speed := given.TOKENS_PER_SECOND.value:
+        numbers = {"sampled": work.sampled, "trainer_seconds": seconds, "tokens_per_second": speed}
+        fed = generators.needed(**numbers)
+        fleet = generators.beside(given.GENERATORS.value or fed, **numbers)
+        page.show_fleet(console, fed, fleet)
+        seconds, count = fleet.step_seconds, fleet.generators
+        written["fleet"] = {"keep_the_trainer_fed": fed, **dataclasses.asdict(fleet)}
+    steps = float(given.STEPS.value or config.max_steps)
+    devices = machine.devices + count * given.GENERATOR_DEVICES.value
+    if aim is not None:
+        steps = target.steps(
+            aim,
+            device_hours_a_step=devices * seconds / 3600,
+            flops_a_step=work.model_flops(decoder) + work.sampling_flops(decoder),
+        )
+        say(console, f"to a pass rate of {aim.pass_rate:g} {aim.run} needs {aim.compute:.4g} {aim.kind}")
+    cost = generators.cost(
+        steps,
+        step_seconds=seconds,
+        chips=machine.devices,
+        generators=count,
+        generator_devices=given.GENERATOR_DEVICES.value,
+        chip_price=given.CHIP_PRICE.value,
+        generator_price=given.GENERATOR_PRICE.value,
+    )
+    page.show_cost(console, cost)
+
+    # ---- 4. The file -------------------------------------------------------------------------------------------------
+    if given.OUT.value:
+        written |= {
+            "machine": {"topology": machine.topology, "parts": machine.parts, **dataclasses.asdict(machine.chip)},
+            "decoder": {"file": source, **dataclasses.asdict(decoder)},
+            "workload": {**dataclasses.asdict(work), "tokens": work.tokens, "sampled": work.sampled},
+            "plan": page.document(question, own),
+            "tried": [page.document(question, one) for one in tried],
+            "chosen": page.document(question, best),
+            "cost": dataclasses.asdict(cost),
+        }
+        write_whole(given.OUT.value, json.dumps(plain(written), indent=2, allow_nan=False) + "\n")
+
+
+def _nothing_fits(own: LayoutPlan, tried: list[LayoutPlan]) -> str:
+    size = own.bytes
+    kept = size.state + size.gradients + size.sent
+    if kept > size.limit:
+        times = -(-kept // size.limit)
+        return f"state, gradients and weights sent alone do not fit: at least {times} times as many chips along fsdp"
+    if tried:
+        return f"nor do the {len(tried)} nearest layouts that were compiled: more chips, shorter rows, or --compiles"
+    return "nor does any other mesh, micro-batch or remat, by formula: more chips, or shorter rows"
+
+
+def run() -> None:
+    given.define()
+    platforms.cpu_only()
+    entry.run_with_config_later(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,1 @@
+"""What a run needs and makes on machines that are not here."""

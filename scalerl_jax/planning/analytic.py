@@ -1,0 +1,172 @@
+"""An update's temporaries, collectives and memory traffic by formula: for GPUs, whose compiler is not here, and to
+choose what is worth compiling for TPUs. Its error against the TPU compiler's own count stands in docs/plan.md.
+
+T tokens a device, D width, c bytes of the compute dtype; a layer's weights lie in parts along fsdp, context and expert,
+and are gathered (in the compute dtype) whenever the layer is computed:
+
+    kept          inputs of the blocks, as remat says                     L T D c, ...
+    of a block    what its backward pass holds at once, and its weights, gathered, with their float32 cotangents
+    of the head   weight, gathered; its float32 cotangent; the cotangent of the hidden states
+    gradients     of this micro-batch, before they are added up           4 P
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from scalerl_jax.model.decoder import abstract_params
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.hf import flat
+from scalerl_jax.model.remat import FULL, NONE, SAVE_ATTENTION, group_size
+from scalerl_jax.model.sharding import MESH_AXES
+from scalerl_jax.model.tensor_layout import rows
+from scalerl_jax.planning.collectives import Collective
+
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Of an update on one device."""
+
+    decoder: DecoderConfig
+    mesh: dict[str, int]  # axis -> devices
+    seq_len: int
+    rows_per_shard: int
+    remat: str
+    logprob_chunk: int
+    width: int  # bytes of the compute dtype
+
+    @property
+    def tokens(self) -> int:
+        return self.rows_per_shard * self.seq_len // self.mesh["context"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A weight, without the layers' dimension."""
+
+    own: float  # elements on this device
+    gathered: float  # elements once what is gathered is there
+    axes: tuple[str, ...]  # along which it is gathered
+
+
+def _leaves(shapes: Shapes) -> dict[str, _Leaf]:
+    mesh: Any = AbstractMesh(tuple(shapes.mesh.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    own_rows, out = rows(shapes.decoder), {}
+    for name, struct in flat(abstract_params(shapes.decoder, mesh)).items():
+        layered, cut = own_rows[name].layered, list[str]()
+        for dimension, part in zip(own_rows[name].tree_dimensions, struct.sharding.spec):
+            kept = ("tensor",) + (("expert",) if dimension == "experts" else ())
+            axes = (part,) if isinstance(part, str) else part or ()
+            cut += [axis for axis in axes if axis not in kept]
+        size = math.prod(struct.sharding.shard_shape(struct.shape)) / (shapes.decoder.layers if layered else 1)
+        out[name] = _Leaf(size, size * math.prod(shapes.mesh[axis] for axis in cut), tuple(cut))
+    return out
+
+
+def temporaries(shapes: Shapes) -> int:
+    """Bytes on a device that `accumulate` takes beside its arguments."""
+    decoder, tokens, c = shapes.decoder, shapes.tokens, shapes.width
+    leaves, tensor = _leaves(shapes), shapes.mesh["tensor"]
+    layers, width = decoder.layers, decoder.hidden_size
+    in_layers = {name: leaf for name, leaf in leaves.items() if rows(decoder)[name].layered}
+    parameters = sum(leaf.own * (layers if name in in_layers else 1) for name, leaf in leaves.items())
+    queries = decoder.heads * decoder.head_dim / tensor
+    keys = decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
+    inner = _inner(decoder) / tensor
+    if decoder.experts and shapes.mesh["expert"] > 1:  # every token of a group is on every device of it
+        inner *= shapes.mesh["expert"]
+    per_block = tokens * c * (4 * width + 4 * queries + 4 * keys + 3 * inner)  # that a backward pass reads
+    kept = {
+        NONE: layers * per_block,
+        SAVE_ATTENTION: layers * tokens * c * (width + queries),
+        FULL: (layers / group_size(layers) + group_size(layers)) * tokens * width * c,
+    }.get(shapes.remat, layers * tokens * width * c)
+    whole = sum(leaf.gathered for leaf in in_layers.values())
+    block = 2 * per_block + whole * (c + _FLOAT32)
+    head_leaf = leaves["embed" if decoder.tied_embeddings else "head"]
+    logits = shapes.rows_per_shard * shapes.logprob_chunk * decoder.vocab_size / tensor * _FLOAT32
+    head = head_leaf.gathered * (c + _FLOAT32) + 3 * logits + tokens * width * (_FLOAT32 + c)
+    return int(parameters * _FLOAT32 + kept + max(block, head))
+
+
+def _inner(decoder: DecoderConfig) -> float:
+    """Columns of the MLPs that a token goes through."""
+    columns = decoder.experts_per_token * decoder.moe_intermediate_size
+    shared = decoder.intermediate_size if not decoder.experts or "shared_gate" in rows(decoder) else 0
+    return columns + shared
+
+
+def collectives(shapes: Shapes) -> list[Collective]:
+    """Of one micro-batch."""
+    decoder, mesh, c = shapes.decoder, shapes.mesh, shapes.width
+    layers, states = decoder.layers, shapes.tokens * decoder.hidden_size
+    out = list[Collective]()
+
+    def add(kind: str, axes: tuple[str, ...], size: float) -> None:
+        """size: bytes that a device receives."""
+        axes = tuple(axis for axis in axes if mesh[axis] > 1)
+        if axes and size:
+            out.append(Collective(kind, int(size), _group(axes, mesh), False))
+
+    passes = 2 + (shapes.remat == FULL)  # over the layers: each gathers their weights
+    for name, leaf in _leaves(shapes).items():
+        layered = rows(decoder)[name].layered
+        others = leaf.gathered - leaf.own
+        if name == "embed" and not decoder.tied_embeddings:  # rows are looked up where they lie, and sent
+            parts = math.prod(mesh[axis] for axis in leaf.axes)
+            add("all-to-all", leaf.axes, 2 * states * _FLOAT32 * (parts - 1) / parts)
+        else:
+            add("all-gather", leaf.axes, others * c * (layers * passes if layered else 1))
+            add("reduce-scatter", leaf.axes, others * _FLOAT32 * (layers if layered else 1))
+        copies = mesh["replica"]
+        add("all-reduce", ("replica",), 2 * (copies - 1) / copies * leaf.own * _FLOAT32 * (layers if layered else 1))
+    tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
+    # The sums of partial products: two forward, two backward; attention's forward one is made again.
+    sums = 4 + (shapes.remat != NONE) + 2 * (1 - 1 / group_size(layers)) * (shapes.remat == FULL)
+    add("all-reduce", ("tensor",), 2 * (tensor - 1) / tensor * states * c * (sums * layers + 1))
+    again = 3 - (shapes.remat in (NONE, SAVE_ATTENTION))
+    keys = 2 * shapes.tokens * decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
+    add("all-gather", ("context",), again * layers * keys * c * (context - 1))
+    if decoder.experts:
+        add("all-gather", ("expert",), layers * states * (expert - 1) * (2 * c + 2 * _FLOAT32))
+        add("all-reduce", ("tensor",), 2 * (tensor - 1) / tensor * states * expert * _FLOAT32 * layers)
+    return out
+
+
+def _group(axes: tuple[str, ...], mesh: dict[str, int]) -> tuple[tuple[int, int], ...]:
+    """(first device, another of its group) along these axes."""
+    places = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    group = places[tuple(slice(None) if axis in axes else 0 for axis in mesh)].reshape(-1)
+    return tuple((int(group[0]), int(other)) for other in group[1:])
+
+
+def memory_traffic(shapes: Shapes) -> tuple[float, float]:
+    """Bytes that a device reads from and writes to its memory for one micro-batch: (layers, head).
+
+    Of each product the operands and the result once, in each pass; the rest is taken to be fused into them. The head
+    reads its weight, and adds to its gradient, once a chunk of tokens.
+    """
+    decoder, tokens, c = shapes.decoder, shapes.tokens, shapes.width
+    tensor, width = shapes.mesh["tensor"], decoder.hidden_size
+    queries = decoder.heads * decoder.head_dim / tensor
+    keys = decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
+    inner = _inner(decoder) / tensor
+    leaves = _leaves(shapes)
+    in_layers = [leaf for name, leaf in leaves.items() if rows(decoder)[name].layered]
+    own, gathered = sum(leaf.own for leaf in in_layers), sum(leaf.gathered for leaf in in_layers)
+    computed = 1 + (shapes.remat != NONE) + (shapes.remat == FULL)  # forward
+    forward = tokens * c * (6 * width + 4 * queries + 4 * keys + 5 * inner)
+    # Gathered: the master is read, the copy written and read. Backward: read once more, and the gradient.
+    weights = computed * (_FLOAT32 * own + 2 * c * gathered) + (c + 2 * _FLOAT32) * gathered + 3 * _FLOAT32 * own
+    head = leaves["embed" if decoder.tied_embeddings else "head"]
+    chunks = math.ceil(shapes.seq_len / shapes.mesh["context"] / shapes.logprob_chunk)
+    logits = 6 * tokens * decoder.vocab_size / tensor * _FLOAT32
+    return (
+        decoder.layers * (forward * (computed + 2) + weights),
+        logits + chunks * head.gathered * (3 * c + 2 * _FLOAT32),
+    )

@@ -1,0 +1,121 @@
+"""The trainer's own `accumulate` and `apply`, compiled for TPUs that are not here.
+
+The compiler is the accelerator's (libtpu, which needs no TPU for it); the mesh is of devices that exist by their
+description only. What the compiler keeps beside the arguments, and what devices send each other, is read from what it
+made. Nothing is run.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import jax
+from jax.experimental import topologies
+
+from scalerl_jax.config import Config
+from scalerl_jax.learner import booking
+from scalerl_jax.learner.step import Learner, make_learner
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.planning.chips import Machine
+from scalerl_jax.planning.collectives import Collective, found_in
+
+INSTALL = "pip install 'scalerl-jax[plan]'"
+# libtpu asks the cloud's metadata server what machine this is, and guards a TPU against two processes: there is none.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
+}  # fmt: skip
+_NO_ROOM = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM|Used ([\d.]+)([KMG]) of")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What the compiler made of one micro-batch and the optimizer's step."""
+
+    temporaries: int  # bytes on a device that `accumulate` takes beside its arguments
+    ending: int  # of `apply`, likewise
+    live: int | None  # bytes of `accumulate` that are in use at once, arguments included; None: it did not compile
+    collectives: tuple[Collective, ...] | None  # of one `accumulate`; None: it did not compile
+    attention: str  # what computes it
+    seconds: float  # that compiling took
+
+
+def check_compiler() -> None:
+    """Raises ValueError, one line with what installs it, where there is no compiler for TPUs."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(f"--topology: compiling for TPUs needs libtpu, which is not installed: {INSTALL}")
+
+
+def devices_of(machine: Machine) -> list[jax.Device]:
+    """By their description. Raises ValueError where the compiler knows no such slice."""
+    check_compiler()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    slices = {"num_slices": machine.parts} if machine.parts > 1 else {}
+    try:
+        with _native_messages_kept():
+            found = topologies.get_topology_desc(machine.topology, platform="tpu", **slices)
+    except jax.errors.JaxRuntimeError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"--topology={machine.topology}: {said}") from None
+    return list(found.devices)
+
+
+def learner_for(config: Config, decoder: DecoderConfig, *, longest: int, devices: list[jax.Device]) -> Learner:
+    """As scalerl-train makes it. Raises ValueError as Learner."""
+    return make_learner(
+        config, decoder, max_segment=longest, router_replay=config.rollout.router_replay, devices=devices
+    )
+
+
+def compile_update(learner: Learner) -> Update:
+    """Minutes, and a few GiB of this machine's memory, for a large model."""
+    # Programs for devices that are not here cannot be read back from a cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    start = time.perf_counter()
+    try:
+        with _native_messages_kept():
+            learner.compile_update()
+    except jax.errors.JaxRuntimeError as error:
+        found = _NO_ROOM.search(str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
+            raise
+        number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+        needed = int(float(number) * _UNITS[unit])
+        return Update(needed, 0, None, None, learner.attention_note, time.perf_counter() - start)
+    needs, accumulate = booking.needs_of(learner), learner.compiled[0]
+    return Update(
+        temporaries=needs.temporaries,
+        ending=needs.ending,
+        live=accumulate.memory_analysis().peak_memory_in_bytes,
+        collectives=tuple(found_in(accumulate.as_text())),
+        attention=learner.attention_note,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@contextlib.contextmanager
+def _native_messages_kept() -> Iterator[None]:
+    """What native code writes to stderr inside is shown where it ends in an error of another kind, else dropped:
+    libtpu tells at length that this is no TPU."""
+    sys.stderr.flush()
+    own = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            raise
+        except BaseException:
+            kept.seek(0)
+            os.write(own, kept.read())
+            raise
+        finally:
+            os.dup2(own, 2)
+            os.close(own)

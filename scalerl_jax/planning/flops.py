@@ -1,0 +1,76 @@
+"""FLOPs that the hardware spends on one micro-batch, by formula: a compiler counts the body of a loop once.
+
+With T the tokens of the micro-batch, N the weights of the layers' matrix products (of the experts a token's own), V the
+vocabulary, D the width, and A = 4 L H h (pairs of query and key) the two products of attention's forward pass:
+
+    layers      2 N T forward, 4 N T backward, and what remat.py says is computed again, less each block's last product
+    attention   A forward, 2.5 A backward (splash: 3.5, its two kernels make the scores twice), A again
+    head        2 V D T forward, 4 backward, 2 again
+
+Splash and blocks skip what is later, a block at a time, and what is further back than the longest segment; segments
+that end inside this are masked, not skipped, so pairs depend on the row and not on what is packed into it.
+
+Left out: norms, softmax, rotations, the loss and the optimizer.
+"""
+
+import dataclasses
+import math
+
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.remat import FULL, NONE, SAVE_ATTENTION, group_size
+from scalerl_jax.model.tensor_layout import layout
+
+_LAST = ("down", "shared_down", "expert_down")  # leaves of the products whose results no other product reads
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Of one micro-batch, on all devices together."""
+
+    layers: float
+    attention: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.attention + self.head
+
+
+def of_micro_batch(
+    decoder: DecoderConfig, *, rows: int, seq_len: int, longest: int, remat: str, backend: str, block: int
+) -> Flops:
+    """rows: on the whole mesh. longest: tokens of the longest segment. backend, block: of attention, see `pairs`."""
+    tokens = rows * seq_len
+    weights = dict.fromkeys(("all", "last"), 0.0)
+    for tensor in layout(decoder).values():
+        if tensor.row.layered and len(tensor.shape) > 1:
+            named = zip(tensor.row.dimensions, tensor.shape)
+            size = math.prod(decoder.experts_per_token if name == "experts" else n for name, n in named)
+            weights["all"] += size
+            weights["last"] += size * (tensor.row.leaf in _LAST)
+    again, attention_again = 1.0 * (remat != NONE), 1.0 * (remat not in (NONE, SAVE_ATTENTION))
+    twice = 0.0
+    if remat == FULL:
+        twice = 1 - 1 / group_size(decoder.layers)
+    forward = 2 * weights["all"] * tokens
+    not_again = 2 * weights["last"] * tokens * again
+    scores = 4.0 * decoder.layers * decoder.heads * decoder.head_dim * rows * pairs(seq_len, longest, backend, block)
+    backward = 3.5 if backend == "splash" else 2.5
+    return Flops(
+        layers=forward * (3 + again + twice) - not_again,
+        attention=scores * (1 + backward + attention_again + twice),
+        head=8.0 * decoder.vocab_size * decoder.hidden_size * tokens,
+    )
+
+
+def pairs(seq_len: int, longest: int, backend: str, block: int) -> float:
+    """Of query and key in one row that are computed: whole blocks of `block` x `block` that the mask does not exclude.
+
+    cudnn skips by segments; how many come is not known here, so a row counts as one.
+    """
+    longest = min(seq_len, longest)
+    if backend == "cudnn":
+        return longest * (longest + 1) / 2 + (seq_len - longest) * longest
+    blocks = math.ceil(seq_len / block)
+    back = math.ceil((longest - 1) / block)  # blocks before its own that a block of queries reaches
+    return float(block * block * sum(min(i, back) + 1 for i in range(blocks)))

@@ -1,0 +1,198 @@
+"""One layout on one machine: bytes on a device, what devices send each other, the least time of a step.
+
+TPUs are compiled for, GPUs computed by formula. `search` looks for the nearest layout that fits where one does not.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from scalerl_jax.config import Config
+from scalerl_jax.learner.step import Learner
+from scalerl_jax.model.attention import splash
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.planning import analytic, compiled, layouts, roofline, state_bytes
+from scalerl_jax.planning.chips import Machine
+from scalerl_jax.planning.flops import Flops, of_micro_batch
+from scalerl_jax.planning.layouts import Choice
+from scalerl_jax.planning.roofline import Roofline
+from scalerl_jax.planning.traffic import Traffic, by_axes
+from scalerl_jax.planning.workload import Workload
+
+_MARGIN = 1.0  # of memory that formula and first compile predict, up to which a layout is worth compiling
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is planned, whatever the layout."""
+
+    config: Config  # compute dtype settled
+    decoder: DecoderConfig
+    machine: Machine
+    workload: Workload
+    peak_share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """On one device. The state's are exact."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    sent: int  # weights as the last version had them, for the deltas
+    temporaries: int  # of the worst micro-batch, beyond these
+    ending: int  # of the optimizer's step
+    limit: int
+
+    @property
+    def state(self) -> int:
+        return self.parameters + self.optimizer
+
+    @property
+    def needed(self) -> int:
+        """As learner/booking.py counts: an update, or a version beside the one before."""
+        kept = self.state + self.gradients + self.sent
+        return max(kept + max(self.temporaries, self.ending), self.state + 2 * self.sent)
+
+    @property
+    def over(self) -> int:
+        """Above 0: so much does not fit."""
+        return self.needed - self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutPlan:
+    choice: Choice
+    bytes: Bytes
+    by_formula: int  # temporaries, for comparison
+    attention: str
+    rows: int  # of a micro-batch on the whole mesh
+    micro_batches: int  # of a step
+    flops: Flops  # of a micro-batch, on all devices
+    traffic: tuple[Traffic, ...] | None  # of a micro-batch; None: it did not compile
+    formula_traffic: tuple[Traffic, ...]
+    roofline: Roofline
+    compile_seconds: float | None  # None: not compiled
+    live: int | None  # of `accumulate`: bytes in use at once, by the compiler
+
+
+def plan(question: Question, choice: Choice) -> LayoutPlan:
+    """Compiles, where the machine is of TPUs. Raises ValueError where the layout cannot be (as Learner)."""
+    update = None
+    if question.machine.chip.is_tpu:
+        devices = compiled.devices_of(question.machine)
+        update = compiled.compile_update(_learner(question, choice, devices))
+    return _put_together(question, choice, update)
+
+
+def estimate(question: Question, choice: Choice) -> LayoutPlan:
+    """By formula alone."""
+    return _put_together(question, choice, None)
+
+
+def search(
+    question: Question, first: LayoutPlan, *, compiles: int, say: Callable[[str], None]
+) -> tuple[LayoutPlan | None, list[LayoutPlan]]:
+    """The nearest layout that fits and what was compiled on the way, at most `compiles` of them.
+
+    Layouts are ordered by the formula: those that it holds possible, nearest and then fastest first. It is corrected by
+    how far off it was for the first layout.
+    """
+    wrong_by = first.bytes.temporaries / max(1, first.by_formula)
+    possible = list[LayoutPlan]()
+    for choice in layouts.others(question.config, question.decoder, question.machine.devices):
+        one = estimate(question, choice)
+        corrected = dataclasses.replace(one.bytes, temporaries=int(one.bytes.temporaries * wrong_by))
+        if corrected.needed <= _MARGIN * corrected.limit:
+            possible.append(one)
+    possible.sort(key=lambda one: (one.choice.away, one.roofline.step))
+    if not question.machine.chip.is_tpu:
+        return (possible[0] if possible else None), possible[:1]
+    tried = list[LayoutPlan]()
+    for one in possible[:compiles]:
+        say(f"compiling {one.choice}")
+        tried.append(plan(question, one.choice))
+        if tried[-1].bytes.over <= 0:
+            return tried[-1], tried
+    return None, tried
+
+
+def _learner(question: Question, choice: Choice, devices: Sequence[jax.Device]) -> Learner:
+    return compiled.learner_for(
+        choice.put_into(question.config), question.decoder, longest=question.workload.longest, devices=list(devices)
+    )
+
+
+def _put_together(question: Question, choice: Choice, update: compiled.Update | None) -> LayoutPlan:
+    machine, decoder, workload = question.machine, question.decoder, question.workload
+    config = choice.put_into(question.config)
+    mesh = dict(choice.mesh)
+    shapes = analytic.Shapes(
+        decoder=decoder,
+        mesh=mesh,
+        seq_len=config.learner.seq_len,
+        rows_per_shard=choice.rows,
+        remat=choice.remat,
+        logprob_chunk=config.learner.logprob_chunk,
+        width=2 if config.model.compute_dtype == "bfloat16" else 4,
+    )
+    rows = choice.rows * mesh["replica"] * mesh["fsdp"] * mesh["expert"]
+    state = state_bytes.of(config, decoder, machine.devices)
+    by_formula = analytic.temporaries(shapes)
+    size = Bytes(
+        state["parameters"], state["optimizer"], state["gradients"], state["weights sent"],
+        temporaries=by_formula if update is None else update.temporaries,
+        ending=0 if update is None else update.ending,
+        limit=machine.chip.memory,
+    )  # fmt: skip
+    backend, block = _attention(question)
+    work = of_micro_batch(
+        decoder, rows=rows, seq_len=shapes.seq_len, longest=workload.longest, remat=choice.remat, backend=backend,
+        block=block,
+    )  # fmt: skip
+    formula = tuple(by_axes(analytic.collectives(shapes), mesh, machine))
+    found: tuple[Traffic, ...] | None = formula
+    if update is not None:
+        found = None if update.collectives is None else tuple(by_axes(update.collectives, mesh, machine))
+        if found is not None and not any(one.over_network for one in found):
+            # Between slices the compiler writes transfers by the hosts, which are no collectives: by formula.
+            found += tuple(one for one in formula if one.over_network)
+    micro_batches = workload.micro_batches(rows=rows, seq_len=shapes.seq_len)
+    times = roofline.of(
+        machine,
+        flops=work,
+        memory_bytes=analytic.memory_traffic(shapes),
+        traffic=list(formula if found is None else found),
+        micro_batches=micro_batches,
+        parameters=size.parameters / 4,
+        peak_share=question.peak_share,
+    )
+    return LayoutPlan(
+        choice=choice,
+        bytes=size,
+        by_formula=by_formula,
+        attention=f"attention: {backend}, by formula" if update is None else update.attention,
+        rows=rows,
+        micro_batches=micro_batches,
+        flops=work,
+        traffic=found,
+        formula_traffic=formula,
+        roofline=times,
+        compile_seconds=None if update is None else update.seconds,
+        live=None if update is None else update.live,
+    )
+
+
+def _attention(question: Question) -> tuple[str, int]:
+    """(what computes it, tokens of its blocks), as `auto` has it on this machine."""
+    wanted, chip = question.config.model.attention, question.machine.chip
+    if wanted == "blocks" or question.config.model.compute_dtype != "bfloat16":
+        return "blocks", 512
+    if not chip.is_tpu:
+        return "cudnn", 1
+    seq_len = question.config.learner.seq_len
+    if seq_len % splash.LANES:
+        return "blocks", 512
+    return "splash", splash.block_sizes(chip.name, question.decoder.head_dim, seq_len, seq_len)[0]

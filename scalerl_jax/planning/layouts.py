@@ -1,0 +1,69 @@
+"""The layouts that a config could have instead: mesh, rows of a micro-batch and remat, and how far each is from it.
+
+A step away is a factor of two of an axis, half the rows, or one more that remat computes again. Only such are listed as
+the model allows: heads divide over `tensor`, experts over `expert`, whole blocks of a row over `context`.
+"""
+
+import copy
+import dataclasses
+import itertools
+import math
+
+from scalerl_jax.config import Config
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION
+from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
+
+REMATS = (NONE, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
+_LANES = 128  # tokens: of a row's part at least one such block
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What replaces the config's own."""
+
+    mesh: tuple[tuple[str, int], ...]  # axis, devices
+    rows: int  # config.learner.micro_batch_rows
+    remat: str
+    away: int  # steps from the config
+
+    def __str__(self) -> str:
+        axes = [f"--config.learner.{axis}={size}" for axis, size in self.mesh if size > 1 or axis == "fsdp"]
+        return " ".join([*axes, f"--config.learner.micro_batch_rows={self.rows}", f"--config.model.remat={self.remat}"])
+
+    def put_into(self, config: Config) -> Config:
+        config = copy.deepcopy(config)
+        for axis, size in self.mesh:
+            setattr(config.learner, axis, size)
+        config.learner.micro_batch_rows, config.model.remat = self.rows, self.remat  # type: ignore[assignment]
+        return config
+
+
+def own(config: Config, devices: int) -> Choice:
+    """The config's. Raises ValueError where its mesh is not one of so many devices."""
+    sizes = mesh_sizes(devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
+    return Choice(tuple(sizes.items()), config.learner.micro_batch_rows, config.model.remat, 0)
+
+
+def others(config: Config, decoder: DecoderConfig, devices: int) -> list[Choice]:
+    """Those that take less memory in some way, nearest first; `replica` stays as it is."""
+    now = own(config, devices)
+    before = dict(now.mesh)
+    left = devices // before["replica"]
+    parts = [n for n in (2**i for i in range(11)) if left % n == 0]
+    tensors = [n for n in {*parts, before["tensor"]} if decoder.heads % n == 0 and decoder.vocab_size % n == 0]
+    contexts = [n for n in {*parts, before["context"]} if config.learner.seq_len % (_LANES * n) == 0]
+    experts = [n for n in {*parts, before["expert"]} if n == 1 or (decoder.experts and decoder.experts % n == 0)]
+    rows = [now.rows] + [now.rows >> i for i in range(1, now.rows.bit_length())]
+    remats = REMATS[REMATS.index(now.remat) :]
+    found = []
+    for tensor, context, expert, row, remat in itertools.product(tensors, contexts, experts, rows, remats):
+        rest, odd = divmod(left, tensor * context * expert)
+        if odd or rest == 0:
+            continue
+        sizes = {"replica": before["replica"], "fsdp": rest, "context": context, "expert": expert, "tensor": tensor}
+        away = sum(abs(math.log2(sizes[axis] / before[axis])) for axis in ("context", "expert", "tensor"))
+        away += math.log2(now.rows / row) + REMATS.index(remat) - REMATS.index(now.remat)
+        if away:
+            found.append(Choice(tuple(sizes.items()), row, remat, math.ceil(away)))
+    return sorted(found, key=lambda choice: (choice.away, choice.mesh))

@@ -1,0 +1,83 @@
+"""What one step of a run asks of the trainer and of the generators, from its config.
+
+    tokens of a step     completions x (mean prompt + mean completion)
+    micro-batches        tokens / (rows x seq_len x row use), rounded up; at least one
+
+A mean length is a run's own affair (scalerl-report has it of a run): without a word on it completions are taken to be
+half of the longest that can come.
+"""
+
+import dataclasses
+import math
+
+from scalerl_jax.config import Config, RolloutConfig
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.run.ledger import ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    completions: int  # of a step
+    prompt_tokens: float  # mean
+    completion_tokens: float  # mean
+    longest: int  # tokens of the longest sequence that can come
+    row_use: float  # share of a packed row that segments take
+
+    @property
+    def tokens(self) -> float:
+        """That a step trains on, prompts included."""
+        return self.completions * (self.prompt_tokens + self.completion_tokens)
+
+    @property
+    def sampled(self) -> float:
+        """Tokens of a step that generators make."""
+        return self.completions * self.completion_tokens
+
+    def micro_batches(self, *, rows: int, seq_len: int) -> int:
+        """rows: of one on the whole mesh."""
+        return max(1, math.ceil(self.tokens / (rows * seq_len * self.row_use) - 1e-9))
+
+    def model_flops(self, decoder: DecoderConfig) -> float:
+        """Of a step's update, as the ledger of a run books them; all completions are taken to be of the mean length."""
+        length = self.prompt_tokens + self.completion_tokens
+        return self.completions * ModelShape.of(decoder).update_flops([length])  # type: ignore[list-item]
+
+    def sampling_flops(self, decoder: DecoderConfig) -> float:
+        """Of a step's rollouts, likewise: each token sampled once, a prompt read once a group is left out."""
+        length, prompt = self.prompt_tokens + self.completion_tokens, self.prompt_tokens
+        context = (length * (length + 1) - prompt * (prompt + 1)) / 2
+        shape = ModelShape.of(decoder)
+        return self.completions * shape.forward_flops(tokens=self.completion_tokens, context=context)
+
+
+def longest_sequence(rollout: RolloutConfig) -> int:
+    """Tokens: longest prompt, both budgets, and the phrase between them, which has no more tokens than bytes."""
+    interrupted = rollout.length_control == "interrupt" and rollout.thinking_budget_max > 0
+    phrase = len(rollout.interruption_text.encode()) if interrupted else 0
+    return rollout.max_prompt_tokens + rollout.thinking_budget_max + rollout.answer_budget + phrase
+
+
+def of(config: Config, *, prompt_tokens: float, completion_tokens: float, row_use: float) -> Workload:
+    """completion_tokens 0: half of the longest. Raises ValueError where a sequence does not go into a row."""
+    rollout, seq_len = config.rollout, config.learner.seq_len
+    most = rollout.thinking_budget_max + rollout.answer_budget
+    if rollout.max_prompt_tokens + most > seq_len + 1:
+        raise ValueError(
+            f"config.learner.seq_len={seq_len}: a prompt and its completion may have "
+            f"{rollout.max_prompt_tokens + most} tokens (longest prompt, thinking and answer budgets)"
+        )
+    if completion_tokens > most:
+        raise ValueError(
+            f"--completion_tokens={completion_tokens:g}: is above thinking and answer budget, {most} together"
+        )
+    if prompt_tokens > rollout.max_prompt_tokens:
+        raise ValueError(
+            f"--prompt_tokens={prompt_tokens:g}: is above config.rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
+        )
+    return Workload(
+        completions=rollout.prompts_per_step * rollout.group_size,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens or most / 2,
+        longest=min(seq_len, longest_sequence(rollout)),
+        row_use=row_use,
+    )

@@ -1,0 +1,116 @@
+"""Policies, one after another, on a fleet that only evaluates: the fleet of a run that trains nothing.
+
+    version v     the v-th policy given; every server is brought to it whole, and samples for it alone
+    a server      is let in when it samples what it was sent; nobody here has log-probs to compare with
+
+Requests, seeds and budgets are those of a run's own evaluations (requests.py), so the same policy, prompts and config
+give the same completions. A server that holds a trainer's weights is left alone: its trainer would lose it for good.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+from scalerl_jax.config import Config
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import Row, Score
+from scalerl_jax.rollouts.errors import ProbeError
+from scalerl_jax.rollouts.fleet import POLL_SECONDS, Fleet
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.rollouts.incarnation import Incarnation
+from scalerl_jax.rollouts.pacing import Pipeline
+from scalerl_jax.rollouts.parity.handshake import Expected, compare
+from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers.context import Servers
+from scalerl_jax.rollouts.weights.publisher import Source
+
+
+def check_server(server: str, status: pb.StatusReply, *, expected: Expected, ours: int, take: bool) -> None:
+    """Raises ProbeError where a server is not one for this evaluation.
+
+    ours: the incarnation that we evaluate under. take: also one that holds a trainer's weights.
+    expected.model_config "": of a family that only its engine knows.
+    """
+    if status.version.incarnation not in (0, ours) and not take:
+        raise ProbeError(
+            f"server {server}: holds the weights of a trainer, which would lose it, or of an evaluation before; "
+            "--take takes it all the same"
+        )
+    model_config = expected.model_config or status.model_config
+    compare(server, status, dataclasses.replace(expected, model_config=model_config))
+
+
+class Evaluator:
+    """A context manager. Raises FleetError or ProbeError, one line, where no server can be had."""
+
+    def __init__(
+        self,
+        config: Config,
+        servers: Servers,
+        *,
+        expected: Expected,
+        requests: Requests,
+        score: Callable[[Row, Completion], "Future[Score]"],
+        take: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """expected: of every server that is met. take: servers that hold a trainer's weights are taken from it.
+
+        check: called while an evaluation goes on; what it raises ends that.
+        """
+        self._samples, self._version = config.evaluation.samples, -1
+        incarnation = Incarnation(time.time_ns())
+
+        self._check = check
+
+        def met(server: str, status: pb.StatusReply) -> None:
+            check_server(server, status, expected=expected, ours=incarnation.value, take=take)
+
+        def nothing(number: int) -> Row:
+            raise AssertionError("nothing is trained on")
+
+        self._fleet = Fleet(
+            config,
+            servers=dataclasses.replace(servers, check=met),
+            requests=requests,
+            buffer=requests.training_groups(Pipeline(k=1, groups=1, batches=0), nothing, trained=0),
+            incarnation=incarnation,
+            score=score,
+        )
+
+    def __enter__(self) -> "Evaluator":
+        self._fleet.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fleet.close()
+
+    def evaluate(self, weights: Source, rows: Sequence[Row], *, wait: Callable[[str], None]) -> Iterator[FinishedGroup]:
+        """The samples of each row by the policy with these weights (Hugging Face names, sync dtype), in whatever order.
+
+        wait: called about five times a second, with a line on the servers that do not sample ("": all do).
+        """
+        self._version += 1
+        fleet, done = self._fleet, set[int]()
+        fleet.publish(self._version, weights)
+        if self._version:
+            fleet.advance(self._version)
+        evaluation = fleet.evaluate(self._version, rows, self._samples)
+        while len(done) < len(rows):
+            for candidate in fleet.candidates.due():
+                fleet.candidates.admit(candidate.process.address)
+            found = fleet.evaluated(but=done)
+            done.update(group.number for group in found)
+            yield from found
+            servers = fleet.status()["servers"].items()
+            wait(
+                "; ".join(
+                    f"{name}: {one['reason'] or one['state']}" for name, one in servers if one["state"] != "active"
+                )
+            )
+            if not found:
+                time.sleep(POLL_SECONDS)
+        fleet.trust.approve_evaluation()
+        fleet.result(evaluation)

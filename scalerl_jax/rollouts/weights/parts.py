@@ -1,0 +1,140 @@
+"""A version that several hosts send: the first host decides, and each of the others sends its part of the same push.
+
+    first host   Publisher.push ──> its own part                      all parts `applied`: the report of all of them
+                       └─ Parts.push(PartPush) ──> PartPublisher on each other host: its part, to the same server
+
+The others hold the versions that the first host may still ask for (`keep`), and deltas of their own shards.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from scalerl_jax.contract import codec
+from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.contract.weight_delta import WeightDelta
+from scalerl_jax.contract.weight_parts import Part
+from scalerl_jax.contract.weight_stream import FullSyncNeeded, PushRefused
+from scalerl_jax.rollouts.group_buffer import Process
+from scalerl_jax.rollouts.loop_thread import log_fault, watched
+from scalerl_jax.rollouts.weights import payload as payload_lib
+from scalerl_jax.rollouts.weights.deltas import DeltaCache
+from scalerl_jax.rollouts.weights.payload import Payload, TensorBlocks
+from scalerl_jax.rollouts.weights.push import Push, PushReport
+from scalerl_jax.rollouts.weights.relay_tree import Member, Tree
+
+POLL_SECONDS = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class PartPush:
+    """A push as the other hosts are asked for their parts of it."""
+
+    incarnation: int
+    base: int | None
+    step: int
+    tree: Sequence[tuple[str, str]]  # address and server_id of who gets it, the one that it is sent to first
+    timeout: float
+
+    def fields(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How versions go out in parts: what the publisher of the first host asks of the others, on its event loop."""
+
+    part: Part  # the first host's own
+    dtype: str  # of the tensors
+    shapes: Mapping[str, tuple[int, ...]]
+    push: Callable[[PartPush], Awaitable[list[PushReport]]]  # raises what Publisher.push does
+    keep: Callable[[int, list[int]], None]  # of the versions up to the first number only these
+
+
+class PartPublisher:
+    """Of a host that is not the first; lives on one event loop, close() ends its threads."""
+
+    def __init__(
+        self,
+        part: Part,
+        *,
+        dtype: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        connect: Callable[[str], Stub],
+        chunk_bytes: int,
+        delta_bytes: int,
+        to_host: Callable[[Callable[[], TensorBlocks]], Awaitable[TensorBlocks]],
+        fail: Callable[[BaseException], None] = log_fault,
+    ):
+        """connect: the server at an address. to_host: runs what brings weights to the host, on a thread of its own."""
+        self._part, self._dtype, self._shapes = part, dtype, shapes
+        self._connect, self._chunk_bytes, self._to_host, self._fail = connect, chunk_bytes, to_host, fail
+        self._sources: dict[int, Callable[[], TensorBlocks]] = {}
+        self._newest = -1
+        self._payloads: dict[tuple[int, int | None, int], Any] = {}
+        self._deltas = DeltaCache(limit=delta_bytes, event=lambda fields: None, fail=fail)
+
+    def close(self) -> None:
+        self._deltas.close()
+
+    def publish(
+        self, step: int, blocks: Callable[[], TensorBlocks], changes: Callable[[], WeightDelta] | None = None
+    ) -> None:
+        """Holds this host's part of a version, in the order of versions."""
+        self._sources[step], self._newest = blocks, step
+        if changes is not None:
+            self._deltas.record(step, changes)
+
+    def keep(self, until: int, steps: Sequence[int]) -> None:
+        for step in [step for step in self._sources if step <= until and step not in steps]:
+            del self._sources[step]
+        for key in [key for key in self._payloads if key[2] <= until and key[2] not in steps]:
+            del self._payloads[key]
+
+    async def push(self, wanted: PartPush) -> PushReport:
+        """Sends this host's part. Raises as Publisher.push; FullSyncNeeded where there is no such delta here."""
+        processes = [Process(*one) for one in wanted.tree]
+        tree = Tree([Member(process) for process in processes])
+        payload = await self._payload(wanted)
+        tree.begin()
+        push = Push(payload, tree=tree, server_id=processes[0].server_id, timeout=wanted.timeout)
+        stub = self._connect(processes[0].address)
+        stream = watched(push.run(stub, sent=lambda count: None, fail=self._fail), self._fail)
+        try:
+            return await push.report
+        except BaseException:
+            stream.cancel()
+            raise
+
+    async def _payload(self, wanted: PartPush) -> Payload:
+        key = (wanted.incarnation, wanted.base, wanted.step)
+        async with asyncio.timeout(wanted.timeout):  # the first host made it a moment before
+            while wanted.step > self._newest:
+                await asyncio.sleep(POLL_SECONDS)
+        if wanted.step not in self._sources:
+            raise PushRefused(f"version {wanted.step} is not held any more")
+        if key not in self._payloads:
+            self._payloads[key] = watched(self._make(wanted), lambda error: None)  # told to whoever waits for it
+        try:
+            return await self._payloads[key]
+        except BaseException:
+            self._payloads.pop(key, None)
+            raise
+
+    async def _make(self, wanted: PartPush) -> Payload:
+        if wanted.base is not None:
+            delta = await self._deltas.between(wanted.base, wanted.step)
+            if delta is None:
+                raise FullSyncNeeded(f"there is no delta from version {wanted.base} to {wanted.step}")
+            return payload_lib.sparse(wanted.incarnation, delta, chunk_bytes=self._chunk_bytes, part=self._part)
+        digests = await self._deltas.digests(wanted.step)
+        return payload_lib.dense_part(
+            codec.Version(wanted.incarnation, wanted.step),
+            await self._to_host(self._sources[wanted.step]),
+            digests,
+            dtype=self._dtype,
+            shapes=self._shapes,
+            part=self._part,
+            chunk_bytes=self._chunk_bytes,
+        )

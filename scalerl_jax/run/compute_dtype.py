@@ -1,0 +1,45 @@
+"""compute_dtype=auto: what a run computes in is chosen once, at its start, and written into its config.json.
+
+config.model.compute_dtype   auto: what the folder's config.json says; else float32 beside sync_dtype=float32, and
+                             what is fastest on this machine beside bfloat16 (system/processor.py)
+config.fleet.compute_dtype   auto: as the trainer's, so that both sides run one policy
+"""
+
+import os
+from typing import Literal
+
+from scalerl_jax import config_check
+from scalerl_jax.config import Config
+from scalerl_jax.system import processor
+from scalerl_jax.system.json_values import read_object
+
+AUTO = "auto"
+Dtype = Literal["bfloat16", "float32"]
+_DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float32": "float32"}
+
+
+def settle(config: Config, workdir: str = "") -> list[str]:
+    """Puts the dtypes chosen in the place of auto. Returns the lines to be said: none where nothing was chosen.
+
+    workdir: of the run, which may have begun; "": there is none.
+    """
+    said = []
+    if config.model.compute_dtype == AUTO:
+        config.model.compute_dtype, why = _choose(config, workdir)
+        said = [f"config.model.compute_dtype=auto: {config.model.compute_dtype} ({why})"]
+    if config.fleet.compute_dtype == AUTO:
+        config.fleet.compute_dtype = config.model.compute_dtype
+    return said
+
+
+def _choose(config: Config, workdir: str) -> tuple[Dtype, str]:
+    if config.model.sync_dtype == "float32":
+        return "float32", "as config.model.sync_dtype is"
+    try:
+        begun = config_check.saved_leaves(read_object(os.path.join(workdir, "config.json"))) if workdir else {}
+    except (OSError, ValueError):  # the run has not begun, or its folder is refused for it a moment later
+        begun = {}
+    if (before := str(begun.get("model.compute_dtype"))) in _DTYPES:
+        return _DTYPES[before], "as the run was begun"
+    dtype, why = processor.fastest_dtype()
+    return _DTYPES[dtype], why

@@ -1,0 +1,122 @@
+"""What a run's console is told of its learning as the rows of metrics.jsonl are made: alarms.py decides and words.
+
+    no gradient   once when it begins, once when it is over
+    a limit       once when the mean of the last 10 updates has passed it, once more where a warning becomes an alarm,
+                  once when it has been within its limits for 10 updates on end; an alarm again every 50 updates
+
+A run that goes on from a checkpoint hears at once of what is past its limits: the rows before count, what was said of
+them does not.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from scalerl_jax.run.alarms import (
+    RECENT,
+    SAID_WITH_NO_GRADIENT,
+    SIGNS,
+    Alarm,
+    Row,
+    enough,
+    has_gradient,
+    no_gradient,
+    past_limits,
+    recent_mean,
+)
+
+REMIND = 50  # updates
+# Of each row what the signs need: an episode may last for the rest of a long run.
+_NAMES = ("step", "pass_rate", "no_end_of_thinking", "prompts", *(sign.column for sign in SIGNS.values()))
+
+
+@dataclasses.dataclass
+class _Episode:
+    """Of one sign that is past a limit."""
+
+    updates: int = 0  # that it has lasted
+    within: int = 0  # of them the last, within all limits
+    loud: bool = False  # an alarm has been raised
+    said: int = 0  # `updates` when it was last spoken of
+
+
+class LearningWatch:
+    """Follows the rows of a run as they are made."""
+
+    def __init__(self, settings: Mapping[str, Any], earlier: Iterable[Row] = ()):
+        """earlier: rows of before a restart."""
+        self._settings = settings
+        self._first: list[Row] = []  # one: the first with an entropy
+        self._recent: collections.deque[Row] = collections.deque(maxlen=RECENT)
+        self._without: list[Row] = []  # rows on end without a gradient
+        self._said = False  # that there are many
+        self._episodes: dict[str, _Episode] = {}
+        for row in earlier:
+            self._remember(_short(row))
+
+    def row(self, row: Row) -> list[str]:
+        """The next row; lines on it."""
+        short = _short(row)
+        self._remember(short)
+        # The gradient's norm is looked at, and not kept.
+        said = [*self._gradient(row, short), *self._limits()]
+        return [f"update {row.get('step')}: {line}" for line in said]
+
+    @property
+    def past(self) -> dict[str, bool]:
+        """Signs that are past a limit now; True: an alarm has been raised."""
+        found = {key: episode.loud for key, episode in self._episodes.items()}
+        return {**found, "surviving": True} if self._said else found
+
+    def _remember(self, row: Row) -> None:
+        self._recent.append(row)
+        if not self._first and row.get("entropy") is not None:
+            self._first = [row]
+
+    def _gradient(self, row: Row, short: Row) -> list[str]:
+        if has_gradient(row):
+            count, said, self._without, self._said = len(self._without), self._said, [], False
+            return [f"learning again, after {count} updates without a gradient"] if said else []
+        self._without.append(short)
+        if self._said or (alarm := no_gradient(self._without, self._settings)) is None:
+            return []
+        self._said = True
+        return [str(alarm)]
+
+    def _limits(self) -> list[str]:
+        if not enough(self._recent):
+            return []
+        past = {alarm.chart: alarm for alarm in past_limits([*self._first, *self._recent], self._settings)}
+        silent = SAID_WITH_NO_GRADIENT if self._said else ()
+        lines = [self._past(key, alarm) for key, alarm in past.items() if key not in silent]
+        lines += [self._within(key) for key in [*self._episodes] if key not in past]
+        return [line for line in lines if line]
+
+    def _past(self, key: str, alarm: Alarm) -> str:
+        begins = key not in self._episodes
+        episode = self._episodes.setdefault(key, _Episode())
+        episode.updates, episode.within = episode.updates + 1, 0
+        due = alarm.loud and (not episode.loud or episode.updates - episode.said >= REMIND)
+        if not begins and not due:
+            return ""
+        episode.loud, episode.said = episode.loud or alarm.loud, episode.updates
+        return f"{'ALARM' if alarm.loud else 'warning'}: {alarm}"
+
+    def _within(self, key: str) -> str:
+        episode, sign = self._episodes[key], SIGNS[key]
+        latest = recent_mean([*self._recent], sign.column)
+        if latest is None:  # updates without a gradient tell nothing of it
+            return ""
+        episode.updates, episode.within = episode.updates + 1, episode.within + 1
+        if episode.within < RECENT:
+            return ""
+        del self._episodes[key]
+        count = episode.updates - RECENT
+        past = f"{count} update{'s' if count > 1 else ''} past them"
+        return f"{sign.name} is within its limits again ({latest:.2g} in the mean), after {past}"
+
+
+def _short(row: Row) -> Row:
+    """Its numbers: rows of before a restart were on a disk, where they may have been edited."""
+    return {name: row[name] for name in _NAMES if isinstance(row.get(name), int | float)}

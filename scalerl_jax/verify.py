@@ -1,0 +1,260 @@
+"""scalerl-verify: judges completions in a file as a run would, and shows why: a dry run before the money is spent.
+
+    scalerl-verify ANSWERS.jsonl [--config=F.py | --environment=math] [--config.a.b=v] [--out=SCORES.jsonl]
+
+A row of the file (JSONL, JSON, CSV, Parquet; several files may be given) has a "completion" and what the environment's
+rows have: "answer", "task", "tests" and "prompt" under the names of config.environment.columns, all of them optional,
+and any other column that the score wants. In a mixture "environment" says which one the row is of.
+
+The scorer is the run's own, with its processes and limits: config.environment.verifier_processes rows are judged at a
+time. A completion may be whole or only what follows the thinking (--thinking). With --config its thinking is told from
+its answer as in a run: where there is no thinking budget, by what the rendered prompt ends in. Without --config the
+environment is math, and prompts are not looked at. A length penalty is left out: it is of tokens, and there is text.
+
+Printed: a table of rows (--show), the share that is correct, the mean reward and every metric's, and the time that a
+score took. --out writes all rows with their scores, whole or not at all.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from scalerl_jax.cli import command_flags, entry
+from scalerl_jax.config import Config
+from scalerl_jax.environments import code, parts
+from scalerl_jax.environments.base import Row, Score
+from scalerl_jax.environments.data import columns as columns_lib
+from scalerl_jax.environments.data import sources
+from scalerl_jax.environments.data.files import read_file
+from scalerl_jax.environments.data.malformed import Malformed, MalformedRows
+from scalerl_jax.environments.prompts import Prompts
+from scalerl_jax.environments.scorer import Scorer
+from scalerl_jax.environments.thinking import opening, split_as_run, split_thinking
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.system import files, signals
+
+COMPLETION, ENVIRONMENT = "completion", "environment"  # columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A row of the file and what became of it."""
+
+    columns: Mapping[str, Any]
+    row: Row
+    score: Score
+    seconds: float  # by clock
+
+
+def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[str, Any], Row]]:
+    """(columns, row) of each row of the files. Raises ValueError naming file and row."""
+    configs = parts.configs(config)
+    malformed = MalformedRows(field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows)
+    for path in paths:
+        for name, found in read_file(path, malformed):
+            try:
+                yield found, _row(name, found, configs)
+            except Malformed as error:
+                malformed.skip(name, str(error))
+    for line in malformed.said():
+        Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config]) -> Row:
+    """Raises Malformed."""
+    if not isinstance(found.get(COMPLETION), str):
+        raise Malformed(f"has no text {COMPLETION!r} ({columns_lib.keys(found)})")
+    part = ""
+    if "" not in configs:
+        part = str(found.get(ENVIRONMENT, ""))
+        if part not in configs:
+            raise Malformed(f"{ENVIRONMENT!r} is {part!r}, not one of {', '.join(configs)}")
+    environment = configs[part].environment
+    columns = {key: value for key, value in found.items() if key not in (COMPLETION, ENVIRONMENT)}
+    if columns_lib.find(columns, environment.columns.prompt) is columns_lib.MISSING:
+        columns[environment.columns.prompt] = name  # no score that needs the prompt will be content with it
+    row = columns_lib.make_row(columns, environment.columns, needs=())
+    if environment.name in ("code", "programs"):
+        try:
+            row = code.with_tests(row, columns, environment=environment)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+    return dataclasses.replace(row, name=name, environment=part)
+
+
+def judge(
+    rows: Sequence[tuple[Mapping[str, Any], Row]], config: Config, *, thinking: str, line: ProgressLine | None = None
+) -> list[Judged]:
+    """Every row judged. thinking: as the flag; "": as in a run. Raises ScorerError where nothing can be scored."""
+    alone = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, length_control="none"))
+    rendered = _rendered(config) if not thinking else _as_it_is
+    workers = max(part.environment.verifier_processes for part in parts.configs(config).values())
+    with contextlib.ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(alone, decode=_no_tokens, everywhere=True))
+        # One thread for each process that scores: a row waits for nobody, and its time is its own.
+        threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers))
+        stack.callback(threads.shutdown, cancel_futures=True, wait=False)
+
+        def judged(of: tuple[Mapping[str, Any], Row]) -> Judged:
+            columns, row = of
+            thought, answer = split(columns[COMPLETION], config, thinking=thinking, prompt=rendered(row))
+            began = time.monotonic()
+            score = scorer.score_answer(row, answer, thinking=thought, tokens=0).result()
+            return Judged(columns, row, score, time.monotonic() - began)
+
+        asked = [threads.submit(judged, of) for of in rows]
+        found = []
+        for number, done in enumerate(asked, 1):
+            while not done.done():
+                signals.look()
+                concurrent.futures.wait([done], timeout=0.2)
+            found.append(done.result())
+            if line is not None:
+                line.update(step=number)
+        return found
+
+
+def split(text: str, config: Config, *, thinking: str, prompt: str = "") -> tuple[str, str | None]:
+    """(thinking, answer) of a completion's text; the answer is None where it has none. prompt: rendered."""
+    end = config.rollout.end_of_thinking
+    if not thinking:
+        return split_as_run(text, end, prompt=prompt, budget=config.rollout.thinking_budget_max)
+    shows = end in text or text.lstrip().startswith(opening(end))
+    thinks = thinking == "always" or (thinking == "auto" and shows)
+    return split_thinking(text, end if thinks else "")
+
+
+def _rendered(config: Config) -> Callable[[Row], str]:
+    """The prompt of a row as a run asks it, as far as it tells whether thinking is open. Raises ValueError."""
+    file = os.path.join(config.model.path, "tokenizer.json")
+    if config.rollout.thinking_budget_max > 0 or not config.rollout.end_of_thinking:
+        return _as_it_is  # thinking ends at the marker, whoever opened it
+    if not os.path.isfile(file):
+        line = f"{file}: no such file, so prompts are not rendered: whether they open thinking is told by their texts"
+        Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+        return _as_it_is
+    tokenizer, prompts = Tokenizer(config.model.path), dict[str, tuple[Prompts, bool]]()
+    for part, alone in parts.configs(config).items():
+        environment = alone.environment
+        given = [*sources.parse(environment.train, "train"), *sources.parse(environment.validation, "validation")]
+        chat = environment.name.startswith("reasoning_gym:") or any(source.layout for source in given)
+        prompts[part] = Prompts(alone, tokenizer), chat
+
+    def rendered(row: Row) -> str:
+        of_part, chat = prompts[row.environment]
+        return of_part.render(dataclasses.replace(row, chat=row.chat or chat)).text
+
+    return rendered
+
+
+def _as_it_is(row: Row) -> str:
+    return row.text
+
+
+def _no_tokens(_: Sequence[int]) -> NoReturn:
+    raise AssertionError("the completions of a file are text")
+
+
+def show(found: Sequence[Judged], console: Console, *, most: int) -> None:
+    """The table and the totals. most: rows of the table; 0: all."""
+    shown = found[: most or None]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("row", no_wrap=True)
+    table.add_column("correct")
+    table.add_column("reward", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("why", overflow="fold")
+    for each in shown:
+        table.add_row(
+            _plain(each.row.name), "yes" if each.score.correct else "no", f"{each.score.reward:g}",
+            f"{each.seconds:.3f}", _plain(each.score.why),
+        )  # fmt: skip
+    console.print(table)
+    if len(shown) < len(found):
+        console.print(f"... and {len(found) - len(shown)} more rows: --show=0 shows all", markup=False)
+    console.print()
+    for line in totals(found):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def totals(found: Sequence[Judged]) -> Iterator[str]:
+    """Lines on all rows."""
+    correct = sum(each.score.correct for each in found)
+    reward = statistics.fmean(each.score.reward for each in found)
+    yield f"{len(found)} rows: {correct} correct ({correct / len(found):.1%}), mean reward {reward:.3f}"
+    metrics: dict[str, list[float]] = {}
+    for each in found:
+        for name, value in each.score.metrics.items():
+            metrics.setdefault(name, []).append(value)
+    for name, values in sorted(metrics.items()):
+        yield f"  {name}: {statistics.fmean(values):.3f} (of {len(values)} rows)"
+    slowest = max(found, key=lambda each: each.seconds)
+    mean = statistics.fmean(each.seconds for each in found)
+    yield f"time of a row: {mean:.3f} s on average, the slowest {slowest.seconds:.3f} s ({slowest.row.name})"
+
+
+def as_jsonl(found: Iterable[Judged]) -> str:
+    """Every row of the file with its score beside its columns."""
+    return "".join(
+        json.dumps({**each.columns, "score": {**vars(each.score), "seconds": round(each.seconds, 6)}}) + "\n"
+        for each in found
+    )
+
+
+def _plain(text: str) -> Text:
+    """For a cell of the table: without the control characters, which would reach the terminal."""
+    return Text("".join(c if c.isprintable() else " " for c in text))
+
+
+def main(config: Config, arguments: list[str]) -> None:
+    values = flags.FLAGS
+    if values.environment:
+        if config.mixture:
+            raise entry.UserError(f"--environment={values.environment}: the config has a mixture, config.mixture")
+        config.environment.name = values.environment
+    if not arguments:
+        raise entry.UserError("no file given, as in scalerl-verify ANSWERS.jsonl")
+    if values.out is not None:
+        entry.check_out("--out", values.out)
+        if os.path.isdir(values.out):
+            raise entry.UserError(f"--out={values.out}: is a folder")
+        if any(os.path.exists(path) and os.path.realpath(path) == os.path.realpath(values.out) for path in arguments):
+            raise entry.UserError(f"--out={values.out}: is the file that is read")
+    with_config = any(item.lstrip("-").partition("=")[0] == "config" for item in sys.argv[1:])
+    thinking = values.thinking or ("" if with_config else "auto")
+    with entry.user_mistakes():
+        rows = list(read_rows(arguments, config))
+        if not rows:
+            raise entry.UserError(f"{', '.join(arguments)}: no rows there")
+        with ProgressLine("verify", updates=len(rows)) as line:
+            found = judge(rows, config, thinking=thinking, line=line)
+    if values.out is not None:
+        files.write_whole(values.out, as_jsonl(found))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # a log is not folded
+    show(found, console, most=values.show)
+
+
+def run() -> None:
+    command_flags.verify()
+    default = Config()
+    default.environment.name = "math"
+    entry.run_with_arguments(main, default=default)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,74 @@
+"""The grouped product of experts on this CPU: in blocks, as jax.lax.ragged_dot, and beside a plain product of its size.
+
+    python -m tests.benchmarks.bench_experts [--repeats=5]
+
+Pairs are spread unevenly (Dirichlet, 3): the fullest expert has about twice the mean. Forward, the cotangent of the
+rows (dx) and of the weights (dW), in GFlop/s of the pairs that there are; best of the repeats. `plain`: all rows times
+one matrix.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from scalerl_jax.model import experts
+from scalerl_jax.model.precision import Precision
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("repeats", 5, "times that each is run", lower_bound=1)
+
+# pairs, in, out, experts: of configs/quickstart_moe.py, and of a middle-sized model
+SHAPES = ((24_576, 96, 128, 8), (8_192, 512, 256, 16))
+
+
+def best(function: Callable[..., Any], *arguments: Any) -> float:
+    """Seconds."""
+    jax.block_until_ready(function(*arguments))
+    took = []
+    for _ in range(FLAGS.repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def measure(pairs: int, width: int, out: int, count: int, dtype: str) -> dict[str, float]:
+    rng = np.random.default_rng(0)
+    sizes = jnp.asarray(rng.multinomial(pairs, rng.dirichlet(np.full(count, 3.0))), jnp.int32)
+    x, g = (jnp.asarray(rng.normal(size=(pairs, n)), dtype) for n in (width, out))
+    weight = jnp.asarray(rng.normal(size=(count, out, width)), dtype)
+    dot = Precision(dtype).dot
+
+    def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.dot(x, weight[0].T, precision=dot, preferred_element_type=jnp.float32)
+
+    seconds = {"plain": best(jax.jit(plain), x, weight)}
+    for name, times, outer in (
+        ("blocks", experts._by_blocks, experts._outer_by_blocks),
+        ("ragged_dot", experts._ragged, experts._outer_ragged),
+    ):
+        seconds[f"{name} forward"] = best(jax.jit(functools.partial(times, over=2, dot=dot)), x, weight, sizes)
+        seconds[f"{name} dx"] = best(jax.jit(functools.partial(times, over=1, dot=dot)), g, weight, sizes)
+        seconds[f"{name} dW"] = best(jax.jit(functools.partial(outer, dot=dot)), g, x, sizes)
+    return {name: 2e-9 * pairs * width * out / value for name, value in seconds.items()}
+
+
+def main(_: list[str]) -> None:
+    for shape in SHAPES:
+        for dtype in ("float32", "bfloat16"):
+            found = measure(*shape, dtype)
+            pairs, width, out, count = shape
+            print(f"{pairs:,} pairs, {count} experts {width} x {out}, {dtype}:")
+            print("   " + ", ".join(f"{name} {rate:.1f}" for name, rate in found.items()))
+            for part in ("forward", "dx", "dW"):
+                print(f"   {part}: blocks / ragged_dot = {found[f'blocks {part}'] / found[f'ragged_dot {part}']:.1f}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,157 @@
+"""scalerl-verify as a user calls it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from scalerl_jax import verify
+from scalerl_jax.config import Config
+from tests.support.chat_folders import chat_folder
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+COMMAND = [sys.executable, "-c", "from launch.commands import verify; verify()"]
+
+
+def run(folder, *arguments):
+    return subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    jsonl(
+        tmp_path / "answers.jsonl",
+        [
+            {"prompt": "1+1?", "completion": "<think>so</think>It is \\boxed{2}", "answer": 2, "level": 1},
+            {"completion": "[bold]\x1b[31mthree[/bold]", "answer": "3"},
+            {"completion": "0.75", "answer": "3/4"},
+            {"completion": "<think>never", "answer": "1"},
+        ],
+    )
+    (tmp_path / "mine.py").write_text(
+        "def brief(completion, level=0):\n    return 1.0 if len(completion) < 5 else level\n"
+        "def broken(completion):\n    return 1 / 0\n"
+    )
+    return tmp_path
+
+
+def test_it_says_what_was_read_and_what_was_wanted(folder):
+    done = run(folder, "answers.jsonl", "--out=scores.jsonl")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[3] for line in lines[1:5]] == ["yes", "no", "yes", "no"]
+    assert "said 0.75, wanted 3/4" in lines[3] and "nothing follows the thinking" in lines[4]
+    assert "\x1b" not in done.stdout and "[bold]" in lines[2]
+    assert "4 rows: 2 correct (50.0%), mean reward 0.000" in lines
+    assert lines[-1].startswith("time of a row: ") and "answers.jsonl row " in lines[-1]
+    rows = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    assert [row["score"]["correct"] for row in rows] == [True, False, True, False]
+    assert rows[0]["level"] == 1 and rows[2]["score"]["answer"] == "3/4" and rows[0]["score"]["seconds"] >= 0
+
+
+def test_rewards_of_ones_own_and_rows_that_are_not_shown(folder):
+    done = run(
+        folder, "answers.jsonl", "--show=1", '--config.environment.rewards={"mine.py:brief": 1, "environment": 0.5}'
+    )
+    assert done.returncode == 0, done.stderr
+    assert "... and 3 more rows: --show=0 shows all" in done.stdout
+    assert "rewards/brief: 0.667 (of 3 rows)" in done.stdout and "4 rows: 2 correct" in done.stdout
+
+
+def test_a_function_that_fails_is_said_once(folder):
+    done = run(folder, "answers.jsonl", "--config.environment.reward=mine.py:broken")
+    assert done.returncode == 0
+    assert done.stderr.count("ZeroDivisionError: division by zero (mine.py line 4)") == 1
+    assert "rewards/broken/errors: 1.000 (of 3 rows)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no file given, as in scalerl-verify ANSWERS.jsonl"),
+        (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
+        (["bad.jsonl"], "bad.jsonl row 2: has no text 'completion' (keys: answer)"),
+        (["empty.jsonl"], "empty.jsonl: no rows there"),
+        (["answers.jsonl", "--environment=maths"], "config.environment.name='maths': is not one of arithmetic, math"),
+        (["answers.jsonl", "--environment=programs"], "answers.jsonl row 1: there are no unit tests (keys: "),
+        (["answers.jsonl", "--out=answers.jsonl"], "--out=answers.jsonl: is the file that is read"),
+        (["answers.jsonl", "--out=."], "--out=.: is a folder"),
+        (["answers.jsonl", "--config.environment.reward=mine.py:brie"], "mine.py has no brie (it has: brief, broken)"),
+        (["answers.jsonl", "--thinking=maybe"], "thinking"),
+        (["answers.jsonl", "--config=nowhere.py"], "--config=nowhere.py: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(folder, arguments, said):
+    jsonl(folder / "bad.jsonl", [{"completion": "1", "answer": "1"}, {"answer": "1"}])
+    (folder / "empty.jsonl").write_text("\n")
+    before = sorted(folder.iterdir())
+    done = run(folder, *arguments)
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr and sorted(folder.iterdir()) == before
+
+
+def test_malformed_rows_are_skipped_up_to_a_limit(folder):
+    jsonl(folder / "bad.jsonl", [{"completion": "1", "answer": "1"}, {"answer": "1"}])
+    done = run(folder, "bad.jsonl", "--config.environment.max_malformed_rows=1")
+    assert done.returncode == 0 and "1 rows: 1 correct" in done.stdout
+    assert "left out" in done.stderr and "bad.jsonl row 2: has no text 'completion'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "parts"),
+    [
+        ("<think>a</think>b", "auto", ("a", "b")),
+        ("a</think>b", "auto", ("a", "b")),
+        ("b", "auto", ("", "b")),
+        ("<think>a", "auto", ("a", None)),
+        ("b", "always", ("b", None)),
+        ("<think>a</think>b", "never", ("", "<think>a</think>b")),
+    ],
+)
+def test_what_follows_the_thinking(text, how, parts):
+    assert verify.split(text, Config(), thinking=how) == parts
+
+
+def test_with_a_config_the_prompt_says_whether_thinking_is_open(folder):
+    """As the run's own scorer has it: a template that opens thinking is the same as a text that does."""
+    jsonl(
+        folder / "thought.jsonl",
+        [
+            {"prompt": [{"role": "user", "content": "1+1?"}], "completion": "So 3?</think>\\boxed{2}", "answer": "2"},
+            {"prompt": [{"role": "user", "content": "1+1?"}], "completion": "\\boxed{2}", "answer": "2"},
+        ],
+    )
+    (folder / "my_config.py").write_text(
+        "from scalerl_jax.config import Config\n\ndef get_config():\n    config = Config()\n"
+        "    config.environment.name = 'math'\n    config.rollout.thinking_budget_min = 0\n"
+        "    config.rollout.thinking_budget_max = 0\n    return config\n"
+    )
+    for style, correct in (("deepseek_r1", [True, False]), ("qwen2_5", [True, True])):
+        chat_folder(folder / style, style)
+        done = run(folder, "thought.jsonl", "--config=my_config.py", f"--config.model.path={style}", "--out=s.jsonl")
+        assert done.returncode == 0, done.stderr
+        scores = [json.loads(line)["score"] for line in (folder / "s.jsonl").read_text().splitlines()]
+        assert [score["correct"] for score in scores] == correct
+        assert ("nothing follows the thinking" in scores[1]["why"]) is (style == "deepseek_r1")
+    done = run(folder, "thought.jsonl", "--config=my_config.py", "--config.model.path=gone")
+    assert "gone/tokenizer.json: no such file, so prompts are not rendered" in done.stderr and done.returncode == 0
+
+
+@pytest.mark.parametrize("environment", ["code", "programs"])
+def test_code_is_run_against_the_rows_tests(folder, environment):
+    """With the sandbox, where there is one; without, the line that says what is missing."""
+    tests = [{"type": "stdin_stdout", "input": "2\n", "output": "4\n"}]
+    program = "```python\nprint(int(input()) * {})\n```"
+    jsonl(folder / "code.jsonl", [{"completion": program.format(n), "tests": tests} for n in (2, 3)])
+    done = run(folder, "code.jsonl", f"--environment={environment}")
+    if done.returncode == 2:
+        assert "bubblewrap" in done.stderr.splitlines()[-1] or "bwrap" in done.stderr.splitlines()[-1]
+        return
+    assert done.returncode == 0, done.stderr
+    assert "2 rows: 1 correct" in done.stdout

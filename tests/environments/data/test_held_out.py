@@ -1,0 +1,64 @@
+"""The held-out split does not move."""
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
+from scalerl_jax.environments import arithmetic, made_problems
+from scalerl_jax.environments.base import RIGHT, Environment, Row
+from scalerl_jax.environments.data import held_out
+from scalerl_jax.environments.data.problems import Known, Problems
+from scalerl_jax.environments.tokenizer import make_tokenizer
+
+texts = st.lists(st.text(min_size=1).filter(str.strip), unique_by=lambda text: " ".join(text.split()), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory):
+    """Of texts, those that are held out for an evaluation of `count` prompts."""
+    corpus = made_problems.corpus(arithmetic.draw, arithmetic.trace, EnvironmentConfig(), seed=0, phrase=PHRASE)
+    tokenizer = make_tokenizer(corpus=corpus, path=str(tmp_path_factory.mktemp("tokenizer")), vocabulary=384)
+
+    def of(some, count):
+        config = Config()
+        config.evaluation.prompts = count
+        rows = [Row(text) for text in some]
+        problems, known = Problems(config), Known()
+        environment = Environment(lambda split: rows if split == "train" else (), lambda row, completion: RIGHT)
+        problems.read_held_out(environment, known)
+        problems.read_train(environment, known)
+        return [row.text for row in problems.settle(tokenizer, train=False)[0]]
+
+    return of
+
+
+@given(texts, st.integers(0, 50), st.randoms())
+def test_the_choice_is_of_exactly_that_many_and_does_not_depend_on_the_order(chosen, some, count, random):
+    found = chosen(some, count)
+    assert len(found) == min(count, len(some)) == len(set(found))
+    other = list(some)
+    random.shuffle(other)
+    assert chosen(other, count) == found
+
+
+@given(texts, st.integers(0, 50), st.integers(0, 40))
+def test_growing_data_change_it_by_what_is_new_and_lower_alone(chosen, some, count, cut):
+    before, after = chosen(some[:cut], count), chosen(some, count)
+    new = set(some[cut:])
+    kept = [text for text in after if text not in new]
+    assert kept == before[: len(kept)]  # what goes are the highest, one for each new one that is lower
+    if len(before) == count:
+        assert len(kept) == count - len(new & set(after))
+
+
+@given(texts)
+def test_the_lowest_are_the_lowest(chosen, some):
+    reference = sorted(some, key=lambda t: hashlib.blake2b(" ".join(t.split()).encode(), digest_size=16).hexdigest())
+    assert chosen(some, 7) == reference[:7]
+
+
+def test_white_space_is_no_difference_and_anything_else_is():
+    assert held_out.key("a  b\n") == held_out.key(" a b") != held_out.key("ab") != held_out.key("a B")

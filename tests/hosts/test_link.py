@@ -1,0 +1,243 @@
+"""The line between hosts: commands in order, replies to whoever asked, and an end that all hear of."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from scalerl_jax.hosts import link
+from scalerl_jax.hosts.frames import Frame
+from scalerl_jax.hosts.link import LOST, FirstHost, JoinError, OtherHost
+from tests.support.hosts import free_port
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+GREETING = {"key": "k", "config": "c"}
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def joined(address: str) -> Iterator[tuple[FirstHost, list[OtherHost]]]:
+    first = FirstHost(address, 3, greeting=GREETING, welcome=lambda: {"port": 5})
+    others = [OtherHost(address, index, greeting=GREETING) for index in (1, 2)]
+    first.wait_for_all(quiet)
+    assert [other.welcome() for other in others] == [{"port": 5}] * 2
+    yield first, others
+    first.end("", 0)
+    for other in others:
+        other.close()
+
+
+def test_commands_come_in_order_and_replies_to_who_asked(joined) -> None:
+    first, others = joined
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    for number in range(50):
+        first.tell(Frame("do", {"number": number}, {"array": array + number}))
+    asked = [first.ask(Frame("say", {"what": index}), to=index) for index in (1, 2)]
+    for other in others:
+        for number in range(50):
+            frame = other.next()
+            assert (frame.kind, frame.fields["number"]) == ("do", number)
+            np.testing.assert_array_equal(frame.arrays["array"], array + number)
+    for other in reversed(others):
+        frame = other.next()
+        other.reply(frame, {"said": frame.fields["what"]})
+    assert [future.result(20).fields["said"] for future in asked] == [1, 2]
+
+
+def test_a_reply_that_nobody_waits_for_any_more_changes_nothing(joined) -> None:
+    first, (other, _) = joined
+    given_up = first.ask(Frame("say"), to=1)
+    frame = other.next()
+    assert given_up.cancel()
+    other.reply(frame, {"said": "late"})
+    asked = first.ask(Frame("say"), to=1)
+    other.reply(other.next(), {"said": "in time"})
+    assert asked.result(20).fields["said"] == "in time"
+
+
+def test_some_commands_do_not_wait_for_those_before_them(joined) -> None:
+    first, (other, _) = joined
+    came = threading.Event()
+    other.on("now", lambda frame: came.set())
+    first.tell(Frame("later"), to=1)
+    first.tell(Frame("now"), to=1)
+    assert came.wait(20)
+    assert other.next().kind == "later"
+
+
+def test_the_end_is_heard_with_its_code(joined) -> None:
+    first, others = joined
+    first.end("all is done", 0)
+    for other in others:
+        frame = other.next()
+        assert (frame.kind, frame.fields["line"], frame.fields["code"]) == ("end", "all is done", 0)
+
+
+@pytest.mark.parametrize(
+    ("index", "greeting", "told"),
+    [
+        (1, {**GREETING, "config": "another"}, "has config another, the first host c"),
+        (2, GREETING, "there is a host 2 already, or there are only 2"),
+        (0, GREETING, "there is a host 0 already, or there are only 2"),
+    ],
+)
+def test_who_was_started_otherwise_is_turned_away(address: str, index: int, greeting, told: str) -> None:
+    first = FirstHost(address, 2, greeting=GREETING, welcome=dict)
+    other = OtherHost(address, index, greeting=greeting)
+    with pytest.raises(JoinError, match=told):
+        first.wait_for_all(quiet)
+    with pytest.raises(JoinError, match=told):
+        other.welcome()
+    other.close()
+    first.end("", 2)
+
+
+def test_a_stranger_does_not_end_the_run(address: str) -> None:
+    first = FirstHost(address, 2, greeting=GREETING, welcome=dict)
+    stranger = OtherHost(address, 1, greeting={**GREETING, "key": "of another folder"})
+    with pytest.raises(JoinError, match="has key"):
+        stranger.welcome()
+    other = OtherHost(address, 1, greeting=GREETING)
+    first.wait_for_all(quiet)
+    assert other.welcome() == {}
+    first.end("", 0)
+    for one in (stranger, other):
+        one.close()
+
+
+def test_hosts_that_do_not_come_are_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FirstHost(address, 3, greeting=GREETING, welcome=dict)
+    other = OtherHost(address, 1, greeting=GREETING)
+    eventually(lambda: 1 in first._lines, "the other is there")
+    with pytest.raises(JoinError, match="host 2 of 3 did not come within 1 s"):
+        first.wait_for_all(quiet, seconds=1)
+    first.end("host 2 did not come", 2)
+    other.close()
+    with pytest.raises(JoinError, match="did not answer within 0 s"):
+        OtherHost(address, 1, greeting=GREETING, seconds=0)
+
+
+def test_a_port_that_is_taken(address: str) -> None:
+    first = FirstHost(address, 2, greeting=GREETING, welcome=dict)
+    with pytest.raises(JoinError, match="is taken"):
+        FirstHost(address, 2, greeting=GREETING, welcome=dict)
+    first.end("", 0)
+
+
+PROGRAM = """
+import sys, time
+from scalerl_jax.hosts import link
+from scalerl_jax.system import signals
+
+address, index, act = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if act == "impatient":
+    link.SILENCE_SECONDS = 3.0
+with signals.installed():
+    signals.be(signals.HOLD)
+    if index == 0:
+        host = link.FirstHost(address, 2, greeting={"key": "k"}, welcome=dict)
+        host.wait_for_all(print)
+    else:
+        host = link.OtherHost(address, index, greeting={"key": "k"})
+        host.welcome()
+    print("joined", flush=True)
+    if act == "fail":
+        host.fail("the disk is full", 2)
+        sys.exit(2)
+    while not signals.requested():
+        time.sleep(0.01)
+    if index == 0:
+        host.end("saved", 143)
+        sys.exit(143)
+    print(host.next().fields["line"], flush=True)
+    host.close()
+    sys.exit(143)
+"""
+
+
+class Host:
+    def __init__(self, address: str, index: int, act: str = ""):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(index), act],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def until_joined(self) -> "Host":
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line == "joined\n":
+                return self
+        raise AssertionError("it ended before")
+
+    def end(self) -> tuple[int, str]:
+        said, _ = self.process.communicate(timeout=100)
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def two(address: str, request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+    hosts = [Host(address, index, getattr(request, "param", "")) for index in (0, 1)]
+    yield [host.until_joined() for host in hosts]
+    for host in hosts:
+        host.process.kill()
+        host.process.communicate()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_host_ends_the_other(two: list[Host], killed: int) -> None:
+    two[killed].process.kill()
+    code, said = two[1 - killed].end()
+    assert code == LOST
+    assert link.GOES_ON in said and ("the first host" in said if killed == 0 else "host 1 (" in said)
+
+
+@pytest.mark.parametrize("two", ["impatient"], indirect=True)
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_host_ends_the_other_and_then_itself(two: list[Host], frozen: int) -> None:
+    two[frozen].process.send_signal(signal.SIGSTOP)
+    code, said = two[1 - frozen].end()
+    assert code == LOST and "has not been heard of for" in said
+    two[frozen].process.send_signal(signal.SIGCONT)
+    code, said = two[frozen].end()
+    assert code == LOST and link.GOES_ON in said
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_told_to_stop_one_tells_the_first(two: list[Host], told: int) -> None:
+    """Where the first is told, it ends the other; where the other is told, the first is asked to stop."""
+    two[told].process.terminate()
+    code, said = two[0].end()
+    assert code == 143
+    assert ("is told to stop" in said) == (told == 1)
+    code, said = two[1].end() if told == 1 else (143, "saved")
+    assert (code, "saved" in said) == (143, True)
+
+
+def test_a_host_that_fails_ends_all_with_its_line(address: str) -> None:
+    first, other = Host(address, 0), Host(address, 1, "fail")
+    code, said = first.end()
+    assert code == 2 and said.endswith("): the disk is full\n") and "error: host 1 (" in said
+    assert other.end()[0] == 2
+
+
+def test_beats_keep_a_line_that_says_nothing(joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends hear of each other though nothing is told."""
+    first, others = joined
+    lines = [*first._lines.values(), *(other._line for other in others)]
+    before = [line.heard_at for line in lines]
+    eventually(lambda: all(line.heard_at > at for line, at in zip(lines, before)), "each has heard a beat")
+    assert time.monotonic() - max(before) < link.SILENCE_SECONDS

@@ -1,0 +1,122 @@
+"""Several hosts are one trainer: the same prompts, the same parameters, and checkpoints that any number goes on from.
+
+Rollouts come from replay servers, which say the same to whoever asks. Each host is a process with its share of four
+devices, over gloo; a run of one process with all four is what they are compared with.
+"""
+
+import pathlib
+import re
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from scalerl_jax.hosts.link import GOES_ON, LOST
+from tests.support.hosts import Hosts
+from tests.support.runs import config_of, read
+from tests.support.servers import serve
+from tests.train.comparing import REPLAY, UNPROBED, check_rows, groups, last_checkpoint
+from tests.train.conftest import flags, model, rollouts, start, task  # noqa: F401  fixtures
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+MINUTE = 60.0  # within which all are to end
+
+
+@pytest.fixture
+def hosts():
+    """Makes hosts; none of them outlives the test."""
+    every: list[Hosts] = []
+
+    def make(*arguments, **options) -> Hosts:
+        every.append(Hosts(*arguments, **options))
+        return every[-1].start()
+
+    yield make
+    for one in every:
+        one.close()
+
+
+def differences(a, b) -> float:
+    """The largest, of any parameter, as a share of the largest value of its tensor."""
+    found = jax.tree.map(
+        lambda x, y: float(np.abs(np.asarray(x) - np.asarray(y)).max() / np.abs(np.asarray(x)).max()), a, b
+    )
+    return max(jax.tree.leaves(found))
+
+
+def test_however_many_they_are_and_whatever_ends_them(tmp_path: pathlib.Path, hosts, flags, model, rollouts):  # noqa: F811
+    """Four hosts save because one of them is told to stop; two go on, until one of them is killed; one ends the run."""
+    flags = [*flags, *UNPROBED, "--config.learner.micro_batch_rows=2", "--config.checkpoint.every=2"]
+    config = config_of(flags)
+    with serve(tmp_path, 2, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        flags.append(f"--servers={','.join(addresses)}")
+        alone = hosts(tmp_path / "alone", 1, *flags).finish()
+
+        run = hosts(tmp_path / "run", 4, *flags)
+        run.until(lambda: len(run.first.metrics) >= 3, "3 steps of four hosts")
+        run.signal(2, signal.SIGTERM)
+        assert run.wait() == [143] * 4, run.outputs()
+        step = run.first.metrics[-1]["step"]
+        last = f"saved at step {step}; the same command goes on from there"
+        assert all(last in one.output() for one in run.runs), run.outputs()
+        assert step < 9, "nothing is left for the others"
+
+        run.again(2)
+        run.until(lambda: run.first.metrics[-1]["step"] >= step + 2, "2 steps of two hosts")
+        run.signal(1, signal.SIGKILL)
+        assert run.wait() == [LOST, -signal.SIGKILL], run.outputs()
+        assert "host 1 (" in run.first.output() and GOES_ON in run.first.output()
+
+        run.again(1).finish()
+    assert f"going on from step {step} of 12" in read(f"{run.workdir}-2-0.log")
+    assert groups(alone.first) == groups(run.first)
+    check_rows(run.first, config)
+    ends = [last_checkpoint(one.first, flags) for one in (alone, run)]
+    assert differences(*(end.state["params"] for end in ends)) < 1e-5
+    for name, array in ends[0].arrays.items():
+        np.testing.assert_array_equal(array, ends[1].arrays[name])
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_host_ends_all(tmp_path: pathlib.Path, hosts, flags, model, rollouts, frozen: int):  # noqa: F811
+    flags = [*flags, *UNPROBED, "--config.max_steps=500", "--config.learner.micro_batch_rows=2"]
+    with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        run = hosts(tmp_path / "run", 2, *flags, f"--servers={addresses[0]}")
+        run.until(lambda: len(run.first.metrics) >= 2, "2 steps")
+        run.signal(frozen, signal.SIGSTOP)
+        other = run.runs[1 - frozen]
+        assert other.wait() == LOST, run.outputs()
+        silent = re.search(r"has not been heard of for (\d+) s", other.output())
+        assert silent and int(silent[1]) < MINUTE, run.outputs()
+        run.signal(frozen, signal.SIGCONT)  # it finds that it is alone, or JAX does, which aborts
+        assert run.runs[frozen].wait() in (LOST, -signal.SIGABRT), run.outputs()
+
+
+def test_a_killed_first_host_ends_all_and_the_same_command_goes_on(tmp_path, hosts, flags, model, rollouts):  # noqa: F811
+    flags = [*flags, *UNPROBED, "--config.max_steps=6", "--config.learner.micro_batch_rows=2"]
+    with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
+        run = hosts(tmp_path / "run", 2, *flags, f"--servers={addresses[0]}")
+        run.until(lambda: len(run.first.metrics) >= 1, "a step")
+        run.signal(0, signal.SIGKILL)
+        assert run.runs[1].wait() in (LOST, -signal.SIGABRT), run.outputs()  # the line is heard of, or JAX's own
+        run.again(2).finish()
+    check_rows(run.first, config_of(flags))
+
+
+def test_every_host_sends_its_part_of_each_delta(tmp_path: pathlib.Path, hosts, flags, model, rollouts):  # noqa: F811
+    """On a bfloat16 wire; the servers check the digests of every tensor."""
+    flags = [
+        *flags, *UNPROBED, "--config.max_steps=6", "--config.learner.micro_batch_rows=2",
+        "--config.model.sync_dtype=bfloat16", "--config.optimizer.learning_rate=1e-5",
+    ]  # fmt: skip
+    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}", "--sync_dtype=bfloat16", "--verbosity=0")
+    with serve(tmp_path, 2, *replay) as addresses:
+        run = hosts(tmp_path / "run", 4, *flags, f"--servers={','.join(addresses)}").finish()
+    pushes = [row["pushes"] for row in run.first.metrics]
+    print(pushes[-1])
+    assert sum(row["sparse"] for row in pushes) > 0
+    for number in range(2):
+        log = read(str(tmp_path / f"server-{number}.log"))
+        assert "refused" not in log and "a dense version is needed" not in log, log

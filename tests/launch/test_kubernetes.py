@@ -1,0 +1,301 @@
+"""scalerl-launch --target=kubernetes: what it writes is what a cluster takes, and its parts fit each other."""
+
+import copy
+import itertools
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from launch.kubernetes import pods
+from scalerl_jax.config_io import load_file, parse_argv, read_argv
+from scalerl_jax.hosts import rank
+from tests.launch.launched import LAUNCHES, by_kind, documents, flags_of, launch
+from tests.launch.manifests import faults
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """Of each launch the folder that was made."""
+    made = {}
+    for name in LAUNCHES:
+        where = tmp_path_factory.mktemp(name)
+        result = launch(*flags_of(name, where), "--dry_run", "--out=made", where=where)
+        assert result.returncode == 0, result.stderr
+        assert result.stderr == ""
+        made[name] = where / "made"
+    return made
+
+
+def every(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [document for found in by_kind(folder).values() for document in found]
+
+
+def template(document: dict[str, Any]) -> dict[str, Any]:
+    """The pod template of a workload."""
+    spec = document["spec"]
+    if document["kind"] == "JobSet":
+        return spec["replicatedJobs"][0]["template"]["spec"]["template"]
+    return spec["leaderWorkerTemplate"]["workerTemplate"] if document["kind"] == "LeaderWorkerSet" else spec["template"]
+
+
+def workloads(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [d for d in every(folder) if d["kind"] in ("JobSet", "LeaderWorkerSet", "Deployment")]
+
+
+def arguments(document: dict[str, Any]) -> list[str]:
+    (container,) = template(document)["spec"]["containers"]
+    return container["args"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_object_is_what_the_schemas_want(folders: dict[str, pathlib.Path], name: str) -> None:
+    found = every(folders[name])
+    assert found
+    assert [fault for document in found for fault in faults(document)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("JobSet", ["spec", "replicatedJobs", 0, "template", "spec", "paralelism"], 2),
+        ("JobSet", ["spec", "failurePolicy", "rules", 0, "action"], "Restart"),
+        ("JobSet", ["spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "image"], 1),
+        ("Deployment", ["spec", "template", "spec", "containers", 0, "livenessProbe", "period"], 1),
+        ("Certificate", ["spec", "issuerRef"], {"kind": "Issuer"}),
+        ("Issuer", ["spec", "ca"], {}),
+        ("ScaledObject", ["spec", "triggers", 0, "metadata", "threshold"], 5),
+        ("Service", ["spec", "ports", 0, "port"], "http"),
+    ],
+)
+def test_a_slip_is_found(folders: dict[str, pathlib.Path], kind: str, path: list[Any], value: object) -> None:
+    document = copy.deepcopy(by_kind(folders["8b_tpu"])[kind][0])
+    node = document
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    assert faults(document)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_scripts_are_sound_and_apply_every_file(folders: dict[str, pathlib.Path], name: str) -> None:
+    script = folders[name] / "apply.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", script], check=True)
+    text = script.read_text()
+    applied = [line.partition("=")[2] for line in text.splitlines() if line.startswith("kubectl apply")]
+    assert sorted(applied) == sorted(documents(folders[name]))
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_file_says_what_it_is(folders: dict[str, pathlib.Path], name: str) -> None:
+    for path in folders[name].glob("*.yaml"):
+        lines = path.read_text().splitlines()
+        assert lines[0].startswith("# ") and len(lines[0]) > 20, path
+        assert not [line for line in lines if line != line.rstrip()], path
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_whatever_is_referred_to_is_there(folders: dict[str, pathlib.Path], name: str) -> None:
+    made = by_kind(folders[name])
+    names = {kind: {document["metadata"]["name"] for document in found} for kind, found in made.items()}
+    certificates = {document["spec"]["secretName"] for document in made.get("Certificate", [])}
+    script = (folders[name] / "apply.sh").read_text()
+    for workload in workloads(folders[name]):
+        spec = template(workload)["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        for container in spec["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+        for volume in volumes.values():
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in names["ConfigMap"]
+            if "secret" in volume:
+                secret = volume["secret"]["secretName"]
+                assert secret in certificates or f"create secret generic {secret}" in script
+            if claim := volume.get("persistentVolumeClaim"):
+                assert claim["claimName"] in names.get("PersistentVolumeClaim", {"filestore"}) | {"filestore"}
+    for document in every(folders[name]):
+        if target := document["spec"].get("scaleTargetRef") if "spec" in document else None:
+            assert target["name"] in names[target["kind"]]
+        assert document["metadata"]["namespace"] == ("research" if name == "tiny_hosts" else "default")
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_selectors_select_the_pods(folders: dict[str, pathlib.Path], name: str) -> None:
+    labels = [template(workload)["metadata"]["labels"] for workload in workloads(folders[name])]
+    for document in every(folders[name]):
+        spec = document.get("spec", {})
+        if document["kind"] == "Service":
+            wanted = spec["selector"]
+        else:
+            wanted = spec.get("podSelector", spec.get("selector", {})).get("matchLabels")
+        if wanted:
+            assert len([found for found in labels if wanted.items() <= found.items()]) == 1, document["kind"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_config_is_there_whole(folders: dict[str, pathlib.Path], name: str, tmp_path: pathlib.Path) -> None:
+    (data,) = [document["data"] for document in by_kind(folders[name]).get("ConfigMap", [{"data": {}}])]
+    if name == "generators":
+        assert not data
+        return
+    for file, text in data.items():
+        (tmp_path / file).write_text(text)
+    given, _ = read_argv(flags_of(name, tmp_path))
+    assert load_file(str(tmp_path / "config.py")) == given.config()
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_trainer_takes_its_command(folders: dict[str, pathlib.Path], name: str, tmp_path: pathlib.Path) -> None:
+    if name == "generators":
+        assert [workload["kind"] for workload in workloads(folders[name])] == ["Deployment"]
+        return
+    (trainer,) = [workload for workload in workloads(folders[name]) if workload["kind"] != "Deployment"]
+    for file, text in by_kind(folders[name])["ConfigMap"][0]["data"].items():
+        (tmp_path / file).write_text(text)
+    told = [argument.replace(pods.CONFIG, str(tmp_path)) for argument in arguments(trainer)]
+    config, rest = parse_argv(told)  # fields of the config that are given as flags
+    insecure = name == "tiny_insecure"
+    assert (config.fleet.token_file, config.fleet.tls_authority) == (
+        ("", "") if insecure else (f"{pods.TOKEN}/token", f"{pods.TLS}/ca.crt")
+    )
+    assert not config.fleet.relay
+    flags = dict(flag.removeprefix("--").split("=", 1) for flag in rest)
+    assert flags["servers"].startswith("dns:///")
+    assert flags["workdir"].startswith("/runs/")
+    assert parsed("scalerl_jax.cli.command_flags", "train", rest)
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "trainer"])
+def test_a_generator_takes_its_command(folders: dict[str, pathlib.Path], name: str) -> None:
+    (generator,) = by_kind(folders[name])["Deployment"]
+    assert parsed("rollout_server.serve_flags", "", arguments(generator))
+    (container,) = template(generator)["spec"]["containers"]
+    probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+    if name == "tiny_insecure":
+        assert all(probe["grpc"] == {"port": 8500, "service": "scalerl.v1.Rollout"} for probe in probes)
+    else:
+        assert all("rollout_server.health" in probe["exec"]["command"] for probe in probes)
+
+
+def parsed(module: str, define: str, flags: list[str]) -> bool:
+    """Whether a command with the flags of that module takes these, in a process of its own."""
+    program = f"import sys, {module} as m; from absl import flags; {f'm.{define}();' if define else ''}"
+    program += "flags.FLAGS(['command', *sys.argv[1:]])"
+    result = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return True
+
+
+def test_a_pod_of_hosts_knows_who_it_is(folders: dict[str, pathlib.Path]) -> None:
+    (jobset,) = by_kind(folders["8b_slices"])["JobSet"]
+    job = jobset["spec"]["replicatedJobs"][0]
+    assert (job["name"], job["replicas"], job["template"]["spec"]["completions"]) == ("trainer", 4, 4)
+    assert job["template"]["spec"]["parallelism"] == 4
+    (container,) = template(jobset)["spec"]["containers"]
+    variables = {variable["name"]: variable for variable in container["env"]}
+    assert variables["JOBSET_COMPLETIONS"]["value"] == "4"
+    paths = {n: v["valueFrom"]["fieldRef"]["fieldPath"] for n, v in variables.items() if "valueFrom" in v}
+    assert paths == {
+        "JOBSET_NAME": "metadata.labels['jobset.sigs.k8s.io/jobset-name']",
+        "JOBSET_REPLICATED_JOB_NAME": "metadata.labels['jobset.sigs.k8s.io/replicatedjob-name']",
+        "JOBSET_REPLICAS": "metadata.labels['jobset.sigs.k8s.io/replicatedjob-replicas']",
+        "JOBSET_JOB_INDEX": "metadata.labels['jobset.sigs.k8s.io/job-index']",
+        "JOB_COMPLETION_INDEX": "metadata.labels['batch.kubernetes.io/job-completion-index']",
+        "NAMESPACE": "metadata.namespace",
+    }
+    assert "--hosts=jobset" in arguments(jobset)
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+    assert template(jobset)["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
+    (budget,) = [b for b in by_kind(folders["8b_slices"])["PodDisruptionBudget"] if "trainer" in b["metadata"]["name"]]
+    assert budget["spec"]["minAvailable"] == 16
+
+
+def test_every_pod_finds_its_place_among_the_hosts(folders: dict[str, pathlib.Path]) -> None:
+    """What the controllers put into labels and variables, by --hosts."""
+    (jobset,) = by_kind(folders["8b_slices"])["JobSet"]
+    (container,) = template(jobset)["spec"]["containers"]
+    found = []
+    for job, completion in itertools.product(range(4), range(4)):
+        labels = {
+            "jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"],
+            "jobset.sigs.k8s.io/replicatedjob-name": jobset["spec"]["replicatedJobs"][0]["name"],
+            "jobset.sigs.k8s.io/replicatedjob-replicas": str(jobset["spec"]["replicatedJobs"][0]["replicas"]),
+            "jobset.sigs.k8s.io/job-index": str(job),
+            "batch.kubernetes.io/job-completion-index": str(completion),
+        }
+        fields = {f"metadata.labels['{name}']": value for name, value in labels.items()}
+        fields["metadata.namespace"] = jobset["metadata"]["namespace"]
+        environment = {
+            variable["name"]: variable.get("value") or fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+            for variable in container["env"]
+        }
+        found.append(rank.find("jobset", environment=environment))
+        assert rank.find("auto", environment=environment) == found[-1]
+    assert [host.index for host in found if host is not None] == list(range(16))
+    assert {(host.count, host.coordinator.partition(":")[0]) for host in found if host is not None} == {
+        (16, "scalerl-8b-trainer-0-0.scalerl-8b")
+    }
+
+
+def test_one_host_needs_no_others(folders: dict[str, pathlib.Path]) -> None:
+    (jobset,) = by_kind(folders["tiny"])["JobSet"]
+    assert not [argument for argument in arguments(jobset) if argument.startswith("--hosts")]
+    (claim,) = [c for c in by_kind(folders["tiny"])["PersistentVolumeClaim"] if c["metadata"]["name"] == "tiny-runs"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
+def test_a_worker_set_has_all_hosts_in_one_group(folders: dict[str, pathlib.Path]) -> None:
+    (group,) = by_kind(folders["8b_gpu_lws"])["LeaderWorkerSet"]
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == 2
+    assert "--hosts=lws" in arguments(group)
+    assert template(group)["spec"]["restartPolicy"] == "Always"
+
+
+def test_the_user_has_the_last_word_on_nodes(folders: dict[str, pathlib.Path]) -> None:
+    selected = {w["kind"]: template(w)["spec"].get("nodeSelector") for w in workloads(folders["8b_gpu"])}
+    assert selected == {"JobSet": {"pool": "big", "zone": "a"}, "Deployment": {"pool": "small"}}
+    (deployment,) = by_kind(folders["8b_gpu"])["Deployment"]
+    assert "replicas" not in deployment["spec"]  # the autoscaler's
+    (scaler,) = by_kind(folders["8b_gpu"])["HorizontalPodAutoscaler"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (16, 32)
+    assert scaler["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "100"
+
+
+def test_no_secret_is_in_a_file(folders: dict[str, pathlib.Path]) -> None:
+    for name, folder in folders.items():
+        for path in folder.iterdir():
+            assert "0123456789abcdef" not in path.read_text(), f"{name}: {path}"
+        assert "Secret" not in by_kind(folder)
+
+
+def test_applying_makes_the_token_once(folders: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    """apply.sh against a kubectl that keeps Secrets in files."""
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(
+        f"""#!/usr/bin/env bash
+printf '%s\\n' "$*" >>{tmp_path}/calls
+case "$*" in
+    *"get secret"*) test -e {tmp_path}/token ;;
+    *"create secret"*) cat >{tmp_path}/token ;;
+esac
+"""
+    )
+    kubectl.chmod(0o755)
+    for _ in range(2):
+        subprocess.run(
+            ["bash", folders["tiny"] / "apply.sh"], check=True, capture_output=True,
+            env={"PATH": f"{kubectl.parent}:{shlex.quote('/usr/bin')}:/bin"},
+        )  # fmt: skip
+        token = (tmp_path / "token").read_text()
+        assert len(token.strip()) == 64
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("create secret") == 1
+    assert token.strip() not in calls
+    assert calls.count("apply --filename=trainer.yaml") == 2

@@ -1,0 +1,58 @@
+"""What test_family_meshes.py compares: a loss and its gradient on meshes of 8 virtual CPU devices, beside one device's.
+
+    python -m tests.model.family_meshes FAMILY...
+
+Prints a line of JSON for each family and mesh: how far the loss is from one device's, as a share of its
+weights' sum (its terms have both signs), and the gradient, as a share of itself.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from scalerl_jax.model import forward, token_logprobs
+from scalerl_jax.model.decoder import param_shardings
+from scalerl_jax.model.sharding import make_mesh
+from tests.support.models import toy_decoder
+from tests.support.params import packed, params_of, relative
+
+MESHES = (
+    {"fsdp": 8},
+    {"fsdp": 2, "context": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"replica": 2, "fsdp": 4},
+)
+LENGTHS = [[40, 20], [64], [30, 10, 24], [5]] * 2
+
+
+def compare(family: str) -> None:
+    config = toy_decoder(family=family)
+    tokens, positions, segment_ids = packed(LENGTHS, 64, config.vocab_size)
+    rng = np.random.default_rng(0)
+    # No bias is 0.
+    host = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape).astype(np.float32), params_of(config))
+    weights = rng.normal(size=tokens.shape).astype(np.float32) * (segment_ids > 0)
+
+    def on(mesh: Mesh | None) -> tuple[jax.Array, Any]:
+        def loss(params: Any) -> jax.Array:
+            hidden = forward(params, config, tokens, positions, segment_ids, mesh=mesh)
+            return jnp.sum(weights * token_logprobs(params, config, hidden, np.roll(tokens, -1, axis=1), mesh=mesh))
+
+        params = host if mesh is None else jax.device_put(host, param_shardings(config, mesh))
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
+
+    value, gradient = on(None)
+    for axes in MESHES:
+        got, cut = on(make_mesh(**axes))
+        line = {"loss": float(abs(got - value) / np.abs(weights).sum()), "gradient": relative(cut, gradient)}
+        print(json.dumps({"family": family, "mesh": axes, **line}), flush=True)
+
+
+if __name__ == "__main__":
+    for family in sys.argv[1:]:
+        compare(family)

@@ -1,0 +1,28 @@
+"""Every family computes on a mesh what it computes on one device."""
+
+import json
+import os
+
+import pytest
+
+from scalerl_jax.model.families import FAMILIES
+from tests.model import family_meshes
+from tests.support.processes import run_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiles each family five times
+
+XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradient_are_those_of_one_device(family: str) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
+    done = run_command("tests.model.family_meshes", family, environment=environment)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(family_meshes.MESHES)
+    for line in found:
+        assert line["loss"] < 1e-5 and line["gradient"] < 1e-5, line

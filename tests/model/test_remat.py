@@ -1,0 +1,91 @@
+"""What is kept for the backward pass changes neither loss nor gradient, and costs the memory that its name says."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from scalerl_jax.model import Precision, forward
+from scalerl_jax.model.attention import Backend
+from scalerl_jax.model.remat import group_size
+from tests.support.params import DECODER, packed, params_of, relative
+
+NAMES = ("none", "save_attention", "block", "full")
+LAYERS = 6
+
+
+def loss_of(decoder, length, **options):
+    inputs = packed([[length // 3, length // 2], [length]], length)
+    at = np.random.default_rng(0).normal(size=(2, length, decoder.hidden_size)).astype(np.float32)
+    return lambda params: (forward(params, decoder, *inputs, **options) * at).sum()
+
+
+def test_loss_and_gradients_are_the_same():
+    decoder = dataclasses.replace(DECODER, layers=LAYERS)
+    params = params_of(decoder)
+    found = {name: jax.jit(jax.value_and_grad(loss_of(decoder, 64, remat=name)))(params) for name in NAMES}
+    for name in NAMES[1:]:
+        np.testing.assert_allclose(found[name][0], found["none"][0], rtol=1e-5)
+        assert relative(found[name][1], found["none"][1]) < 2e-6, name
+
+
+def test_each_takes_less_memory_than_the_one_before():
+    """Of many blocks on short segments, where what is kept is most of it."""
+    decoder = dataclasses.replace(DECODER, layers=36, hidden_size=64, intermediate_size=64, head_dim=16)
+    params = jax.eval_shape(lambda: params_of(decoder))
+    inputs = packed([[32] * 16] * 2, 512)
+    sizes = []
+    for name in NAMES:
+
+        def loss(params, name=name):
+            return forward(params, decoder, *inputs, remat=name, max_segment=32).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(params).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    none, save_attention, block, full = sizes
+    assert none > 4 * save_attention and save_attention > 1.3 * block and block > 1.3 * full, sizes
+
+
+def computed(function, *arguments):
+    """How often each operation stands in what is computed, those in loops once."""
+    counts = collections.Counter()
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            counts[equation.primitive.name] += 1
+            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return counts
+
+
+def test_with_attention_kept_no_score_is_computed_again():
+    params = params_of()
+    counts = {name: computed(jax.grad(loss_of(DECODER, 64, remat=name)), params)["exp"] for name in NAMES}
+    assert counts["save_attention"] == counts["none"] < counts["block"]
+
+
+def test_of_cudnn_the_call_is_kept(monkeypatch):
+    """Only traced: it runs on GPUs."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_compute_capability", lambda _: True)
+    decoder = dataclasses.replace(DECODER, head_dim=64)
+    params, precision = params_of(decoder), Precision("bfloat16", "bfloat16")
+
+    def count(name):
+        loss = loss_of(decoder, 64, remat=name, precision=precision, attention=Backend("cudnn_mask"))
+        return computed(jax.grad(loss), params)["dot_product_attention_fwd_wrapper"]
+
+    assert (count("none"), count("save_attention"), count("block")) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "several"), [(1, 1), (2, 1), (6, 2), (16, 4), (28, 4), (32, 4), (36, 6), (13, 1), (64, 8)]
+)
+def test_groups_are_near_the_root_and_divide(count, several):
+    assert count % several == 0 and group_size(count) == several

@@ -1,0 +1,49 @@
+"""The splash kernels, interpreted on the CPU, against the plain formula: values and gradients. No TPU ran them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalerl_jax.model.attention import Backend, packed_attention, splash
+from tests.model.attention_cases import HIGHEST, cotangent, inputs, plain, segments, value_and_gradients
+
+INTERPRETED = Backend("splash", interpret=True)
+IDS = np.stack([segments([110, 20, 100], 256), segments([1, 130, 5, 90], 256)])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_equals_the_plain_formula(kv_heads):
+    args = inputs(IDS, heads=4, kv_heads=kv_heads, size=16)
+    at = cotangent(args[0].shape)
+
+    def ours(q, k, v):
+        return packed_attention(q, k, v, IDS, precision=HIGHEST, backend=INTERPRETED)
+
+    wanted = value_and_gradients(lambda *a: plain(*a, IDS), args, at)
+    for mine, theirs in zip(value_and_gradients(ours, args, at), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_part_of_a_row_with_a_bound_on_segments(part):
+    """What a device of two along `context` computes."""
+    args = inputs(IDS, size=16)
+    here = slice(128 * part, 128 * part + 128)
+    at = cotangent(args[0].shape)[:, here]
+
+    def ours(q, k, v):
+        return splash.attend(
+            q[:, here], k, v, IDS[:, here], IDS, offset=jnp.int32(128 * part), max_segment=130, precision=HIGHEST,
+            backend=INTERPRETED,
+        )  # fmt: skip
+
+    wanted = value_and_gradients(lambda *a: plain(*a, IDS)[:, here], args, at)
+    for mine, theirs in zip(value_and_gradients(ours, args, at), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_blocks_divide_every_row():
+    for length in (128, 640, 16_384, 34_816, 34_816 // 4):
+        for chip in ("TPU v4", "TPU v5", "TPU v6 lite"):
+            for size in splash.block_sizes(chip, 128, length, 2 * length):
+                assert size % 128 == 0 and 2 * length % size == 0 and size <= 1024

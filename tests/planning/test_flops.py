@@ -1,0 +1,69 @@
+"""The formula of the hardware's FLOPs beside the compiler's count, where nothing is in a loop."""
+
+import pytest
+
+from scalerl_jax.learner.step import Layout
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION
+from scalerl_jax.planning.flops import Flops, of_micro_batch, pairs
+from scalerl_jax.planning.workload import Workload
+from tests.support.learners import learner_of
+from tests.support.models import toy_decoder
+
+# One layer, one block of attention, one chunk of the head: every loop has one round. What the formula leaves out
+# (norms, softmax, rotations, the loss) is small at this width.
+WIDE = toy_decoder(
+    family="llama", layers=1, hidden_size=256, heads=8, kv_heads=4, head_dim=32, intermediate_size=512, vocab_size=1024
+)
+ROWS, LENGTH = 2, 128
+TOLERANCE = 0.04
+
+
+def formula(decoder: DecoderConfig, remat: str, **changed: int) -> Flops:
+    given = {"rows": ROWS, "seq_len": LENGTH, "longest": LENGTH, "block": LENGTH, **changed}
+    return of_micro_batch(decoder, remat=remat, backend="blocks", **given)
+
+
+@pytest.mark.parametrize("remat", [NONE, SAVE_ATTENTION, BLOCK, FULL])
+def test_the_formula_is_the_compilers_count_where_nothing_is_scanned(remat):
+    learner = learner_of(WIDE, Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=LENGTH, remat=remat, attention="blocks"))
+    learner.compile_update()
+    counted = learner.compiled[0].cost_analysis()["flops"]
+    assert formula(WIDE, remat).total == pytest.approx(counted, rel=TOLERANCE)
+
+
+def test_without_remat_it_is_the_ledgers_formula():
+    """Beside attention, of which the ledger counts the pairs that are allowed, and the head, which is made twice."""
+    one = formula(WIDE, NONE)
+    tokens = ROWS * LENGTH
+    head = 8 * WIDE.vocab_size * WIDE.hidden_size * tokens
+    assert one.head == head
+    work = Workload(completions=ROWS, prompt_tokens=1, completion_tokens=LENGTH - 1, longest=LENGTH, row_use=1.0)
+    attention = 3 * 4 * WIDE.heads * WIDE.head_dim * ROWS * LENGTH * (LENGTH + 1) / 2
+    assert one.layers + 6 / 8 * head + attention == pytest.approx(work.model_flops(WIDE))
+
+
+def test_more_is_computed_again_from_remat_to_remat():
+    decoder = toy_decoder(layers=16)
+    counts = [formula(decoder, remat).total for remat in (NONE, SAVE_ATTENTION, BLOCK, FULL)]
+    assert counts == sorted(set(counts))
+
+
+def test_pairs_are_whole_blocks_that_the_mask_leaves():
+    allowed = [[0 <= q - k < 300 for k in range(1024)] for q in range(1024)]
+    blocks = [(i, j) for i in range(8) for j in range(8)]
+    kept = sum(
+        any(allowed[q][k] for q in range(128 * i, 128 * i + 128) for k in range(128 * j, 128 * j + 128))
+        for i, j in blocks
+    )
+    assert pairs(1024, 300, "splash", 128) == kept * 128 * 128
+    assert pairs(1024, 1024, "splash", 1024) == 1024**2
+    assert pairs(1024, 300, "cudnn", 1) == sum(map(sum, allowed))
+
+
+def test_a_micro_batch_more_only_where_the_rows_are_full():
+    work = Workload(completions=8, prompt_tokens=10, completion_tokens=90, longest=200, row_use=0.8)
+    assert work.tokens == 800 and work.sampled == 720
+    assert work.micro_batches(rows=2, seq_len=250) == 2
+    assert work.micro_batches(rows=2, seq_len=249) == 3
+    assert work.micro_batches(rows=100, seq_len=1000) == 1

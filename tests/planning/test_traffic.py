@@ -1,0 +1,80 @@
+"""Machines by name, and what a group of devices can receive over their links and the network."""
+
+import pytest
+
+from scalerl_jax.planning.chips import CHIPS, parse
+from scalerl_jax.planning.collectives import Collective
+from scalerl_jax.planning.traffic import by_axes
+
+V5P, V5E = CHIPS["v5p"], CHIPS["v5e"]
+
+
+def group(*devices: int) -> tuple[tuple[int, int], ...]:
+    return tuple((devices[0], other) for other in devices[1:])
+
+
+def seconds(machine, mesh, devices, size=10**9, kind="all-gather"):
+    (found,) = by_axes([Collective(kind, size, group(*devices), False)], mesh, machine)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "slices", "devices", "shown"),
+    [("v5p:4x4x8", 1, 128, "v5p:4x4x8"), ("v5e:8x8", 2, 128, "v5e:8x8, 2 slices"), ("h200:8x2", 1, 16, "h200:8x2"),
+     ("b200:8", 1, 8, "b200:8")],
+)  # fmt: skip
+def test_a_machine_by_its_name(topology, slices, devices, shown):
+    machine = parse(topology, slices)
+    assert (machine.devices, str(machine)) == (devices, shown)
+
+
+@pytest.mark.parametrize(
+    ("topology", "slices", "said"),
+    [
+        ("v9:4x4", 1, "--topology=v9:4x4: 'v9' is not one of v5e, v5p, v6e, h100, h200, b200"),
+        ("v5p:4x4", 1, "--topology=v5p:4x4: a v5p slice has 3 dimensions, as in v5p:4x4x4"),
+        ("v5e", 1, "--topology=v5e: chips are missing, as in v5e:4x4"),
+        ("v5e:0x4", 1, "--topology=v5e:0x4: chips are missing, as in v5e:4x4"),
+        ("h100:8x2x2", 1, "--topology=h100:8x2x2: GPUs of a node and nodes, as in h100:8 or h100:8x2"),
+        ("h100:8", 2, "--slices=2: is for TPUs; GPU nodes stand in --topology, as in h100:8x2"),
+    ],
+)
+def test_no_such_machine(topology, slices, said):
+    with pytest.raises(ValueError) as error:
+        parse(topology, slices)
+    assert str(error.value) == said
+
+
+def test_a_ring_has_both_directions_and_a_line_one():
+    torus = parse("v5p:4x4x4")
+    mesh = {"fsdp": 16, "tensor": 4}
+    assert seconds(torus, mesh, range(4)).link_seconds == pytest.approx(1e9 / (2 * V5P.link_rate))
+    assert seconds(torus, mesh, range(0, 64, 4)).link_seconds == pytest.approx(1e9 / (4 * V5P.link_rate))
+    # Two neighbors of a ring of four cannot use the way round it.
+    assert seconds(torus, {"fsdp": 32, "tensor": 2}, range(2)).link_seconds == pytest.approx(1e9 / V5P.link_rate)
+    line = parse("v5e:8x8")
+    assert seconds(line, {"fsdp": 8, "tensor": 8}, range(8)).link_seconds == pytest.approx(1e9 / V5E.link_rate)
+    ring = parse("v5e:16x16")
+    assert seconds(ring, {"fsdp": 16, "tensor": 16}, range(16)).link_seconds == pytest.approx(1e9 / 2 / V5E.link_rate)
+
+
+def test_what_crosses_slices_goes_over_the_network():
+    two = parse("v5e:4x4", 2)
+    mesh = {"replica": 2, "fsdp": 16}
+    across = seconds(two, mesh, (0, 16), kind="all-reduce")
+    assert (across.over_network, across.link_seconds) == (1e9, 0)
+    assert across.network_seconds == pytest.approx(1e9 / V5E.network_rate)
+    inside = seconds(two, mesh, range(16))
+    assert (inside.over_network, inside.network_seconds) == (0, 0)
+    both = seconds(two, mesh, range(32))
+    assert both.over_network == pytest.approx(1e9 / 31)
+    nodes = parse("h200:8x2")
+    assert seconds(nodes, {"fsdp": 16}, range(16)).over_network == pytest.approx(1e9 / 15)
+    assert seconds(nodes, {"fsdp": 2, "tensor": 8}, range(8)).network_seconds == 0
+
+
+def test_one_axis_is_one_row():
+    machine, mesh = parse("v5e:4x4"), {"fsdp": 4, "tensor": 4}
+    some = [Collective("all-gather", 100, group(0, 1, 2, 3), False), Collective("all-reduce", 50, group(4, 5), False)]
+    (found,) = by_axes(some, mesh, machine)
+    assert (found.axes, found.received) == (("tensor",), 150)

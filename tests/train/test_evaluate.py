@@ -1,0 +1,189 @@
+"""scalerl-eval beside the run's own evaluations: the same completions, wherever the policy lies; killed, it goes on."""
+
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from scalerl_jax.run.jsonl import read_rows
+from tests.support.paths import ROOT
+from tests.support.processes import single_threaded
+from tests.support.servers import serve
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+
+MISTAKES = (
+    ("", "--model or --workdir: one of them says what is evaluated"),
+    ("--model={model}", "--environment: says what to evaluate on"),
+    ("--model={tmp} --environment=arithmetic", "{tmp}: no weights there (*.safetensors)"),
+    ("--model={model} --environment=no_such", "--environment: 'no_such' is none of arithmetic, "),
+    ("--model={model} --environment=math", "--environment: math: of which rows? math:FILE"),
+    ("--model={model} --environment=gsm8k:{tmp}/x.jsonl", "config.environment.validation={tmp}/x.jsonl: No such file"),
+    ("--model={model} --steps=3 --environment=arithmetic", "--steps=3: goes with --workdir"),
+    ("--workdir={tmp}", "--workdir={tmp}: no config.json there"),
+    ("--workdir={run} --steps=3", "--steps=3: the run keeps no checkpoint 3; there are 0, 4, 6"),
+    ("--workdir={run} --prompts=7", "--prompts=7: 6 are held out, and the others are trained on"),
+    ("--workdir={run} --config.evaluation.prompts=9", "--prompts=9: 6 are held out, and the others are trained on"),
+    ("--workdir={run} --steps=x", "--steps=x: is not all, last, or steps"),
+    ("--workdir={run} --samples=-1", "flag --samples=-1"),
+    ("--workdir={run} --config.evaluation.sample=1", "--config.evaluation.sample: config.evaluation has no"),
+    ("--workdir={run} --out={model}/config.json/x", "--out={model}/config.json/x: {model}/config.json is not a"),
+)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "scalerl_jax.evaluate", *arguments]
+
+
+def evaluate(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command(*arguments), cwd=ROOT, env=single_threaded(), capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def completions(out: pathlib.Path, step: int) -> list[dict]:
+    return [row for file in out.glob(f"completions-{step}-*.jsonl") for row in read_rows(str(file))]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, flags) -> tuple[pathlib.Path, list[str]]:
+    """A run of six updates with two embedded engines, and its flags."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    flags = [*flags, "--config.max_steps=6", "--config.checkpoint.every=2", "--config.evaluation.every=2"]
+    flags += ["--config.evaluation.samples=4", "--config.checkpoint.keep=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scalerl_jax.train", f"--workdir={folder / 'run'}", *flags],
+        cwd=ROOT, env=single_threaded(), capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run", flags
+
+
+def test_the_checkpoints_of_a_run_give_its_own_rows(run, tmp_path):
+    workdir, _ = run
+    said = evaluate(f"--workdir={workdir}", f"--out={tmp_path / 'out'}")
+    own = {row["step"]: row for row in read_rows(str(workdir / "evals.jsonl"))}
+    found = read_rows(str(tmp_path / "out" / "evals.jsonl"))
+    spent = {row["step"]: row["compute"]["device_hours"] for row in read_rows(str(workdir / "metrics.jsonl"))}
+    assert [row["step"] for row in found] == [0, 4, 6]  # those that are kept, and the start
+    for row in found:
+        for name in (
+            "passes",
+            "pass_rate",
+            "pass_at",
+            "majority_at",
+            "truncated",
+            "interrupted",
+            "length_mean",
+            "reward",
+        ):
+            assert row[name] == own[row["step"]][name], name
+        # The run asked for its evaluation behind that update and before the next one.
+        assert row["device_hours"] == spent.get(row["step"], 0)
+        assert row["device_hours"] <= own[row["step"]]["device_hours"] <= spent.get(row["step"] + 1, math.inf)
+    assert found[1]["device_hours"] > found[0]["device_hours"] == 0
+    assert "mean@4" in said and "pass@4" in said and "completions and numbers" in said
+    lines = completions(tmp_path / "out", 6)
+    assert len(lines) == 6 * 4 and {line["index"] for line in lines} == set(range(6))
+    assert sum(line["correct"] for line in lines) == sum(found[-1]["passes"])
+
+
+def test_an_exported_model_gives_the_last_row_with_servers_that_are_there(run, tmp_path):
+    workdir, flags = run
+    exported = tmp_path / "policy"
+    export = [sys.executable, "-m", "scalerl_jax.export", f"--workdir={workdir}", f"--out={exported}"]
+    subprocess.run(export, cwd=ROOT, env=single_threaded(), check=True, capture_output=True, timeout=600)
+    start = next(flag for flag in flags if flag.startswith("--config.model.path=")).partition("=")[2]
+    given = [flag for flag in flags if not flag.startswith("--config.model.path=")]
+    with serve(tmp_path, 1, "--engine=jax", f"--model={start}") as addresses:  # which holds other weights
+        arguments = [f"--model={exported}", *given, f"--servers={addresses[0]}"]
+        for name, more in (("one", ()), ("two", ("--take",))):
+            if more:  # it holds the weights of the first now, and they might be a trainer's
+                told = evaluate(*arguments, f"--out={tmp_path / name}", code=2)
+                assert "holds the weights of a trainer" in told and "--take takes it" in told
+            evaluate(*arguments, *more, f"--out={tmp_path / name}")
+            (row,) = read_rows(str(tmp_path / name / "evals.jsonl"))
+            assert row["passes"] == read_rows(str(workdir / "evals.jsonl"))[-1]["passes"]
+
+
+def test_killed_and_started_again_it_goes_on(run, tmp_path):
+    workdir, _ = run
+    out = tmp_path / "out"
+    arguments = [f"--workdir={workdir}", "--steps=6", f"--out={out}", "--config.fleet.servers=1"]
+    process = subprocess.Popen(
+        command(*arguments), cwd=ROOT, env=single_threaded(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        eventually(lambda: completions(out, 6), "a prompt is done", seconds=600)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # it may have come to its end by now
+        process.wait()
+    evaluate(*arguments)
+    (file,) = out.glob("completions-6-*.jsonl")
+    whole = file.read_text().splitlines(keepends=True)
+    expected = read_rows(str(workdir / "evals.jsonl"))[-1]["passes"]
+    assert len(whole) == 24 and read_rows(str(out / "evals.jsonl"))[0]["passes"] == expected
+    # Killed while it wrote the third prompt: two are kept as they are, and the others come again.
+    file.write_text("".join(whole[:9]) + whole[9][:40])
+    os.remove(out / "evals.jsonl")
+    evaluate(*arguments)
+    again = file.read_text().splitlines(keepends=True)
+    assert again[:8] == whole[:8] and sorted(again) == sorted(whole)
+    assert read_rows(str(out / "evals.jsonl"))[0]["passes"] == expected
+    before = file.stat().st_mtime_ns
+    assert "mean@4" in evaluate(*arguments) and file.stat().st_mtime_ns == before  # nothing is left to do
+
+
+def test_a_mistake_is_one_line(run, model, tmp_path):
+    places = {"tmp": tmp_path, "run": run[0], "model": model}
+    program = [sys.executable, "-m", "tests.train.forked_starts", "scalerl_jax.evaluate"]
+    with subprocess.Popen(
+        program, cwd=ROOT, env=single_threaded(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starts:
+        for number, (given, said) in enumerate(MISTAKES):
+            log = tmp_path / f"{number}.log"
+            arguments = [argument.format(**places) for argument in given.split()]
+            starts.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}) + "\n")
+            starts.stdin.flush()
+            code, told = starts.stdout.readline(), log.read_text()
+            assert code == "2\n", (given, told)
+            assert told.splitlines()[-1].startswith(f"error: {said.format(**places)}"), told
+            assert "Traceback" not in told
+        starts.kill()
+    assert {name.partition(".")[2] for name in os.listdir(tmp_path)} == {"log"}  # nothing was made
+
+
+def test_published_rows_beside_a_made_environment(model, tmp_path):
+    rows = [{"question": f"What is {n}?", "answer": f"It is {n}.\n#### {n}"} for n in range(1, 4)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = evaluate(
+        f"--model={model}", f"--environment=gsm8k:{tmp_path}/gsm8k.jsonl,arithmetic", "--samples=2", "--prompts=3",
+        f"--out={tmp_path / 'out'}", "--config.rollout.thinking_budget_max=0", "--config.rollout.thinking_budget_min=0",
+        "--config.rollout.answer_budget=8", "--config.rollout.max_prompt_tokens=64", "--config.fleet.slots=4",
+        "--config.model.sync_dtype=float32", "--config.model.compute_dtype=float32", "--config.fleet.servers=1",
+    )  # fmt: skip
+    (row,) = read_rows(str(tmp_path / "out" / "evals.jsonl"))
+    assert row["prompts"] == 6 and {part["prompts"] for part in row["environments"].values()} == {3}
+    lines = completions(tmp_path / "out", 0)
+    assert {line["answer"] for line in lines if "gsm8k" in line["environment"]} == {"1", "2", "3"}
+    assert next(name for name in row["environments"] if "gsm8k" in name) in said and "arithmetic" in said
+
+
+def test_another_evaluation_is_not_mixed_in(run, tmp_path):
+    arguments = [f"--workdir={run[0]}", "--steps=0", "--prompts=2", f"--out={tmp_path}"]
+    evaluate(*arguments)
+    (row,) = read_rows(str(tmp_path / "evals.jsonl"))
+    assert row["passes"] == read_rows(str(run[0] / "evals.jsonl"))[0]["passes"][:2]
+    told = evaluate(*arguments, "--samples=8", code=2)
+    assert "holds another evaluation: evaluation.samples is 4 there and 8 now; another --out" in told
+    assert json.loads((tmp_path / "settings.json").read_text())["evaluation.samples"] == 4

@@ -1,0 +1,22 @@
+"""Runs of a policy with experts, whose update sends tokens where the generator sent them."""
+
+import pytest
+
+from tests.support.tiny_task import EXPERTS, write_model
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> str:
+    return write_model(str(tmp_path_factory.mktemp("policy") / "model"), **EXPERTS)
+
+
+def test_a_run_with_its_own_servers(tmp_path, flags, mixture, start):
+    """Tokens sampled by an older version were routed by its router: some of its choices are no longer the trainer's."""
+    options = [f"--config.model.path={mixture}", "--config.optimizer.learning_rate=2e-3", "--config.max_steps=100"]
+    run = start(tmp_path / "run", *flags, *options, "--config.rollout.router_replay=true")
+    run.finish()
+    rows = [row for row in run.metrics if row["prompts_surviving"]]
+    assert len(rows) > 2 and all(0 <= row["experts_moved"] < 0.9 for row in rows)
+    assert max(row["experts_moved"] for row in rows) > 0.001
