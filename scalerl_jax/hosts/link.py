@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
+from safetensors import SafetensorError
 
 from scalerl_jax.contract.limits import KEEPALIVE_SECONDS
 from scalerl_jax.contract.peer_text import said
@@ -35,6 +36,7 @@ from scalerl_jax.system import signals
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
 JOIN_SECONDS = 600.0  # until all are there: pods of one trainer may start minutes apart
+HELLO_SECONDS = 10.0  # from the start of a stream until it says who it is; a stranger's holds a thread meanwhile
 FAREWELL_SECONDS = 3.0  # for what is still to be sent when the process is left
 LOST = 75  # exit code: the same command goes on from the checkpoint (EX_TEMPFAIL)
 
@@ -69,7 +71,10 @@ def leave(line: str, code: int) -> None:
 
 
 class _Line:
-    """One end of one stream: what goes out is queued, what comes in is handed on."""
+    """One end of one stream: what goes out is queued, what comes in is handed on.
+
+    The queue holds a batch at most: all hosts make a step together, and the first host says no more before.
+    """
 
     def __init__(self, name: str):
         self.name = name
@@ -206,19 +211,24 @@ class FirstHost:
     # ------------------------------------------------------------------------------------------- on its own threads
 
     def _join(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        too_late = threading.Timer(HELLO_SECONDS, context.cancel)
+        too_late.daemon = True
+        too_late.start()
         try:
             hello = Frame.from_bytes(next(requests))
-        except (StopIteration, grpc.RpcError):
-            return
-        index = int(hello.fields["index"])
-        line, why = _Line(f"host {index} ({said(str(hello.fields['name']))})"), ""
+            index, name, greeting = int(hello.fields["index"]), str(hello.fields["name"]), {**hello.fields["greeting"]}
+        except (StopIteration, grpc.RpcError, SafetensorError, KeyError, TypeError, ValueError):
+            return  # no host of any trainer
+        finally:
+            too_late.cancel()
+        line, why = _Line(f"host {index} ({said(name)})"), ""
         with self._changed:
             for what, ours in self._greeting.items():
-                if (theirs := hello.fields["greeting"].get(what)) != ours and not why:
+                if (theirs := greeting.get(what)) != ours and not why:
                     why = f"{line.name} has {what} {said(str(theirs))}, the first host {ours}"
             if not why and (index in self._lines or index not in self.others):
                 why = f"{line.name}: there is a host {index} already, or there are only {self._count}"
-            if why and hello.fields["greeting"].get("key") == self._greeting["key"]:
+            if why and greeting.get("key") == self._greeting["key"]:
                 self._refused = why
             if not why:
                 self._lines[index] = line

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import grpc
 import numpy as np
 import pytest
 
@@ -117,6 +118,31 @@ def test_a_stranger_does_not_end_the_run(address: str) -> None:
     first.end("", 0)
     for one in (stranger, other):
         one.close()
+
+
+@pytest.mark.parametrize("says", [None, b"", b"GET / HTTP/1.1", Frame("hello", {"index": 1}).to_bytes()])
+def test_strangers_that_say_nothing_or_nonsense_keep_nobody_out(
+    address: str, monkeypatch: pytest.MonkeyPatch, says: bytes | None
+) -> None:
+    """More of them than the first host has threads."""
+    monkeypatch.setattr(link, "HELLO_SECONDS", 0.3)
+    first = FirstHost(address, 2, greeting=GREETING, welcome=dict)
+    over = threading.Event()
+
+    def words() -> Iterator[bytes]:
+        if says is not None:
+            yield says
+        over.wait()
+
+    with grpc.insecure_channel(address) as channel:
+        strangers = [channel.stream_stream("/scalerl.Hosts/Join")(words()) for _ in range(14)]
+        eventually(lambda: all(one.done() for one in strangers), "they are sent away")
+        other = OtherHost(address, 1, greeting=GREETING)
+        first.wait_for_all(quiet)
+        assert other.welcome() == {}
+        over.set()
+    first.end("", 0)
+    other.close()
 
 
 def test_hosts_that_do_not_come_are_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from scalerl_jax.hosts.link import GOES_ON, LOST
 from tests.support.hosts import Hosts
-from tests.support.runs import config_of, read
+from tests.support.runs import Run, config_of, read
 from tests.support.servers import serve
-from tests.train.comparing import REPLAY, UNPROBED, check_rows, groups, last_checkpoint
+from tests.train.comparing import REPLAY, UNPROBED, check_rows, damage, groups, last_checkpoint, saved
 from tests.train.conftest import flags, model, rollouts, start, task  # noqa: F401  fixtures
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -44,6 +44,11 @@ def differences(a, b) -> float:
         lambda x, y: float(np.abs(np.asarray(x) - np.asarray(y)).max() / np.abs(np.asarray(x)).max()), a, b
     )
     return max(jax.tree.leaves(found))
+
+
+def whole(run: Run) -> list[int]:
+    """The steps of its checkpoints that are there whole."""
+    return sorted(int(name) for name in saved(run) if name.isdigit())
 
 
 def test_however_many_they_are_and_whatever_ends_them(tmp_path: pathlib.Path, hosts, flags, model, rollouts):  # noqa: F811
@@ -95,14 +100,21 @@ def test_a_frozen_host_ends_all(tmp_path: pathlib.Path, hosts, flags, model, rol
 
 
 def test_a_killed_first_host_ends_all_and_the_same_command_goes_on(tmp_path, hosts, flags, model, rollouts):  # noqa: F811
-    flags = [*flags, *UNPROBED, "--config.max_steps=6", "--config.learner.micro_batch_rows=2"]
+    """From the checkpoint before the newest, which is damaged: all hosts pass over it."""
+    flags = [*flags, *UNPROBED, "--config.max_steps=30", "--config.learner.micro_batch_rows=2"]
+    flags.append("--config.checkpoint.every=2")
     with serve(tmp_path, 1, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
         run = hosts(tmp_path / "run", 2, *flags, f"--servers={addresses[0]}")
-        run.until(lambda: len(run.first.metrics) >= 1, "a step")
+        run.until(lambda: len(whole(run.first)) >= 2, "2 checkpoints")
         run.signal(0, signal.SIGKILL)
         assert run.runs[1].wait() in (LOST, -signal.SIGABRT), run.outputs()  # the line is heard of, or JAX's own
-        run.again(2).finish()
-    check_rows(run.first, config_of(flags))
+        before, newest = whole(run.first)[-2:]
+        damage(run.first, newest)
+        run.again(2, f"--config.max_steps={newest + 2}").finish()
+    said = run.first.output()
+    assert f"checkpoint {newest} cannot be read" in said and f"going on from checkpoint {before}, the one" in said, said
+    assert f"going on from step {before} of {newest + 2}" in said
+    check_rows(run.first, config_of([*flags, f"--config.max_steps={newest + 2}"]))
 
 
 def test_every_host_sends_its_part_of_each_delta(tmp_path: pathlib.Path, hosts, flags, model, rollouts):  # noqa: F811

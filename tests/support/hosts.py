@@ -1,7 +1,9 @@
 """A trainer of several hosts, each a process of this machine with its share of the virtual devices."""
 
+import contextlib
 import os
 import pathlib
+import random
 import signal
 import socket
 from collections.abc import Callable
@@ -14,9 +16,12 @@ DEVICES = 4  # of all hosts together
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that a system gives to whoever asks for any, so that nobody gets it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
 
 
 class Hosts:

@@ -6,6 +6,7 @@ two runs is the trainer's doing.
 
 import itertools
 import os
+import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -31,6 +32,15 @@ def groups(run: Run) -> list[list[int]]:
 def saved(run: Run) -> list[str]:
     """The names in the folder of checkpoints: a step that is whole, or longer ones of steps being written."""
     return os.listdir(run.path("checkpoints")) if os.path.isdir(run.path("checkpoints")) else []
+
+
+def damage(run: Run, step: int) -> None:
+    """Flips one bit in the largest file of a checkpoint."""
+    files = [path for path in pathlib.Path(run.path("checkpoints", str(step), "state")).rglob("*") if path.is_file()]
+    data = max(files, key=lambda path: path.stat().st_size)
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
 
 
 def last_checkpoint(run: Run, flags: Sequence[str]) -> Checkpoint:

@@ -19,6 +19,7 @@ from tests.support.processes import single_threaded
 from tests.support.runs import config_of
 from tests.support.servers import serve
 from tests.support.tiny_task import write_model
+from tests.train.comparing import damage
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
@@ -176,14 +177,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, s
     with serve(tmp_path, 1, "--engine=replay", f"--model={model}", f"--replay_file={rollouts}") as addresses:
         flags.append(f"--servers={addresses[0]}")
         run = start(tmp_path / "run", *flags, "--config.max_steps=4").finish()
-        data = max(
-            (path for path in pathlib.Path(run.path("checkpoints", "4", "state")).rglob("*") if path.is_file()),
-            key=lambda path: path.stat().st_size,
-        )
-        damaged = bytearray(data.read_bytes())
-        damaged[len(damaged) // 2] ^= 1
-        data.write_bytes(damaged)
-
+        damage(run, 4)
         again = start(run.workdir, *flags, "--config.max_steps=6").finish()
     said = again.output()
     assert "checkpoint 4 cannot be read" in said and "going on from checkpoint 2, the one before" in said
