@@ -5,20 +5,23 @@ the machine to themselves are not read off; they are found:
 
     update_seconds      <-  the trainer's busy seconds of a step with no evaluation before it
     behind_seconds      <-  those of a step right behind one, less the same
-    step_seconds        <-  the generators' busy seconds of a step       few slots are taken then, w on average
-    slot_seconds        <-  the seconds of an evaluation                 nearly all are taken then
-    evaluation_seconds  <-  what is left of those, where the slots do not explain it
+    step_seconds        <-  the generators' busy seconds of a step       some slots stand empty then
+    completion_seconds  <-  the seconds of an evaluation                 few do then: fewer decode steps a completion
 
-each corrected by measured over simulated until all agree. The cores that an update keeps busy, and the core-seconds of
-a completion taken in, follow from what the trainer's process took of the cores in steps with an evaluation before them
-and in others (column cpu_seconds).
+by least squares of the logarithms of simulated over measured. The cores that an update keeps busy, and the core-seconds
+of a completion taken in, follow from what the trainer's process took of the cores in steps with an evaluation before
+them and in others (column cpu_seconds).
 
-Taken as they were measured: the spread of updates, what lies between two steps, the lengths. Prefills and the transfer
-of weights are within the speeds found.
+Taken as they were measured: the spread of updates, what lies between two steps, the lengths. Prefills are within what a
+completion costs, as is what each slot adds to a step; the transfer of weights is within the speeds found.
 """
 
+import contextlib
 import dataclasses
 import math
+
+import numpy as np
+import scipy.optimize
 
 from scalerl_jax.planning.twin.choose import simulated_steps
 from scalerl_jax.planning.twin.lengths import Lengths
@@ -26,12 +29,14 @@ from scalerl_jax.planning.twin.observed import Observed
 from scalerl_jax.planning.twin.simulation import Scenario, Simulation
 from scalerl_jax.planning.twin.speeds import Machine, ServerSpeed, TrainerSpeed
 
-ROUNDS = 12
+FITTED = ("update", "update behind an evaluation", "decoding", "evaluation")
 STEPS = 40  # simulated in a round, at least: evaluations differ by what they find under way
-CLOSE = 0.02  # of what was measured
-_FASTEST, _SLOWEST = 0.3, 3.0  # of one correction
-_DAMPED = 0.8  # so that it settles: a little more or less work may fall into another chunk
-_SMALLEST_WIDTH = 8  # slots: of the embedded generator's narrowest program
+CLOSE = 0.03  # of what was measured
+_FIRST_ROUNDS = 5  # each corrects every speed by what it is nearest to
+_ROUNDS = 6  # of the solver; each simulates once and, where that was no step back, four times more for the slopes
+_PROBE = 0.1  # of a speed, for a slope: a little more or less work may fall into another chunk
+_LEAST, _MOST = 0.02, 50.0  # of what it begins with
+_STEPS_PART = 0.6  # of what a completion costs, to begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +45,10 @@ class Calibration:
     errors: dict[str, float]  # what was fitted -> simulated over measured, less 1
 
 
-def widths(slots: int) -> tuple[int, ...]:
-    """Of the embedded generator's programs: doubling up to all slots."""
-    doubling = [_SMALLEST_WIDTH << i for i in range(slots.bit_length()) if _SMALLEST_WIDTH << i <= slots // 2]
-    return (*doubling, slots)
-
-
 def calibrate(observed: Observed, machine: Machine, *, lengths: Lengths | None = None, seed: int = 0) -> Calibration:
     """lengths: other ones than the run's (None: its own). Raises ValueError where the machine cannot be."""
     settings, recipe = observed.settings, observed.recipe
     slots = settings["fleet.slots"]
-    tokens = recipe.prompts_per_step * recipe.group_size * observed.lengths.mean
     scenario = Scenario(
         recipe=recipe,
         trainer=TrainerSpeed(
@@ -62,8 +60,7 @@ def calibrate(observed: Observed, machine: Machine, *, lengths: Lengths | None =
             slots=slots,
             queue=settings["fleet.queue"],
             chunk=settings["fleet.decode_chunk"],
-            step_seconds=max(1e-9, observed.generator_seconds * slots / 4 / tokens),
-            widths=widths(slots) if settings["fleet.engine"] == "jax" else (),
+            step_seconds=1.0,
         ),
         servers=observed.servers,
         lengths=lengths or observed.lengths,
@@ -71,27 +68,77 @@ def calibrate(observed: Observed, machine: Machine, *, lengths: Lengths | None =
         machine=machine,
     )
     first, steps = simulated_steps(scenario, recipe.max_off_policy_steps, STEPS)
+    start = np.array([1.0, 1.0, _STEPS_PART, 1 - _STEPS_PART]) * _of_run(observed)
     best: Calibration | None = None
-    for _ in range(ROUNDS):
-        scenario = dataclasses.replace(scenario, trainer=_on_cores(scenario.trainer, observed, machine))
-        simulation = Simulation(scenario, steps=steps, seed=seed)
-        found = simulation.run(first)
-        plain, behind = simulation.update_seconds(first)
-        decoding = found.generator_busy * found.servers * found.seconds / found.steps
-        pairs = {
-            "update": (plain, observed.update_seconds),
-            "update behind an evaluation": (behind, observed.update_behind_seconds),
-            "decoding": (decoding, observed.generator_seconds),
-            "evaluation": (found.evaluation_seconds, observed.evaluation_seconds),
-        }
-        errors = {name: a / b - 1 for name, (a, b) in pairs.items() if a > 0 and b > 0}
+
+    def off(speeds: np.ndarray) -> np.ndarray:
+        """[4] log of simulated over measured, 0 where nothing was measured."""
+        nonlocal best
+        tried = _with(scenario, speeds * start, observed, machine)
+        errors = _errors(tried, observed, steps=steps, first=first, seed=seed)
         if best is None or _furthest(errors) < _furthest(best.errors):
-            best = Calibration(scenario, errors)
+            best = Calibration(tried, errors)
         if _furthest(errors) <= CLOSE:
-            break
-        scenario = _corrected(scenario, errors, observed, taken=simulation.training_slots())
+            raise StopIteration
+        return np.array([math.log1p(errors.get(name, 0.0)) for name in FITTED])
+
+    with contextlib.suppress(StopIteration):
+        speeds = np.ones(len(FITTED))
+        for _ in range(_FIRST_ROUNDS):
+            update, behind, decoding, evaluation = np.exp(-off(speeds))
+            completion = math.sqrt(decoding * evaluation) if observed.evaluation_seconds else decoding
+            speeds = np.clip(speeds * [update, behind, completion, completion], 2 * _LEAST, _MOST / 2)
+        scipy.optimize.least_squares(
+            off, speeds, bounds=(_LEAST, _MOST), diff_step=_PROBE, max_nfev=_ROUNDS, x_scale="jac"
+        )
     assert best is not None
     return best
+
+
+def _of_run(observed: Observed) -> np.ndarray:
+    """[4] seconds that the fit begins with, but for what a completion is made up of."""
+    recipe = observed.recipe
+    completion = max(1e-9, observed.generator_seconds) / (recipe.prompts_per_step * recipe.group_size)
+    behind = max(0.1 * observed.update_seconds, observed.update_behind_seconds - observed.update_seconds)
+    return np.array([observed.update_seconds, behind, completion, completion])
+
+
+def _with(scenario: Scenario, seconds: np.ndarray, observed: Observed, machine: Machine) -> Scenario:
+    """seconds: [4] of an update, more behind an evaluation, of a completion's decode steps with all slots taken, of a
+    completion beside them."""
+    update, behind, sampling, completion = seconds.tolist()
+    server, recipe = scenario.server, scenario.recipe
+    trainer = dataclasses.replace(
+        scenario.trainer,
+        update_seconds=update,
+        behind_seconds=behind if observed.update_behind_seconds else 0.0,
+    )
+    alone = not recipe.evaluation_every or not observed.evaluation_seconds
+    return dataclasses.replace(
+        scenario,
+        trainer=_on_cores(trainer, observed, machine),
+        server=dataclasses.replace(
+            server,
+            step_seconds=(sampling + completion * alone) * server.slots / observed.lengths.mean,
+            completion_seconds=0.0 if alone else completion,
+        ),
+    )
+
+
+def _errors(scenario: Scenario, observed: Observed, *, steps: int, first: int, seed: int) -> dict[str, float]:
+    """Of FITTED: simulated over measured, less 1."""
+    simulation = Simulation(scenario, steps=steps, seed=seed)
+    found = simulation.run(first)
+    plain, behind = simulation.update_seconds(first)
+    decoding = found.generator_busy * found.servers * found.seconds / found.steps
+    measured = (
+        observed.update_seconds,
+        observed.update_behind_seconds,
+        observed.generator_seconds,
+        observed.evaluation_seconds,
+    )
+    simulated = (plain, behind, decoding, found.evaluation_seconds)
+    return {name: a / b - 1 for name, a, b in zip(FITTED, simulated, measured, strict=True) if a > 0 and b > 0}
 
 
 def _furthest(errors: dict[str, float]) -> float:
@@ -99,47 +146,23 @@ def _furthest(errors: dict[str, float]) -> float:
 
 
 def _on_cores(trainer: TrainerSpeed, observed: Observed, machine: Machine) -> TrainerSpeed:
-    """What the trainer's process took of the cores is the updates' and that of the completions taken in."""
+    """What the trainer's process took of the cores is the updates' and that of the completions taken in.
+
+    With a step's n completions, an evaluation's m, an update of u seconds and b more behind an evaluation:
+
+        taken in a step                  cores * u       + n * each
+        taken in one behind, besides     cores * b       + m * each
+    """
     recipe, most = observed.recipe, machine.for_trainer
-    if not math.isfinite(most):
-        return trainer
-    asked, each = recipe.evaluation_prompts * recipe.evaluation_samples, 0.0
-    if observed.cores_behind_seconds and asked:
-        more = trainer.behind_seconds * trainer.cores
-        each = max(0.0, observed.cores_behind_seconds - observed.cores_seconds - more) / asked
-    update = observed.cores_seconds - each * recipe.prompts_per_step * recipe.group_size
-    cores = update / trainer.update_seconds if observed.cores_seconds else most
-    return dataclasses.replace(trainer, completion_seconds=each, cores=min(most, max(0.1, cores)))
-
-
-def _corrected(scenario: Scenario, errors: dict[str, float], observed: Observed, *, taken: float) -> Scenario:
-    """taken: slots, mean over the chunks in training."""
-
-    def by(name: str) -> float:
-        return min(_SLOWEST, max(_FASTEST, 1 / (1 + errors.get(name, 0.0)))) ** _DAMPED
-
-    def missing(name: str, measured: float) -> float:
-        return -errors.get(name, 0.0) * measured * _DAMPED
-
-    server, trainer = scenario.server, scenario.trainer
-    few = next((width for width in server.widths if width >= taken), taken)
-    sparse = (server.step_seconds + few * server.slot_seconds) * by("decoding")
-    full = (server.step_seconds + server.slots * server.slot_seconds) * by("evaluation")
-    most = 0.95 * sparse / max(1.0, few)  # a step costs something even with nothing in it
-    each = (full - sparse) / (server.slots - few) if "evaluation" in errors and server.slots > few else 0.0
-    beside = trainer.evaluation_seconds
-    if not 0 < each < most or beside:
-        beside = max(0.0, beside + missing("evaluation", observed.evaluation_seconds))
-    each = min(max(0.0, each), most)
-    alone = trainer.update_seconds * by("update")
-    behind = (trainer.update_seconds + trainer.behind_seconds) * by("update behind an evaluation") - alone
-    return dataclasses.replace(
-        scenario,
-        server=dataclasses.replace(server, step_seconds=sparse - few * each, slot_seconds=each),
-        trainer=dataclasses.replace(
-            trainer,
-            update_seconds=alone,
-            behind_seconds=max(0.0, behind) if observed.update_behind_seconds else 0.0,
-            evaluation_seconds=beside,
-        ),
+    if not math.isfinite(most) or not observed.cores_seconds:
+        return dataclasses.replace(trainer, cores=most if math.isfinite(most) else 1.0)
+    step, evaluation = (
+        recipe.prompts_per_step * recipe.group_size,
+        recipe.evaluation_prompts * recipe.evaluation_samples,
     )
+    part = step / evaluation if observed.cores_behind_seconds and evaluation else 0.0
+    besides = observed.cores_behind_seconds - observed.cores_seconds
+    seconds = max(0.1 * trainer.update_seconds, trainer.update_seconds - part * trainer.behind_seconds)
+    cores = min(most, max(0.1, (observed.cores_seconds - part * besides) / seconds))
+    each = max(0.0, besides - cores * trainer.behind_seconds) / evaluation if part else 0.0
+    return dataclasses.replace(trainer, completion_seconds=each, cores=cores)

@@ -18,7 +18,7 @@ from scalerl_jax import config_check
 from scalerl_jax.cli import entry
 from scalerl_jax.cli import twin_flags as given
 from scalerl_jax.config_io import GivenConfig
-from scalerl_jax.planning.twin.calibrate import Calibration, calibrate, widths
+from scalerl_jax.planning.twin.calibrate import Calibration, calibrate
 from scalerl_jax.planning.twin.choose import choose, sweep
 from scalerl_jax.planning.twin.lengths import Lengths, parse_quantiles
 from scalerl_jax.planning.twin.observed import Observed, observe, recipe_of
@@ -130,19 +130,20 @@ def _changed(scenario: Scenario) -> Scenario:
     """With the speeds that flags give in the place of the run's."""
     server, trainer = scenario.server, scenario.trainer
     if given.SLOTS.value is not None:
-        shape = widths(given.SLOTS.value) if server.widths else ()
-        server = dataclasses.replace(server, slots=given.SLOTS.value, widths=shape)
-    fixed = given.FIXED_SHARE.value
-    whole = server.step_seconds + server.slots * server.slot_seconds
+        server = dataclasses.replace(server, slots=given.SLOTS.value)
+    fixed, length = given.FIXED_SHARE.value, scenario.lengths.mean
     if fixed is not None:
+        whole = server.slots / server.tokens_per_second(length)
         server = dataclasses.replace(
-            server, step_seconds=fixed * whole, slot_seconds=(1 - fixed) * whole / server.slots
+            server,
+            step_seconds=fixed * whole,
+            slot_seconds=(1 - fixed) * whole / server.slots,
+            completion_seconds=0.0,
         )
     if given.TOKENS_PER_SECOND.value is not None:
-        faster = given.TOKENS_PER_SECOND.value / server.tokens_per_second()
-        server = dataclasses.replace(
-            server, step_seconds=server.step_seconds / faster, slot_seconds=server.slot_seconds / faster
-        )
+        faster = given.TOKENS_PER_SECOND.value / server.tokens_per_second(length)
+        each = {name: getattr(server, name) / faster for name in ("step_seconds", "slot_seconds", "completion_seconds")}
+        server = dataclasses.replace(server, **each)
     if given.PUSH_SECONDS.value is not None:
         server = dataclasses.replace(server, push_seconds=given.PUSH_SECONDS.value)
     if given.STEP_SECONDS.value is not None:
@@ -188,8 +189,8 @@ def _of_run(observed: Observed, found: Calibration, machine: Machine) -> list[st
         f"{observed.steps_per_hour:,.0f} steps per hour, completions of {observed.lengths.mean:,.0f} tokens",
         f"fitted to it: an update {_seconds(trainer.update_seconds)}"
         + (f" on {trainer.cores:.2f} cores" if math.isfinite(machine.for_trainer) else "")
-        + f", a decode step {_seconds(server.step_seconds)} and {_seconds(server.slot_seconds)} more for each slot, "
-        f"{server.tokens_per_second():,.0f} tokens/s with all slots taken",
+        + f", a decode step {_seconds(server.step_seconds)}, a completion {_seconds(server.completion_seconds)} beside "
+        f"its steps, {server.tokens_per_second(observed.lengths.mean):,.0f} tokens/s with all slots taken",
         "simulated against measured: "
         + ", ".join(f"{name} {100 * error:+.1f} %" for name, error in found.errors.items()),
     ]

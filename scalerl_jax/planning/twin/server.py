@@ -125,12 +125,13 @@ class SimulatedServer:
         self._pinned = 0  # sequences here whose request is pinned
         self._order = itertools.count()
         self._chunks = 0  # sampled
-        self.training_chunks = self.training_slots = 0  # outside of evaluations; slots taken, over these chunks
+        self.sampled: collections.Counter[str] = collections.Counter()  # chunks in training, or in an evaluation
+        self.ended: collections.Counter[str] = collections.Counter()  # completions, likewise
         self._swaps: list[tuple[int, int]] = []  # (chunks sampled before, version), rising
         self._staged: tuple[int, Callable[[], None]] | None = None
         self._prefix: tuple[RolloutRequest, int] | None = None  # whose prompt is computed, and by which version
         self._job: Job | None = None
-        self._stretch = (0.0, 0.0, 0)  # of the job: prefill seconds, seconds a chunk, chunks
+        self._stretch = (0.0, 0.0, 0)  # of the job: seconds until it samples, seconds a chunk, chunks
         self._counted_at = 0.0
 
     # ---- what the fleet's evaluations do with it
@@ -186,29 +187,29 @@ class SimulatedServer:
             self.count()
             self._begin(0.0, 0)
         elif self._swap_is_due() or (self._waiting and len(self._running) < self.speed.slots):
-            prefill, chunk, chunks = self._stretch
-            begun = math.floor(max(0.0, self._cores.worked(self._job) - prefill) / chunk * (1 + 1e-12)) + 1
+            entering, chunk, chunks = self._stretch
+            begun = math.floor(max(0.0, self._cores.worked(self._job) - entering) / chunk * (1 + 1e-12)) + 1
             if begun < chunks:
-                self._stretch = prefill, chunk, begun
-                self._cores.shorten(self._job, prefill + begun * chunk)
+                self._stretch = entering, chunk, begun
+                self._cores.shorten(self._job, entering + begun * chunk)
 
     # ---- turns
 
-    def _begin(self, prefill: float, chunks: int) -> None:
+    def _begin(self, entering: float, chunks: int) -> None:
         seconds = self.speed.chunk_seconds(len(self._running)) if chunks else 1.0
-        self._stretch = prefill, seconds, chunks
-        self._job = self._cores.start(prefill + chunks * seconds, self.speed.cores, self._ended)
+        self._stretch = entering, seconds, chunks
+        self._job = self._cores.start(entering + chunks * seconds, self.speed.cores, self._ended)
 
     def _ended(self) -> None:
         self.count()
         self._job = None
         self._chunks += self._stretch[2]
-        if self.evaluation is None:
-            self.training_chunks += self._stretch[2]
-            self.training_slots += self._stretch[2] * len(self._running)
+        kind = "training" if self.evaluation is None else "evaluation"
+        self.sampled[kind] += self._stretch[2]
         while self._running and self._running[0][0] <= self._chunks:
             _, _, sequence = heapq.heappop(self._running)
             self._pinned -= sequence.request.pinned_step is not None
+            self.ended[kind] += 1
             self._deliver(self, sequence, self._completion(sequence))
         self._turn()
 
@@ -219,17 +220,18 @@ class SimulatedServer:
             self._swaps.append((self._chunks, step))
             held()
             self._changed()
-        prefills = 0
+        seconds = 0.0
         while self._waiting and len(self._running) < self.speed.slots:
             sequence = self._waiting.popleft()
             assert self.step is not None and self.step >= sequence.request.minimum_step
             if self._prefix != (sequence.request, self.step):
-                self._prefix, prefills = (sequence.request, self.step), prefills + 1
+                self._prefix, seconds = (sequence.request, self.step), seconds + self.speed.prefill_seconds
+            seconds += self.speed.completion_seconds
             sequence.first_chunk = self._chunks
             last = self._chunks + math.ceil(sequence.tokens / self.speed.chunk)
             heapq.heappush(self._running, (last, next(self._order), sequence))
         if self._running:
-            self._begin(prefills * self.speed.prefill_seconds, self._running[0][0] - self._chunks)
+            self._begin(seconds, self._running[0][0] - self._chunks)
 
     def _completion(self, sequence: Sequence) -> Completion:
         """With the versions that sampled it; its tokens are all the same one."""

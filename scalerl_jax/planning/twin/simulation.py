@@ -31,6 +31,7 @@ from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight
 
 _TOGETHER = 8  # completions: what the trainer takes in before it asks for more
+_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fall evenly between 0 and 1, however many there are
 _TYPICAL = 0.05  # of a completion's seconds in the running mean of the fleet
 
 
@@ -93,6 +94,7 @@ class Simulation:
             raise ValueError(f"servers={scenario.servers}: at least one generator is needed")
         self.scenario, self._steps = scenario, steps
         self._random = np.random.default_rng(seed)
+        self._turn = float(self._random.random())
         self.clock = Clock()
         alone = not math.isfinite(machine.cores)
         shared = Cores(self.clock, machine.cores, used=machine.used)
@@ -148,10 +150,10 @@ class Simulation:
         plain, behind = (sum(took) / max(1, len(took)) for took in found)
         return plain, behind
 
-    def training_slots(self) -> float:
-        """Taken, mean over the chunks outside of evaluations."""
-        chunks = sum(server.training_chunks for server in self.servers)
-        return sum(server.training_slots for server in self.servers) / max(1, chunks)
+    def chunks_of_a_completion(self, kind: str) -> float:
+        """In "training", or in an "evaluation": the fewer slots are taken, the more; 0: there was none."""
+        ended = sum(server.ended[kind] for server in self.servers)
+        return sum(server.sampled[kind] for server in self.servers) / ended if ended else 0.0
 
     def _work(self, seconds: float, cores: float) -> None:
         """The trainer's loop goes on when that is done."""
@@ -184,7 +186,7 @@ class Simulation:
             self._something()
             self._count(number, groups)
             began = self.clock.now
-            work = speed.update_seconds * float(self._random.choice(speed.spread))
+            work = speed.update_seconds * self._next_of(speed.spread)
             self._work(work + speed.behind_seconds * self._behind, speed.cores)
             yield True
             self._busy += self.clock.now - began
@@ -205,6 +207,11 @@ class Simulation:
                 self._stand_still(speed.checkpoint_seconds)
                 yield True
 
+    def _next_of(self, spread: tuple[float, ...]) -> float:
+        """Long and short ones take turns, so that the mean of a few steps is that of all."""
+        self._turn = (self._turn + _GOLDEN) % 1.0
+        return sorted(spread)[int(self._turn * len(spread))]
+
     def _evaluate(self, step: int) -> Iterator[bool]:
         """As run/evaluations.py: waits where that takes all servers."""
         recipe = self.scenario.recipe
@@ -224,9 +231,6 @@ class Simulation:
         while self.evaluations.current is not None:
             yield True
             self._approve()
-        if self.scenario.trainer.evaluation_seconds:
-            self._stand_still(self.scenario.trainer.evaluation_seconds)
-            yield True
         self._evaluation += self.clock.now - began
         self._behind = True
         self._evaluated.append((step, self.clock.now - began))

@@ -3,10 +3,11 @@
 Seconds are those of a part that has its machine to itself. What several processes on one machine do to each other is
 the simulation's to find (clock.py).
 
-    a turn of a server = prefills * prefill_seconds + chunk * (step_seconds + width * slot_seconds)
+    a turn of a server = prefills * prefill_seconds + entered * completion_seconds
+                         + chunk * (step_seconds + taken * slot_seconds)
 
-width: of the program that the taken slots fit into. step_seconds is most of it for a small or memory-bound model: a
-decode step reads all weights whether it samples one token or sixty-four.
+entered: completions that get a slot in it. taken: slots. step_seconds is most of a step for a small or memory-bound
+model: it reads all weights whether it samples one token or sixty-four.
 """
 
 import dataclasses
@@ -24,19 +25,18 @@ class ServerSpeed:
     queue: int  # completions that may wait there
     chunk: int  # decode steps between two looks at the queue and at the weights
     step_seconds: float  # of a decode step, however many slots are taken
-    slot_seconds: float = 0.0  # more for each slot of the width
-    widths: tuple[int, ...] = ()  # rising, the last is `slots`; (): as many as are taken
+    slot_seconds: float = 0.0  # more for each slot that is taken
     prefill_seconds: float = 0.0  # of a request: its prompt is computed once per version
+    completion_seconds: float = 0.0  # of a completion beside its steps: it gets a slot, is told of, sent
     push_seconds: float = 0.0  # from a version's publication until decoding may go on with it
     cores: float = 1.0  # that it keeps busy while it decodes
 
     def chunk_seconds(self, taken: int) -> float:
-        width = next((width for width in self.widths if width >= taken), taken)
-        return self.chunk * (self.step_seconds + width * self.slot_seconds)
+        return self.chunk * (self.step_seconds + taken * self.slot_seconds)
 
-    def tokens_per_second(self) -> float:
-        """With all slots taken."""
-        return self.slots * self.chunk / self.chunk_seconds(self.slots)
+    def tokens_per_second(self, length: float) -> float:
+        """With all slots taken, by completions of `length` tokens; without prefills."""
+        return 1 / (self.chunk_seconds(self.slots) / (self.slots * self.chunk) + self.completion_seconds / length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,6 @@ class TrainerSpeed:
     spread: tuple[float, ...] = (1.0,)  # of single updates, over the mean: one of these at a time
     between_seconds: float = 0.0  # of a step: what is written down, until it waits for the next batch
     completion_seconds: float = 0.0  # on one core, to take in and score a completion; one after another
-    evaluation_seconds: float = 0.0  # of an evaluation: what it takes beside sampling
     behind_seconds: float = 0.0  # more of the update right behind one: the page is drawn, a checkpoint is written
     checkpoint_seconds: float = 0.0  # the loop stands still for a checkpoint
     cores: float = 1.0  # that an update keeps busy

@@ -10,7 +10,7 @@ import pytest
 from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import leaves
-from scalerl_jax.planning.twin.calibrate import calibrate, widths
+from scalerl_jax.planning.twin.calibrate import calibrate
 from scalerl_jax.planning.twin.choose import choose, sweep
 from scalerl_jax.planning.twin.lengths import Quantiles
 from scalerl_jax.planning.twin.observed import observe, recipe_of
@@ -33,12 +33,12 @@ def config() -> Config:
     made = Config(max_steps=120)
     made.rollout.prompts_per_step, made.rollout.group_size = 8, 4
     made.fleet.slots, made.fleet.queue = 32, 64
-    made.evaluation.every, made.evaluation.prompts, made.evaluation.samples = 5, 24, 4
+    made.evaluation.every, made.evaluation.prompts, made.evaluation.samples = 5, 100, 4
     return made
 
 
-def truth(machine: Machine, *, slot_seconds: float = 0.0, servers: int = 2) -> Scenario:
-    server = ServerSpeed(slots=32, queue=64, chunk=8, step_seconds=0.008, slot_seconds=slot_seconds, widths=widths(32))
+def truth(machine: Machine, *, servers: int = 2) -> Scenario:
+    server = ServerSpeed(slots=32, queue=64, chunk=8, step_seconds=0.008, completion_seconds=0.01)
     recipe = recipe_of(leaves(config()))
     return Scenario(recipe=recipe, trainer=TRAINER, server=server, servers=servers, lengths=LENGTHS, machine=machine)
 
@@ -55,7 +55,9 @@ def test_the_speeds_that_a_run_was_made_with_are_found_in_it(tmp_path, machine):
     found = calibrate(observed, machine)
     assert all(abs(error) <= 0.08 for error in found.errors.values()), found.errors
     trainer, server = found.scenario.trainer, found.scenario.server
-    assert server.tokens_per_second() == pytest.approx(made.server.tokens_per_second(), rel=0.15)
+    rates = [speed.tokens_per_second(LENGTHS.mean) for speed in (server, made.server)]
+    # Fewer cores for each, or more to do for a completion: on shared cores both look much alike.
+    assert rates[0] == pytest.approx(rates[1], rel=0.25 if math.isfinite(machine.cores) else 0.15)
     if math.isfinite(machine.for_trainer):
         # Few cores for long or many for a short time: what the two come to is found.
         assert trainer.update_seconds * trainer.cores == pytest.approx(0.5 * 1.5, rel=0.15)

@@ -14,8 +14,9 @@ from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Proces
 from scalerl_jax.rollouts.pacing import Pipeline
 
 SPEED = ServerSpeed(
-    slots=6, queue=100, chunk=4, step_seconds=0.01, slot_seconds=0.002, widths=(2, 4, 6), prefill_seconds=0.03
-)
+    slots=6, queue=100, chunk=4, step_seconds=0.01, slot_seconds=0.002, prefill_seconds=0.03,
+    completion_seconds=0.007,
+)  # fmt: skip
 Arrivals = list[tuple[float, list[int]]]  # (when, tokens of each completion of the group)
 
 
@@ -72,9 +73,9 @@ def turn_by_turn(arrivals: Arrivals, swaps: list[float]) -> dict[tuple[int, int]
             number, index, tokens = waiting.pop(0)
             if prefix != (number, version):
                 prefix, seconds = (number, version), seconds + SPEED.prefill_seconds
+            seconds += SPEED.completion_seconds
             running.append([number, index, tokens, []])
-        width = next(width for width in SPEED.widths if width >= len(running))
-        now += seconds + SPEED.chunk * (SPEED.step_seconds + width * SPEED.slot_seconds)
+        now += seconds + SPEED.chunk * (SPEED.step_seconds + len(running) * SPEED.slot_seconds)
         for one in running:
             one[3] += [version] * min(SPEED.chunk, one[2] - len(one[3]))
         for number, index, tokens, steps in [one for one in running if len(one[3]) == one[2]]:

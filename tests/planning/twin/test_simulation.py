@@ -67,18 +67,18 @@ class TestByHand:
         recipe = dataclasses.replace(
             RECIPE, evaluation_every=5, evaluation_prompts=12, evaluation_samples=8, max_buffered_batches=0.0
         )
-        trainer = TrainerSpeed(update_seconds=2 * WAVE, evaluation_seconds=0.5)
+        trainer = TrainerSpeed(update_seconds=2 * WAVE)
         found = simulate(scenario(recipe=recipe, trainer=trainer), steps=30, first=10)
         # 96 completions in 32 slots; what was asked for in training is sampled by then.
-        assert 3 * WAVE + 0.5 <= found.evaluation_seconds <= 3 * WAVE + 0.5 + CHUNK * 0.026
+        assert 3 * WAVE <= found.evaluation_seconds <= 3 * WAVE + CHUNK * 0.026
         assert found.trainer_evaluation + found.trainer_busy + found.trainer_idle == pytest.approx(1)
         assert found.generator_evaluation == pytest.approx(found.trainer_evaluation, rel=0.2)
 
-    def test_a_width_costs_what_it_has_and_not_what_is_taken(self):
-        wide = dataclasses.replace(SERVER, widths=(8, 64), slots=64)
-        assert wide.chunk_seconds(5) == pytest.approx(CHUNK * (0.01 + 8 * 0.001))
-        assert wide.chunk_seconds(9) == pytest.approx(CHUNK * (0.01 + 64 * 0.001))
-        assert SERVER.tokens_per_second() == pytest.approx(32 / (0.01 + 32 * 0.001))
+    def test_a_chunk_costs_what_is_taken_and_a_completion_its_own(self):
+        assert SERVER.chunk_seconds(5) == pytest.approx(CHUNK * (0.01 + 5 * 0.001))
+        assert SERVER.tokens_per_second(40) == pytest.approx(SLOTS / (0.01 + SLOTS * 0.001))
+        dear = dataclasses.replace(SERVER, completion_seconds=0.04)
+        assert dear.tokens_per_second(40) == pytest.approx(1 / ((0.01 + SLOTS * 0.001) / SLOTS + 0.001))
 
     def test_a_prompt_is_computed_once_a_group(self):
         slow = dataclasses.replace(SERVER, prefill_seconds=0.1)
