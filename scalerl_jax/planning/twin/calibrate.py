@@ -45,6 +45,10 @@ class Calibration:
     errors: dict[str, float]  # what was fitted -> simulated over measured, less 1
 
 
+class _Near(Exception):
+    """All is close enough."""
+
+
 def calibrate(observed: Observed, machine: Machine, *, lengths: Lengths | None = None, seed: int = 0) -> Calibration:
     """lengths: other ones than the run's (None: its own). Raises ValueError where the machine cannot be."""
     settings, recipe = observed.settings, observed.recipe
@@ -79,10 +83,10 @@ def calibrate(observed: Observed, machine: Machine, *, lengths: Lengths | None =
         if best is None or _furthest(errors) < _furthest(best.errors):
             best = Calibration(tried, errors)
         if _furthest(errors) <= CLOSE:
-            raise StopIteration
+            raise _Near
         return np.array([math.log1p(errors.get(name, 0.0)) for name in FITTED])
 
-    with contextlib.suppress(StopIteration):
+    with contextlib.suppress(_Near):
         speeds = np.ones(len(FITTED))
         for _ in range(_FIRST_ROUNDS):
             update, behind, decoding, evaluation = np.exp(-off(speeds))
@@ -156,10 +160,8 @@ def _on_cores(trainer: TrainerSpeed, observed: Observed, machine: Machine) -> Tr
     recipe, most = observed.recipe, machine.for_trainer
     if not math.isfinite(most) or not observed.cores_seconds:
         return dataclasses.replace(trainer, cores=most if math.isfinite(most) else 1.0)
-    step, evaluation = (
-        recipe.prompts_per_step * recipe.group_size,
-        recipe.evaluation_prompts * recipe.evaluation_samples,
-    )
+    step = recipe.prompts_per_step * recipe.group_size
+    evaluation = recipe.evaluation_prompts * recipe.evaluation_samples
     part = step / evaluation if observed.cores_behind_seconds and evaluation else 0.0
     besides = observed.cores_behind_seconds - observed.cores_seconds
     seconds = max(0.1 * trainer.update_seconds, trainer.update_seconds - part * trainer.behind_seconds)

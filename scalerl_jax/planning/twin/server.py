@@ -125,8 +125,6 @@ class SimulatedServer:
         self._pinned = 0  # sequences here whose request is pinned
         self._order = itertools.count()
         self._chunks = 0  # sampled
-        self.sampled: collections.Counter[str] = collections.Counter()  # chunks in training, or in an evaluation
-        self.ended: collections.Counter[str] = collections.Counter()  # completions, likewise
         self._swaps: list[tuple[int, int]] = []  # (chunks sampled before, version), rising
         self._staged: tuple[int, Callable[[], None]] | None = None
         self._prefix: tuple[RolloutRequest, int] | None = None  # whose prompt is computed, and by which version
@@ -204,12 +202,9 @@ class SimulatedServer:
         self.count()
         self._job = None
         self._chunks += self._stretch[2]
-        kind = "training" if self.evaluation is None else "evaluation"
-        self.sampled[kind] += self._stretch[2]
         while self._running and self._running[0][0] <= self._chunks:
             _, _, sequence = heapq.heappop(self._running)
             self._pinned -= sequence.request.pinned_step is not None
-            self.ended[kind] += 1
             self._deliver(self, sequence, self._completion(sequence))
         self._turn()
 

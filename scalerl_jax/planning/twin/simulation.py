@@ -150,11 +150,6 @@ class Simulation:
         plain, behind = (sum(took) / max(1, len(took)) for took in found)
         return plain, behind
 
-    def chunks_of_a_completion(self, kind: str) -> float:
-        """In "training", or in an "evaluation": the fewer slots are taken, the more; 0: there was none."""
-        ended = sum(server.ended[kind] for server in self.servers)
-        return sum(server.sampled[kind] for server in self.servers) / ended if ended else 0.0
-
     def _work(self, seconds: float, cores: float) -> None:
         """The trainer's loop goes on when that is done."""
         self._working = True
