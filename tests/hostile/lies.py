@@ -3,10 +3,13 @@
     Lie           one faulty server: its three calls, each given the genuine one to lean on
     LieInterceptor   puts a Lie between gRPC and a real RolloutService
 
-A lie begins when the server has delivered `after` completions for training; probes are always answered truly, or else
-hardly any lie would get past the meeting.
+A lie begins when the server has delivered `after` completions for training, or long after its first probe, since a
+trainer may ask others for all it needs; probes are always answered truly, or else hardly any lie would get past the
+meeting.
 """
 
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -22,13 +25,15 @@ Push = Callable[[Context], Awaitable[None]]
 
 class Lie:
     after = 4  # completions delivered for training, before it begins
+    patience = 30.0  # seconds after the first probe
 
     def __init__(self) -> None:
         self.delivered = 0
+        self.probed_at = math.inf
 
     @property
     def lies(self) -> bool:
-        return self.delivered >= self.after
+        return self.delivered >= self.after or time.monotonic() > self.probed_at + self.patience
 
     async def status(self, reply: pb.StatusReply, context: Context) -> pb.StatusReply | bytes:
         """What is answered instead of `reply`, which is true."""
@@ -83,6 +88,7 @@ class LieInterceptor(grpc.aio.ServerInterceptor):
 
         async def generate(request: pb.GenerateRequest, context: Context) -> None:
             if not request.group_id.startswith("train/"):
+                lie.probed_at = min(lie.probed_at, time.monotonic())
                 await handler.unary_stream(request, context)
                 return
             counting = _Counting(context, lie)
