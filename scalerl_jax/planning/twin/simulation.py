@@ -94,7 +94,7 @@ class Simulation:
             raise ValueError(f"servers={scenario.servers}: at least one generator is needed")
         self.scenario, self._steps = scenario, steps
         self._random = np.random.default_rng(seed)
-        self._turn = float(self._random.random())
+        self._turn, self._spread = float(self._random.random()), sorted(scenario.trainer.spread)
         self.clock = Clock()
         alone = not math.isfinite(machine.cores)
         shared = Cores(self.clock, machine.cores, used=machine.used)
@@ -181,7 +181,7 @@ class Simulation:
             self._something()
             self._count(number, groups)
             began = self.clock.now
-            work = speed.update_seconds * self._next_of(speed.spread)
+            work = speed.update_seconds * self._next_spread()
             self._work(work + speed.behind_seconds * self._behind, speed.cores)
             yield True
             self._busy += self.clock.now - began
@@ -202,10 +202,10 @@ class Simulation:
                 self._stand_still(speed.checkpoint_seconds)
                 yield True
 
-    def _next_of(self, spread: tuple[float, ...]) -> float:
+    def _next_spread(self) -> float:
         """Long and short ones take turns, so that the mean of a few steps is that of all."""
         self._turn = (self._turn + _GOLDEN) % 1.0
-        return sorted(spread)[int(self._turn * len(spread))]
+        return self._spread[int(self._turn * len(self._spread))]
 
     def _evaluate(self, step: int) -> Iterator[bool]:
         """As run/evaluations.py: waits where that takes all servers."""
