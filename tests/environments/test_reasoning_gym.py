@@ -60,16 +60,14 @@ def test_its_own_answers_are_right_and_others_are_not():
         pool.close()
 
 
-EACH = 4  # 1: all 106, 5 minutes on two quiet cores
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # a process for the rows of each
-def test_data_sets_call_their_own_answers_right():
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.long), 12], ids=["all 106", "one of twelve"])
+def test_data_sets_call_their_own_answers_right(each):
     from reasoning_gym.factory import DATASETS  # takes seconds
 
     config, wrong = Config(), []
-    for name in sorted(DATASETS)[::EACH]:
+    for name in sorted(DATASETS)[::each]:
         options = {"datasets": [{"name": "chain_sum", "weight": 1.0}]} if name == "composite" else {}
         config.mixture[name] = config_of(name, train=2, held_out=1, **options).environment
     config.evaluation.prompts = 1

@@ -23,7 +23,7 @@ from tests.support.servers import ServerProcess, tiny_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SEEDS = (1, 2, 3)
+SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3)))
 UPDATES, LAST_EVENT, EVENTS = 30, 18, 5  # it must not be over before all has happened
 LIARS = 3
 

@@ -44,7 +44,13 @@ def reached(run: Run, step: int) -> bool:
     return read(run.path("lock")).strip() == str(run.process.pid) and len(run.metrics) >= step
 
 
-@pytest.mark.parametrize("beside", [0, 1], ids=["evaluations stop training", "evaluations beside training"])
+@pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param(0, id="evaluations stop training", marks=pytest.mark.long),
+        pytest.param(1, id="evaluations beside training"),
+    ],
+)
 def test_runs_told_to_stop_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start, beside):
     flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", f"--config.evaluation.servers={beside}"]
     flags += ["--config.checkpoint.every=1000"]  # what is saved is saved for a signal

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from scalerl_jax.rollouts.parity.logprob_parity import GROSS
 from tests.support.runs import config_of
 from tests.support.servers import serve
 
@@ -62,10 +63,13 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
     assert sum(row["parity"]["taken_back"] for row in rows) > 0
     trained = [row for row in rows if "ratio" in row]
     assert len(trained) > 8
-    for row in trained:
-        if LIES[lie] == "gross":  # nothing of what it said then was trained on
-            assert 0.9 < row["ratio"] < 1.1 and row["mismatch_max"] < 3, row["step"]
     gone = next(n for n, row in enumerate(rows) if row["parity"]["sent_away"])
+    if LIES[lie] == "gross":  # no group of what it said then was trained on
+        # But for those it was at when it began, two at most: of them it had said enough honestly to be within GROSS.
+        begun = [row["step"] for row in trained if row["mismatch_max"] >= 3]
+        assert len(begun) <= 2 and all(step <= rows[gone]["step"] for step in begun), begun
+        for row in trained:
+            assert abs(row["ratio"] - 1) < (GROSS if row["step"] in begun else 0.1), row["step"]
     assert all(set(row["servers"]) <= {honest[0]} for row in rows[gone:])
 
 
