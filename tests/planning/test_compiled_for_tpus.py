@@ -87,8 +87,8 @@ def test_slices_send_gradients_over_the_network(tmp_path):
 
 @pytest.mark.timeout(SECONDS + 100)
 def test_what_does_not_fit_is_compiled_with_fewer_rows(tmp_path):
-    shape = small(tmp_path, layers=8)
-    flags = (CONFIG, "--topology=v5e:2x2", shape, "--config.learner.micro_batch_rows=512", "--compiles=2", *SHORT)
+    shape = small(tmp_path, layers=2)
+    flags = (CONFIG, "--topology=v5e:2x2", shape, "--config.learner.micro_batch_rows=1024", "--compiles=2", *SHORT)
     found, said = plan(tmp_path / "plan.json", *flags, seconds=SECONDS)
     assert not found["plan"]["fits"] and found["chosen"]["fits"] and found["chosen"]["compiled"]
     assert "does not fit, by" in said and "the nearest that fits: --config.learner.fsdp=" in said
