@@ -19,7 +19,7 @@ FLEET = {
     "fleet.status_seconds": 2,
     "fleet.silence_seconds": 4,  # on a machine that does other things too
 }
-TINY = {"max_steps": 150, "evaluation.every": 50}
+TINY = {"max_steps": 200, "evaluation.every": 50}
 SHORTENED = {
     "max_steps": 40,
     "optimizer.warmup_steps": 20,
@@ -30,9 +30,10 @@ SHORTENED = {
 }
 
 
-def wild_run(run: Run) -> Run:
+def wild_run(run: Run, *, every: float) -> Run:
+    """every: seconds."""
     run.until(lambda: run.metrics, "the first update")
-    with Chaos(run.process.pid, every=4.0, frozen_seconds=7.0, progress=lambda: len(run.metrics)) as chaos:
+    with Chaos(run.process.pid, every=every, frozen_seconds=7.0, progress=lambda: len(run.metrics)) as chaos:
         run.finish()
     assert chaos.count("kill") >= 3 and chaos.count("freeze") >= 3, chaos.events
     # It was noticed, and survived.
@@ -48,7 +49,7 @@ def flags_of(fields: dict[str, object]) -> list[str]:
 
 def test_a_server_dies_or_hangs_every_few_seconds(tmp_path, flags, start):
     flags = [*flags, *flags_of({**FLEET, **TINY})]
-    run = wild_run(start(tmp_path, *flags))
+    run = wild_run(start(tmp_path, *flags), every=2.5)
     check(run.metrics, run.rows("evals.jsonl"), config_of(flags))
 
 
@@ -63,7 +64,7 @@ def test_and_the_quickstart_learns_as_if_none_did(tmp_path, start):
         override(config, name, str(value))
     flags = [f"--config={QUICKSTART}", *flags_of(fields)]
     calm = start(tmp_path / "calm", *flags).finish()
-    wild = wild_run(start(tmp_path / "wild", *flags))
+    wild = wild_run(start(tmp_path / "wild", *flags), every=4.0)
     for run in (calm, wild):
         check(run.metrics, run.rows("evals.jsonl"), config)
     before, after = (run.rows("evals.jsonl")[0]["pass_rate"] for run in (calm, wild))
