@@ -176,21 +176,32 @@ class RolloutConfig:
 
 @dataclasses.dataclass
 class ObjectiveConfig:
-    loss: Literal["cispo", "clip", "gspo"] = "cispo"  # of a token, as a function of its ratio and advantage
+    # of a token, as a function of its ratio and advantage
+    loss: Literal["cispo", "clip", "gspo", "reinforce"] = "cispo"
     max_ratio: Positive[float] = 5.0  # cispo: on the ratio itself
     clip_low: NotNegative[float] = 0.2  # clip, gspo: ratio in [1 - low, 1 + high]
     clip_high: NotNegative[float] = 0.26  # 0.2: GRPO; 0.26: DAPO
     aggregation: Literal["prompt", "sample", "token"] = "prompt"  # what counts once: a prompt, a completion or a token
-    # by whose standard deviation advantages are divided
-    advantage_normalization: Literal["batch", "prompt", "none"] = "batch"
+    # by whose standard deviation advantages are divided; maxrl: rewards are 1 and 0, divided by the prompt's mean
+    advantage_normalization: Literal["batch", "prompt", "none", "maxrl"] = "batch"
     # completions cut by the budget: exclude leaves them out of the loss, penalize gives -1
     truncated: Literal["exclude", "penalize"] = "exclude"
     filter_zero_variance: bool = True  # prompts whose completions are all right or all wrong are left out
-    tis_cap: NotNegative[float] = 0.0  # clip, gspo: cap on the ratio itself, whatever the advantage's sign; 0: off
+    # clip, gspo, reinforce: cap on the ratio itself, whatever the advantage's sign; 0: off
+    tis_cap: NotNegative[float] = 0.0
     icepop_low: NotNegative[float] = 0.0  # tokens with a ratio outside [low, high] are masked; 0 and 0: off
     icepop_high: NotNegative[float] = 0.0  # see icepop_low
     # tokens whose sampled probability moved further than this are masked; 0: off
     dppo_tv_threshold: NotNegative[float] = 0.0
+    # as dppo_tv_threshold (its paper: 0.15), less what the tokens before have used up beyond cppo_budget each
+    cppo_threshold: NotNegative[float] = 0.0
+    cppo_least_weight: Annotated[float, Above(0, up_to=1)] = 0.8  # how much the last token counts; the first: 1
+    cppo_budget: NotNegative[float] = 0.015  # probability that each token may move by, on average over those before
+    # the 90th percentile of the completion takes its place, between cppo_budget and twice that
+    cppo_budget_by_completion: bool = False
+    # times the KL to the policy that the run began with, added to the loss; 0: off, and it is not kept
+    reference_kl: NotNegative[float] = 0.0
+    entropy_bonus: NotNegative[float] = 0.0  # times the policy's entropy (nats), taken off the loss; 0: off
 
 
 @dataclasses.dataclass
@@ -202,6 +213,9 @@ class OptimizerConfig:
     epsilon: Positive[float] = 1e-15  # added to the root of the second mean
     weight_decay: NotNegative[float] = 0.01  # decoupled; not of biases and the norms' scales
     max_grad_norm: NotNegative[float] = 0.0  # global norm; 0: off
+    # effective sample size of the completions' importance ratios, as a share of them, below which a step's learning
+    # rate is times the root of how far below it is; 0: off
+    ess_reference: Share = 0.0
 
 
 @dataclasses.dataclass

@@ -38,6 +38,7 @@ from scalerl_jax.learner import booking
 from scalerl_jax.learner.batch import Batch, build, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.off_policy import off_policy_metrics
+from scalerl_jax.learner.optimizer import step_scale
 from scalerl_jax.learner.step import Pending, make_learner
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.hf import Tensors, load_hf
@@ -189,6 +190,7 @@ def main(config: Config) -> None:
                 folder.path("ledger.json"),
                 trainer_devices=jax.device_count(),
                 shape=ModelShape.of(decoder),
+                reference=config.objective.reference_kl > 0,
             )
 
         if lead is not None:
@@ -226,6 +228,8 @@ def main(config: Config) -> None:
                 learner.state = found.state
                 curriculum.restore(found.arrays)
                 folder.outrank(found.manifest["incarnation"])
+            if learner.layout.reference:  # the policy that the run began with, wherever it goes on
+                learner.keep_reference(load_hf(config.model.path, learner.mesh, learner.sync_dtype)[1])
         start = found.step if found else 0
         with entry.user_mistakes():
             folder.resume(start)
@@ -379,7 +383,11 @@ def main(config: Config) -> None:
                     break
                 # 2. Update. A batch in which no prompt survives changes nothing, but makes a version all the same.
                 with ledger.trainer("busy"), waits.working():
-                    sums = learner.apply(pending) if pending is not None else {}
+                    trained = {}
+                    if pending is not None:
+                        trained = off_policy_metrics(batch.segments, pending.logprobs())
+                        scale = step_scale(config.optimizer, trained["effective_sample_size_sequence"])
+                        trained |= per_token(learner.apply(pending, scale=scale)) | {"step_scale": scale}
                     ledger.trained([len(segment.tokens) for segment in batch.segments])
                     publish = versions.snapshot(step)
                 ledger.finished_groups(groups)
@@ -395,8 +403,7 @@ def main(config: Config) -> None:
                     groups,
                     batch,
                     {
-                        **(per_token(sums) if sums else {}),
-                        **(off_policy_metrics(batch.segments, pending.logprobs()) if pending is not None else {}),
+                        **trained,
                         **waits.take(),
                         **scrutiny.take(),
                         "pushes": sync_stats.take(),

@@ -123,6 +123,8 @@ def follow(*, rank: Rank, other: OtherHost, workdir: str, credentials: security.
             learner.start(load_hf(config.model.path, learner.mesh)[1])
         else:
             learner.state = found.state
+        if learner.layout.reference:
+            learner.keep_reference(load_hf(config.model.path, learner.mesh, learner.sync_dtype)[1])
         booked = booking.book(learner, longest=maximum_tokens, refuse=config.learner.too_little_memory == "refuse")
         print(f"host {rank.index} of {rank.count}: {booked}", file=sys.stderr)
         sender = _Sender(config, learner, rank, other, credentials)
@@ -164,7 +166,7 @@ def _loop(other: OtherHost, learner: Learner, checkpoints: Checkpoints, versions
             case "apply":
                 received.take(frame)
                 assert isinstance(pending, Pending)
-                learner.apply(pending)
+                learner.apply(pending, scale=frame.fields["scale"])
             case "score":
                 learner.score(received.take(frame)[0])
             case "version":

@@ -68,13 +68,18 @@ class Lead:
         """From here on what this learner does, those of the other hosts do too."""
         host_rows = learner.rows_of_hosts()
 
-        def tell(what: str, segments: Sequence[Segment | Elsewhere], beside: Sequence[Segment | Elsewhere]) -> None:
+        def tell(
+            what: str,
+            segments: Sequence[Segment | Elsewhere],
+            beside: Sequence[Segment | Elsewhere],
+            **fields: float,
+        ) -> None:
             every = [*segments, *beside]
             where = first_fit([positions_of(one) for one in every], length=learner.seq_len, beside=len(beside))
             for index in self._first.others:
                 rows = host_rows.get(index, set())
                 wanted = {place for place, (row, _) in enumerate(where) if row % learner.rows in rows}
-                for frame in frames(what, segments, beside, wanted):
+                for frame in frames(what, segments, beside, wanted, **fields):
                     self._first.tell(frame, to=index)
 
         learner.tell = tell

@@ -18,9 +18,13 @@ _FIELDS = ("tokens", "weights", "advantages", "generator_logprobs")
 
 
 def frames(
-    what: str, segments: Sequence[Segment | Elsewhere], beside: Sequence[Segment | Elsewhere], wanted: Collection[int]
+    what: str,
+    segments: Sequence[Segment | Elsewhere],
+    beside: Sequence[Segment | Elsewhere],
+    wanted: Collection[int],
+    **fields: float,
 ) -> Iterator[Frame]:
-    """wanted: the places of those that the host needs, counted over segments and beside."""
+    """wanted: the places of those that the host needs, counted over segments and beside. fields: told beside them."""
     every = [*segments, *beside]
     at, size, piece = [], 0, []  # places and segments of one frame
     for place in sorted(wanted):
@@ -34,7 +38,7 @@ def frames(
             at, size, piece = [], 0, []
     last = _frame(what, at, piece)
     lengths = [s.length if isinstance(s, Elsewhere) else len(s.tokens) for s in every]
-    yield Frame(what, {"beside": len(beside)}, {**last.arrays, "lengths": np.array(lengths, np.int64)})
+    yield Frame(what, {"beside": len(beside), **fields}, {**last.arrays, "lengths": np.array(lengths, np.int64)})
 
 
 def _frame(kind: str, at: Sequence[int], segments: Sequence[Segment]) -> Frame:

@@ -154,4 +154,5 @@ def per_token(sums: dict[str, Any]) -> dict[str, Any]:
         "ratio_max": sums["max_ratio"],
         # Kish's effective sample size of the importance ratios, as a share of the tokens.
         "effective_sample_size": sums["ratio"] ** 2 / max(1e-30, sums["ratio_squared"] * tokens),
+        **({"reference_kl": sums["reference_kl"] / tokens} if "reference_kl" in sums else {}),
     }

@@ -8,6 +8,7 @@ On each device, the most of
 
     state         float32 parameters and both moments: 12 bytes a parameter of this device's part
     sent          the weights in the sync dtype, as the last version had them
+    reference     likewise those that the run began with, beside all three, where the loss has a KL to them
 
 and on the host this process as it is, a copy of the state (a checkpoint on its way) and of a whole version. On a CPU
 the two are one memory. What the plan leaves out (code, scratch of kernels) was below a tenth where it was measured.
@@ -40,15 +41,16 @@ class Needs:
     temporaries: int  # of the worst micro-batch, beyond these
     ending: int  # of the optimizer's step, beyond these
     version: int  # the state and a whole version, on the host
+    reference: int = 0
 
     @property
     def kept(self) -> int:
         """What is there at every moment of an update."""
-        return self.state + self.gradient + self.sent
+        return self.state + self.reference + self.gradient + self.sent
 
     @property
     def device(self) -> int:
-        return max(self.kept + max(self.temporaries, self.ending), self.state + 2 * self.sent)
+        return max(self.kept + max(self.temporaries, self.ending), self.state + self.reference + 2 * self.sent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,7 @@ def needs_of(learner: Learner) -> Needs:
         temporaries=memory.working_bytes(batch),
         ending=memory.working_bytes(end),
         version=_on_host(state) + _on_host(params) // 4 * wire,
+        reference=sent if learner.layout.reference else 0,
     )
 
 
@@ -97,12 +100,13 @@ def _on_host(tree: Any) -> int:
 
 
 def forecast(learner: Learner) -> list[Booking]:
-    """Of each memory, with the state in it."""
+    """Of each memory, with the state and the reference policy in it."""
     needs, device = needs_of(learner), learner.mesh.local_devices[0]
     parts = {
         "state": needs.state,
         "gradient": needs.gradient,
         "weights sent": needs.sent,
+        **({"reference": needs.reference} if needs.reference else {}),
         "an update's temporaries": max(needs.temporaries, needs.ending),
     }
     resident, left = memory.resident(), memory.available()
@@ -111,8 +115,8 @@ def forecast(learner: Learner) -> list[Booking]:
     if device.platform == "cpu":
         # The devices of one process share its memory, and its state is in there already.
         devices = len(learner.mesh.local_devices)
-        needed = resident + devices * (needs.device - needs.state) + needs.version
-        parts = {"now": resident, **{name: devices * size for name, size in list(parts.items())[1:]}}
+        needed = resident + devices * (needs.device - needs.state - needs.reference) + needs.version
+        parts = {"now": resident, **{n: devices * size for n, size in parts.items() if n not in ("state", "reference")}}
         parts["a checkpoint and a version on their way"] = needs.version
         return [Booking("host", needed, available, parts)]
     host = Booking(

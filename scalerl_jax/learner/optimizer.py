@@ -2,8 +2,17 @@
 
 Weight decay leaves biases and the norms' scales alone (the paper does not say). The warm-up counts optimizer steps, so
 a batch with no surviving prompt does not advance it.
+
+Off by default, VCPO's step (arXiv 2602.17616): the learning rate of a step, weight decay included, is times
+
+    sqrt(min(1, ess / ess_reference))       ess = (sum s)^2 / (n sum s^2)
+
+over the n completions that are trained on, s their importance ratios, each the product of its tokens' (off_policy.py),
+whatever the loss caps. The moments take the gradient as it is. Its other half, a baseline of least variance, is left
+out.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -38,6 +47,13 @@ def from_config(config: OptimizerConfig, schedule: optax.Schedule | None = None)
         mask=decayed,
     )
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam) if config.max_grad_norm > 0 else adam
+
+
+def step_scale(config: OptimizerConfig, effective_sample_size: float) -> float:
+    """What the learning rate of a step is times; effective_sample_size: of its completions, as a share of them."""
+    if config.ess_reference == 0:
+        return 1.0
+    return math.sqrt(min(1.0, effective_sample_size / config.ess_reference))
 
 
 def abstract_state(optimizer: optax.GradientTransformation, params: Params, mesh: Mesh) -> optax.OptState:

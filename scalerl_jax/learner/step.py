@@ -3,7 +3,9 @@
     grads = 0;  for each micro-batch: grads += d loss / d params;  params, moments = adamw(grads)
 
 What `accumulate` computes of every token on its way, its log-prob, is there before `apply` is called: a batch may be
-looked at, and dropped, before anything has changed.
+looked at, and dropped, before anything has changed. Where the loss has a KL to the policy that the run began with,
+that policy is kept in the dtype that weights are sent in, which is what the forward pass rounds to anyway, and scores
+each micro-batch before it.
 
 Both are compiled once, for one shape, and overwrite what they carry (donated). The loss is a plain sum of weighted
 tokens, so the gradient is the same however the batch is packed, cut or laid out on the mesh. The state is one tree
@@ -36,12 +38,15 @@ from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import MESH_AXES, ROWS, make_mesh, row_shards
 from scalerl_jax.objective import policy_loss
 
+REFERENCE = "reference_logprobs"  # of a micro-batch, beside its arrays
 IN_FLIGHT = 2  # micro-batches that are computed, or wait for that: the device never waits for the next one
 
 State = dict[str, Any]
-Tell = Callable[[str, Sequence[Segment | Elsewhere], Sequence[Segment | Elsewhere]], None]
-# Of logp_train, logp_gen, advantages, weights, segment_ids, [rows, length] each: (loss, sums), as policy_loss
-Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, dict[str, Any]]]
+# What is about to be done, its segments and those beside, and by name what else there is to it.
+Tell = Callable[..., None]
+# Of logp_train, logp_gen, advantages, weights, segment_ids, [rows, length] each, and by name of reference and entropy:
+# (loss, sums), as policy_loss
+Loss = Callable[..., tuple[jax.Array, dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Layout:
     remat: str = "block"  # what is kept for the backward pass, as config.model.remat
     attention: str = "auto"  # what computes it, as config.model.attention
     router_replay: bool = False  # tokens go to the experts that their segment names
+    reference: bool = False  # the policy that the run began with is kept, and its log-probs are the loss's
+    entropy_gradient: bool = False  # the loss differentiates the entropy that it is given
 
 
 @dataclasses.dataclass
@@ -94,7 +101,7 @@ class Learner:
     """Owns the training state and the compiled functions over it.
 
     On several hosts every one of them calls the same methods in the same order; `tell` is called with what is about to
-    be done ("differentiate", "apply", "score"), with its segments and those beside.
+    be done ("differentiate", "apply", "score"), with its segments and those beside, and a step's scale.
     """
 
     def __init__(
@@ -124,7 +131,7 @@ class Learner:
             raise ValueError("config.rollout.router_replay: the model has no experts")
         self._routed = (decoder.layers, decoder.experts_per_token) if layout.router_replay else None
         self.compiled: tuple[Any, ...] = ()  # accumulate and apply, once they are
-        self.tell: Tell = lambda what, segments, beside: None
+        self.tell: Tell = lambda what, segments, beside, **fields: None
         # Called before each micro-batch of a gradient, no more than IN_FLIGHT ahead of the device. What it raises
         # leaves the state as it is: a batch need not be finished where there is no time for it.
         self.before_micro_batch: Callable[[], None] = lambda: None
@@ -148,7 +155,11 @@ class Learner:
             "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole),
         }
         self.shardings = jax.tree.map(lambda struct: struct.sharding, self.abstract_state)
+        self.abstract_reference = jax.tree.map(
+            lambda struct: jax.ShapeDtypeStruct(struct.shape, precision.sync, sharding=struct.sharding), abstract
+        )
         self.state: State = {}
+        self._reference: Params | None = None
 
         hidden_of = functools.partial(
             forward, config=decoder, precision=precision, max_segment=layout.max_segment, remat=layout.remat, mesh=mesh,
@@ -158,22 +169,27 @@ class Learner:
             token_logprobs, config=decoder, precision=precision, chunk=layout.logprob_chunk, mesh=mesh
         )
 
-        def score(params: Params, batch: dict[str, jax.Array], *, entropy: bool = False) -> Any:
-            return scored_and_routed(params, batch, entropy=entropy)[0]
+        def score(params: Params, batch: dict[str, jax.Array]) -> Any:
+            return scored_and_routed(params, batch, entropy=False)[0]
 
         def scored_and_routed(params: Params, batch: dict[str, jax.Array], *, entropy: bool) -> Any:
             hidden, counts = hidden_of(
                 params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"],
                 experts=batch.get("experts"), counted=True,
             )  # fmt: skip
-            return logprobs_of(params, hidden=hidden, targets=batch["targets"], entropy=entropy), counts
+            scored = logprobs_of(
+                params, hidden=hidden, targets=batch["targets"], entropy=entropy,
+                entropy_gradient=layout.entropy_gradient,
+            )  # fmt: skip
+            return scored, counts
 
         def loss_of(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, tuple[dict[str, Any], jax.Array]]:
             (logp, entropy), counts = scored_and_routed(params, batch, entropy=True)
             total, sums = loss(
-                logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"]
-            )
-            sums["entropy"] = jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0))
+                logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
+                reference=batch.get(REFERENCE), entropy=entropy,
+            )  # fmt: skip
+            sums["entropy"] = jax.lax.stop_gradient(jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0)))
             sums["loss"] = jax.lax.stop_gradient(total)
             return total, ({**sums, **counts}, jax.lax.stop_gradient(logp))
 
@@ -184,9 +200,9 @@ class Learner:
             sums = {k: jnp.maximum(v, parts[k]) if k.startswith("max_") else v + parts[k] for k, v in sums.items()}
             return (grads, sums), logp
 
-        def apply(state: State, grads: Params) -> tuple[State, jax.Array]:
+        def apply(state: State, grads: Params, scale: jax.Array) -> tuple[State, jax.Array]:
             updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-            params = optax.apply_updates(state["params"], updates)
+            params = optax.apply_updates(state["params"], jax.tree.map(lambda update: scale * update, updates))
             return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, optax.tree.norm(grads)
 
         def zeros(params: Params) -> Any:
@@ -197,13 +213,16 @@ class Learner:
             name: jax.ShapeDtypeStruct((rows, seq_len, *value.shape[2:]), value.dtype, sharding=batches)
             for name, value in pack([plain(np.zeros(2))], length=2, rows=1, routed=self._routed)[0][0].arrays().items()
         }
-        self._batch_shape = batch_shape
-        names = jax.eval_shape(lambda p, b: loss_of(p, b)[1][0], abstract, batch_shape)
+        self._batch_shape, self._loss_shape = batch_shape, dict(batch_shape)
+        if layout.reference:
+            self._loss_shape[REFERENCE] = jax.ShapeDtypeStruct((rows, seq_len), jnp.float32, sharding=batches)
+        names = jax.eval_shape(lambda p, b: loss_of(p, b)[1][0], abstract, self._loss_shape)
         self._sums = {name: sum_.shape for name, sum_ in names.items()}
         carried = (self.shardings["params"], dict.fromkeys(names, whole))
         self._accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=(carried, told))
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=told)
+        self._score_reference = jax.jit(score, out_shardings=batches)
         self._zeros = jax.jit(zeros, out_shardings=self.shardings["params"])
         self._to_sync = jax.jit(lambda params: to_hf(params, decoder, precision.sync))
         self._init_optimizer = jax.jit(optimizer.init, out_shardings=self.shardings["opt_state"])
@@ -212,6 +231,11 @@ class Learner:
         """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start."""
         step = jax.device_put(jnp.zeros((), jnp.int32), self._whole)
         self.state = {"params": params, "opt_state": self._init_optimizer(params), "step": step}
+
+    def keep_reference(self, params: Params) -> None:
+        """The policy that the run began with, in the sync dtype, laid out as self.abstract_reference."""
+        assert self.layout.reference
+        self._reference = params
 
     def compile(self) -> None:
         """Compiles what an update needs ahead of the first batch. Nothing is computed."""
@@ -224,8 +248,11 @@ class Learner:
         sums = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._whole) for name, shape in self._sums.items()
         }
-        self._accumulate = self._accumulate.lower(params, (params, sums), self._batch_shape).compile()
-        self._apply = self._apply.lower(self.abstract_state, params).compile()
+        self._accumulate = self._accumulate.lower(params, (params, sums), self._loss_shape).compile()
+        scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
+        self._apply = self._apply.lower(self.abstract_state, params, scale).compile()
+        if self.layout.reference:
+            self._score_reference = self._score_reference.lower(self.abstract_reference, self._batch_shape).compile()
         self.compiled = (self._accumulate, self._apply)
 
     def rehearse(self) -> None:
@@ -271,7 +298,11 @@ class Learner:
             if len(scored) >= IN_FLIGHT:
                 jax.block_until_ready(scored[-IN_FLIGHT])
             self.before_micro_batch()
-            (grads, sums), logp = self._accumulate(self.state["params"], (grads, sums), self._put(batch))
+            arrays = self._put(batch)
+            if self.layout.reference:
+                assert self._reference is not None, "keep_reference comes first"
+                arrays |= {REFERENCE: self._score_reference(self._reference, arrays)}
+            (grads, sums), logp = self._accumulate(self.state["params"], (grads, sums), arrays)
             scored.append(logp)
         return grads, sums, scored
 
@@ -287,17 +318,18 @@ class Learner:
         grads, sums, scored = self.gradient(batches)
         return Pending(grads, sums, len(batches), sum(map(positions_of, segments)), scored, places)
 
-    def apply(self, pending: Pending) -> dict[str, Any]:
-        """Steps the optimizer. Returns the summed statistics, `gradient_norm`, and how full the rows were.
+    def apply(self, pending: Pending, *, scale: float = 1.0) -> dict[str, Any]:
+        """Steps the optimizer, at `scale` times its learning rate. Returns the summed statistics, `gradient_norm`, and
+        how full the rows were.
 
         The gradient is let go of: it is as large as the parameters, and not to lie beside what comes next.
 
         Raises FloatingPointError where the gradient is not finite; the state is then lost: restart from a checkpoint.
         """
         assert pending.grads is not None, "applied before"
-        self.tell("apply", (), ())
+        self.tell("apply", (), (), scale=scale)
         grads, pending.grads = pending.grads, None
-        self.state, norm = self._apply(self.state, grads)
+        self.state, norm = self._apply(self.state, grads, jax.device_put(np.float32(scale), self._whole))
         del grads
         sums = jax.device_get(pending.sums)
         out: dict[str, Any] = {name: value if np.ndim(value) else float(value) for name, value in sums.items()}
@@ -368,5 +400,7 @@ def make_learner(
             remat=config.model.remat,
             attention=config.model.attention,
             router_replay=router_replay,
+            reference=loss is None and config.objective.reference_kl > 0,
+            entropy_gradient=loss is None and config.objective.entropy_bonus > 0,
         ),
     )

@@ -98,6 +98,7 @@ def token_logprobs(
     precision: Precision = Precision(),
     chunk: int = 128,
     entropy: bool = False,
+    entropy_gradient: bool = False,
     mesh: Mesh | None = None,
 ) -> Any:
     """log p(target | hidden) at temperature 1.
@@ -106,12 +107,15 @@ def token_logprobs(
       hidden: [rows, length, width] from decoder.forward.
       targets: [rows, length] int32.
       chunk: tokens of each row whose logits exist at once: [rows, chunk, vocabulary] float32.
-      entropy: also return the entropy of each distribution, in nats, without gradient.
+      entropy: also return the entropy of each distribution, in nats.
+      entropy_gradient: with its gradient.
 
     Returns: [rows, length] float32; a pair of them with `entropy`.
     """
     weight = head_weight(params, config)
-    scan = functools.partial(_scan, precision=precision, chunk=chunk, entropy=entropy)
+    scan = functools.partial(
+        _scan, precision=precision, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient
+    )
     if mesh is None or mesh.size == 1:
         logp, nats = scan(weight, hidden, targets)
     else:
@@ -133,6 +137,7 @@ def _scan(
     precision: Precision,
     chunk: int,
     entropy: bool,
+    entropy_gradient: bool,
     vocabulary: Axes = (),
     width: Axes = (),
 ) -> tuple[jax.Array, jax.Array]:
@@ -162,7 +167,10 @@ def _scan(
         spread = jnp.log(total)
         if not entropy:
             return target - spread, jnp.zeros_like(spread)
-        mean = over_vocabulary(jnp.sum(jax.lax.stop_gradient(exponent * shifted), axis=-1)) / total
+        products = exponent * shifted
+        if entropy_gradient:
+            return target - spread, spread - over_vocabulary(jnp.sum(products, axis=-1)) / total
+        mean = over_vocabulary(jnp.sum(jax.lax.stop_gradient(products), axis=-1)) / total
         return target - spread, jax.lax.stop_gradient(spread - mean)
 
     def cut(x: jax.Array) -> jax.Array:

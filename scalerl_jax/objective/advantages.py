@@ -1,15 +1,20 @@
-"""From rewards to advantages (arXiv 2510.13786, sections 2 and 4).
+"""From rewards to advantages (arXiv 2510.13786, sections 2 and 4; MaxRL: arXiv 2602.02710).
 
     A_i  = r_i - mean_j r_j                                 over the counted completions of the prompt
     Ahat = A / sqrt(mean of A^2 over the surviving batch)   `batch`: ScaleRL
          = A / (std of the prompt + 1e-6)                   `prompt`: GRPO
          = A                                                `none`: Dr. GRPO
+         = A / mean_j r_j                                   `maxrl`, with r_i = 1 where right, else 0
+
+MaxRL is of binary rewards: it takes the verifier's word in place of the reward, and a prompt without a right completion
+has advantages of 0. Rare successes count most: a prompt with one right of G gives that one G - 1.
 
 Computed on the host in float64: these numbers are settled before packing, sharding and micro-batching.
 """
 
 import numpy as np
 
+NORMALIZATIONS = ("batch", "prompt", "none", "maxrl")
 _PROMPT_EPSILON = 1e-6  # of GRPO's division; the paper does not give its own
 
 
@@ -27,19 +32,19 @@ def advantages(
       rewards: [prompts, group] float.
       correct: [prompts, group] bool, the verifier's word (never a shaped reward).
       counted: [prompts, group] bool; False where a completion is excluded (or was never asked for).
-      normalization: "batch", "prompt" or "none".
+      normalization: one of NORMALIZATIONS.
       filter_zero_variance: drop prompts whose counted completions are all correct or all wrong.
 
     Returns: (advantages [prompts, group] float64, 0 where not counted or not surviving; survives [prompts] bool).
     Raises ValueError on an unknown normalization.
     """
-    if normalization not in ("batch", "prompt", "none"):
-        raise ValueError(f"normalization {normalization!r} is not batch, prompt or none")
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization {normalization!r} is not one of {', '.join(NORMALIZATIONS)}")
     count = counted.sum(axis=1)
     correct_count = (correct & counted).sum(axis=1)
     survives = (count >= 2) & (correct_count > 0) & (correct_count < count) if filter_zero_variance else count >= 1
     kept = counted & survives[:, None]
-    rewards = np.where(kept, rewards.astype(np.float64), 0.0)
+    rewards = np.where(kept, correct if normalization == "maxrl" else rewards, 0.0).astype(np.float64)
     mean = rewards.sum(axis=1, keepdims=True) / np.maximum(count, 1)[:, None]
     centred = np.where(kept, rewards - mean, 0.0)
     if normalization == "batch" and kept.any():
@@ -48,4 +53,6 @@ def advantages(
     elif normalization == "prompt":
         std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count, 1)[:, None])
         centred = centred / (std + _PROMPT_EPSILON)
+    elif normalization == "maxrl":
+        centred = centred / np.where(mean > 0, mean, 1.0)
     return centred, survives

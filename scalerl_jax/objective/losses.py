@@ -1,9 +1,10 @@
 """The losses, per token and already weighted.
 
     rho_t = exp(logp_train_t - logp_gen_t)          logp_gen: the generator's own, whatever version sampled the token
-    cispo   - sum w_t sg(min(rho_t, max_ratio)) A_t logp_train_t                max_ratio on rho itself, no floor
-    clip    - sum w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)        GRPO .2/.2, DAPO .2/.26
-    gspo    - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)                s = exp(mean log rho of a completion)
+    cispo       - sum w_t sg(min(rho_t, max_ratio)) A_t logp_train_t            max_ratio on rho itself, no floor
+    clip        - sum w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)    GRPO .2/.2, DAPO .2/.26
+    gspo        - sum w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t)            s = exp(mean log rho of a completion)
+    reinforce   - sum w_t A_t logp_train_t                                      as if the tokens were the policy's own
     cross_entropy   - sum w_t logp_train_t                                      supervised warm start
 
 Every token's gradient is that of its own log-prob: where s is differentiated it is sg(s) pi_t / sg(pi_t) (GSPO-token),
@@ -11,16 +12,20 @@ which is the same for the equal weights and advantages of a completion, and leav
 
 Truncated importance sampling, off by default: min(rho, tis_cap) or min(s, tis_cap) takes the place of rho or
 s, in value and gradient. The ratio is against the generator's own log-probs, so it is in the loss already, and what
-truncates is a cap on it, never a second factor. cispo has that cap: `max_ratio`.
-Masks, off by default: the IcePop band on rho, and DPPO's binary total variation |p_train - p_gen| of the sampled token,
-where the advantage pushes further out. A masked token has no part in the loss and none in the gradient; the weights of
-the others stay as they are.
+truncates is a cap on it, never a second factor. cispo has that cap: `max_ratio`; reinforce has no ratio, and is
+weighted by sg(min(rho, tis_cap)), which makes it cispo.
+Masks (masks.py), off by default: a masked token has no part in the terms above and none in their gradient; the weights
+of the others stay as they are.
+
+Added to any of them over all loss tokens, masked or not, off by default:
+
+    + reference_kl sum w_t (exp(d_t) - 1 - d_t)     d_t = logp_reference_t - logp_train_t: the k3 estimate, as in GRPO
+    - entropy_bonus sum w_t H_t                     H_t: entropy of the policy where the token was sampled, nats
 
 Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
-Sources: arXiv 2510.13786 eq. 2-4; GSPO arXiv 2507.18071; DPPO arXiv 2602.04879.
+Sources: arXiv 2510.13786 eq. 2-4; GRPO arXiv 2402.03300 eq. 4; GSPO arXiv 2507.18071.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,21 +33,11 @@ import jax
 import jax.numpy as jnp
 
 from scalerl_jax.config import ObjectiveConfig
+from scalerl_jax.objective import masks, within_segments
+from scalerl_jax.objective.tokens import Tokens
 
 # exp(20) is far beyond every cap; it keeps a broken log-prob from turning the ratio into infinity.
 _MAXIMUM_LOG_RATIO = 20.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """What a loss is a function of: [rows, length] each. Where there is no loss token, all floats are 0 (rho: 1)."""
-
-    logp_train: jax.Array
-    log_ratio: jax.Array  # logp_train - logp_gen, within _MAXIMUM_LOG_RATIO
-    ratio: jax.Array  # rho, without a gradient
-    advantages: jax.Array
-    loss_token: jax.Array  # bool
-    segment_ids: jax.Array  # int32
 
 
 Terms = tuple[jax.Array, jax.Array]  # of each token: what is maximized, and whether its ratio is clipped (a metric)
@@ -65,7 +60,20 @@ def gspo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     return _clipped(_sequence_ratio(log_ratio, tokens.loss_token, tokens.segment_ids), tokens, objective)
 
 
-LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {"cispo": cispo, "clip": clip, "gspo": gspo}
+def reinforce(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
+    """The log-prob's gradient, weighted by no ratio, or by the truncated one."""
+    if objective.tis_cap > 0:
+        truncated, clipped = jnp.minimum(tokens.ratio, objective.tis_cap), tokens.ratio > objective.tis_cap
+        return truncated * tokens.advantages * tokens.logp_train, clipped
+    return tokens.advantages * tokens.logp_train, jnp.zeros_like(tokens.loss_token)
+
+
+LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {
+    "cispo": cispo,
+    "clip": clip,
+    "gspo": gspo,
+    "reinforce": reinforce,
+}
 
 
 def _clipped(ratio: jax.Array, tokens: Tokens, objective: ObjectiveConfig) -> Terms:
@@ -81,14 +89,8 @@ def _clipped(ratio: jax.Array, tokens: Tokens, objective: ObjectiveConfig) -> Te
 
 def _sequence_ratio(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """exp(mean log-ratio over the loss tokens of a segment), at each of its tokens. log_ratio is 0 at the others."""
-    segments = segment_ids.shape[1] + 1  # as many as a row has positions, and padding
-
-    def mean(log_ratio: jax.Array, loss_token: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        total = jax.ops.segment_sum(log_ratio, segment_ids, num_segments=segments)
-        count = jax.ops.segment_sum(loss_token.astype(log_ratio.dtype), segment_ids, num_segments=segments)
-        return (total / jnp.maximum(count, 1.0))[segment_ids]
-
-    return jnp.exp(jax.vmap(mean)(log_ratio, loss_token, segment_ids))
+    count = within_segments.total(loss_token.astype(log_ratio.dtype), segment_ids)
+    return jnp.exp(within_segments.total(log_ratio, segment_ids) / jnp.maximum(count, 1.0))
 
 
 def policy_loss(
@@ -98,6 +100,9 @@ def policy_loss(
     weights: jax.Array,
     segment_ids: jax.Array,
     objective: ObjectiveConfig,
+    *,
+    reference: jax.Array | None = None,
+    entropy: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The loss of one micro-batch and sums for the metrics.
 
@@ -106,6 +111,8 @@ def policy_loss(
         weights are 0 wherever there is no loss token, and whatever else stands there has no part in anything.
       segment_ids: [rows, length] int32, 1.. in each row; 0 is padding.
       objective: static.
+      reference: the reference policy's log-probs, where there is a KL to it.
+      entropy: of the policy at each position, nats, where there is a bonus on it; differentiated.
 
     Returns: (loss, float32 scalar: a sum, to be added over micro-batches; sums: dict of scalars, `max_*` to be
     combined by maximum and the others by addition).
@@ -120,15 +127,10 @@ def policy_loss(
     difference = logp_train - logp_gen
     log_ratio = jnp.clip(difference, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    tokens = Tokens(logp_train, log_ratio, ratio, advantages, loss_token, segment_ids)
+    moved = jnp.exp(jax.lax.stop_gradient(logp_train)) - jnp.exp(logp_gen)
+    tokens = Tokens(logp_train, log_ratio, ratio, moved, advantages, loss_token, segment_ids)
     maximized, clipped = LOSSES[objective.loss](tokens, objective)
-
-    keep = loss_token
-    if objective.icepop_high > 0:
-        keep = keep & (ratio >= objective.icepop_low) & (ratio <= objective.icepop_high)
-    if objective.dppo_tv_threshold > 0:
-        moved = jnp.exp(jax.lax.stop_gradient(logp_train)) - jnp.exp(logp_gen)
-        keep = keep & ~((jnp.abs(moved) > objective.dppo_tv_threshold) & (moved * advantages > 0))
+    keep = masks.kept(tokens, objective)
 
     loss = -jnp.sum(jnp.where(keep, weights * maximized, 0.0))
     count = loss_token.astype(jnp.float32)
@@ -145,6 +147,16 @@ def policy_loss(
         "max_mismatch": jnp.max(jnp.abs(exact)),
         "max_ratio": jnp.max(jnp.where(loss_token, ratio, 0.0)),
     }
+    if objective.reference_kl > 0:
+        assert reference is not None
+        reference = jnp.where(loss_token, jax.lax.stop_gradient(reference), 0.0)
+        away = jnp.clip(reference - logp_train, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
+        divergence = _kl_estimate(away)
+        loss += objective.reference_kl * jnp.sum(jnp.where(loss_token, weights * divergence, 0.0))
+        sums["reference_kl"] = jax.lax.stop_gradient(jnp.sum(divergence * count))
+    if objective.entropy_bonus > 0:
+        assert entropy is not None
+        loss -= objective.entropy_bonus * jnp.sum(jnp.where(loss_token, weights * entropy, 0.0))
     return loss, sums
 
 
@@ -160,10 +172,17 @@ def _kl_estimate(log_ratio: jax.Array) -> jax.Array:
 
 
 def cross_entropy(
-    logp_train: jax.Array, logp_gen: jax.Array, advantages: jax.Array, weights: jax.Array, segment_ids: jax.Array
+    logp_train: jax.Array,
+    logp_gen: jax.Array,
+    advantages: jax.Array,
+    weights: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    reference: jax.Array | None = None,
+    entropy: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """As policy_loss, of examples that are learnt by heart: nothing sampled them, and there is no advantage."""
-    del logp_gen, advantages, segment_ids
+    del logp_gen, advantages, segment_ids, reference, entropy
     loss_token = weights > 0
     logp_train = jnp.where(loss_token, logp_train, 0.0)
     sums = {

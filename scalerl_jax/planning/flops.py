@@ -6,6 +6,7 @@ vocabulary, D the width, and A = 4 L H h (pairs of query and key) the two produc
     layers      2 N T forward, 4 N T backward, and what remat.py says is computed again, less each block's last product
     attention   A forward, 2.5 A backward (splash: 3.5, its two kernels make the scores twice), A again
     head        2 V D T forward, 4 backward, 2 again
+    reference   all of these forward once more, where the loss has a KL to a reference policy
 
 Splash and blocks skip what is later, a block at a time, and what is further back than the longest segment; segments
 that end inside this are masked, not skipped, so pairs depend on the row and not on what is packed into it.
@@ -37,7 +38,15 @@ class Flops:
 
 
 def of_micro_batch(
-    decoder: DecoderConfig, *, rows: int, seq_len: int, longest: int, remat: str, backend: str, block: int
+    decoder: DecoderConfig,
+    *,
+    rows: int,
+    seq_len: int,
+    longest: int,
+    remat: str,
+    backend: str,
+    block: int,
+    reference: bool = False,
 ) -> Flops:
     """rows: on the whole mesh. longest: tokens of the longest segment. backend, block: of attention, see `pairs`."""
     tokens = rows * seq_len
@@ -57,9 +66,9 @@ def of_micro_batch(
     scores = 4.0 * decoder.layers * decoder.heads * decoder.head_dim * rows * pairs(seq_len, longest, backend, block)
     backward = 3.5 if backend == "splash" else 2.5
     return Flops(
-        layers=forward * (3 + again + twice) - not_again,
-        attention=scores * (1 + backward + attention_again + twice),
-        head=8.0 * decoder.vocab_size * decoder.hidden_size * tokens,
+        layers=forward * (3 + again + twice + reference) - not_again,
+        attention=scores * (1 + backward + attention_again + twice + reference),
+        head=(8.0 + 2.0 * reference) * decoder.vocab_size * decoder.hidden_size * tokens,
     )
 
 

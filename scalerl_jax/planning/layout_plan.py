@@ -45,6 +45,7 @@ class Bytes:
     temporaries: int  # of the worst micro-batch, beyond these
     ending: int  # of the optimizer's step
     limit: int
+    reference: int = 0  # the policy that the run began with
 
     @property
     def state(self) -> int:
@@ -53,8 +54,8 @@ class Bytes:
     @property
     def needed(self) -> int:
         """As learner/booking.py counts: an update, or a version beside the one before."""
-        kept = self.state + self.gradients + self.sent
-        return max(kept + max(self.temporaries, self.ending), self.state + 2 * self.sent)
+        kept = self.state + self.reference + self.sent
+        return max(kept + self.gradients + max(self.temporaries, self.ending), kept + self.sent)
 
     @property
     def over(self) -> int:
@@ -146,11 +147,12 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         temporaries=by_formula if update is None else update.temporaries,
         ending=0 if update is None else update.ending,
         limit=machine.chip.memory,
+        reference=state["reference"],
     )  # fmt: skip
     backend, block = _attention(question)
     work = of_micro_batch(
         decoder, rows=rows, seq_len=shapes.seq_len, longest=workload.longest, remat=choice.remat, backend=backend,
-        block=block,
+        block=block, reference=config.objective.reference_kl > 0,
     )  # fmt: skip
     formula = tuple(by_axes(analytic.collectives(shapes), mesh, machine))
     found: tuple[Traffic, ...] | None = formula

@@ -126,7 +126,8 @@ def _classes(plan: LayoutPlan) -> dict[str, int]:
     size = plan.bytes
     return {
         "parameters": size.parameters, "optimizer": size.optimizer, "gradients": size.gradients,
-        "weights sent": size.sent, "temporaries": size.temporaries,
+        "weights sent": size.sent, **({"reference": size.reference} if size.reference else {}),
+        "temporaries": size.temporaries,
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ parameters     float32 masters                              4 P / (axes that cut
 optimizer      both moments, and the counters               8 P / ...
 gradients      float32                                      4 P / ...
 weights sent   in the sync dtype, as the last version had   2 P / ... ; a moment before a version is sent, twice
+reference      in the sync dtype, where the loss has a KL   2 P / ...
 """
 
 import math
@@ -26,11 +27,13 @@ def of(config: Config, decoder: DecoderConfig, devices: int) -> dict[str, int]:
     params = abstract_params(decoder, mesh)
     moments = optimizer_lib.abstract_state(optimizer_lib.from_config(config.optimizer), params, mesh)
     parameters = on_one_device(params)
+    sent = parameters // 4 * (2 if config.model.sync_dtype == "bfloat16" else 4)
     return {
         "parameters": parameters,
         "optimizer": on_one_device(moments),
         "gradients": parameters,
-        "weights sent": parameters // 4 * (2 if config.model.sync_dtype == "bfloat16" else 4),
+        "weights sent": sent,
+        "reference": sent if config.objective.reference_kl > 0 else 0,
     }
 
 

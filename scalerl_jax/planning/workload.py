@@ -22,6 +22,7 @@ class Workload:
     completion_tokens: float  # mean
     longest: int  # tokens of the longest sequence that can come
     row_use: float  # share of a packed row that segments take
+    reference: bool = False  # a reference policy scores what is trained on
 
     @property
     def tokens(self) -> float:
@@ -40,7 +41,8 @@ class Workload:
     def model_flops(self, decoder: DecoderConfig) -> float:
         """Of a step's update, as the ledger of a run books them; all completions are taken to be of the mean length."""
         length = self.prompt_tokens + self.completion_tokens
-        return self.completions * ModelShape.of(decoder).update_flops([length])  # type: ignore[list-item]
+        shape = ModelShape.of(decoder)
+        return self.completions * shape.update_flops([length], reference=self.reference)  # type: ignore[list-item]
 
     def sampling_flops(self, decoder: DecoderConfig) -> float:
         """Of a step's rollouts, likewise: each token sampled once, a prompt read once a group is left out."""
@@ -80,4 +82,5 @@ def of(config: Config, *, prompt_tokens: float, completion_tokens: float, row_us
         completion_tokens=completion_tokens or most / 2,
         longest=min(seq_len, longest_sequence(rollout)),
         row_use=row_use,
+        reference=config.objective.reference_kl > 0,
     )

@@ -73,9 +73,12 @@ class ModelShape:
         """Of `tokens` tokens which together attend to `context` positions."""
         return 2.0 * self.matrix_parameters * tokens + 4.0 * self.layers * self.heads * self.head_dim * context
 
-    def update_flops(self, lengths: Sequence[int]) -> float:
-        """Of one forward and backward pass over segments of these lengths, in tokens."""
-        return 3.0 * self.forward_flops(tokens=sum(lengths), context=sum(t * (t + 1) / 2 for t in lengths))
+    def update_flops(self, lengths: Sequence[int], *, reference: bool = False) -> float:
+        """Of one forward and backward pass over segments of these lengths, in tokens; reference: and another policy's
+        forward pass."""
+        return (3.0 + reference) * self.forward_flops(
+            tokens=sum(lengths), context=sum(t * (t + 1) / 2 for t in lengths)
+        )
 
 
 class ServerCounters(NamedTuple):
@@ -102,6 +105,8 @@ class Ledger:
     trainer, else from first sight.
     A server that claims more of the time between two trainers than there was is booked from first sight, too.
 
+    reference: a reference policy scores whatever is trained on, too.
+
     Raises ValueError (one line) where the file is broken and the rows beside it do not say what was spent.
     """
 
@@ -111,13 +116,14 @@ class Ledger:
         *,
         trainer_devices: int,
         shape: ModelShape,
+        reference: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         save_seconds: float = 1.0,
     ):
         self._path = path
         self._devices = trainer_devices
-        self._shape = shape
+        self._shape, self._reference = shape, reference
         self._clock, self._wall = clock, wall
         self._save_seconds = save_seconds
         self._lock = threading.Lock()
@@ -215,7 +221,7 @@ class Ledger:
     def trained(self, lengths: Sequence[int]) -> None:
         """An update went over segments (prompt and completion) of these lengths, in tokens."""
         with self._lock:
-            self._books["trainer"]["flops"] += self._shape.update_flops(lengths)
+            self._books["trainer"]["flops"] += self._shape.update_flops(lengths, reference=self._reference)
             self._books["trainer"]["tokens"] += sum(lengths)
 
     def snapshot(self) -> dict[str, float]:

@@ -52,8 +52,12 @@ def whole(run: Run) -> list[int]:
 
 
 def test_however_many_they_are_and_whatever_ends_them(tmp_path: pathlib.Path, hosts, flags, model, rollouts):  # noqa: F811
-    """Four hosts save because one of them is told to stop; two go on, until one of them is killed; one ends the run."""
-    flags = [*flags, *UNPROBED, "--config.learner.micro_batch_rows=2", "--config.checkpoint.every=2"]
+    """Four hosts save because one of them is told to stop; two go on, until one of them is killed; one ends the run.
+
+    With what all of them have to know: the policy that the run began with, and how far each step goes.
+    """
+    flags = [*flags, *UNPROBED, "--config.learner.micro_batch_rows=2", "--config.checkpoint.every=2",
+             "--config.objective.reference_kl=0.05", "--config.optimizer.ess_reference=0.5"]  # fmt: skip
     config = config_of(flags)
     with serve(tmp_path, 2, *REPLAY, f"--model={model}", f"--replay_file={rollouts}") as addresses:
         flags.append(f"--servers={','.join(addresses)}")

@@ -44,6 +44,10 @@ MESHES = {
     # 24 positions on each of two devices: their chunks of the head do not fill up.
     "fsdp2-context2-tensor2": {"fsdp": 2, "context": 2, "tensor": 2},
 }
+TOGETHER = {
+    "gspo": ObjectiveConfig(loss="gspo", clip_low=0.05, clip_high=0.05),
+    "prefix budget": ObjectiveConfig(cppo_threshold=0.01, cppo_budget=0.001, cppo_budget_by_completion=True),
+}
 MICRO_BATCHES = (1, 2, 4)
 ORDERS = 2
 # Nearly all of the time goes into compiling, and nothing here needs fast code.
@@ -64,7 +68,7 @@ def params() -> Any:
     return jax.device_get(params_of(DECODER))
 
 
-def make_learner(name: str, *, compute: str = "float32") -> Learner:
+def make_learner(name: str, *, compute: str = "float32", **objective: float) -> Learner:
     """With an epsilon as large as the gradients: else a first step is their sign, which rounding turns near 0."""
     learner = learner_of(
         DECODER,
@@ -76,6 +80,7 @@ def make_learner(name: str, *, compute: str = "float32") -> Learner:
         mesh=mesh_of(name),
         precision=Precision(compute=compute, sync=compute),
         max_ratio=1.2,
+        **objective,
     )
     learner.start(jax.device_put(params(), learner.shardings["params"]))
     return learner
@@ -131,7 +136,7 @@ def float32_on(name: str, segments: list[Segment], results: Results) -> Learner:
     return learner
 
 
-def gspo_on(learner: Learner, batch: MicroBatch) -> Any:
+def together_on(learner: Learner, batch: MicroBatch, objective: ObjectiveConfig) -> Any:
     """(loss, d loss / d logp) with rows laid out as an update has them."""
     rows = learner._put(batch)
     logp = rows["generator_logprobs"] + 0.1 * rows["tokens"] / DECODER.vocab_size
@@ -139,7 +144,6 @@ def gspo_on(learner: Learner, batch: MicroBatch) -> Any:
     @jax.jit
     @jax.value_and_grad
     def loss(logp: jax.Array) -> jax.Array:
-        objective = ObjectiveConfig(loss="gspo", clip_low=0.05, clip_high=0.05)
         names = ("generator_logprobs", "advantages", "weights", "segment_ids")
         return policy_loss(logp, *(rows[name] for name in names), objective)[0]
 
@@ -181,9 +185,19 @@ def main(out: str) -> None:
     results.shards("shards/fresh", fresh)
     results.tree("start", params())
 
-    # The one loss in which tokens of a row meet.
-    for name in ("one", "fsdp4-tensor2"):
-        results.tree(f"gspo/{name}", gspo_on(learners[name], arranged(segments, 1, 0)[0]))
+    # The loss and the mask in which tokens of a row meet.
+    for name in ("one", "fsdp4-tensor2", "fsdp2-context2-tensor2"):
+        for what, objective in TOGETHER.items():
+            results.tree(f"{what}/{name}", together_on(learners[name], arranged(segments, 1, 0)[0], objective))
+
+    # A KL to a policy that is kept, and the entropy's gradient.
+    for name in ("one", "fsdp2-context2-tensor2"):
+        learner = make_learner(name, reference_kl=0.3, entropy_bonus=0.2)
+        reference = jax.tree.map(lambda p: p * np.float32(1.1), params())
+        learner.keep_reference(jax.device_put(reference, learner.shardings["params"]))
+        grads, sums, _ = learner.gradient(arranged(segments, 2, 0))
+        results.tree(f"reference/{name}", grads)
+        results.sums(f"reference/{name}", sums)
 
     for name in ("one", "fsdp8", "fsdp4-tensor2"):
         learner = make_learner(name, compute="bfloat16")

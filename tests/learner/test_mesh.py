@@ -92,11 +92,22 @@ def test_the_statistics_are_the_same(results, mesh):
                 assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-def test_a_sequence_ratio_is_the_same(results):
-    got, wanted = tree(results, "gspo/fsdp4-tensor2"), tree(results, "gspo/one")
+@pytest.mark.parametrize("mesh", ["fsdp4-tensor2", "fsdp2-context2-tensor2"])
+@pytest.mark.parametrize("what", mesh_program.TOGETHER)
+def test_what_tokens_of_a_completion_share_is_the_same(results, what, mesh):
+    got, wanted = tree(results, f"{what}/{mesh}"), tree(results, f"{what}/one")
     assert (wanted["[1]"] != 0).sum() > 50
     for path in wanted:
         np.testing.assert_allclose(got[path], wanted[path], rtol=1e-5, atol=1e-7)
+
+
+def test_a_reference_policy_and_the_entropy_are_the_same(results):
+    mesh = "fsdp2-context2-tensor2"
+    compare(tree(results, f"reference/{mesh}"), tree(results, "reference/one"), FLOAT32_TOLERANCE)
+    got, wanted = (results[1][f"reference/{name}"] for name in (mesh, "one"))
+    assert wanted["reference_kl"] > 1
+    for name, value in wanted.items():
+        assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -52,6 +52,12 @@ def ours(config: OptimizerConfig) -> list[dict[str, np.ndarray]]:
     return out
 
 
+@pytest.mark.parametrize(("share", "wanted"), [(1.0, 1.0), (0.9, 1.0), (0.8, 1.0), (0.2, 0.5), (0.0, 0.0)])
+def test_few_effective_completions_make_a_small_step(share, wanted):
+    assert optimizer.step_scale(OptimizerConfig(ess_reference=0.8), share) == pytest.approx(wanted)
+    assert optimizer.step_scale(OptimizerConfig(), share) == 1.0
+
+
 def rate(config: OptimizerConfig, step: int) -> float:
     """Of the update with this number, from 1: linear over the warm-up's updates, then constant."""
     return config.learning_rate * min(1.0, step / config.warmup_steps) if config.warmup_steps else config.learning_rate

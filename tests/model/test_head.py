@@ -44,6 +44,25 @@ def test_entropy_has_no_gradient():
     np.testing.assert_array_equal(grad, 0)
 
 
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_the_gradient_of_the_entropy(chunk):
+    """d H / d logit_j = - p_j (log p_j + H)"""
+    params, (hidden, targets) = params_of(), inputs()
+    at = np.random.default_rng(1).normal(size=(ROWS, LENGTH)).astype(np.float32)
+
+    def bonus(params, hidden):
+        scored = token_logprobs(params, DECODER, hidden, targets, chunk=chunk, entropy=True, entropy_gradient=True)
+        return (scored[1] * at).sum()
+
+    dparams, dhidden = jax.jit(jax.grad(bonus, (0, 1)))(params, hidden)
+    weight = np.asarray(params["head"], np.float64)
+    exact = log_softmax64(np.asarray(hidden, np.float64) @ weight.T)
+    p = np.exp(exact)
+    dlogits = -at[..., None] * p * (exact - (p * exact).sum(-1, keepdims=True))
+    np.testing.assert_allclose(dhidden, dlogits @ weight, atol=1e-5)
+    np.testing.assert_allclose(dparams["head"], np.einsum("rlv,rld->vd", dlogits, hidden), atol=1e-4)
+
+
 def test_extreme_logits_stay_exact():
     """Logits in the thousands: no overflow, and the likeliest token has log-probability 0."""
     params, (hidden, _) = params_of(), inputs(scale=3000.0)

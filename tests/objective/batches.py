@@ -43,13 +43,17 @@ def rows(seed: int, options, *, spread: float = 0.4, extremes: float = 0.0) -> d
     weights = np.where(loss_token, rng.uniform(0.01, 1, shape), 0).astype(np.float32)
     logp_train = rng.uniform(-6, -0.01, shape).astype(np.float32)
     logp_gen = away_from(logp_train - spread * rng.normal(size=shape).astype(np.float32), logp_train, options)
+    beside = {"reference": rng.uniform(-6, -0.01, shape)} if options.reference_kl else {}
+    beside |= {"entropy": rng.uniform(0, 3, shape)} if options.entropy_bonus else {}
     if extremes:
         sign = np.where(rng.random(shape) < 0.5, 1, -1)
         logp_train, logp_gen, advantages = (
             np.where(loss_token, x, (s * extremes * sign).astype(np.float32))
             for x, s in ((logp_train, 1), (logp_gen, -1), (advantages, 1))
         )
-    return dict(zip(NAMES, (logp_train, logp_gen, advantages, weights, segment_ids), strict=True))
+    out = dict(zip(NAMES, (logp_train, logp_gen, advantages, weights, segment_ids), strict=True))
+    out |= {name: np.where(loss_token, x, extremes or x).astype(np.float32) for name, x in beside.items()}
+    return out
 
 
 def batch(seed: int, options, *, prompts: int = 6, group: int = 4) -> reference.Batch:

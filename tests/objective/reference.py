@@ -3,7 +3,8 @@
 Nothing is shared with the package. A batch here is a list of prompts, a prompt a list of completions, a completion
 the lists of its tokens' log-probs.
 Sources: ScaleRL (arXiv 2510.13786) section 2, equations 2-4, 7, 8 and J_ScaleRL; GSPO (arXiv 2507.18071);
-truncated importance sampling and IcePop as their authors give them; DPPO (arXiv 2602.04879), its binary variant.
+truncated importance sampling and IcePop as their authors give them; DPPO (arXiv 2602.04879), its binary variant;
+CPPO (arXiv 2606.10968), binary too; MaxRL (arXiv 2602.02710).
 """
 
 import dataclasses
@@ -41,13 +42,16 @@ def advantages(batch: Batch, normalization: str, *, filtered: bool = True) -> li
     squares, count = 0.0, 0
     for p, group in enumerate(batch):
         kept = counted(group, filtered=filtered)
-        mean = sum(group[i].reward for i in kept) / max(1, len(kept))
+        worth = [float(y.right) if normalization == "maxrl" else y.reward for y in group]
+        mean = sum(worth[i] for i in kept) / max(1, len(kept))
         for i in kept:
-            out[p][i] = group[i].reward - mean
+            out[p][i] = worth[i] - mean
             squares, count = squares + out[p][i] ** 2, count + 1
         if normalization == "prompt" and kept:
             deviation = math.sqrt(sum(out[p][i] ** 2 for i in kept) / len(kept))
             out[p] = [a / (deviation + 1e-6) for a in out[p]]
+        if normalization == "maxrl" and mean > 0:
+            out[p] = [a / mean for a in out[p]]
     if normalization == "batch" and squares > 0:
         out = [[a / math.sqrt(squares / count) for a in group] for group in out]
     return out
@@ -69,10 +73,29 @@ class Term:
 def terms(train: list[float], gen: list[float], advantage: list[float], options) -> list[Term]:
     """The loss tokens of one completion."""
     sequence = math.exp(sum(x - y for x, y in zip(train, gen, strict=True)) / max(1, len(train)))
-    return [_term(x, y, a, sequence, options) for x, y, a in zip(train, gen, advantage, strict=True)]
+    columns = zip(train, gen, advantage, allowances(train, gen, options), strict=True)
+    return [_term(x, y, a, sequence, allowed, options) for x, y, a, allowed in columns]
 
 
-def _term(train: float, gen: float, a: float, sequence: float, options) -> Term:
+def allowances(train: list[float], gen: list[float], options) -> list[bool]:
+    """CPPO: whether each token's Z_t is within c_t, what its advantage says left out."""
+    out, length = [], len(train)
+    if options.cppo_threshold == 0:
+        return [True] * length
+    moved = [abs(math.exp(x) - math.exp(y)) for x, y in zip(train, gen, strict=True)]
+    b = options.cppo_budget
+    if options.cppo_budget_by_completion and moved:
+        b = min(max(float(np.quantile(moved, 0.9)), b), 2 * b)
+    weights, used = 0.0, 0.0  # W_{t-1}, S_{t-1}
+    for t in range(1, length + 1):
+        w = 1 - (1 - options.cppo_least_weight) * (t - 1) / max(length - 1, 1)
+        z = w * moved[t - 1]
+        out.append(z <= min(options.cppo_threshold, options.cppo_threshold + b * weights - used))
+        weights, used = weights + w, used + z
+    return out
+
+
+def _term(train: float, gen: float, a: float, sequence: float, allowed: bool, options) -> Term:
     rho = math.exp(train - gen)
     # Truncated importance sampling: E_gen[min(pi / pi_gen, C) A grad log pi], so C bounds the one ratio there is.
     most = options.tis_cap or math.inf
@@ -87,11 +110,15 @@ def _term(train: float, gen: float, a: float, sequence: float, options) -> Term:
         clipped = (a > 0 and ratio > high) or (a < 0 and ratio < low)
         # d ratio / d log pi = ratio, also of a capped one, and of GSPO-token's sg(s) pi / sg(pi).
         own = 0.0 if clipped else ratio * a
+    elif options.loss == "reinforce":
+        own = (min(rho, most) if options.tis_cap else 1.0) * a
+        value, clipped = own * train, rho > most
     else:
         value, own, clipped = train, 1.0, False
     masked = options.icepop_high > 0 and not options.icepop_low <= rho <= options.icepop_high
     if options.dppo_tv_threshold > 0 and abs(math.exp(train) - math.exp(gen)) > options.dppo_tv_threshold:
         masked = masked or (a > 0 and rho > 1) or (a < 0 and rho < 1)
+    masked = masked or (not allowed and a * (rho - 1) > 0)
     return Term(0.0, 0.0, clipped, True) if masked else Term(value, own, clipped, False)
 
 
@@ -112,6 +139,13 @@ def rows_loss(rows: dict[str, np.ndarray], options) -> tuple[float, np.ndarray, 
                 w = weights[r, t]
                 loss -= w * term.value
                 gradient[r, t] -= w * term.own
+                if "reference" in rows:
+                    away = rows["reference"][r, t] - train[r, t]
+                    loss += options.reference_kl * w * (math.exp(away) - 1 - away)
+                    gradient[r, t] -= options.reference_kl * w * (math.exp(away) - 1)
+                    sums["reference_kl"] = sums.get("reference_kl", 0) + math.exp(away) - 1 - away
+                if "entropy" in rows:
+                    loss -= options.entropy_bonus * w * rows["entropy"][r, t]
                 difference = train[r, t] - gen[r, t]
                 rho = math.exp(difference)
                 sums["tokens"] += 1

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_jax.objective import advantages
+from scalerl_jax.objective.advantages import NORMALIZATIONS
 from tests.objective import reference
 
-NORMALIZATIONS = ["batch", "prompt", "none"]
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -120,5 +120,5 @@ def test_nothing_survives(normalization, filtered):
 
 
 def test_an_unknown_normalization_is_named():
-    with pytest.raises(ValueError, match="'std' is not batch, prompt or none"):
+    with pytest.raises(ValueError, match="'std' is not one of batch, prompt, none, maxrl"):
         advantages(np.ones((1, 2)), np.ones((1, 2), bool), np.ones((1, 2), bool), normalization="std")

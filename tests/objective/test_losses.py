@@ -38,6 +38,16 @@ OBJECTIVES = {
     "clip, everything": ObjectiveConfig(
         loss="clip", tis_cap=1.5, icepop_low=0.6, icepop_high=1.8, dppo_tv_threshold=0.05
     ),
+    "reinforce": ObjectiveConfig(loss="reinforce"),
+    "reinforce, truncated": ObjectiveConfig(loss="reinforce", tis_cap=1.2),
+    "cispo, prefix budget": ObjectiveConfig(cppo_threshold=0.1, cppo_least_weight=0.5, cppo_budget=0.02),
+    "gspo, prefix budget": ObjectiveConfig(loss="gspo", cppo_threshold=0.08, cppo_budget=0.03),
+    "reinforce, prefix budget by completion": ObjectiveConfig(
+        loss="reinforce", cppo_threshold=0.06, cppo_budget=0.01, cppo_budget_by_completion=True
+    ),
+    "cispo, KL": ObjectiveConfig(reference_kl=0.3),
+    "clip, KL and entropy": ObjectiveConfig(loss="clip", reference_kl=0.1, entropy_bonus=0.2),
+    "all masks, KL": ObjectiveConfig(icepop_low=0.6, icepop_high=1.8, cppo_threshold=0.1, reference_kl=0.1),
 }
 seeds = st.integers(0, 2**32 - 1)
 every = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -64,10 +74,13 @@ def ours(arrays, objective):
 
 
 def tokens(*, train, gen, advantage, weight=1.0, segment=1, objective):
-    """(loss, gradient [tokens]) of one row of loss tokens; numbers are the same for all of them."""
+    """(loss, gradient [tokens]) of one row of loss tokens; numbers are the same for all of them. The reference policy
+    is the generator."""
     columns = [np.atleast_2d(x) for x in np.broadcast_arrays(train, gen, advantage, weight, segment)]
     kinds = (*[np.float32] * 4, np.int32)
     arrays = {name: x.astype(kind) for name, x, kind in zip(NAMES, columns, kinds, strict=True)}
+    arrays |= {"reference": arrays["logp_gen"]} if objective.reference_kl else {}
+    arrays |= {"entropy": -arrays["logp_train"]} if objective.entropy_bonus else {}
     value, gradient, _ = ours(arrays, objective)
     return float(value), np.asarray(gradient)[0]
 
@@ -97,7 +110,7 @@ def test_the_random_rows_reach_every_branch():
     for name, objective in OBJECTIVES.items():
         sums = [reference.rows_loss(rows(seed, objective), objective)[2] for seed in range(20)]
         total = {key: sum(s[key] for s in sums) for key in ("tokens", "clipped", "masked")}
-        expects_masks = objective.icepop_high > 0 or objective.dppo_tv_threshold > 0
+        expects_masks = max(objective.icepop_high, objective.dppo_tv_threshold, objective.cppo_threshold) > 0
         assert (total["masked"] > 20) == expects_masks and total["masked"] < total["tokens"] / 2, name
         if objective.loss != "cross_entropy" and objective.max_ratio < 5:
             assert 20 < total["clipped"] < 0.7 * total["tokens"], name
@@ -228,7 +241,7 @@ def test_truncated_importance_sampling_is_refused_where_it_has_no_place():
         tokens(train=-1.0, gen=-1.0, advantage=1.0, objective=ObjectiveConfig(tis_cap=1.2))
 
 
-@pytest.mark.parametrize("loss", ["cispo", "clip", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_masked_token_has_no_gradient_and_leaves_that_of_the_others(loss):
     """Also in gspo, where all tokens of a completion share a ratio."""
     ratio = np.array([0.95, 3.0, 1.02, 1.0])
@@ -279,7 +292,8 @@ def test_a_broken_log_prob_stays_finite(objective):
     for gen in (-500.0, 500.0):
         loss, gradient = tokens(train=-1.0, gen=gen, advantage=1.0, objective=objective)
         assert np.isfinite(loss) and np.isfinite(gradient).all()
-    if objective.loss == "cispo" and not objective.icepop_high and not objective.dppo_tv_threshold:
+    masks = (objective.icepop_high, objective.dppo_tv_threshold, objective.cppo_threshold)
+    if objective.loss == "cispo" and not any(masks) and not objective.reference_kl:
         _, gradient = tokens(train=-1.0, gen=-500.0, advantage=1.0, objective=objective)
         np.testing.assert_allclose(gradient, -objective.max_ratio)
 
@@ -295,8 +309,134 @@ def test_the_mismatch_kl_is_exact_however_close_generator_and_trainer_are(size):
     np.testing.assert_allclose(float(sums["kl"]), float((np.expm1(d) - d).sum()), rtol=2e-5)
 
 
+def test_a_prefix_that_moved_far_leaves_its_successors_less():
+    """Each token alone is within the threshold; what those before have used up is missing at the next, also where they
+    are masked themselves. Who is pushed back is never masked."""
+    gen = np.full(6, 0.5)
+    train = np.array([0.6, 0.6, 0.6, 0.5, 0.5, 0.6])
+    objective = ObjectiveConfig(cppo_threshold=0.15, cppo_least_weight=1.0, cppo_budget=0.04)
+    # c = .15, min(.15, .15 + .04 - .1) = .09, .03, -.03, .01, .05
+    for advantage, kept in ((1.0, [1, 0, 0, 1, 1, 0]), (-1.0, [1] * 6)):
+        _, gradient = tokens(train=np.log(train), gen=np.log(gen), advantage=advantage, objective=objective)
+        np.testing.assert_array_equal(gradient != 0, np.array(kept, bool))
+    generous = dataclasses.replace(objective, cppo_budget=0.1)
+    _, gradient = tokens(train=np.log(train), gen=np.log(gen), advantage=1.0, objective=generous)
+    assert gradient.all()
+    # The next completion of the row begins with nothing used up.
+    _, gradient = tokens(
+        train=np.log(train), gen=np.log(gen), advantage=1.0, segment=[1, 1, 2, 2, 3, 3], objective=objective
+    )
+    np.testing.assert_array_equal(gradient != 0, [True, False, True, True, True, True])
+
+
+def test_a_prefix_budget_counts_loss_tokens_alone():
+    """A forced phrase in the middle, however far its log-probs are, takes no place and uses nothing up."""
+    rng = np.random.default_rng(0)
+    objective = ObjectiveConfig(cppo_threshold=0.1, cppo_budget=0.01, cppo_budget_by_completion=True)
+    train = np.log(rng.uniform(0.2, 0.9, 20))
+    gen = np.log(np.clip(np.exp(train) - rng.uniform(-0.02, 0.12, 20), 0.05, 0.99))
+    _, alone = tokens(train=train, gen=gen, advantage=1.0, objective=objective)
+    assert 3 < (alone == 0).sum() < 17
+    at = np.sort(rng.permutation(30)[:20])
+    wide = {"train": np.full(30, -9.0), "gen": np.full(30, -0.01), "weight": np.zeros(30)}
+    for name, values in (("train", train), ("gen", gen), ("weight", 1.0)):
+        wide[name][at] = values
+    _, gradient = tokens(**wide, advantage=1.0, objective=objective)
+    np.testing.assert_allclose(gradient[at], alone, rtol=1e-6)
+
+
+def test_reinforce_weighs_by_no_ratio():
+    ratio = np.array([1e-3, 0.5, 1.0, 2.0, 1e3])
+    for advantage in (1.5, -1.5):
+        _, gradient = tokens(
+            train=-1.0, gen=-1.0 - np.log(ratio), advantage=advantage, objective=ObjectiveConfig(loss="reinforce")
+        )
+        np.testing.assert_array_equal(gradient, np.full(5, -advantage, np.float32))
+
+
+@given(seed=seeds)
+@settings(max_examples=5)
+def test_reinforce_with_a_truncated_ratio_is_cispo(seed):
+    arrays = rows(seed, ObjectiveConfig(max_ratio=1.3))
+    one = ours(arrays, ObjectiveConfig(max_ratio=1.3))
+    jax.tree.map(np.testing.assert_array_equal, one, ours(arrays, ObjectiveConfig(loss="reinforce", tis_cap=1.3)))
+
+
+def test_the_kl_pulls_towards_the_reference_policy_only():
+    """Its gradient is 0 at the reference, and no masked or clipped token is free of it."""
+    reference = np.log([[0.3, 0.3, 0.3, 0.3]]).astype(np.float32)
+    train = np.log([[0.2, 0.3, 0.4, 0.9]]).astype(np.float32)
+    arrays = dict(zip(NAMES, (train, train - 5, *np.ones((2, 1, 4), np.float32), np.ones((1, 4), np.int32))))
+    arrays["reference"] = reference
+    masked = {"icepop_low": 0.5, "icepop_high": 2.0}
+    _, gradient, sums = ours(arrays, ObjectiveConfig(**masked, reference_kl=0.5))
+    assert sums["masked"] == 4
+    np.testing.assert_allclose(gradient, -0.5 * np.expm1(reference - train), rtol=1e-5)
+    assert gradient[0, 0] < 0 == gradient[0, 1] < gradient[0, 2] < gradient[0, 3]
+
+
+def frozen(train, arrays, objective, at):
+    """The loss in float64 with what stands under a stop-gradient taken at `at`, which is where `train` begins."""
+    gen, advantage, weight = (np.asarray(arrays[n], np.float64) for n in ("logp_gen", "advantages", "weights"))
+    total = 0.0
+    for r, ids in enumerate(arrays["segment_ids"]):
+        for segment in set(ids.tolist()) - {0}:
+            t = [i for i in range(len(ids)) if ids[i] == segment and weight[r, i] > 0]
+            terms = reference.terms(at[r, t].tolist(), gen[r, t].tolist(), advantage[r, t].tolist(), objective)
+            sequence = np.exp(np.mean(at[r, t] - gen[r, t])) if t else 1.0
+            for i, term in zip(t, terms, strict=True):
+                rho, a = np.exp(train[r, i] - gen[r, i]), advantage[r, i]
+                capped = np.exp(at[r, i] - gen[r, i])
+                value = 0.0
+                if objective.loss == "cispo":
+                    value = min(capped, objective.max_ratio) * a * train[r, i]
+                elif objective.loss == "reinforce":
+                    value = (min(capped, objective.tis_cap) if objective.tis_cap else 1.0) * a * train[r, i]
+                elif objective.loss in ("clip", "gspo"):
+                    if objective.loss == "gspo":
+                        rho, capped = sequence * np.exp(train[r, i] - at[r, i]), sequence
+                    if objective.tis_cap and capped > objective.tis_cap:
+                        rho *= objective.tis_cap / capped
+                    value = min(rho * a, np.clip(rho, 1 - objective.clip_low, 1 + objective.clip_high) * a)
+                total -= weight[r, i] * value * (not term.masked)
+                if objective.reference_kl:
+                    away = float(arrays["reference"][r, i]) - train[r, i]
+                    total += objective.reference_kl * weight[r, i] * (np.expm1(away) - away)
+    return total
+
+
+@pytest.mark.parametrize("objective", [o for o in OBJECTIVES.values() if o != CROSS_ENTROPY])
+def test_the_gradient_by_differences_of_the_loss(objective):
+    """Central differences in float64, what is under a stop-gradient held: nothing else has a gradient."""
+    arrays = rows(11, objective)
+    at = arrays["logp_train"].astype(np.float64)
+    gradient = np.asarray(ours(arrays, objective)[1])
+    for r, t in zip(*np.nonzero(arrays["weights"])):
+        up, down = at.copy(), at.copy()
+        up[r, t], down[r, t] = at[r, t] + 1e-6, at[r, t] - 1e-6
+        slope = (frozen(up, arrays, objective, at) - frozen(down, arrays, objective, at)) / 2e-6
+        assert gradient[r, t] == pytest.approx(slope, rel=1e-4, abs=1e-6), (r, t)
+
+
+@every
+def test_what_has_no_gradient(objective):
+    """Generators' log-probs, advantages, weights and the reference policy are numbers, not functions of parameters:
+    ratios, masks and truncation change the loss by them, and the policy's own log-prob is all that is differentiated.
+    """
+    if objective == CROSS_ENTROPY or objective.loss in ("clip", "gspo"):
+        pytest.skip("its ratio is differentiated")
+    arrays = rows(5, objective)
+
+    def loss(logp_gen, reference):
+        beside = {"reference": reference} if "reference" in arrays else {}
+        return policy_loss(**(arrays | {"logp_gen": logp_gen} | beside), objective=objective)[0]
+
+    gradients = jax.grad(loss, (0, 1))(arrays["logp_gen"], arrays.get("reference", arrays["logp_gen"]))
+    assert not any(np.asarray(g).any() for g in gradients)
+
+
 def test_an_unknown_loss_is_named():
-    with pytest.raises(ValueError, match="'ppo' is not one of cispo, clip, gspo"):
+    with pytest.raises(ValueError, match="'ppo' is not one of cispo, clip, gspo, reinforce"):
         tokens(train=-1.0, gen=-1.0, advantage=1.0, objective=ObjectiveConfig(loss="ppo"))
 
 

@@ -25,6 +25,8 @@ RECIPES = {
     "Dr. GRPO": (ObjectiveConfig(loss="clip", clip_low=0.2, clip_high=0.2), "token", "none", False),
     "GSPO": (ObjectiveConfig(loss="gspo", clip_low=0.1, clip_high=0.1), "sample", "batch", True),
     "ScaleRL, no filter": (ObjectiveConfig(max_ratio=1.2), "prompt", "batch", False),
+    "MaxRL": (ObjectiveConfig(loss="reinforce"), "prompt", "maxrl", True),
+    "ScaleRL, CPPO": (ObjectiveConfig(cppo_threshold=0.05, cppo_budget=0.01), "prompt", "batch", True),
     "ScaleRL, IcePop": (ObjectiveConfig(icepop_low=0.7, icepop_high=1.5), "token", "batch", True),
 }
 LENGTH = 32

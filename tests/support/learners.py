@@ -1,5 +1,6 @@
 """A learner around a small decoder, for tests."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -38,5 +39,7 @@ def learner_of(
         mesh=mesh if mesh is not None else make_mesh(fsdp=1, devices=jax.devices()[:1]),
         precision=precision or Precision(),
         loss=functools.partial(policy_loss, objective=ObjectiveConfig(**objective)),
-        layout=layout,
+        layout=dataclasses.replace(
+            layout, reference="reference_kl" in objective, entropy_gradient="entropy_bonus" in objective
+        ),
     )

@@ -54,6 +54,7 @@ def reached(run: Run, step: int) -> bool:
 def test_runs_told_to_stop_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start, beside):
     flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", f"--config.evaluation.servers={beside}"]
     flags += ["--config.checkpoint.every=1000"]  # what is saved is saved for a signal
+    flags += ["--config.objective.reference_kl=0.05"]  # to the policy of step 0, wherever it goes on
     replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
     rng = random.Random(beside)
     os.mkdir(tmp_path / "servers")

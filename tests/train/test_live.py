@@ -41,6 +41,7 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
         f"--config.max_steps={last}",
         f"--config.evaluation.every={last}",
         "--config.telemetry.samples=16",  # all of a batch
+        "--config.optimizer.ess_reference=0.999",
     ]
     config = config_of(flags)
     with serve(tmp_path, 2, "--engine=jax", f"--model={model}") as addresses:
@@ -93,6 +94,8 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
             assert row["kl"] >= 0 and 0 <= row["mismatch_p99"] <= row["mismatch_max"] * (1 + 1e-5)
             sizes = [row[f"effective_sample_size{of}"] for of in ("", "_geometric", "_sequence")]
             assert all(0 < size <= 1 + 1e-6 for size in sizes) and sizes[1] >= 1 / row["completions_counted"] - 1e-6
+            assert row["step_scale"] == pytest.approx(min(1, sizes[2] / 0.999) ** 0.5)
+    assert min(row.get("step_scale", 1) for row in rows) < 0.999
 
     # 2. The weights that sampled are those of the timeline that survived: what the rollouts say of a token, who sampled
     #    it and with what probability, agrees with the checkpoint of that version. The first span of a completion has no

@@ -1,0 +1,140 @@
+"""A KL to the policy that the run began with, and an entropy bonus, through a whole gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalerl_jax.learner import booking
+from scalerl_jax.learner.packing import Segment, plain
+from scalerl_jax.learner.step import Layout, Learner
+from scalerl_jax.model import Precision, forward, token_logprobs
+from tests.learner.segments import make_segments
+from tests.support.learners import learner_of
+from tests.support.models import toy_decoder
+from tests.support.params import params_of
+
+DECODER = toy_decoder()
+LENGTH, KL, BONUS = 48, 0.3, 0.2
+
+
+def started(params: Any, *, reference: Any = None, rows: int = 2, sync: str = "float32", **objective: Any) -> Learner:
+    layout = Layout(seq_len=LENGTH, rows=rows, logprob_chunk=16)
+    learner = learner_of(DECODER, layout, precision=Precision(sync=sync), **objective)
+    learner.start(params)
+    if reference is not None:
+        learner.keep_reference(jax.tree.map(lambda p: jnp.asarray(p, sync), reference))
+    return learner
+
+
+def moved(params: Any) -> Any:
+    """Another policy."""
+    return jax.tree.map(lambda p: p + 0.05 * jnp.std(p) * jnp.sin(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape),
+                        params)  # fmt: skip
+
+
+def segments() -> list[Segment]:
+    return make_segments((30, 17, 9, 9, 21), vocabulary=DECODER.vocab_size)
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def by_formula(params: Any, reference: Any, given: list[Segment]) -> Any:
+    """The gradient of KL and bonus alone, each segment by itself."""
+
+    def loss(params: Any) -> jax.Array:
+        total = jnp.zeros(())
+        for segment in given:
+            tokens = segment.tokens[None]
+            ids = jnp.ones((1, len(segment.tokens) - 1), jnp.int32)
+
+            def scored(p: Any, tokens: np.ndarray = tokens, ids: jax.Array = ids) -> Any:
+                hidden = forward(p, DECODER, tokens[:, :-1], jnp.cumsum(ids, axis=1) - 1, ids)
+                return token_logprobs(p, DECODER, hidden, tokens[:, 1:], entropy=True, entropy_gradient=True)
+
+            (logp, entropy), (wanted, _) = scored(params), scored(reference)
+            away = jax.lax.stop_gradient(wanted) - logp
+            total += jnp.sum(segment.weights[1:] * (KL * (jnp.exp(away) - 1 - away) - BONUS * entropy)[0])
+        return total
+
+    return jax.grad(loss)(params)
+
+
+def test_the_gradient_is_that_of_the_formulas() -> None:
+    policy, reference, given = params_of(DECODER), moved(params_of(DECODER)), segments()
+    plain_one = started(policy).differentiate(given)
+    learner = started(policy, reference=reference, reference_kl=KL, entropy_bonus=BONUS)
+    pending = learner.differentiate(given)
+    added = flat(pending.grads) - flat(plain_one.grads)
+    wanted = flat(by_formula(policy, reference, given))
+    assert np.linalg.norm(wanted) > 1e-3
+    assert np.linalg.norm(added - wanted) < 2e-5 * np.linalg.norm(flat(pending.grads))
+    # What is scored on the way is the policy's own, and the metric is of all loss tokens.
+    for one, other in zip(pending.logprobs(), plain_one.logprobs(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    scored = started(reference).score([plain(segment.tokens) for segment in given])
+    away = np.concatenate(
+        [(theirs - ours)[s.weights > 0] for theirs, ours, s in zip(scored, pending.logprobs(), given, strict=True)]
+    )
+    assert float(pending.sums["reference_kl"]) == pytest.approx((np.expm1(away) - away).sum(), rel=1e-4)
+
+
+def test_packing_and_micro_batches_have_no_part() -> None:
+    policy, reference, given = params_of(DECODER), moved(params_of(DECODER)), segments()
+    objective: dict[str, Any] = {
+        "reference_kl": KL,
+        "entropy_bonus": BONUS,
+        "cppo_threshold": 0.002,
+        "cppo_budget": 0.0005,
+    }
+    wanted = started(policy, reference=reference, **objective).differentiate(given)
+    assert wanted.sums["masked"] > 3
+    for rows, order in ((1, 1), (4, -1)):
+        got = started(policy, reference=reference, rows=rows, **objective).differentiate(given[::order])
+        assert np.linalg.norm(flat(got.grads) - flat(wanted.grads)) < 1e-5 * np.linalg.norm(flat(wanted.grads))
+        for name in ("masked", "clipped", "tokens"):
+            assert got.sums[name] == wanted.sums[name]
+
+
+def test_the_policy_that_it_began_with_has_no_kl_to_itself() -> None:
+    """Also where weights are sent rounded: the reference is kept as the forward pass rounds it."""
+    policy, given = params_of(DECODER), segments()
+    learner = started(policy, reference=policy, sync="bfloat16", reference_kl=KL)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(learner._reference))
+    sums = learner.update(given)
+    assert sums["reference_kl"] == 0
+    assert learner.update(given)["reference_kl"] > 0  # it is the policy that has moved, and not the reference
+
+
+def test_it_is_booked_and_nothing_is_compiled_later() -> None:
+    policy, given = params_of(DECODER), segments()
+    with_one = started(policy, reference=policy, reference_kl=KL)
+    booking.book(with_one, longest=LENGTH)
+    without = started(policy)
+    without.compile()
+    more = booking.needs_of(with_one).device - booking.needs_of(without).device
+    assert more >= sum(leaf.nbytes for leaf in jax.tree.leaves(policy))
+    compiled = with_one._score_reference
+    with_one.update(given)
+    assert with_one._score_reference is compiled
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_scaled_step_is_a_step_of_a_scaled_learning_rate(scale: float) -> None:
+    """Weight decay included; the moments are those of the gradient."""
+    policy, given = params_of(DECODER), segments()
+    ends = []
+    for rate, by in ((1e-2, scale), (1e-2 * scale, 1.0)):
+        learner = learner_of(DECODER, Layout(seq_len=LENGTH, rows=2, logprob_chunk=16), learning_rate=rate)
+        learner.start(jax.tree.map(jnp.array, policy))
+        learner.apply(learner.differentiate(given), scale=by)
+        ends.append(learner.state)
+    one, other = (flat(end["params"]) for end in ends)
+    np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+    assert np.abs(one - flat(policy)).max() > 1e-4
+    moments = [flat(end["opt_state"]) for end in ends]
+    np.testing.assert_array_equal(*moments)
