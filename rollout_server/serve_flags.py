@@ -36,7 +36,10 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_enum("sync_dtype", "bfloat16", _DTYPES, "In which the weights come.")
 flags.DEFINE_enum(
-    "head_precision", "default", ["default", "highest"], "Operands of the head: in compute_dtype, or in float32."
+    "head_precision",
+    "default",
+    ["default", "highest", "bfloat16"],
+    "Of the head: operands in compute_dtype, or in float32, and float32 logits; or logits rounded to bfloat16.",
 )
 flags.DEFINE_integer("maximum_tokens", 4096, "Prompt and completion together.", lower_bound=2)
 flags.DEFINE_bool(

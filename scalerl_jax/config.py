@@ -22,8 +22,9 @@ class ModelConfig:
     # float32, and always that beside sync_dtype=float32; what was chosen is kept for the whole run
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     sync_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # what the weights are rounded to, on both sides
-    # default: operands in compute_dtype, float32 sums; highest: float32 operands
-    head_precision: Literal["default", "highest"] = "default"
+    # of the head. default: operands in compute_dtype, float32 sums and logits; highest: float32 operands; bfloat16: as
+    # default, and the logits rounded to it, for recipes without an FP32 head
+    head_precision: Literal["default", "highest", "bfloat16"] = "default"
     # what is kept for the backward pass: all; attention's results and the blocks' inputs; these inputs alone; a few of
     # them. From left to right it takes less memory and more time
     remat: Literal["none", "save_attention", "block", "full"] = "block"

@@ -36,7 +36,7 @@ class EngineOptions:
     maximum_tokens: int  # prompt and completion together
     compute_dtype: str  # "float32" | "bfloat16", of the matrix products
     sync_dtype: str  # likewise; weights are rounded to it, then used in the other
-    head_precision: str = "default"  # | "highest", as in the trainer's config
+    head_precision: str = "default"  # | "highest" | "bfloat16", as in the trainer's config
     decode_chunk: int = 8  # decode steps between two looks at queue and weights
     router_replay: bool = False  # can tell the experts of its completions
 
@@ -70,7 +70,7 @@ class EngineInfo:
     tokenizer_fingerprint: str = ""
     compute_dtype: str = "float32"
     head_dtype: str = "float32"
-    head_precision: str = "default"  # | "highest"
+    head_precision: str = "default"  # | "highest" | "bfloat16": that of the logits
     sync_dtype: str = "float32"
     devices: int = 1
     router_replay: bool = False  # tells the experts of completions, where a request asks for them

@@ -25,6 +25,7 @@ def engine_info(
             "model_config": config.canonical_json(),
             "tokenizer_fingerprint": tokenizer_fingerprint(options.model),
         }
+    told["head_dtype"] = "bfloat16" if options.head_precision == "bfloat16" else "float32"
     info = EngineInfo(name=name, queue_capacity=options.queue, devices=devices, **told)
     if options.router_replay:
         _check_experts(info, config)

@@ -3,7 +3,8 @@
     logp_t = logit_t[target_t] - logsumexp(logit_t)
 
 `default`: operands in the compute dtype, products accumulated and returned in float32 (the error of a bf16 head sits in
-rounding the logits, not in the products). `highest`: float32 operands too, the literal FP32 head.
+rounding the logits, not in the products). `highest`: float32 operands too, the literal FP32 head. `bfloat16`: as
+`default`, with the logits rounded to it, as recipes without an FP32 head have them; what follows is float32.
 The chunks of a row are scanned under jax.checkpoint, and dW accumulates in float32.
 
 On a mesh each device scans its own part of its own rows, against its part of the vocabulary. The weight is rounded and
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from scalerl_jax.model.decoder import Params, Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.precision import rounded as rounded_to
 from scalerl_jax.model.sharding import ROWS, spec
 
 Axes = tuple[str, ...]  # of the mesh; none of them where one device has all
@@ -44,10 +46,11 @@ def logits(
 
 def _product(hidden: jax.Array, weight: jax.Array, precision: Precision) -> jax.Array:
     dtype, dot = _operands(precision)
-    return jax.lax.dot_general(
+    product = jax.lax.dot_general(
         hidden.astype(dtype), weight, (((hidden.ndim - 1,), (1,)), ((), ())),
         precision=dot, preferred_element_type=jnp.float32,
     )  # fmt: skip
+    return rounded_to(product, "bfloat16") if precision.head == "bfloat16" else product
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -16,7 +16,8 @@ class Precision:
 
     compute: str = "float32"
     sync: str = "float32"  # what weights are rounded to before every use
-    head: str = "default"  # default: operands in the compute dtype | highest: float32 operands
+    # default: operands in the compute dtype | highest: float32 operands | bfloat16: as default, logits rounded to it
+    head: str = "default"
 
     @property
     def dot(self) -> jax.lax.Precision:
@@ -25,11 +26,11 @@ class Precision:
 
     def cast(self, weight: jax.Array, dtype: str | None = None) -> jax.Array:
         """The weight as every user of the policy sees it: rounded to the sync dtype, then in `dtype` (compute's)."""
-        return _round(weight, self.sync).astype(dtype or self.compute)
+        return rounded(weight, self.sync).astype(dtype or self.compute)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _round(weight: jax.Array, dtype: str) -> jax.Array:
+def rounded(weight: jax.Array, dtype: str) -> jax.Array:
     """`weight` rounded to the values of `dtype`, in its own dtype; straight-through.
 
     Not astype there and back: the compiler may drop such a pair, and its cotangent would be rounded too.
@@ -40,4 +41,4 @@ def _round(weight: jax.Array, dtype: str) -> jax.Array:
     return jax.lax.reduce_precision(weight, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
 
 
-_round.defvjp(lambda weight, dtype: (_round(weight, dtype), None), lambda dtype, _, g: (g,))
+rounded.defvjp(lambda weight, dtype: (rounded(weight, dtype), None), lambda dtype, _, g: (g,))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalerl_jax.model import DecoderConfig, logits, token_logprobs
+from scalerl_jax.model import DecoderConfig, Precision, logits, token_logprobs
 from tests.support.params import DECODER, every_variable, log_softmax64, params_of
 
 ROWS, LENGTH = 2, 37
@@ -61,6 +61,27 @@ def test_the_gradient_of_the_entropy(chunk):
     dlogits = -at[..., None] * p * (exact - (p * exact).sum(-1, keepdims=True))
     np.testing.assert_allclose(dhidden, dlogits @ weight, atol=1e-5)
     np.testing.assert_allclose(dparams["head"], np.einsum("rlv,rld->vd", dlogits, hidden), atol=1e-4)
+
+
+def test_logits_rounded_to_bfloat16():
+    """In sampling and in training the same ones; what comes after them is float32, and the gradient goes straight
+    through."""
+    params, (hidden, targets) = params_of(), inputs()
+    precision = Precision(head="bfloat16")
+    exact = logits(params, DECODER, hidden)
+    rounded = logits(params, DECODER, hidden, precision=precision)
+    np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16).astype(jnp.float32))
+    assert rounded.dtype == jnp.float32 and (rounded != exact).mean() > 0.9
+
+    def logp(params, hidden):
+        return token_logprobs(params, DECODER, hidden, targets, precision=precision)
+
+    wanted = log_softmax64(np.asarray(rounded, np.float64))
+    one_hot = np.eye(DECODER.vocab_size)[targets]
+    np.testing.assert_allclose(logp(params, hidden), (wanted * one_hot).sum(-1), atol=1e-5)
+    weight = np.asarray(params["head"], np.float64)
+    gradient = jax.grad(lambda h: logp(params, h).sum())(hidden)
+    np.testing.assert_allclose(gradient, (one_hot - np.exp(wanted)) @ weight, atol=1e-5)
 
 
 def test_extreme_logits_stay_exact():

@@ -253,6 +253,12 @@ def test_another_head_precision_stops_the_run_and_names_the_flag():
     status.head_precision = "default"
     with pytest.raises(ProbeError, match=r"its head precision is default.*start it with --head_precision=highest"):
         compare("s:1", status, expected)
+    rounding = dataclasses.replace(expected, head_precision="bfloat16")
+    with pytest.raises(ProbeError, match=r"its head precision is default.*start it with --head_precision=bfloat16"):
+        compare("s:1", status, rounding)
+    status.head_precision = ""  # it does not tell, but for the dtype
+    with pytest.raises(ProbeError, match=r"its head dtype is float32, the trainer's is bfloat16"):
+        compare("s:1", status, rounding)
     status.head_precision = "highest"
     with pytest.raises(ProbeError, match=r"config\.rollout\.router_replay needs .*start it with --router_replay"):
         compare("s:1", status, dataclasses.replace(expected, router_replay=True))

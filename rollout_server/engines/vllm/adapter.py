@@ -9,6 +9,7 @@ SUPPORTED says which releases. What matters in each:
 How it is run, and why:
     logprobs_mode=processed_logprobs   of the distribution sampled from: after temperature, top-k and top-p
     head_dtype=float32                 operands in the compute dtype, float32 accumulation and logits, as in the trainer
+                                       (bfloat16 where its logits are rounded to it)
     async_scheduling=False             the tokens of the last step are known before the next: forcing a phrase needs it
     prefix cache, salted               completions of a group share their prompt; the salt names the weights
     enforce_eager on a CPU             compiling costs more than it brings there
@@ -72,7 +73,7 @@ class Vllm:
 
     Args:
       options: of its slots vLLM gets one more, for `score`; head_precision "highest" goes with float32 only, since the
-        operands are those of compute_dtype either way.
+        operands are those of compute_dtype either way, and "bfloat16" with bfloat16.
       workers: tensor-parallel workers, a device each.
       device_memory: the share of a device's memory that vLLM takes; of no meaning on a CPU.
 
@@ -86,7 +87,6 @@ class Vllm:
             raise ValueError(f"{options.model} is a {self.config.family}, which only --engine=jax updates")
         self.maximum_tokens = min(options.maximum_tokens, self.config.max_positions)
         check_workers(self.config, workers)
-        assert options.head_precision == "default" or options.compute_dtype == "float32", options.head_precision
         self._names = itertools.count()
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -96,7 +96,7 @@ class Vllm:
 
         on_cpu = current_platform.is_cpu()
         positions = self.maximum_tokens + 1  # vLLM wants room for one token after a prompt that is only scored
-        overrides: dict[str, Any] = {"head_dtype": "float32"}
+        overrides: dict[str, Any] = {"head_dtype": "bfloat16" if options.head_precision == "bfloat16" else "float32"}
         if positions > self.config.max_positions:
             overrides["max_position_embeddings"] = positions
         arguments: dict[str, Any] = {

@@ -16,9 +16,10 @@ DEVICE_MEMORY = flags.DEFINE_float("device_memory", 0.9, "vllm: the share of a G
 async def make(options: "EngineOptions") -> "Engine":
     """Raises UsageError or ValueError in one line."""
     model_folder.check(options.model, weights=True)
-    if options.head_precision == "highest" and options.compute_dtype != "float32":
+    needed = {"highest": "float32", "bfloat16": "bfloat16"}.get(options.head_precision, options.compute_dtype)
+    if options.compute_dtype != needed:
         raise model_folder.UsageError(
-            "--head_precision=highest: the vllm engine has it with --compute_dtype=float32 only"
+            f"--head_precision={options.head_precision}: the vllm engine has it with --compute_dtype={needed} only"
         )
     from rollout_server.engines.vllm.adapter import Vllm
     from rollout_server.engines.vllm.engine import VllmEngine
