@@ -143,7 +143,8 @@ def test_a_server_that_cannot_take_weights_exits(folder: pathlib.Path, tmp_path:
     ("change", "told"),
     [
         ({"tensor_parallel": 3}, "4 query heads cannot be split evenly over 3 workers"),
-        ({"compute_dtype": "bfloat16", "head_precision": "highest"}, "--head_precision=highest"),
+        ({"compute_dtype": "bfloat16", "head_precision": "highest"}, "has it with --compute_dtype=float32 only"),
+        ({"compute_dtype": "float32", "head_precision": "bfloat16"}, "has it with --compute_dtype=bfloat16 only"),
         ({"slots": 10**8}, "keys and values of 100000000 sequences"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
