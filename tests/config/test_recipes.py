@@ -107,7 +107,9 @@ def runs() -> list[Any]:
     """Each once, where members of several studies are the same run. The recipes in every `make test-full`."""
     out, known = [], list[dict[str, Any]]()
     tiny = load_file(str(CONFIG))
-    base = ablations().changed(tiny, rollout__prompts_per_step=6, rollout__group_size=8)  # so that some prompts teach
+    base = ablations().changed(  # so that some prompts teach
+        tiny, rollout__prompts_per_step=6, rollout__group_size=8, objective__truncated="penalize"
+    )
     for study in ("recipes", "leave_one_out", "margin", "forward", "scaling", "staleness"):
         for name, member in STUDIES[study](base).items():
             changes = differences(member, tiny)
