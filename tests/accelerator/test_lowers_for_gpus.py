@@ -39,7 +39,7 @@ def test_the_update(platform):
     copies = WeightSnapshots(DECODER, learner.mesh, share=1 / 16)
     for name, function, arguments in (
         ("accumulate", learner._accumulate, (params, carry, batch)),
-        ("apply", learner._apply, (learner.state, carry[0])),
+        ("apply", learner._apply, (learner.state, carry[0], np.float32(1))),
         ("score", learner._score, (params, batch)),
         ("compare", copies._compare, (params, copies._nothing())),
     ):
