@@ -45,8 +45,7 @@ Terms = tuple[jax.Array, jax.Array]  # of each token: what is maximized, and whe
 
 def cispo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     """The truncated ratio weighs the gradient of the log-prob."""
-    truncated = jnp.minimum(tokens.ratio, objective.max_ratio)
-    return truncated * tokens.advantages * tokens.logp_train, tokens.ratio > objective.max_ratio
+    return _weighed(tokens, objective.max_ratio)
 
 
 def clip(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
@@ -63,8 +62,7 @@ def gspo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
 def reinforce(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     """The log-prob's gradient, weighted by no ratio, or by the truncated one."""
     if objective.tis_cap > 0:
-        truncated, clipped = jnp.minimum(tokens.ratio, objective.tis_cap), tokens.ratio > objective.tis_cap
-        return truncated * tokens.advantages * tokens.logp_train, clipped
+        return _weighed(tokens, objective.tis_cap)
     return tokens.advantages * tokens.logp_train, jnp.zeros_like(tokens.loss_token)
 
 
@@ -74,6 +72,11 @@ LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {
     "gspo": gspo,
     "reinforce": reinforce,
 }
+
+
+def _weighed(tokens: Tokens, cap: float) -> Terms:
+    truncated = jnp.minimum(tokens.ratio, cap)
+    return truncated * tokens.advantages * tokens.logp_train, tokens.ratio > cap
 
 
 def _clipped(ratio: jax.Array, tokens: Tokens, objective: ObjectiveConfig) -> Terms:
