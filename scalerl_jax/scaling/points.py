@@ -91,6 +91,26 @@ class Points:
         """
         return self.scatter if self.counts is None else 0.0
 
+    def split(self, until: float) -> "tuple[Points, Points]":
+        """Those of compute up to `until`, and those beyond. Raises TooFewPoints where the first are too few for a law,
+        or there are no others."""
+        early = self.compute <= until
+        if len(np.unique(self.compute[early])) < PARAMETERS or early.all():
+            raise TooFewPoints(f"{early.sum()} points up to {until:g} of {len(early)}")
+        return self._of(early), self._of(~early)
+
+    def _of(self, chosen: np.ndarray) -> "Points":
+        return dataclasses.replace(
+            self,
+            compute=self.compute[chosen],
+            reward=self.reward[chosen],
+            counts=None if self.counts is None else self.counts.rows(chosen),
+            run=self.run[chosen],
+            most=float(self.compute[chosen].max()),
+            binned=None if self.binned is None else self.binned[chosen],
+            scatter=0.0,
+        )
+
 
 def check_points(compute, reward, *, initial_reward, burn_in, fit_until, counts, run) -> Points:
     """Arguments as of fit_sigmoid. Raises ValueError that names the row (from 0) or the argument."""

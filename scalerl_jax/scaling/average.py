@@ -1,0 +1,137 @@
+"""A forecast that no one law makes: the laws of laws.py averaged, each as sure as laws like it turned out to be.
+
+    logit R(C) = logit R_law(C) + s_law h^g_law t        h = ln(C / C_now), t Student's with 4 degrees, one for a way on
+
+The second term is the discrepancy: what a law with the right parameters is still off by, growing with the distance that
+is extrapolated. How the laws are weighed, and s and g, were fitted on complete runs (calibration.py):
+
+    weight of a law  ~  prior weight * exp(rate * mean log density)
+
+of the evaluations in the last 40 % of the compute so far, foretold from those before. A law that has no such record
+yet, because the points are too few, weighs by its prior alone.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+from scipy.special import expit, gammaln, logit, logsumexp
+
+from scalerl_jax.scaling.calibration import Calibration
+from scalerl_jax.scaling.laws import LAWS, Drawn
+from scalerl_jax.scaling.points import Points, TooFewPoints
+
+DRAWS = 2000  # of each law
+FREEDOM = 4.0  # of the discrepancy's Student's t: one law in many is far off
+BACKTEST = 0.6  # of the compute so far: what comes after is foretold from what comes before
+_LEAST_BACKTEST = 3  # points of different compute before it
+_EDGE = 1e-4  # scores nearer to 0 or 1 count as this near
+_DENSITY_DRAWS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class AverageForecast:
+    """What the evaluations up to `reached` say of those to come."""
+
+    reached: float  # compute of the last point
+    drawn: Mapping[str, Drawn]  # of each law
+    weights: Mapping[str, float]  # of each law; their sum is 1
+    calibration: Calibration
+    evaluation_variance: float  # of one more evaluation like those so far, at a score of 1/2
+    count: int
+    seed: int
+
+    def ways(self, compute) -> np.ndarray:
+        """Scores [S, M] at compute [M] from `reached` on, rising: ways on for the policy, equally likely."""
+        compute = np.asarray(compute, np.float64)
+        rng = np.random.default_rng(self.seed)
+        whole = np.floor(np.cumsum(list(self.weights.values())) * self.count + 1e-9).astype(int)
+        parts = []
+        for (name, drawn), many in zip(self.drawn.items(), np.diff(whole, prepend=0)):
+            spread = self.calibration.laws[name].deviation(compute / self.reached)
+            t = rng.standard_t(FREEDOM, self.count)
+            parts.append(expit(_logit(drawn.at(compute)) + spread * t[:, None])[:many])
+        return np.concatenate(parts)
+
+    def evaluations(self, compute) -> np.ndarray:
+        """As `ways`, measured with the noise of an evaluation like those so far."""
+        ways = self.ways(compute)
+        noise = np.random.default_rng(self.seed + 1).standard_normal(ways.shape)
+        return np.clip(ways + np.sqrt(4 * ways * (1 - ways) * self.evaluation_variance) * noise, 0.0, 1.0)
+
+    def predict(self, compute) -> np.ndarray:
+        """The score [M] that is as likely to be passed as missed."""
+        return np.median(self.ways(np.atleast_1d(compute)), axis=0)
+
+    def band(self, compute, *, level: float, evaluation: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Between which scores an evaluation at each compute [M] will be with chance `level`, [M] each; with
+        evaluation=False the policy's true one."""
+        made = (self.evaluations if evaluation else self.ways)(np.atleast_1d(compute))
+        low, high = np.quantile(made, [(1 - level) / 2, (1 + level) / 2], axis=0)
+        return low, high
+
+
+def average_forecast(points: Points, calibration: Calibration, *, count: int = DRAWS, seed: int = 0) -> AverageForecast:
+    """Raises ValueError where the points tell no law's noise."""
+    drawn = {name: law(points, count=count, seed=seed + _apart(name)) for name, law in LAWS.items()}
+    weights = calibration.weights(record(points, calibration, seed=seed))
+    variance = np.median(points.variance / np.maximum(4 * points.reward * (1 - points.reward), 0.05))
+    if points.counts is None:  # variances are in units of the noise
+        variance = variance * float(np.median(drawn["richards"].dispersion))
+    return AverageForecast(
+        reached=points.most,
+        drawn=drawn,
+        weights=weights,
+        calibration=calibration,
+        evaluation_variance=float(variance),
+        count=count,
+        seed=seed,
+    )
+
+
+def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[str, float] | None:
+    """Of each law the mean log density (of the logit) of the last evaluations, foretold from the ones before; None
+    where there are too few."""
+    try:
+        before, later = points.split(BACKTEST * points.most)
+    except TooFewPoints:
+        return None
+    found = {}
+    for name, law in LAWS.items():
+        drawn = law(before, count=_DENSITY_DRAWS, seed=seed + _apart(name))
+        found[name] = float(np.mean(log_density(drawn, later, before.most, calibration.laws[name])))
+    return found
+
+
+def log_density(drawn: Drawn, later: Points, reached: float, spread) -> np.ndarray:
+    """Of the logits of evaluations [M] beyond `reached`, [M]."""
+    order = np.argsort(later.compute, kind="stable")
+    compute, reward = later.compute[order], later.reward[order]
+    away = _logit(reward) - _logit(drawn.at(compute))
+    scale = np.hypot(spread.deviation(compute / reached), _logit_deviation(later, order, drawn))
+    log_density = student(away / scale) - np.log(scale)
+    return logsumexp(log_density, axis=0) - np.log(len(log_density))
+
+
+def student(t: np.ndarray) -> np.ndarray:
+    """Log density of Student's t with FREEDOM degrees."""
+    constant = gammaln((FREEDOM + 1) / 2) - gammaln(FREEDOM / 2) - 0.5 * np.log(FREEDOM * np.pi)
+    return constant - 0.5 * (FREEDOM + 1) * np.log1p(t * t / FREEDOM)
+
+
+def _logit_deviation(later: Points, order: np.ndarray, drawn: Drawn) -> np.ndarray:
+    """Of an evaluation's logit, by its noise: [M]."""
+    reward = np.clip(later.reward[order], 0.005, 0.995)
+    variance = later.variance[order]
+    if later.counts is None:
+        variance = variance * float(np.median(drawn.dispersion))
+    return np.sqrt(variance) / (reward * (1 - reward))
+
+
+def _logit(score: np.ndarray) -> np.ndarray:
+    return logit(np.clip(score, _EDGE, 1 - _EDGE))
+
+
+def _apart(name: str) -> int:
+    return zlib.crc32(name.encode()) % 1000
