@@ -81,6 +81,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["scalerl_jax*", "rollout_server*", "launch*"]),
     package_data={
+        "scalerl_jax.scaling": ["calibration.json"],
         "scalerl_jax.contract": ["rollout.proto", "*.pyi"],
         "scalerl_jax.report": ["assets/*", "uplot/*"],
     },
@@ -94,6 +95,7 @@ setup(
             "scalerl-eval = launch.commands:evaluate",
             "scalerl-fit = launch.commands:fit",
             "scalerl-compare = launch.commands:compare",
+            "scalerl-calibrate = launch.commands:calibrate",
             "scalerl-export = launch.commands:export",
             "scalerl-plan = launch.commands:plan",
             "scalerl-launch = launch.commands:launch",

@@ -105,6 +105,10 @@ def compare() -> None:
     _run(f"{CURVES}.scalerl_compare", _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.compare_flags"))
 
 
+def calibrate() -> None:
+    _run(f"{CURVES}.scalerl_calibrate", _importing("scalerl_jax.cli.fit_flags"))
+
+
 def verify() -> None:
     _run("scalerl_jax.verify", command_flags.verify, config=True, default=Config())
 

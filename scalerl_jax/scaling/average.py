@@ -25,9 +25,10 @@ from scalerl_jax.scaling.points import Points, TooFewPoints
 DRAWS = 2000  # of each law
 FREEDOM = 4.0  # of the discrepancy's Student's t: one law in many is far off
 BACKTEST = 0.6  # of the compute so far: what comes after is foretold from what comes before
-_LEAST_BACKTEST = 3  # points of different compute before it
 _EDGE = 1e-4  # scores nearer to 0 or 1 count as this near
-_DENSITY_DRAWS = 400
+_RECORD_EDGE = 5e-3  # likewise, where the noise of a logit is told
+_RECORD_DRAWS = 400
+_LEAST_CHANCE = 0.05  # of 4 R (1 - R), where evaluations of other scores are compared by their noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +75,32 @@ class AverageForecast:
 
 def average_forecast(points: Points, calibration: Calibration, *, count: int = DRAWS, seed: int = 0) -> AverageForecast:
     """Raises ValueError where the points tell no law's noise."""
-    drawn = {name: law(points, count=count, seed=seed + _apart(name)) for name, law in LAWS.items()}
-    weights = calibration.weights(record(points, calibration, seed=seed))
-    variance = np.median(points.variance / np.maximum(4 * points.reward * (1 - points.reward), 0.05))
-    if points.counts is None:  # variances are in units of the noise
-        variance = variance * float(np.median(drawn["richards"].dispersion))
+    return from_record(points, calibration, record(points, calibration, seed=seed), count=count, seed=seed)
+
+
+def from_record(
+    points: Points, calibration: Calibration, found: Mapping[str, float] | None, *, count: int = DRAWS, seed: int = 0
+) -> AverageForecast:
+    """found: as `record` gives it."""
+    drawn = {name: draw(name, points, count=count, seed=seed) for name in LAWS}
+    each = points.noise_variance / np.maximum(4 * points.reward * (1 - points.reward), _LEAST_CHANCE)
+    heard = 1.0
+    if points.counts is not None:  # an upper bound where prompts differ; what the best law leaves tells by how much
+        heard = min(1.0, *(float(np.median(one.dispersion)) for one in drawn.values() if one.dispersion is not None))
     return AverageForecast(
         reached=points.most,
         drawn=drawn,
-        weights=weights,
+        weights=calibration.weights(found),
         calibration=calibration,
-        evaluation_variance=float(variance),
+        evaluation_variance=heard * float(np.median(each)),
         count=count,
         seed=seed,
     )
+
+
+def draw(name: str, points: Points, *, count: int, seed: int) -> Drawn:
+    """Of a law, with random numbers of its own."""
+    return LAWS[name](points, count=count, seed=seed + zlib.crc32(name.encode()) % 1000)
 
 
 def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[str, float] | None:
@@ -97,21 +110,23 @@ def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[s
         before, later = points.split(BACKTEST * points.most)
     except TooFewPoints:
         return None
+    ratio = np.sort(later.compute) / before.most
     found = {}
-    for name, law in LAWS.items():
-        drawn = law(before, count=_DENSITY_DRAWS, seed=seed + _apart(name))
-        found[name] = float(np.mean(log_density(drawn, later, before.most, calibration.laws[name])))
+    for name in LAWS:
+        off, noise = away(draw(name, before, count=_RECORD_DRAWS, seed=seed), later)
+        scale = np.hypot(calibration.laws[name].deviation(ratio), noise)
+        density = student(off / scale) - np.log(scale)
+        found[name] = float(np.mean(logsumexp(density, axis=0) - np.log(len(density))))
     return found
 
 
-def log_density(drawn: Drawn, later: Points, reached: float, spread) -> np.ndarray:
-    """Of the logits of evaluations [M] beyond `reached`, [M]."""
+def away(drawn: Drawn, later: Points) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of the evaluations [M], by rising compute, minus those of the draws, [S, M]; and the standard deviation
+    [M] of those logits by the noise of an evaluation."""
     order = np.argsort(later.compute, kind="stable")
-    compute, reward = later.compute[order], later.reward[order]
-    away = _logit(reward) - _logit(drawn.at(compute))
-    scale = np.hypot(spread.deviation(compute / reached), _logit_deviation(later, order, drawn))
-    log_density = student(away / scale) - np.log(scale)
-    return logsumexp(log_density, axis=0) - np.log(len(log_density))
+    reward, variance = later.reward[order], later.noise_variance[order]
+    inside = np.clip(reward, _RECORD_EDGE, 1 - _RECORD_EDGE)
+    return _logit(reward) - _logit(drawn.at(later.compute[order])), np.sqrt(variance) / (inside * (1 - inside))
 
 
 def student(t: np.ndarray) -> np.ndarray:
@@ -120,18 +135,6 @@ def student(t: np.ndarray) -> np.ndarray:
     return constant - 0.5 * (FREEDOM + 1) * np.log1p(t * t / FREEDOM)
 
 
-def _logit_deviation(later: Points, order: np.ndarray, drawn: Drawn) -> np.ndarray:
-    """Of an evaluation's logit, by its noise: [M]."""
-    reward = np.clip(later.reward[order], 0.005, 0.995)
-    variance = later.variance[order]
-    if later.counts is None:
-        variance = variance * float(np.median(drawn.dispersion))
-    return np.sqrt(variance) / (reward * (1 - reward))
-
-
 def _logit(score: np.ndarray) -> np.ndarray:
     return logit(np.clip(score, _EDGE, 1 - _EDGE))
 
-
-def _apart(name: str) -> int:
-    return zlib.crc32(name.encode()) % 1000

@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri
 
-from scalerl_jax.scaling.points import Points
+from scalerl_jax.scaling.points import LEAST_VARIANCE, Points
 
 _REFINEMENTS = 3
 _KEPT = 14.0  # nats below the best that a cell of the grid is kept
 _OVERSAMPLED = 4  # draws before they are resampled
 _INITIAL_SPREAD = 0.3  # standard deviation of an R0 of which nothing was measured
 _EXACT = 1e10  # weight of an R0 that is known, over that of all points
-_LEAST_VARIANCE = 1e-8  # of a score: 1e-4 is below what any evaluation resolves
 _UNSEEN = 1e-6  # a share of the gain that no point shows: such a shape says nothing but R0
 _BATCH = 1 << 22  # cells times points at once
 
@@ -119,7 +118,7 @@ class _Posterior:
         self._degrees = points.belief + len(points.compute) + 1 - (1 if asymptote is not None else 2)
         if self._degrees <= 0:
             raise ValueError(f"{len(points.compute)} points leave nothing to tell the noise by; one more would")
-        self._least = _LEAST_VARIANCE / float(np.median(points.variance))
+        self._least = LEAST_VARIANCE / float(np.median(points.variance))
 
     def given(self, shapes: np.ndarray) -> _Given:
         """shapes [K, P]."""

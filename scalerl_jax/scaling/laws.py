@@ -29,8 +29,9 @@ class Drawn(Protocol):
     """S ways on, equally likely."""
 
     @property
-    def dispersion(self) -> np.ndarray:
-        """[S] noise variance of an evaluation over that of its counts."""
+    def dispersion(self) -> np.ndarray | None:
+        """[S] noise variance of an evaluation over that of its counts (without counts: the variance itself); None: the
+        law takes it as given."""
 
     def at(self, compute: np.ndarray) -> np.ndarray:
         """Scores [S, M] at compute [M] above 0, rising."""

@@ -7,6 +7,7 @@ import numpy as np
 from scalerl_jax.scaling import binning, noise
 
 PARAMETERS = 3  # A, B, C_mid
+LEAST_VARIANCE = 1e-8  # of a score: 1e-4 is below what any evaluation resolves
 
 
 class TooFewPoints(ValueError):
@@ -57,6 +58,15 @@ class Points:
     def variance(self) -> np.ndarray:
         """[N] of the scores with the prompts fixed; that of a row is 1 without counts."""
         return 1 / self.rows if self.counts is None else self.counts.variance()
+
+    @property
+    def noise_variance(self) -> np.ndarray:
+        """[N] of the scores in their own units; without counts by what neighbours differ, which a law hardly moves."""
+        if self.counts is not None:
+            return self.counts.variance()
+        reward = self.reward[np.argsort(self.compute, kind="stable")]
+        scatter = float(np.mean(np.diff(reward) ** 2)) / 2 if len(reward) > 1 else 0.0
+        return np.maximum(scatter, LEAST_VARIANCE) / self.rows
 
     @property
     def initial_variance(self) -> float:

@@ -24,7 +24,7 @@ from jax.scipy.special import log_ndtr, ndtr, ndtri
 
 from scalerl_jax.scaling import least_squares
 from scalerl_jax.scaling.least_squares import Constraint, Data
-from scalerl_jax.scaling.points import Points
+from scalerl_jax.scaling.points import LEAST_VARIANCE, Points
 from scalerl_jax.scaling.precision import double_precision
 from scalerl_jax.scaling.profile import likelihood_data
 
@@ -37,7 +37,6 @@ _REFINEMENTS = 4  # of the range of the columns
 _KEPT = 40.0  # columns whose deviance is this far above the best are left out
 _STARTS = (0.0, 0.7, 1.6)  # of ln B in each column
 _DISPERSIONS = 16  # values of phi that the draws are shared among
-_LEAST_VARIANCE = 1e-8  # of a score: 1e-4 is below what any evaluation resolves
 
 
 class Curves(NamedTuple):
@@ -68,7 +67,7 @@ def draw_curves(points: Points, *, count: int, seed: int) -> Curves:
     levels = (np.arange(_DISPERSIONS) + 0.5) / _DISPERSIONS
     factors = degrees / (2 * scipy.special.gammaincinv(degrees / 2, levels))
     heard = points.belief + points.inner_squares
-    noise = _Noise(np.float64(heard), np.float64(degrees), np.float64(_LEAST_VARIANCE / variance), factors)
+    noise = _Noise(np.float64(heard), np.float64(degrees), np.float64(LEAST_VARIANCE / variance), factors)
     with double_precision():
         each = -(-count // _DISPERSIONS)
         drawn = jax.device_get(_draw(data, noise, log_range, jax.random.key(seed), each))

@@ -25,7 +25,7 @@ class Walks:
     start: float  # ln C of the last point
     state: np.ndarray  # [S] logits there
     sigma: np.ndarray  # [S]
-    dispersion: np.ndarray  # [S]
+    dispersion: None  # the counts' noise, or the scatter of neighbours, is taken as given
     seed: int
 
     def at(self, compute: np.ndarray) -> np.ndarray:
@@ -41,10 +41,7 @@ def draw_walks(points: Points, *, count: int, seed: int) -> Walks:
     order = np.argsort(points.compute, kind="stable")
     score = np.clip(points.reward[order], _EDGE, 1 - _EDGE)
     log_compute = np.log(points.compute[order])
-    if points.counts is None:  # the scatter of neighbours is all there is to tell noise and walk by
-        variance = np.full(len(score), max(float(np.median(np.diff(points.reward[order]) ** 2)) / 2, 1e-8))
-    else:
-        variance = points.variance[order]
+    variance = points.noise_variance[order]
     seen, noise = logit(score), variance / (score * (1 - score)) ** 2
     mean = np.full(len(_SIGMAS), seen[0])
     spread = np.full(len(_SIGMAS), noise[0])
@@ -59,4 +56,4 @@ def draw_walks(points: Points, *, count: int, seed: int) -> Walks:
     share = np.exp(log_likelihood - log_likelihood.max())
     chosen = rng.choice(len(_SIGMAS), size=count, p=share / share.sum())
     state = mean[chosen] + np.sqrt(spread[chosen]) * rng.standard_normal(count)
-    return Walks(float(log_compute[-1]), state, _SIGMAS[chosen], np.ones(count), seed + 1)
+    return Walks(float(log_compute[-1]), state, _SIGMAS[chosen], None, seed + 1)

@@ -1,0 +1,134 @@
+"""scalerl-calibrate: how often a forecast of each law holds on complete runs, and the numbers that make it hold.
+
+    scalerl-calibrate configs/bank.csv --x=device_hours --y=pass_rate --run_column=recipe --seed_column=seed
+        --passes=passes --trials=trials --out=calibrated
+
+Reads as scalerl-fit does. Every run is foretold from 30, 50 and 70 % of its compute, by numbers fitted on the runs of
+all other recipes (runs of one name are one recipe), and judged on all evaluations after that (scaling/calibrate.py).
+Writes calibration.json, the numbers fitted on all of them, which scalerl-fit takes as --calibration, and calibrate.json,
+.png and .svg: coverage of the bands, continuous ranked probability score and error of the last quarter of each law, of
+their average, and of the sigmoid as it is fitted without a calibration; and how often "identified" was right.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from rich.table import Table
+
+from scalerl_jax.cli import fit_flags as given
+from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
+from scalerl_jax.scaling import calibration as calibration_lib
+from scalerl_jax.scaling import judged, plot, readers, tables, units
+from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, calibrate, cases, leave_one_out, whole_run
+from scalerl_jax.scaling.commands import results
+from scalerl_jax.scaling.commands import scalerl_fit as fit_command
+from scalerl_jax.scaling.judged import Summary, summaries
+from scalerl_jax.system import platforms
+from scalerl_jax.system.files import write_whole
+
+
+def run() -> None:
+    platforms.cpu_only()
+    run_command(main)
+
+
+def main(paths: Sequence[str]) -> None:
+    console = results.make_console()
+    out = fit_command.check_arguments(paths, "calibrate")
+    for flag in (given.PASSES, given.TRIALS):
+        if flag.value is None:
+            raise UserError(f"--{flag.name}: no column given; without counts the noise of an evaluation is not known")
+    with user_mistakes(tables.InputError):
+        evaluations = readers.read_runs(
+            paths,
+            x=given.X.value,
+            y=given.Y.value,
+            run_column=given.RUN_COLUMN.value,
+            seed_column=given.SEED_COLUMN.value,
+            seeds_by_folder=given.SEEDS.value == "folder",
+            passes_column=given.PASSES.value,
+            trials_column=given.TRIALS.value,
+            duplicates=given.DUPLICATES.value,
+            parts_too=False,
+        )
+    runs = []
+    with user_mistakes():
+        factor = units.conversion(given.X_UNIT.value)[0]
+        for one in evaluations:
+            assert one.counts is not None
+            name = f"{one.name} {one.seed}".strip()
+            passes, trials = one.counts.passes.sum(axis=1), one.counts.total
+            with user_mistakes(before=f"{one.source}: {name}: "):
+                runs.append(whole_run(name, one.name, one.compute * factor, passes, trials))
+    recipes = {one.recipe for one in runs}
+    with user_mistakes(), Progress(console=console, transient=True) as progress:
+        first = progress.add_task("runs foretold", total=len(runs))
+        found = cases(runs, tick=lambda: progress.advance(first))
+        second = progress.add_task("recipes left out", total=len(recipes))
+        scores = leave_one_out(found, tick=lambda: progress.advance(second))
+        whole = calibrate(found)
+        third = progress.add_task("sigmoids fitted", total=len(found))
+        sigmoids = [judged.sigmoid(case, tick=lambda: progress.advance(third)) for case in found]
+
+    table = summaries(found, scores, sigmoids)
+    console.print(_table(table, f"{len(runs)} runs of {len(recipes)} recipes"))
+    for fraction in FRACTIONS:
+        results.say(console, judged.identified_sentence(found, sigmoids, fraction))
+    document: dict[str, Any] = {
+        "x": fit_command.axis_labels()[0],
+        "runs": len(runs),
+        "recipes": len(recipes),
+        "levels": LEVELS,
+        "summaries": [one._asdict() for one in table],
+        "cases": [judged.case_document(*both) for both in zip(found, scores, sigmoids)],
+    }
+    written = results.write(out, "calibrate", document, _figure(table))
+    path = os.path.join(out, "calibration.json")
+    write_whole(path, json.dumps(calibration_lib.document(whole), indent=2) + "\n")
+    results.say(console, f"written: {', '.join([path, *written])}")
+
+
+def _table(rows: Sequence[Summary], what: str) -> Table:
+    heads = ["from", "forecast of", *(f"within {level:.0%}" for level in LEVELS), "CRPS"]
+    heads += ["|error| mean", "median", "bias", "width"]
+    table = results.new_table(f"later evaluations of {what}, foretold by those of other recipes", *heads, no_wrap=True)
+    last = None
+    for row in rows:
+        if last not in (None, row.fraction):
+            table.add_section()
+        covered = ["" if row.covered is None else f"{share:.0%}" for share in row.covered or LEVELS]
+        crps = "" if row.crps is None else f"{row.crps:.4f}"
+        width = "" if row.width is None else f"{row.width:.3f}"
+        table.add_row(
+            "" if last == row.fraction else f"{row.fraction:.0%}", row.forecast, *covered, crps,
+            f"{row.mean_error:.3f}", f"{row.median_error:.3f}", f"{row.bias:+.3f}", width,
+        )  # fmt: skip
+        last = row.fraction
+    return table
+
+
+def _figure(rows: Sequence[Summary]) -> Figure:
+    """How often the bands hold, beside how often they say so: one panel a fraction."""
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    panels = figure.subplots(1, len(FRACTIONS), sharex=True, sharey=True)
+    for axes, fraction in zip(np.atleast_1d(panels), FRACTIONS):
+        plot.style_axes(axes, x_label="the band says", y_label="it held")
+        axes.plot([0.4, 1], [0.4, 1], color=plot.GREY, linewidth=1, linestyle=(0, (4, 3)))
+        shown = [row for row in rows if row.fraction == fraction and row.covered is not None]
+        for row, colour in zip(shown, plot.COLOURS):
+            wide = 2.6 if row.forecast == "average" else 1.3
+            axes.plot(LEVELS, row.covered, "o-", color=colour, linewidth=wide, markersize=4, label=row.forecast)
+        axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
+        axes.set_title(f"from {fraction:.0%} of the compute", loc="left", fontsize=10)
+    handles, labels = np.atleast_1d(panels)[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    return figure
+
+
+if __name__ == "__main__":
+    run()

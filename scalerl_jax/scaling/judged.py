@@ -1,0 +1,146 @@
+"""Forecasts beside what came, put together for a table: of the laws, their average, and the sigmoid without calibration.
+
+"sigmoid, profile"  fit_sigmoid and its profile band, widened by the noise of an evaluation
+"paper's procedure" grid="paper" with its axes scaled to the run (A to 1, C_mid to 2.5 times the run's compute, the
+                    first 9 % of it left out, as 1,500 of 16,000 GPU-hours are); it has no band
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, Case, Score
+from scalerl_jax.scaling.fit import fit_sigmoid
+
+_BURN_IN = 1500 / 16_000  # of the run's compute
+_FARTHEST = 2.5  # midpoint, in the run's compute
+_PAPER_CELLS = (200, 100)  # of A and C_mid
+
+
+class Summary(NamedTuple):
+    """Means over the cases from one fraction."""
+
+    fraction: float
+    forecast: str
+    covered: tuple[float, ...] | None  # by level; None: the forecast has no band
+    crps: float | None
+    mean_error: float  # of |forecast - measured|, means of the last quarter
+    median_error: float
+    bias: float  # mean of forecast - measured
+    width: float | None  # of the widest band there
+
+
+class Sigmoid(NamedTuple):
+    """Of one case by the sigmoid alone."""
+
+    covered: tuple[float, ...]
+    error: float
+    width: float
+    paper_error: float
+    identified: bool
+    asymptote: float  # fitted from what was given
+    interval: tuple[float, float]  # 95 %
+    whole: float  # A fitted on the whole run
+
+    @property
+    def missed(self) -> bool:
+        """The promise of "identified" broken."""
+        return self.identified and not self.interval[0] <= self.whole <= self.interval[1]
+
+
+def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> Sigmoid:
+    points = case.run.points
+    compute = np.concatenate([np.zeros(points.initial_rows), points.compute])
+    assert points.counts is not None and points.initial_counts is not None
+    passes = np.concatenate([points.initial_counts.passes, points.counts.passes])[:, 0]
+    trials = np.concatenate([points.initial_counts.trials, points.counts.trials])[:, 0]
+    until, score, counts = case.fraction * points.most, passes / trials, (passes, trials)
+    fit = fit_sigmoid(compute, score, counts=counts, fit_until=until)
+    order = np.argsort(case.later.compute)
+    later, measured = case.later.compute[order], case.later.reward[order]
+    variance = fit.dispersion * float(np.median(case.before.variance))
+    covered, low, high = [], measured, measured
+    for level in LEVELS:
+        low, high = fit.band(later, level=level, evaluation_variance=variance)
+        covered.append(float(np.mean((low <= measured) & (measured <= high))))
+    last = later > 0.75 * points.most
+    asymptotes, midpoints = (np.arange(1, cells + 1) / cells for cells in _PAPER_CELLS)
+    try:
+        paper = fit_sigmoid(
+            compute, score, fit_until=until, burn_in=min(_BURN_IN * points.most, until / 3), grid="paper",
+            asymptote_grid=asymptotes, midpoint_grid=midpoints * _FARTHEST * points.most,
+        ).predict(later[last])  # fmt: skip
+    except ValueError:  # no cell of it rises: the level so far
+        paper = np.full(last.sum(), case.before.reward.mean())
+    whole = fit_sigmoid(compute, score, counts=counts)
+    tick()
+    return Sigmoid(
+        covered=tuple(covered),
+        error=float(np.mean(fit.predict(later[last]) - measured[last])),
+        width=float(np.mean((high - low)[last])),
+        paper_error=float(np.mean(paper - measured[last])),
+        identified=fit.identified,
+        asymptote=fit.asymptote,
+        interval=fit.intervals["asymptote"],
+        whole=whole.asymptote,
+    )
+
+
+def summaries(
+    cases: Sequence[Case], scores: Sequence[dict[str, Score]], sigmoids: Sequence[Sigmoid]
+) -> list[Summary]:
+    """The average first, then the laws, then the sigmoid alone."""
+    found = []
+    for fraction in FRACTIONS:
+        rows = [index for index, case in enumerate(cases) if case.fraction == fraction]
+        if not rows:
+            continue
+        for name in scores[rows[0]]:
+            ones = [scores[row][name] for row in rows]
+            covered = _mean([one.covered for one in ones])
+            found.append(
+                _summary(
+                    fraction, name, covered, float(np.mean([one.crps for one in ones])),
+                    [one.error for one in ones], float(np.mean([one.width for one in ones])),
+                )
+            )  # fmt: skip
+        alone = [sigmoids[row] for row in rows]
+        width = float(np.mean([one.width for one in alone]))
+        covered = _mean([one.covered for one in alone])
+        found.append(_summary(fraction, "sigmoid, profile", covered, None, [one.error for one in alone], width))
+        found.append(_summary(fraction, "paper's procedure", None, None, [one.paper_error for one in alone], None))
+    return found
+
+
+def _mean(covered: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(float(share) for share in np.mean(covered, axis=0))
+
+
+def _summary(fraction, name, covered, crps, errors, width) -> Summary:
+    size = np.abs(errors)
+    return Summary(
+        fraction, name, covered, crps, float(size.mean()), float(np.median(size)), float(np.mean(errors)), width
+    )
+
+
+def identified_sentence(cases: Sequence[Case], sigmoids: Sequence[Sigmoid], fraction: float) -> str:
+    """How often A was called identified, and how often the whole run then has it elsewhere."""
+    rows = [one for case, one in zip(cases, sigmoids) if case.fraction == fraction]
+    named = [case.run.name for case, one in zip(cases, sigmoids) if case.fraction == fraction and one.missed]
+    missed = f"{len(named)} of these miss the A of the whole run" + (f" ({', '.join(named)})" if named else "")
+    return f"from {fraction:.0%}: A is called identified in {sum(one.identified for one in rows)} of {len(rows)}; {missed}"
+
+
+def case_document(case: Case, scores: dict[str, Score], alone: Sigmoid) -> dict[str, Any]:
+    return {
+        "run": case.run.name,
+        "recipe": case.run.recipe,
+        "fraction": case.fraction,
+        "evaluations": len(case.later.compute),
+        "forecasts": {
+            name: {"covered": one.covered, "crps": one.crps, "error": one.error, "width": one.width}
+            for name, one in scores.items()
+        },
+        "sigmoid": alone._asdict(),
+    }

@@ -1,0 +1,63 @@
+"""Whether one sigmoid describes the points: an interval of A says nothing where it does not.
+
+    runs   the residuals' signs change too seldom (Wald and Wolfowitz 1940; 1 %)
+    end    the mean of the last fifth of the points, three at least, is more than 3 standard errors off the curve
+    edge   A fitted with equal weights lies at the end of, or outside, the interval found with weights 1 / variance
+
+A fit follows its points, so its residuals change their signs more often, and end nearer, than those of the true curve:
+the first two are rarer than they say where the law holds. The noise is what the counts tell; without counts, half the
+mean square of the difference of neighbouring residuals, which a slow drift hardly moves.
+"""
+
+import numpy as np
+import scipy.special
+
+from scalerl_jax.scaling.points import Points
+
+FEWEST = 8  # points; of fewer nothing is said
+_ALPHA = 0.01
+_SURE = 3.0
+_END = 5  # one point in so many is at the end
+
+
+def find_misfit(points: Points, curve: np.ndarray, asymptote: float, interval: tuple[float, float]) -> str:
+    """Why one sigmoid does not describe the points, "" if nothing says so. curve: [N] at the points; interval: of A."""
+    if len(points.compute) < FEWEST:
+        return ""
+    order = np.argsort(points.compute, kind="stable")
+    residual = (points.reward - curve)[order]
+    if points.counts is not None:
+        variance = points.variance[order]
+    else:
+        variance = np.full(len(residual), np.mean(np.diff(residual) ** 2) / 2)
+    if not np.all(variance > 0):
+        return ""
+    last = max(3, len(residual) // _END)
+    end = float(residual[-last:].mean() / np.sqrt(np.sum(variance[-last:])) * last)
+    if abs(end) > _SURE:
+        side = "above" if end > 0 else "below"
+        return f"the last {last} points lie {abs(end):.1f} standard errors {side} the curve"
+    above = residual > 0
+    changes = int(np.sum(above[1:] != above[:-1])) + 1
+    if runs_probability(int(above.sum()), int((~above).sum()), changes) < _ALPHA:
+        return f"its points lie on one side of the curve for long stretches ({changes} of them, in {len(above)} points)"
+    if asymptote >= interval[1] or asymptote <= interval[0]:
+        return "the fitted A is at the end of its own interval: the exact points and the others disagree"
+    return ""
+
+
+def runs_probability(above: int, below: int, runs: int) -> float:
+    """The chance of at most `runs` runs of one sign in a random order of so many signs."""
+    if above == 0 or below == 0:
+        return 1.0 if above + below < FEWEST else 2.0 ** (1 - above - below)
+    total = scipy.special.comb(above + below, above)
+
+    def ways(count: int) -> float:
+        half = count // 2
+        if count % 2 == 0:
+            return 2 * scipy.special.comb(above - 1, half - 1) * scipy.special.comb(below - 1, half - 1)
+        return scipy.special.comb(above - 1, half) * scipy.special.comb(below - 1, half - 1) + scipy.special.comb(
+            above - 1, half - 1
+        ) * scipy.special.comb(below - 1, half)
+
+    return float(sum(ways(count) for count in range(2, runs + 1)) / total)
