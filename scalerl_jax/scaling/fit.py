@@ -18,7 +18,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from scalerl_jax.scaling import identify, law, least_squares, paper_grid, profile, resample, trend
+from scalerl_jax.scaling import identify, law, least_squares, misfit, paper_grid, profile, resample, trend
 from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
 from scalerl_jax.scaling.points import Points, check_points
 from scalerl_jax.scaling.precision import double_precision
@@ -34,7 +34,7 @@ class SigmoidFit(law.Sigmoid):
     ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
     points: int  # used, as given
     intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
-    identified: bool  # the points tell A (identify.py)
+    identified: bool  # the points tell A (identify.py), and one sigmoid describes them (misfit.py)
     verdict: str  # one sentence: that they do, what fits as well and what compute would tell, or that they do not rise
     used: np.ndarray  # [N] bool over the points given
     dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
@@ -42,6 +42,7 @@ class SigmoidFit(law.Sigmoid):
     samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
     trend: str = trend.RISING  # where it is not, the parameters mean nothing (trend.py)
     bins: int | None = None  # so many means of the points were fitted, where there are too many (binning.py)
+    misfit: str = ""  # why one sigmoid does not describe the points (misfit.py); "": nothing says so
     compute_to_identify: float = np.inf  # evaluated up to here the points tell A: where they end, if they do already
 
     @property
@@ -181,13 +182,18 @@ def fit_sigmoid(
     else:
         estimate, ssr = least_squares_estimate(data, cells, least_squares.free())
     intervals = state.intervals(LEVEL, estimate)
+    identified, needed, why = False, np.inf, ""
     if word == trend.RISING:
         told = (*intervals["asymptote"], intervals["midpoint"][1])
-        identified = bool(identify.is_identified(*told, initial=estimate[3], most=points.most))
-        needed = points.most if identified else identify.compute_that_tells(state, estimate, intervals)
-        verdict = identify.sentence(identified, intervals["asymptote"], most=points.most, needed=needed)
+        if grid == "auto":  # the paper tests nothing of the kind
+            curve = np.asarray(_curve(_widened(points.compute), **law.Sigmoid(*estimate).parameters))
+            why = misfit.find_misfit(points, curve[: len(points.compute)], estimate[0], intervals["asymptote"])
+        if not why:
+            identified = bool(identify.is_identified(*told, initial=estimate[3], most=points.most))
+            needed = points.most if identified else identify.compute_that_tells(state, estimate, intervals)
+        verdict = identify.sentence(identified, intervals["asymptote"], most=points.most, needed=needed, misfit=why)
     else:
-        identified, needed, verdict = False, np.inf, trend.sentence(word, points)
+        verdict = trend.sentence(word, points)
     samples = None
     if bootstrap:
         samples = resample.bootstrap(points, data, cells, estimate, count=bootstrap, seed=seed, population=population)
@@ -205,6 +211,7 @@ def fit_sigmoid(
         trend=word,
         bins=None if points.binned is None else len(points.compute),
         compute_to_identify=needed,
+        misfit=why,
     )
 
 

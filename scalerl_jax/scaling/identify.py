@@ -1,7 +1,8 @@
 """Whether the points tell A, and if not, what compute would.
 
 They tell it when A's 95 % interval is narrower than 0.04, closes inside (R0, 1), and the data reach 1.5 times the upper
-end of C_mid's interval: only then is the bend behind them, and what looks like an asymptote is one.
+end of C_mid's interval: only then is the bend behind them, and what looks like an asymptote is one. Where one sigmoid
+does not describe the points (misfit.py) they tell no A, whatever its interval.
 
 If they do not, the run is imagined to go on along its fitted curve, evaluated as often and as finely as so far, and the
 first compute is named at which the same three conditions hold for the intervals to be expected there:
@@ -90,11 +91,14 @@ def compute_that_tells(
     return float(edges[np.argmax(told)]) if told.any() else np.inf
 
 
-def sentence(identified: bool, interval: tuple[float, float], most: float, needed: float) -> str:
-    """The verdict as the command prints it. interval: of A; most: the compute reached; needed: what would tell."""
+def sentence(identified: bool, interval: tuple[float, float], most: float, needed: float, misfit: str = "") -> str:
+    """The verdict as the command prints it. interval: of A; most: the compute reached; needed: what would tell;
+    misfit: why no sigmoid does (misfit.py)."""
     low, high = interval
     if identified:
         return f"A is identified: {low:.3f} to {high:.3f} (95 %), and {SEED_MARGIN:g} either way between seeds"
+    if misfit:
+        return f"A is not identified: one sigmoid does not describe these points, {misfit} (these end at {most:.4g})"
     digits = 2 if high - low >= 0.02 else 3
     verdict = f"A is not identified yet: {low:.{digits}f} to {high:.{digits}f} fit as well"
     ends = f"(these end at {most:.4g})"

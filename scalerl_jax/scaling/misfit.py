@@ -41,7 +41,7 @@ def find_misfit(points: Points, curve: np.ndarray, asymptote: float, interval: t
     changes = int(np.sum(above[1:] != above[:-1])) + 1
     if runs_probability(int(above.sum()), int((~above).sum()), changes) < _ALPHA:
         return f"its points lie on one side of the curve for long stretches ({changes} of them, in {len(above)} points)"
-    if asymptote >= interval[1] or asymptote <= interval[0]:
+    if (asymptote >= interval[1] and interval[1] < 1) or (asymptote <= interval[0] and interval[0] > 0):
         return "the fitted A is at the end of its own interval: the exact points and the others disagree"
     return ""
 

@@ -56,9 +56,9 @@ def test_the_compute_said_to_tell_does(name, end):
 
 def test_nothing_is_named_where_nothing_would_tell():
     """A curve whose end is 1, where no interval closes."""
-    compute = np.linspace(0, 8000, 17)
+    compute = np.linspace(0, 8000, 8)
     fit = fit_sigmoid(compute, np.minimum(0.2 + compute / 11_000, 1.0))
-    assert not fit.identified
+    assert not fit.identified and not fit.misfit  # there are too few points to see that no sigmoid bends so little
     assert fit.compute_to_identify == np.inf
     assert "would not identify it either" in fit.verdict
 
