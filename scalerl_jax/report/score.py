@@ -8,7 +8,8 @@ import numpy as np
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
 from scalerl_jax.run.jsonl import environments_of, evaluation_counts
-from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, noise
+from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid, noise
+from scalerl_jax.scaling.average import AverageForecast, average_forecast
 from scalerl_jax.scaling.half_time import HalfTimeForecast, half_time_forecast
 
 AXES = ("device_hours", "model_flops")  # the fit's two choices of x, as the rows name them
@@ -78,26 +79,35 @@ def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
         return {"all": {"why": f"{above} evaluations above compute 0, of at least {FEWEST_POINTS} that a curve needs"}}
     try:
         fit = fit_sigmoid(compute, reward, counts=evaluation_counts(evals))
-        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0") if fit.rises else {"why": fit.verdict}
+        if fit.rises:
+            ahead = average_forecast(fit.state.points, calibration.default())
+            out["all"] = curve(fit, ahead, compute, f"all {fit.points} evaluations above 0")
+        else:
+            out["all"] = {"why": fit.verdict}
     except ValueError as error:
         out["all"] = {"why": str(error)}
     forecast, why = half_time(evals, axis)
     if forecast is not None:
-        out["half"] = curve(forecast.fit, compute, "the first half of the compute") | outcome(forecast)
+        out["half"] = curve(forecast.fit, forecast.ahead, compute, "the first half of the compute") | outcome(forecast)
     elif why:
         out["half"] = {"why": why}
     return out
 
 
-def curve(fit: SigmoidFit, compute: np.ndarray, what: str) -> dict[str, Any]:
-    """A fit as numbers to draw and to tell. compute: [N] all there is, in the fit's unit."""
+def curve(fit: SigmoidFit, ahead: AverageForecast, compute: np.ndarray, what: str) -> dict[str, Any]:
+    """A fit as numbers to draw and to tell; beyond the points fitted the average of all laws goes on, with its band for
+    evaluations. compute: [N] all there is, in the fit's unit."""
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
     x[np.argmin(np.abs(x - most))] = most  # so that drawn and foretold meet at the last evaluation
     low, high = fit.band(x, level=_LEVEL)
+    y = fit.predict(x)
+    later = x > ahead.reached
+    low[later], high[later] = ahead.band(x[later], level=_LEVEL)
+    y[later] = ahead.predict(x[later])
+    at_double = float(y[-1])
     # A linear axis begins at 0, which no band is computed for.
     x, low, high = (np.concatenate([[start], ends]) for start, ends in ((0.0, x), (low[0], low), (high[0], high)))
-    at_double = float(fit.predict(_AHEAD * most))
     return {
         "what": what,
         "points": fit.points,
@@ -109,7 +119,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str) -> dict[str, Any]:
         "verdict": fit.verdict,
         "level": _LEVEL,
         "x": rounded(x),
-        "y": rounded(fit.predict(x)),
+        "y": rounded(np.concatenate([fit.predict([0.0]), y])),
         "low": rounded(low),
         "high": rounded(high),
         "double": rounded([_AHEAD * most, at_double, low[-1], high[-1]]),  # compute, score, its band

@@ -4,7 +4,9 @@ The fit runs on one thread of its own, in float64 on the CPU, and the trainer ne
 comes while a fit is still running is fitted next, and if several come, the latest. What is done is taken into the next
 row of metrics. A fit that cannot be made is said once, and training goes on.
 
-The planned end is the last update, at the compute that updates have cost so far (the median between evaluations).
+The planned end is the last update, at the compute that updates have cost so far (the median between evaluations). What
+is foretold of it is said when it is first known, when the advice to go on or to stop changes, and every tenth of the
+run.
 """
 
 import contextlib
@@ -16,10 +18,14 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.run.jsonl import environments_of, evaluation_counts
-from scalerl_jax.scaling import fit_sigmoid
+from scalerl_jax.scaling import calibration, fit_sigmoid
+from scalerl_jax.scaling.average import average_forecast
+from scalerl_jax.scaling.forecast import Estimate
+from scalerl_jax.scaling.identify import SEED_MARGIN
+from scalerl_jax.scaling.outlook import Outlook, outlook
 
 LEAST_POINTS = 5  # evaluations above compute 0
-_LEVEL = 0.95
+_SAID_EVERY = 0.1  # of the run
 
 Row = Mapping[str, Any]
 
@@ -32,6 +38,7 @@ class LiveForecast:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
         self._asked: list[Future[dict[str, Any]]] = []
         self._said: set[str] = set()
+        self._last: tuple[int, bool] | None = None  # step and advice of the outlook that was said last
 
     def evaluated(self, rows: Sequence[Row]) -> None:
         """All rows of evals.jsonl so far; nothing is done before there are enough, or at the run's end."""
@@ -51,7 +58,9 @@ class LiveForecast:
         done = self._asked.pop(0)
         error = done.exception()
         if error is None:
-            return done.result()
+            found = done.result()
+            self._tell(found.get("forecast"))
+            return found
         self._say_once(error)
         return {}
 
@@ -61,6 +70,17 @@ class LiveForecast:
     def __exit__(self, *_: object) -> None:
         """Waits for a fit that is running: seconds at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _tell(self, found: Mapping[str, float] | None) -> None:
+        if found is None:
+            return
+        step, goes_on = int(found["step"]), bool(found["go_on"])
+        if self._last is not None:
+            soon = step - self._last[0] < _SAID_EVERY * self._updates
+            if soon and self._last[1] == goes_on:
+                return
+        self._last = (step, goes_on)
+        self._say(f"forecast at update {step}: {sentence(found)}")
 
     def _say_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
@@ -85,10 +105,10 @@ def forecasts(rows: Sequence[Row], *, updates: int) -> dict[str, Any]:
 
 
 def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
-    """The fit of a run's evaluations and its score after `updates`, as numbers for a row of metrics.
+    """The fit of a run's evaluations and what is foretold of its end after `updates`, as numbers for a row of metrics.
 
-    Compute is in device-hours; _low and _high are 95 % intervals of the curve. Raises ValueError where no curve can be
-    fitted.
+    Compute is in device-hours; _low and _high are 95 % intervals: of A the fit's, of the rest the averaged forecast's.
+    Raises ValueError where no curve can be fitted.
     """
     compute = np.array([row["device_hours"] for row in rows])
     steps = np.array([row["step"] for row in rows])
@@ -97,8 +117,12 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
         raise ValueError(fit.verdict)
     each = float(np.median(np.diff(compute) / np.diff(steps)))
     end = float(compute[-1] + each * (updates - steps[-1]))
-    low, high = fit.band(np.array([end]), level=_LEVEL)
+    ahead = average_forecast(fit.state.points, calibration.default())
+    found = outlook(ahead, end)
     lowest, highest = fit.intervals["asymptote"]
+    pays = {}
+    if np.isfinite(found.pays_until):
+        pays = {"pays_until": found.pays_until, "pays_until_step": steps[-1] + (found.pays_until - compute[-1]) / each}
     return {
         "step": int(steps[-1]),
         "asymptote": fit.asymptote,
@@ -108,7 +132,24 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
         "midpoint": fit.midpoint,
         "identified": int(fit.identified),
         "end_compute": end,
-        "end_score": float(fit.predict(end)),
-        "end_low": float(low[0]),
-        "end_high": float(high[0]),
+        "end_score": found.score.value,
+        "end_low": found.score.low,
+        "end_high": found.score.high,
+        "gain": found.gain.value,
+        "gain_low": found.gain.low,
+        "gain_high": found.gain.high,
+        "go_on": int(found.goes_on),
+        **pays,
+        **{f"weight_{name}": weight for name, weight in ahead.weights.items()},
     }
+
+
+def sentence(found: Mapping[str, float]) -> str:
+    """What a row's `forecast` says; where more stops paying is told by the update."""
+    score, gain = (
+        Estimate(found[value], found[low], found[high])
+        for value, low, high in (("end_score", "end_low", "end_high"), ("gain", "gain_low", "gain_high"))
+    )
+    until = found.get("pays_until_step", np.inf)
+    told = Outlook(found["end_compute"], score, gain, until, SEED_MARGIN)
+    return told.sentence(place=lambda step: f"about update {step:.0f}")

@@ -137,4 +137,3 @@ def student(t: np.ndarray) -> np.ndarray:
 
 def _logit(score: np.ndarray) -> np.ndarray:
     return logit(np.clip(score, _EDGE, 1 - _EDGE))
-

@@ -93,7 +93,7 @@ def _foretell(before: Points, later: Points) -> dict[str, _Foretold]:
 
 
 def calibrate(given: Sequence[Case], start: Calibration | None = None) -> Calibration:
-    """start: one fitted on nearly the same cases, from which this one is soon found. Raises ValueError without cases."""
+    """start: one fitted on nearly the same cases, from which it is soon found. Raises ValueError without cases."""
     if not given:
         raise ValueError("no run has points enough to foretell anything from")
     spreads = {name: _fit_spread(name, given, start) for name in LAWS}

@@ -124,9 +124,7 @@ class _Posterior:
         """shapes [K, P]."""
         batch = max(1, _BATCH // max(1, len(self._log_compute)))
         parts = [self._some(shapes[at : at + batch]) for at in range(0, len(shapes), batch)]
-        return _Given(
-            *[np.concatenate([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(_Given)]
-        )
+        return _Given(*[np.concatenate([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(_Given)])
 
     def _some(self, shapes: np.ndarray) -> _Given:
         s = self._rise(shapes, self._log_compute)

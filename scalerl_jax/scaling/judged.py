@@ -1,4 +1,4 @@
-"""Forecasts beside what came, put together for a table: of the laws, their average, and the sigmoid without calibration.
+"""Forecasts beside what came, for a table: of the laws, their average, and the sigmoid without calibration.
 
 "sigmoid, profile"  fit_sigmoid and its profile band, widened by the noise of an evaluation
 "paper's procedure" grid="paper" with its axes scaled to the run (A to 1, C_mid to 2.5 times the run's compute, the
@@ -87,9 +87,7 @@ def sigmoid(case: Case, *, tick: Callable[[], None] = lambda: None) -> Sigmoid:
     )
 
 
-def summaries(
-    cases: Sequence[Case], scores: Sequence[dict[str, Score]], sigmoids: Sequence[Sigmoid]
-) -> list[Summary]:
+def summaries(cases: Sequence[Case], scores: Sequence[dict[str, Score]], sigmoids: Sequence[Sigmoid]) -> list[Summary]:
     """The average first, then the laws, then the sigmoid alone."""
     found = []
     for fraction in FRACTIONS:
@@ -129,7 +127,9 @@ def identified_sentence(cases: Sequence[Case], sigmoids: Sequence[Sigmoid], frac
     rows = [one for case, one in zip(cases, sigmoids) if case.fraction == fraction]
     named = [case.run.name for case, one in zip(cases, sigmoids) if case.fraction == fraction and one.missed]
     missed = f"{len(named)} of these miss the A of the whole run" + (f" ({', '.join(named)})" if named else "")
-    return f"from {fraction:.0%}: A is called identified in {sum(one.identified for one in rows)} of {len(rows)}; {missed}"
+    return (
+        f"from {fraction:.0%}: A is called identified in {sum(one.identified for one in rows)} of {len(rows)}; {missed}"
+    )
 
 
 def case_document(case: Case, scores: dict[str, Score], alone: Sigmoid) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     sigmoid      R0 + (A - R0) / (1 + (C_mid / C)^B)                               arXiv 2510.13786, law.py
     richards     R0 + (A - R0) / (1 + (2^nu - 1) (C_mid / C)^B)^(1 / nu)           Richards 1959; nu = 1 is the sigmoid
     power        1 - (1 - R0) (1 + C / C_0)^-k                                     arXiv 2509.25300
-    random_walk  logit R moves by N(0, sigma^2 d ln C): no law at all              random_walk.py
+    random_walk  logit R drifts and moves about as it has so far: no law at all     random_walk.py
 
 Of richards, nu below 1 begins steeper than it ends (as C^(B / nu)) and above 1 the other way round; C_mid is where half
 of the gain has come. The power law is a straight line of ln(1 - R) against ln C with slope -k, as that paper fits it

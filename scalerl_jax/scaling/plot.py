@@ -72,11 +72,13 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "comput
     compute, reward, fit = result.compute, result.reward, result.fit
     end = compute.max()
     x = np.linspace(end / 400, 1.04 * end, 400)
-    low, high = fit.band(x, level=BAND_LEVEL)
+    ahead = x[x >= result.ahead.reached]
+    low, high = result.ahead.band(ahead, level=BAND_LEVEL)
     used = fit.used | (compute == 0)
-    axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.15, linewidth=0, label="90 % of the curves it allows")
+    axes.fill_between(ahead, low, high, color=COLOURS[0], alpha=0.15, linewidth=0, label="90 % of what is evaluated")
+    axes.plot(ahead, result.ahead.predict(ahead), color=COLOURS[0], linewidth=2, label="forecast by all laws")
     curve = np.concatenate([[0.0], x])
-    axes.plot(curve, fit.predict(curve), color=COLOURS[0], linewidth=2, label="sigmoid fitted on the first half")
+    axes.plot(curve, fit.predict(curve), color=COLOURS[0], linewidth=1, label="sigmoid fitted on the first half")
     axes.axvline(end / 2, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.axhline(fit.asymptote, color=COLOURS[0], linewidth=1, linestyle=(0, (1, 2)))
     axes.plot(compute[used], reward[used], "o", color=_INK, markersize=5, label="evaluated, used by the fit")

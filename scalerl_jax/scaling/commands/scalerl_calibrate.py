@@ -5,9 +5,10 @@
 
 Reads as scalerl-fit does. Every run is foretold from 30, 50 and 70 % of its compute, by numbers fitted on the runs of
 all other recipes (runs of one name are one recipe), and judged on all evaluations after that (scaling/calibrate.py).
-Writes calibration.json, the numbers fitted on all of them, which scalerl-fit takes as --calibration, and calibrate.json,
-.png and .svg: coverage of the bands, continuous ranked probability score and error of the last quarter of each law, of
-their average, and of the sigmoid as it is fitted without a calibration; and how often "identified" was right.
+Writes calibration.json, the numbers fitted on all of them, which scalerl-fit takes as --calibration, and
+calibrate.json, .png and .svg: coverage of the bands, continuous ranked probability score and error of the last quarter
+of each law, of their average, and of the sigmoid as it is fitted without a calibration; and how often "identified" was
+right.
 """
 
 import json
