@@ -100,8 +100,8 @@ def curve(fit: SigmoidFit, ahead: AverageForecast, compute: np.ndarray, what: st
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
     x[np.argmin(np.abs(x - most))] = most  # so that drawn and foretold meet at the last evaluation
-    low, high = fit.band(x, level=_LEVEL)
-    y = fit.predict(x)
+    low, high = (np.array(end) for end in fit.band(x, level=_LEVEL))
+    y = np.array(fit.predict(x))
     later = x > ahead.reached
     low[later], high[later] = ahead.band(x[later], level=_LEVEL)
     y[later] = ahead.predict(x[later])

