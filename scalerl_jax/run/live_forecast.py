@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.run.jsonl import environments_of, evaluation_counts
-from scalerl_jax.scaling import fit_sigmoid
+from scalerl_jax.scaling import SigmoidFit, fit_sigmoid
 
 LEAST_POINTS = 5  # evaluations above compute 0
 _LEVEL = 0.95
@@ -107,8 +107,14 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
         "exponent": fit.exponent,
         "midpoint": fit.midpoint,
         "identified": int(fit.identified),
+        "next_low": _next_low(fit, compute),
         "end_compute": end,
         "end_score": float(fit.predict(end)),
         "end_low": float(low[0]),
         "end_high": float(high[0]),
     }
+
+
+def _next_low(fit: SigmoidFit, compute: np.ndarray) -> float:
+    """The lower end of the curve's interval where the next evaluation is to be expected."""
+    return float(fit.band(compute[-1:] + np.median(np.diff(compute)), level=_LEVEL)[0][0])
