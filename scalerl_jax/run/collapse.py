@@ -44,6 +44,7 @@ COLLAPSE = "collapse"  # its name among the alarms
 _SEQUENCE_ESS = "effective_sample_size_sequence"
 _SHARES = {"truncated": "truncated completions", "repetitive": "completions that end in a loop"}
 _FINITE = ("gradient_norm", "loss")
+_RATES = ("samples", "pass_rate", "pass_rate_low", "pass_rate_high")  # of an evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +68,13 @@ class _Evaluation:
     each: np.ndarray  # [prompts] float64: their rates
 
     @staticmethod
-    def of(row: Row) -> "_Evaluation":
-        each = np.array(row["passes"], np.float64) / row["samples"]
-        return _Evaluation(row["step"], row["pass_rate"], (row["pass_rate_high"] - row["pass_rate_low"]) / _95_PERCENT, each)
+    def of(row: Row) -> "_Evaluation | None":
+        """None where the row lacks something: an older run's, or one that was edited."""
+        passes, numbers = row.get("passes"), [row.get(name) for name in _RATES]
+        if not isinstance(passes, list) or not passes or not all(map(_finite, [*passes, *numbers])):
+            return None
+        samples, rate, low, high = (float(row[name]) for name in _RATES)
+        return _Evaluation(row["step"], rate, (high - low) / _95_PERCENT, np.array(passes, np.float64) / samples)
 
     def errors_below(self, best: "_Evaluation") -> float:
         """By how many standard errors of the difference this one is below `best`."""
@@ -117,6 +122,8 @@ class CollapseWatch:
     def evaluation(self, row: Row) -> Collapse | None:
         """The next row of evals.jsonl. The collapse, if this row tells of it."""
         now = _Evaluation.of(row)
+        if now is None:
+            return None
         said = []
         low = False
         if self._evaluations:
@@ -198,8 +205,8 @@ class CollapseWatch:
     def _look_at_updates(self) -> None:
         rows = [*self._rows]
         found = _signs(rows[:-_RECENT], rows[-_RECENT:], self._best_batches[0] if self._best_batches else None)
-        begins = rows[-_RECENT:][0]["step"]
-        self._begun = {name: self._begun.get(name, begins) for name in found}
+        begins: int = rows[-_RECENT:][0]["step"]
+        self._begun = {name: self._begun[name] if name in self._begun else begins for name in found}
         self._signs = [*found.values()]
 
 
@@ -235,8 +242,8 @@ def _signs(before: Sequence[Row], recent: Sequence[Row], best: float | None) -> 
         found["gradient"] = f"gradient norm up to {now:.2g}, usually {was:.2g}"
     for name, what in _SHARES.items():
         shares, usual = _values(recent, name), _values(before, name)
-        if _enough(shares) and _enough(usual) and (now := np.mean(shares)) >= (was := np.median(usual)) + _SHARE:
-            found[name] = f"{now:.0%} {what}, usually {was:.0%}"
+        if _enough(shares) and _enough(usual) and (share := np.mean(shares)) >= (was := np.median(usual)) + _SHARE:
+            found[name] = f"{share:.0%} {what}, usually {was:.0%}"
     without = sum(row.get("prompts_surviving") == 0 for row in recent)
     rates = _values(recent, "pass_rate")
     if best and rates and without >= len(recent) / 2 and np.mean(rates[-_BATCHES:]) <= _NOTHING_RIGHT * best:
