@@ -101,6 +101,7 @@ class CollapseWatch:
         self._best_batches: tuple[float, float] | None = None  # mean pass rate, prompts
         self._evaluations: list[_Evaluation] = []
         self._low: list[int] = []  # steps of the evaluations at the end that are low or below, on end
+        self._said_low: list[str] = []  # of the last of them
         self._forecast: tuple[int, float] | None = None  # made at this step; the lowest of a later evaluation
 
     def update(self, row: Row) -> Collapse | None:
@@ -117,40 +118,33 @@ class CollapseWatch:
             return None
         if self._evaluations and not self._low and self._evaluations[-1].step >= self._fall():
             return None  # what the batches lack is in their prompts
-        return self._raise([])
+        return self._raise()
 
     def evaluation(self, row: Row) -> Collapse | None:
         """The next row of evals.jsonl. The collapse, if this row tells of it."""
         now = _Evaluation.of(row)
         if now is None:
             return None
-        said = []
-        low = False
+        said, low, below = f"held-out pass rate {now.rate:.3f} at step {now.step}", False, False
         if self._evaluations:
             best = self._best()
-            errors = now.errors_below(best)
-            low = best.rate - now.rate >= _LOW * best.rate and errors >= _LOW_ERRORS
-            if low:
-                said.append(
-                    f"held-out pass rate {now.rate:.3f} at step {now.step}, after {best.rate:.3f} at step {best.step}"
-                )
-        below = False
+            low = best.rate - now.rate >= _LOW * best.rate and now.errors_below(best) >= _LOW_ERRORS
+            said += f", after {best.rate:.3f} at step {best.step}" if low else ""
         if self._forecast is not None and now.step > self._forecast[0]:
             expected = self._forecast[1]
             below = expected - now.rate >= max(_LOW * expected, _BELOW_ERRORS * now.error)
-            if below:
-                rate = "" if low else f" {now.rate:.3f} at step {now.step}"
-                said.append(f"held-out pass rate{rate} below the forecast's {expected:.3f}")
+            said += f", below the {expected:.3f} that the forecast expects at least" if below else ""
         twice = low and bool(self._low)
         self._evaluations.append(now)
         self._low = [*self._low, now.step] if low or below else []
+        self._said_low = [said] if low or below else []
         if (low or below) and (twice or self._training or self._signs):
-            return self._raise(said)
+            return self._raise()
         return None
 
     def not_finite(self, step: int, says: str) -> Collapse | None:
         """An update whose gradient is not: there may be no row of it."""
-        return self._raise([says], step=step)
+        return self._raise(says, step=step)
 
     @property
     def good_evaluation(self) -> int | None:
@@ -167,7 +161,7 @@ class CollapseWatch:
     def _best(self) -> _Evaluation:
         return max(self._evaluations, key=lambda there: there.rate)
 
-    def _raise(self, said: Sequence[str], *, step: int | None = None) -> Collapse | None:
+    def _raise(self, *said: str, step: int | None = None) -> Collapse | None:
         if self.raised is not None:
             return None
         newest = [row["step"] for row in [*self._rows][-1:]] + [there.step for there in self._evaluations[-1:]]
@@ -178,7 +172,7 @@ class CollapseWatch:
         if good is None or not later:
             good = max(good or 0, since - 1)
         training = [self._training] if self._training else []
-        self.raised = Collapse(step, max(since, good + 1), good, (*said, *training, *self._signs))
+        self.raised = Collapse(step, max(since, good + 1), good, (*said, *self._said_low, *training, *self._signs))
         return self.raised
 
     def _fall(self) -> int:
@@ -205,8 +199,8 @@ class CollapseWatch:
     def _look_at_updates(self) -> None:
         rows = [*self._rows]
         found = _signs(rows[:-_RECENT], rows[-_RECENT:], self._best_batches[0] if self._best_batches else None)
-        begins: int = rows[-_RECENT:][0]["step"]
-        self._begun = {name: self._begun[name] if name in self._begun else begins for name in found}
+        begins = int(rows[-_RECENT:][0]["step"])
+        self._begun = {name: self._begun.get(name, begins) for name in found}
         self._signs = [*found.values()]
 
 
