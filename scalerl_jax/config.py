@@ -302,6 +302,12 @@ class EvaluationConfig:
 class CheckpointConfig:
     every: Positive[int] = 20  # steps
     keep: Positive[int] = 2  # newest ones that stay on disk
+    # what is done where the policy has collapsed (run/collapse.py), beside the alarm: nothing; stop ends the run, with
+    # exit code 3, and saves nothing more; rollback goes back to the last good checkpoint, once, and sets aside what is
+    # newer; a second collapse stops. Both keep, beside the newest ones, the checkpoint of the newest evaluation that
+    # is as good as the best: one more on disk, and of a rollback those set aside. On several hosts: alarm or stop,
+    # and only the newest ones are kept
+    on_collapse: Literal["alarm", "stop", "rollback"] = "alarm"
 
 
 @dataclasses.dataclass

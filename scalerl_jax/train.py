@@ -59,7 +59,8 @@ from scalerl_jax.rollouts.servers.validate import Routed
 from scalerl_jax.rollouts.wait_times import WaitTimes
 from scalerl_jax.rollouts.weights.sync_stats import SyncStats
 from scalerl_jax.rollouts.weights.versions import Versions
-from scalerl_jax.run import compute_dtype, continuing, inputs
+from scalerl_jax.run import collapse_record, compute_dtype, continuing, inputs
+from scalerl_jax.run.collapse_guard import CollapseGuard
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.exporter import TrainerMetrics
 from scalerl_jax.run.folder import RunFolder
@@ -71,6 +72,7 @@ from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.run.saving import Saving
 from scalerl_jax.system import maintenance, platforms, signals
 from scalerl_jax.system.metrics_endpoint import MetricsEndpoint
+from scalerl_jax.system.start_again import start_again
 
 FLAGS = flags.FLAGS
 
@@ -123,6 +125,17 @@ def counted_batch(
 
 
 def main(config: Config) -> None:
+    """Trains, and once more where the run goes back: everything is closed in between."""
+    try:
+        train(config)
+    except collapse_record.Collapsed as end:
+        if end.again:
+            start_again()
+        print(end, file=sys.stderr)
+        raise
+
+
+def train(config: Config) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
     with told_where_it_goes_on(FLAGS.workdir), contextlib.ExitStack() as stack:
@@ -130,10 +143,13 @@ def main(config: Config) -> None:
         with entry.user_mistakes():
             stack.enter_context(maintenance.watched(FLAGS.maintenance))
             lead = enter(config, FLAGS, stack)
+            if lead is not None and config.checkpoint.on_collapse == "rollback":
+                raise ValueError("config.checkpoint.on_collapse=rollback: on one host; on several: alarm or stop")
 
         # ---- 1. The run folder; the policy, the tokenizer and the task to start from ---------------------------------
         chosen = compute_dtype.settle(config, FLAGS.workdir)
         folder = stack.enter_context(RunFolder(FLAGS.workdir, config, allow=FLAGS.allow))
+        back = collapse_record.carry_out(FLAGS.workdir, on_collapse=config.checkpoint.on_collapse)
         saved = newest_step(folder.path("checkpoints"))
         if saved is not None:
             signals.expect(f"interrupted: the same command goes on from step {saved}")
@@ -170,7 +186,7 @@ def main(config: Config) -> None:
                 f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
             )
 
-        print(*chosen, *rows.said, *fewer, sep="\n", file=sys.stderr)
+        print(*filter(None, [back]), *chosen, *rows.said, *fewer, sep="\n", file=sys.stderr)
         with entry.user_mistakes(ScorerError):  # a reward that cannot be is said before anything is started, too
             scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion))
 
@@ -297,7 +313,12 @@ def main(config: Config) -> None:
         versions = Versions(config, learner, fleet.publish, *([lead.version] if lead is not None else []))
         waits = WaitTimes()
 
+        guard = CollapseGuard(config, folder=folder, checkpoints=checkpoints, say=line.say)
+        if lead is None:
+            checkpoints.also = guard.kept
+
         def written() -> None:
+            guard.evaluated(folder.evaluations()[-1])
             forecast.evaluated(folder.evaluations())
             told.evaluated(folder.evaluations())
             report.request()
@@ -314,7 +335,7 @@ def main(config: Config) -> None:
             evaluations=evaluations,
             step=start,
         )
-        metrics = StepMetrics(config, folder=folder, tokenizer=tokenizer, line=line, told=told.row)
+        metrics = StepMetrics(config, folder=folder, tokenizer=tokenizer, line=line, told=guard.wrap(told.row))
 
         def serve_fleet() -> None:
             """What the trainer's thread owes the fleet while it waits."""
@@ -366,6 +387,7 @@ def main(config: Config) -> None:
             versions.snapshot(start)()
             if evaluations.due(start):
                 evaluations.ask(start, wait=wait)
+            guard.look()  # rows of before
             ledger.begin()
             for number in range(start, config.max_steps):
                 signals.look()
@@ -379,6 +401,7 @@ def main(config: Config) -> None:
                 except NoPromptLeft as solved:  # config.curriculum.when_empty: the run ends where it is
                     line.say(f"the run ends after step {number} of {config.max_steps}: {solved}")
                     evaluations.ask(number, wait=wait, last=True)
+                    guard.look()
                     saving.save_if_due(last=True)
                     break
                 # 2. Update. A batch in which no prompt survives changes nothing, but makes a version all the same.
@@ -387,7 +410,8 @@ def main(config: Config) -> None:
                     if pending is not None:
                         trained = off_policy_metrics(batch.segments, pending.logprobs())
                         scale = step_scale(config.optimizer, trained["effective_sample_size_sequence"])
-                        trained |= per_token(learner.apply(pending, scale=scale)) | {"step_scale": scale}
+                        with guard.update(step):
+                            trained |= per_token(learner.apply(pending, scale=scale)) | {"step_scale": scale}
                     ledger.trained([len(segment.tokens) for segment in batch.segments])
                     publish = versions.snapshot(step)
                 ledger.finished_groups(groups)
@@ -417,6 +441,7 @@ def main(config: Config) -> None:
                 # 5. Evaluate, then save: a run that goes on from here would lack the rows of earlier evaluations.
                 if evaluations.due(step):
                     evaluations.ask(step, wait=wait)
+                guard.look()  # what has collapsed is not saved
                 saving.save_if_due()
 
     # ---- 7. What came of it ------------------------------------------------------------------------------------------

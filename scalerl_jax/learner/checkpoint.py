@@ -7,7 +7,8 @@ so a run killed while it saves has lost that save and nothing else.
 Orbax notices files that are missing or cut short, but not a flipped bit: digests.py does.
 
 A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is taken. One that can be
-read but is of another model is the user's mistake and stays where it is.
+read but is of another model is the user's mistake and stays where it is. Whoever wants to go on from an older one sets
+aside the newer ones.
 
 On several hosts all of them call the same methods with the same arguments, on one folder that all of them see; each
 reads and writes what its devices hold, and they agree on which checkpoint can be read.
@@ -25,7 +26,7 @@ import logging as std_logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from flax import traverse_util
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import LatestN
+from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext, PreservationPolicy
 
 from scalerl_jax.learner.digests import compare, described, named, of_elements
 from scalerl_jax.system import files
@@ -58,13 +59,17 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, the newest `keep` of them; for the one process (or set of hosts) that writes them."""
+    """The checkpoints of one run, the newest `keep` of them; for the one process (or set of hosts) that writes them.
+
+    `also`, on one host: the steps of all -> those that are kept beside the newest.
+    """
 
     def __init__(self, directory: str, *, keep: int):
         self._directory = os.path.abspath(directory)
         self._keep = keep
         # Called before a save is begun, with its step, manifest and arrays: the other hosts save with this one.
         self.tell: Callable[[int, Mapping[str, Any], Mapping[str, np.ndarray]], None] = lambda *save: None
+        self.also: Callable[[Sequence[int]], Collection[int]] = lambda steps: ()
         self._opened: ocp.CheckpointManager | None = None
         self._failed = False
 
@@ -102,7 +107,7 @@ class Checkpoints:
         self.wait()
         found, broken = _newest_readable(self._directory, abstract)
         for step, why in broken.items() if jax.process_index() == 0 else ():
-            aside = _set_aside(self._directory, step)
+            aside = set_aside(self._directory, step, "unreadable")
             logging.warning("checkpoint %d cannot be read (%s): set aside as %s", step, why, os.path.basename(aside))
         if broken:
             _all_hosts(True)  # the folders have their names
@@ -154,12 +159,27 @@ class Checkpoints:
             self._opened = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=LatestN(self._keep),
+                    preservation_policy=_Kept(self._keep, lambda steps: self.also(steps)),
                     cleanup_tmp_directories=True,
                 ),
                 item_handlers={"state": handler(), "arrays": handler(), "manifest": ocp.JsonCheckpointHandler()},
             )
         return self._opened
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept(PreservationPolicy):
+    """Which checkpoints Orbax leaves on disk: the newest `count`, and those of `also`."""
+
+    count: int
+    also: Callable[[Sequence[int]], Collection[int]]
+
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> Sequence[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = {*steps[-self.count :], *self.also(steps)}
+        return [step in kept for step in steps]
 
 
 def _raised_anyway(record: std_logging.LogRecord) -> bool:
@@ -380,10 +400,10 @@ def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
     return None if extra is None else f"the checkpoint has {extra}, which this model and optimizer lack"
 
 
-def _set_aside(directory: str, step: int) -> str:
-    """Renames a step's folder so that the step can be saved again."""
+def set_aside(directory: str, step: int, why: str) -> str:
+    """Renames a step's folder so that the step can be saved again; returns the new one. why: what its name says."""
     number = 0
-    while os.path.exists(aside := os.path.join(directory, f"unreadable-{step}-{number}")):
+    while os.path.exists(aside := os.path.join(directory, f"{why}-{step}-{number}")):
         number += 1
     os.rename(os.path.join(directory, str(step)), aside)
     return aside

@@ -17,7 +17,9 @@ from scalerl_jax.report.page import write_report
 from scalerl_jax.report.run_data import read_settings
 from scalerl_jax.report.samples import sample_files
 from scalerl_jax.report.score import half_time
+from scalerl_jax.run import collapse_record
 from scalerl_jax.run.alarms import Alarm, alarms
+from scalerl_jax.run.collapse import first_collapse
 from scalerl_jax.run.jsonl import environments_of, read_rows
 from scalerl_jax.scaling.half_time import HalfTimeForecast
 from scalerl_jax.system import files
@@ -44,6 +46,8 @@ def show(workdir: str, console: Console | None = None) -> None:
     for sample in last_samples(workdir, 3):
         console.print(_completion(sample))
     console.print()
+    for said in _collapses(workdir, metrics, evals):
+        console.print(said, markup=False, soft_wrap=True)
     for alarm in _past_limits(workdir, metrics):
         console.print(f"{'ALARM' if alarm.loud else 'warning'}: {alarm}", markup=False, soft_wrap=True)
     if forecast is not None:
@@ -52,6 +56,17 @@ def show(workdir: str, console: Console | None = None) -> None:
         console.print(f"report: {write_report([workdir])}", markup=False, soft_wrap=True)
     except (OSError, ValueError) as error:  # the run is done and well without it
         console.print(f"no report.html: {error}", markup=False, soft_wrap=True)
+
+
+def _collapses(workdir: str, metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[str]:
+    """That the run went back, and that its rows tell of a collapse."""
+    try:
+        entries = collapse_record.read(workdir)
+    except ValueError as error:
+        return [str(error)]
+    found = first_collapse(metrics, evals)
+    went = [entry.sentence() for entry in entries if entry.then == collapse_record.WENT_BACK]
+    return went + ([f"ALARM: {found} (raised at step {found.step})"] if found is not None else [])
 
 
 def _past_limits(workdir: str, metrics: list[dict[str, Any]]) -> list[Alarm]:

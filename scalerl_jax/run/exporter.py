@@ -16,6 +16,7 @@ from typing import Any
 
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.run.alarms import SIGNS
+from scalerl_jax.run.collapse import COLLAPSE
 from scalerl_jax.system.metrics_endpoint import Family, Samples
 
 PREFIX = "scalerl_trainer_"
@@ -123,7 +124,7 @@ def _of_the_run(told: _Told, max_steps: int) -> Iterable[Family]:
     for column, (name, says) in STEP_GAUGES.items():
         if isinstance(told.row.get(column), int | float):
             yield name, says, "gauge", (), {(): told.row[column]}
-    alarms = {(sign,): 1.0 + told.alarms[sign] if sign in told.alarms else 0.0 for sign in SIGNS}
+    alarms = {(sign,): 1.0 + told.alarms[sign] if sign in told.alarms else 0.0 for sign in (*SIGNS, COLLAPSE)}
     yield "alarm", "Signs past their limits: 1 a warning, 2 an alarm.", "gauge", ("sign",), alarms
     yield "waited_seconds", "Waited for the fleet, by who held it up.", "counter", ("name",), {
         (name,): seconds for name, seconds in told.waited.items()

@@ -22,7 +22,7 @@ from scalerl_jax.scaling import calibration, fit_sigmoid
 from scalerl_jax.scaling.average import average_forecast
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.identify import SEED_MARGIN
-from scalerl_jax.scaling.outlook import Outlook, outlook
+from scalerl_jax.scaling.outlook import LEVEL, Outlook, outlook
 
 LEAST_POINTS = 5  # evaluations above compute 0
 _SAID_EVERY = 0.1  # of the run
@@ -119,6 +119,8 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
     end = float(compute[-1] + each * (updates - steps[-1]))
     ahead = average_forecast(fit.state.points, calibration.default())
     found = outlook(ahead, end)
+    spacing = float(np.median(np.diff(compute)))
+    low, _ = ahead.band(compute[-1:] + spacing, level=LEVEL)  # of the next evaluation
     lowest, highest = fit.intervals["asymptote"]
     pays = {}
     if np.isfinite(found.pays_until):
@@ -131,6 +133,7 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
         "exponent": fit.exponent,
         "midpoint": fit.midpoint,
         "identified": int(fit.identified),
+        "next_low": float(low[0]),
         "end_compute": end,
         "end_score": found.score.value,
         "end_low": found.score.low,

@@ -76,6 +76,18 @@ def test_round_trip_is_exact(tmp_path):
     assert sorted(os.listdir(tmp_path / "c")) == ["10", "15"]  # keep=2
 
 
+def test_one_may_be_kept_beside_the_newest(tmp_path):
+    for steps in ([5, 10, 15, 20], [25]):  # also one of before a restart
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints.also = lambda steps: [step for step in steps if step <= 12][-1:]
+        for step in steps:
+            checkpoints.save(step, make_state(step), manifest={}, arrays={})
+        checkpoints.close()
+        assert sorted(map(int, os.listdir(tmp_path))) == [10, *{20: [15, 20], 25: [20, 25]}[steps[-1]]]
+    save_all(tmp_path, [30])  # nobody asks for it any more
+    assert sorted(map(int, os.listdir(tmp_path))) == [25, 30]
+
+
 def test_bfloat16_and_no_arrays(tmp_path):
     state = make_state(3, dtype=jnp.bfloat16)
     checkpoints = Checkpoints(tmp_path, keep=1)
