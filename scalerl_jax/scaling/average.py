@@ -47,7 +47,7 @@ class AverageForecast:
         """Scores [S, M] at compute [M] from `reached` on, rising: ways on for the policy, equally likely."""
         compute = np.asarray(compute, np.float64)
         rng = np.random.default_rng(self.seed)
-        whole = np.floor(np.cumsum(list(self.weights.values())) * self.count + 1e-9).astype(int)
+        whole = np.rint(np.cumsum(list(self.weights.values())) * self.count).astype(int)
         parts = []
         for (name, drawn), many in zip(self.drawn.items(), np.diff(whole, prepend=0)):
             spread = self.calibration.laws[name].deviation(compute / self.reached)

@@ -1,0 +1,139 @@
+"""Numbers fitted on complete runs, and how they are judged on runs they have not seen."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scipy.special import expit, logit
+
+from scalerl_jax.scaling import calibrate, judged
+from scalerl_jax.scaling.calibration import Calibration, Spread
+from scalerl_jax.scaling.laws import LAWS
+from tests.scaling.simulated import TABLE_1, curve
+
+TRIALS = 4000
+COMPUTE = np.linspace(0, 16_000, 25)
+
+
+def run_of(name, recipe, scores, seed):
+    passes = np.random.default_rng(seed).binomial(TRIALS, scores)
+    return calibrate.whole_run(name, recipe, COMPUTE, passes, np.full(len(passes), TRIALS))
+
+
+def law_runs(count=6, bend=0.0):
+    """Runs on the law that leave it after the half of their compute, by a logit of `bend` an octave up or down."""
+    runs = []
+    for i in range(count):
+        scores = curve(COMPUTE, *TABLE_1[list(TABLE_1)[i % 6]])
+        octaves = np.log2(np.maximum(COMPUTE / 8000, 1))
+        scores = expit(logit(scores) + bend * octaves * (-1) ** i)
+        runs.append(run_of(f"run {i}", f"recipe {i // 2}", scores, seed=i))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def on_the_law():
+    return calibrate.cases(law_runs())
+
+
+def test_cases_are_all_fractions_of_all_runs(on_the_law):
+    assert [(case.run.name, case.fraction) for case in on_the_law[:3]] == [("run 0", f) for f in calibrate.FRACTIONS]
+    for case in on_the_law:
+        assert case.before.most <= case.fraction * 16_000 < case.later.compute.min()
+        assert len(case.before.compute) + len(case.later.compute) == 24
+
+
+def test_runs_that_leave_the_law_widen_it(on_the_law):
+    sure = calibrate.calibrate(on_the_law)
+    unsure = calibrate.calibrate(calibrate.cases(law_runs(bend=1.0)))
+    assert sure.runs == unsure.runs == 6
+    for name in ("sigmoid", "richards"):
+        assert sure.laws[name].deviation(2.0) < 0.1 < 2 * unsure.laws[name].deviation(2.0)
+    assert sum(spread.prior for spread in sure.laws.values()) == pytest.approx(1)
+    weights = [
+        sure.weights({name: float(np.mean(one.log_density(sure.laws[name]))) for name, one in case.record.items()})
+        for case in on_the_law
+        if case.fraction == 0.7
+    ]
+    assert np.mean([weight["sigmoid"] + weight["richards"] for weight in weights]) > 0.7
+
+
+def test_the_numbers_are_the_best_there_are(on_the_law):
+    """Nothing near them explains the cases better: of one law, the mean log density with its prior."""
+    found = calibrate.calibrate(on_the_law)
+
+    def score(spread):
+        density = np.mean([np.mean(case.foretold["power"].log_density(spread)) for case in on_the_law])
+        pairs = zip(np.log([spread.scale, spread.growth]), calibrate._SPREAD_PRIOR)
+        held = sum(((value - mean) / deviation) ** 2 for value, (mean, deviation) in pairs)
+        return density - calibrate._HEARD / 2 * held
+
+    best = found.laws["power"]
+    for scale, growth in ((1.3, 1.0), (0.75, 1.0), (1.0, 1.3), (1.0, 0.75), (1.3, 0.75), (0.75, 1.3)):
+        near = dataclasses.replace(best, scale=scale * best.scale, growth=growth * best.growth)
+        assert score(near) < score(best) + 1e-3
+
+
+def test_a_density_is_that_of_the_mixture(on_the_law):
+    from scipy import stats
+
+    case, spread = on_the_law[1], Spread(0.4, 0.7, 1.0)
+    one = case.foretold["richards"]
+    scale = np.hypot(0.4 * one.distance**0.7, one.noise)
+    expected = np.log(np.mean(stats.t(4).pdf(one.away / scale) / scale, axis=0))
+    np.testing.assert_allclose(one.log_density(spread), expected, rtol=1e-9)
+
+
+def test_a_run_has_no_say_in_its_own_judgement(on_the_law):
+    """What the runs of a recipe did later changes how they are judged, and by nothing they are foretold."""
+    scores = calibrate.leave_one_out(on_the_law)
+    runs = law_runs()
+    changed = [
+        run_of(run.name, run.recipe, 1 - 0.5 * curve(COMPUTE, *TABLE_1["Scout"]), 9) if run.recipe == "recipe 1" else run
+        for run in runs
+    ]
+    others = [case for case in on_the_law if case.run.recipe != "recipe 1"]
+    again = calibrate.leave_one_out(calibrate.cases(changed))
+    whole = calibrate.calibrate(on_the_law)
+    by_hand = calibrate.judge(on_the_law[7], calibrate.calibrate(others, whole))
+    assert on_the_law[7].run.recipe == "recipe 1"
+    assert scores[7] == by_hand
+    assert again[0] != scores[0]  # the other recipes are foretold with the changed runs' help
+
+
+def test_one_recipe_cannot_be_judged(on_the_law):
+    alone = [case for case in on_the_law if case.run.recipe == "recipe 0"]
+    with pytest.raises(ValueError, match="all runs are of one recipe, 'recipe 0'"):
+        calibrate.leave_one_out(alone)
+    with pytest.raises(ValueError, match="no run has points enough"):
+        calibrate.calibrate([])
+
+
+def test_crps_is_its_integral():
+    rng = np.random.default_rng(0)
+    made, measured = rng.uniform(0.2, 0.7, (500, 3)), np.array([0.1, 0.45, 0.9])
+    grid = np.linspace(0, 1, 20_001)
+    for column, value, found in zip(made.T, measured, calibrate._crps(made, measured)):
+        below = np.searchsorted(np.sort(column), grid, side="right") / len(column)
+        assert found == pytest.approx(np.trapezoid((below - (grid >= value)) ** 2, grid), abs=1e-4)
+
+
+def test_judged_in_a_table(on_the_law):
+    scores = [calibrate.judge(case, Calibration({n: Spread(0.1, 1, 0.25) for n in LAWS}, 2.0)) for case in on_the_law]
+    sigmoids = [judged.sigmoid(case) for case in on_the_law]
+    table = judged.summaries(on_the_law, scores, sigmoids)
+    assert [row.forecast for row in table[:7]] == ["average", *LAWS, "sigmoid, profile", "paper's procedure"]
+    assert [row.fraction for row in table[::7]] == list(calibrate.FRACTIONS)
+    of = {(row.fraction, row.forecast): row for row in table}
+    assert of[0.7, "sigmoid"].mean_error < 0.02 and of[0.7, "paper's procedure"].mean_error < 0.03
+    assert of[0.7, "sigmoid, profile"].covered[2] > 0.75
+    assert of[0.3, "average"].crps > of[0.7, "average"].crps
+    row = of[0.5, "power"]
+    cases = [i for i, case in enumerate(on_the_law) if case.fraction == 0.5]
+    assert row.mean_error == pytest.approx(np.mean([abs(scores[i]["power"].error) for i in cases]))
+    assert row.bias == pytest.approx(np.mean([scores[i]["power"].error for i in cases]))
+    said = judged.identified_sentence(on_the_law, sigmoids, 0.7)
+    named = sum(one.identified for case, one in zip(on_the_law, sigmoids) if case.fraction == 0.7)
+    assert said.startswith(f"from 70%: A is called identified in {named} of 6; ")
+    assert judged.Sigmoid((), 0.0, 0.0, 0.0, True, 0.6, (0.59, 0.61), 0.62).missed
+    assert not judged.Sigmoid((), 0.0, 0.0, 0.0, False, 0.6, (0.59, 0.61), 0.62).missed
