@@ -9,7 +9,7 @@ from scalerl_jax.run.jsonl import last_row
 WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Task:
     name: str
     folder: str
