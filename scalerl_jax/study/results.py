@@ -48,7 +48,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Margin:
-    """How far members that differ in their seed alone are apart, and what sampling noise alone would make of as many."""
+    """How far members that differ in their seed alone are apart, and what noise alone would make of as many."""
 
     asymptote: float | None  # the largest difference in A between two of them
     asymptote_noise: float | None  # on average
