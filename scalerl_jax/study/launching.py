@@ -28,8 +28,8 @@ def launch_all(
     for name in chosen:
         if name in starts.made:
             raise UserError(
-                f"--render={target}: {name} starts from a model that scalerl-sft has yet to make ({starts.made[name].name}"
-                f"): make it, and name it with --config.model.path"
+                f"--render={target}: {name} starts from {starts.made[name].name}, which scalerl-sft has yet to make: "
+                f"make it, and name it with --config.model.path"
             )
     workdir = os.path.abspath(workdir)
     _define(target, given)
@@ -61,7 +61,7 @@ def launch_all(
 
 
 def _define(target: str, given: Sequence[str]) -> None:
-    """The flags of scalerl-launch in the place of the study's. Raises UserError where one of `given` is none of them."""
+    """The flags of scalerl-launch in the place of the study's. Raises UserError where one of `given` is none."""
     for name in [flag.name for flag in flags.FLAGS.get_flags_for_module(study_flags.__name__)]:
         delattr(flags.FLAGS, name)
     import launch.launch_flags  # noqa: F401

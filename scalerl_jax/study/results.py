@@ -121,11 +121,18 @@ def results(study: Study, runs_folder: str, *, x: str, baseline: str = "") -> Re
     told = []
     for name, given in study.members.items():
         members = {one: member(one, runs) for one, runs in given.items()}
-        chosen = baseline if baseline in given else next(iter(given))
-        others = {one: runs for part in study.members.values() for one, runs in part.items() if one not in given}
-        beside = member(baseline, others[baseline]) if baseline in others else None  # another study's
-        told.append(_study(name, study, members, beside, chosen if beside is None else baseline))
+        chosen, beside = _baseline(study, name, baseline)
+        told.append(_study(name, study, members, member(chosen, beside) if beside else None, chosen))
     return Results(x, rows, tuple(told))
+
+
+def _baseline(study: Study, name: str, asked: str) -> tuple[str, tuple[str, ...]]:
+    """The baseline of a study, and its runs where it is another study's and none of this one's members."""
+    given = study.members[name]
+    if not asked or asked in given:
+        return asked or next(iter(given)), ()
+    runs = next(part[asked] for part in study.members.values() if asked in part)
+    return next(((one, ()) for one in given if given[one] == runs), (asked, runs))
 
 
 def _member(
