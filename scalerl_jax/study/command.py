@@ -24,14 +24,11 @@ from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check
 from scalerl_jax.config_io import GivenConfig
-from scalerl_jax.learner.checkpoint import newest_step
 from scalerl_jax.run.folder import take_lock
-from scalerl_jax.scaling.commands import results as lay_out
-from scalerl_jax.study import launching, members, shares, telling, writing
+from scalerl_jax.study import launching, members, shares
 from scalerl_jax.study.board import Board
-from scalerl_jax.study.finished import Standing, standing
+from scalerl_jax.study.finished import Standing, newest_step, standing
 from scalerl_jax.study.plan_file import PlanFile
-from scalerl_jax.study.results import check_baseline, results
 from scalerl_jax.study.running import Running
 from scalerl_jax.study.task import FAILED, FINISHED, Task
 from scalerl_jax.study.warm_start import Starts, WarmStart, starts
@@ -55,7 +52,8 @@ class _Study:
             seeds=study_flags.SEEDS.value,
         )
         self.chosen = self.study.chosen(study_flags.MEMBERS.value)
-        check_baseline(self.study, study_flags.BASELINE.value)
+        if study_flags.BASELINE.value:
+            self.study.check_member("baseline", study_flags.BASELINE.value)
         entry.check_out("--workdir", self.workdir)
         self.starts: Starts = starts(self.study, self.workdir)
         for name, config in self.study.runs.items():
@@ -119,7 +117,7 @@ class _Study:
             return ""
         self.standings[task.name] = self._standing(task.name)
         if not self.standings[task.name].finished:
-            step = newest_step(os.path.join(task.folder, "checkpoints"))
+            step = newest_step(task.folder)
             if step is None:
                 return "ended without a checkpoint"
             self.plan.ended[task.name] = step
@@ -159,6 +157,11 @@ class _Study:
     def tell(self) -> None:
         """Reads every run, tells what came of it, and writes it down."""
         platforms.cpu_here()
+        # What fits and draws is large: a mistake is told, and members run for hours, without it.
+        from scalerl_jax.scaling.commands import results as lay_out
+        from scalerl_jax.study import telling, writing
+        from scalerl_jax.study.results import results
+
         console = lay_out.make_console()
         found = results(self.study, self.path("runs"), x=study_flags.X.value, baseline=study_flags.BASELINE.value)
         if not found.rows:

@@ -11,12 +11,21 @@ import os
 from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
 from scalerl_jax.config_names import ConfigError
-from scalerl_jax.learner.checkpoint import newest_step
 from scalerl_jax.run import continuing
 from scalerl_jax.run.jsonl import last_row
 from scalerl_jax.system.json_values import read_object
 
 _MODEL = "model.path"
+
+
+def newest_step(folder: str) -> int | None:
+    """Of the checkpoints of a run folder; None: none. As learner/checkpoint.py has it, without what that imports: a
+    checkpoint has its step's name once it is whole."""
+    try:
+        names = os.listdir(os.path.join(folder, "checkpoints"))
+    except FileNotFoundError:
+        return None
+    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +44,7 @@ def standing(folder: str, config: Config, *, ended: int | None = None) -> Standi
     Raises UserError where the folder holds a run of another config.
     """
     path = os.path.join(folder, "config.json")
-    saved = newest_step(os.path.join(folder, "checkpoints"))
+    saved = newest_step(folder)
     evaluated = last_row(os.path.join(folder, "evals.jsonl"))
     if not os.path.isfile(path) or (saved is None and evaluated is None):
         return Standing(False, 0, False)

@@ -39,11 +39,16 @@ class Study:
         found = dict[str, None]()
         for name in names:
             of_members = [runs for members in self.members.values() for runs in (members.get(name, ()),) if runs]
-            if not of_members and name not in self.runs:
-                there = dict.fromkeys(member for members in self.members.values() for member in members)
-                raise UserError(f"--members={name}: no such member; there are {', '.join(there)}")
+            if name not in self.runs:
+                self.check_member("members", name)
             found.update(dict.fromkeys(run for runs in of_members or [(name,)] for run in runs))
         return [name for name in self.runs if name in found]
+
+    def check_member(self, flag: str, name: str) -> None:
+        """Raises UserError where no study has a member of the name that the flag gives."""
+        there = dict.fromkeys(member for members in self.members.values() for member in members)
+        if name not in there:
+            raise UserError(f"--{flag}={name}: no such member; there are {', '.join(there)}")
 
     def flags(self, config: Config) -> list[str]:
         """--config.a.b=v: what makes the base's file into this config."""

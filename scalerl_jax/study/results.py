@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from scalerl_jax.cli.entry import UserError, user_mistakes
+from scalerl_jax.cli.entry import user_mistakes
 from scalerl_jax.config_check import leaves
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.scaling import fit_sigmoid, readers, tables
@@ -85,13 +85,6 @@ class Results:
     x: str
     rows: dict[str, list[dict[str, Any]]]  # of evals.jsonl, by run; those that have any
     studies: tuple[StudyResults, ...]
-
-
-def check_baseline(study: Study, name: str) -> None:
-    """Raises UserError where --baseline names no member."""
-    there = dict.fromkeys(member for members in study.members.values() for member in members)
-    if name and name not in there:
-        raise UserError(f"--baseline={name}: no such member; there are {', '.join(there)}")
 
 
 def results(study: Study, runs_folder: str, *, x: str, baseline: str = "") -> Results:
