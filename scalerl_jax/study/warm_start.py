@@ -16,7 +16,6 @@ from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import leaves
 from scalerl_jax.study.members import Study
-from scalerl_jax.traces import built_in
 
 _FOLDER = "warm-start"
 _GROUPS = ("sft.", "environment.", "mixture.")
@@ -81,6 +80,8 @@ def _warm_start(base: Config, config: Config, differ: dict[str, object]) -> Warm
 def _check_can_be_made(one: WarmStart, given: str) -> None:
     if one.config.sft.traces:
         return
+    from scalerl_jax.traces import built_in  # it imports jax, which nothing else needs before the results
+
     try:
         built_in.makers(one.config)
     except ValueError as error:
