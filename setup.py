@@ -100,6 +100,7 @@ setup(
             "scalerl-plan = launch.commands:plan",
             "scalerl-launch = launch.commands:launch",
             "scalerl-report = launch.commands:report",
+            "scalerl-study = launch.commands:study",
             "scalerl-verify = launch.commands:verify",
         ]
     },

@@ -8,18 +8,19 @@ forward          the baseline before section 3.2, and what it is with one choice
 scaling          ScaleRL with longer thinking, other batches, other group sizes (section 5)
 recipes          the five of figure 2
 staleness        losses, each at k = 1, k = 8 and phased(16), where tokens are up to 16 updates old
+relatives        the base with what nobody ablates: other rates, problems, models, warm starts, batches, groups, data
 
 A member is the base with a few fields changed, so it runs wherever the base does: sizes are scaled, not set. `base` is
 never changed.
 """
 
 import copy
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
 
 from scalerl_jax.config import Config
+from scalerl_jax.config_io import load_module
 
 Members = dict[str, Config]
 RECIPES = ("scalerl", "deepseek_grpo", "qwen_dapo", "magistral", "minimax_m1")  # in recipes/
@@ -39,11 +40,7 @@ def changed(base: Config, **fields: Any) -> Config:
 def recipe(base: Config, name: str) -> Config:
     """The base with what makes it one of RECIPES."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "recipes", f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"scalerl_recipe_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config: Config = module.change(copy.deepcopy(base))
+    config: Config = load_module(path, path).change(copy.deepcopy(base))
     return config
 
 
@@ -158,6 +155,52 @@ def staleness(base: Config) -> Members:
     }
 
 
+def relatives(base: Config) -> Members:
+    """Where the base is the quickstart: chains of 4 to 8 and of 9 to 13 terms, in place of 6 to 10, and 12 tokens more
+    to think for the longer ones; models and warm starts in sizes and shares of slips of their own."""
+    rollout, environment, sft = base.rollout, base.environment, base.sft
+    rate, prompts, group = base.optimizer.learning_rate, rollout.prompts_per_step, rollout.group_size
+    longer = rollout.thinking_budget_min // 3
+    room = base.learner.seq_len - rollout.max_prompt_tokens - rollout.thinking_budget_max - rollout.answer_budget
+    rows = 0 if 2 * longer <= room else -(-longer // 128) * 128
+
+    def terms(more: int) -> dict[str, int]:
+        fewest, most = (max(2, least + more) for least in (environment.minimum_terms, environment.maximum_terms))
+        return {"environment__minimum_terms": fewest, "environment__maximum_terms": most}
+
+    def sizes(layers: int, width: int, inside: int) -> Config:
+        return changed(base, sft__layers=layers, sft__hidden_size=width, sft__intermediate_size=inside)
+
+    phased = {"objective__loss": "reinforce", "pacing__kind": "phased", "pacing__max_off_policy_steps": 16}
+    return {
+        "learning_rate_quarter": changed(base, optimizer__learning_rate=rate / 4),
+        "learning_rate_4x": changed(base, optimizer__learning_rate=rate * 4),
+        "learning_rate_12x": changed(base, optimizer__learning_rate=rate * 12),
+        "learning_rate_40x": changed(base, optimizer__learning_rate=rate * 40),
+        "easier": changed(base, **terms(-2)),
+        "harder": changed(
+            base,
+            **terms(3),
+            rollout__thinking_budget_min=rollout.thinking_budget_min + longer,
+            rollout__thinking_budget_max=rollout.thinking_budget_max + longer,
+            learner__seq_len=base.learner.seq_len + rows,
+        ),
+        "small_model": sizes(2, 64, 160),
+        "large_model": sizes(4, 128, 320),
+        "slips_2x": changed(base, sft__error_rate=min(0.4, sft.error_rate * 2)),
+        "slips_half": changed(base, sft__error_rate=sft.error_rate / 2),
+        "small_batch": changed(base, rollout__prompts_per_step=max(1, prompts // 2)),
+        "large_batch": changed(
+            base, rollout__prompts_per_step=prompts * 2, learner__micro_batch_rows=base.learner.micro_batch_rows * 2
+        ),
+        "small_groups": changed(base, rollout__group_size=max(2, group // 2), rollout__prompts_per_step=prompts * 2),
+        "large_groups": changed(base, rollout__group_size=group * 2, rollout__prompts_per_step=max(1, prompts // 2)),
+        "few_prompts": changed(base, environment__train_prompts=max(1, environment.train_prompts // 8)),
+        "reinforce_phased16": changed(base, **phased, objective__advantage_normalization="none"),
+        "reinforce_12x": changed(base, **phased, optimizer__learning_rate=rate * 12),
+    }
+
+
 STUDIES: dict[str, Callable[[Config], Members]] = {
     "leave_one_out": leave_one_out,
     "margin": margin,
@@ -165,4 +208,5 @@ STUDIES: dict[str, Callable[[Config], Members]] = {
     "scaling": scaling,
     "recipes": recipes,
     "staleness": staleness,
+    "relatives": relatives,
 }

@@ -125,6 +125,15 @@ def plan() -> None:
     _run("scalerl_jax.plan", twin_flags.define, config=True, later=True)
 
 
+def study() -> None:
+    def define() -> None:
+        from scalerl_jax.cli import study_flags
+
+        study_flags.take_launch_flags(sys.argv)
+
+    _run("scalerl_jax.study.command", define, config=True, later=True, tuned=True)
+
+
 def launch() -> None:
     _run("launch.render", _importing("launch.launch_flags"), config=True, later=True)
 

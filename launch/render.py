@@ -50,13 +50,12 @@ def _machine(flag: str, *, wanted: bool) -> machines.Machine | None:
         raise ValueError(f"--{flag}={text}: {error}") from None
 
 
-def _settings(given: GivenConfig, config: Config, target: str) -> Settings:
-    """Raises ValueError, one line that names the flag."""
+def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settings:
+    """workdir: of the run; "": that of its name. Raises ValueError, one line that names the flag."""
     for other, holders in launch_flags.ONLY.items():
         for holder in holders:
             if other != target and holder.present:
                 raise ValueError(f"--{holder.name}: goes with --target={other}")
-    name = launch_flags.NAME.value or re.sub("[^a-z0-9-]", "-", pathlib.Path(given.path).stem.lower())
     part = launch_flags.PART.value
     check_name(name)
     generator = _machine("generator", wanted=part != "trainer")
@@ -64,7 +63,7 @@ def _settings(given: GivenConfig, config: Config, target: str) -> Settings:
     if bool(servers) != (part == "trainer"):
         raise ValueError(f"--servers{f'={servers}' * bool(servers)}: goes with --part=trainer, and that with it")
     default = {"kubernetes": f"/runs/{name}", "slurm": os.path.abspath(f"runs/{name}")}[target]
-    workdir = launch_flags.WORKDIR.value or default
+    workdir = workdir or default
     if target == "kubernetes" and not workdir.startswith("/runs/"):
         raise ValueError(f"--workdir={workdir}: is not under /runs, where the volume is")
     return Settings(
@@ -92,6 +91,19 @@ def _told(kind: type, **more: Any) -> Any:
     return kind(**more, **{name: pairs(name, v) if isinstance(v, list) else v for name, v in values.items()})
 
 
+def launch_files(config: Config, target: str, *, name: str, workdir: str, folder: str) -> list[rendered.RenderedFile]:
+    """The files of the launch of one run, for the folder they will be in; what is not given here, the flags say.
+
+    Raises ValueError, one line that names the flag.
+    """
+    return _files(_settings(config, target, name=name, workdir=workdir), target, folder)
+
+
+def cluster_name(text: str) -> str:
+    """As near to `text` as a name in a cluster can be."""
+    return re.sub("[^a-z0-9-]", "-", text.lower())
+
+
 def _files(settings: Settings, target: str, folder: str) -> list[rendered.RenderedFile]:
     for flag in ("token_file", "tls_authority", "tls_certificate", "tls_key"):
         if (path := _value(flag)) and not os.path.isfile(path):
@@ -112,10 +124,10 @@ def main(given: GivenConfig) -> None:
     if not given.path:
         raise entry.UserError("--config: no config file given, for example --config=configs/scalerl_8b.py")
     config = given.config()
+    name = launch_flags.NAME.value or cluster_name(pathlib.Path(given.path).stem)
+    folder = launch_flags.OUT.value or f"{name}-{target}"
     with entry.user_mistakes():
-        settings = _settings(given, config, target)
-        folder = launch_flags.OUT.value or f"{settings.name}-{target}"
-        files = _files(settings, target, folder)
+        files = launch_files(config, target, name=name, workdir=launch_flags.WORKDIR.value, folder=folder)
     with entry.user_mistakes(before="--out="):
         rendered.check_folder(folder)
     program, script, where = _APPLY[target]

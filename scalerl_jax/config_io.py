@@ -1,5 +1,6 @@
 """The config as a file, as flags, and as the config.json of a run."""
 
+import contextlib
 import copy
 import dataclasses
 import importlib.util
@@ -7,11 +8,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scalerl_jax.config import Config, EnvironmentConfig
-from scalerl_jax.config_check import check, check_types, saved_leaves
+from scalerl_jax.config_check import check, check_types, leaves, saved_leaves
 from scalerl_jax.config_names import RENAMED, RENAMED_VALUES, REPLACED, ConfigError, no_field
 
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
@@ -20,20 +22,8 @@ _UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argumen
 
 def load_file(path: str) -> Config:
     """The config that a file's get_config() returns. Raises ConfigError naming the file and the field."""
-    if not os.path.isfile(path):
-        raise ConfigError(f"--config={path}: no such file")
-    spec = importlib.util.spec_from_file_location("scalerl_config_file", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--config={path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        config = module.get_config()
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's own code, which may raise anything
-        why = _no_field(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"--config={path}: {why}") from error
+    with naming_user_code(f"--config={path}"):
+        config = load_module(path, f"--config={path}").get_config()
     if not isinstance(config, Config):
         raise ConfigError(f"--config={path}: get_config() returns {type(config).__name__}, not a Config")
     if isinstance(config.model.remat, bool):
@@ -45,6 +35,33 @@ def load_file(path: str) -> Config:
     except ConfigError as error:
         raise ConfigError(f"--config={path}: {error}") from None
     return config
+
+
+def load_module(path: str, given: str) -> types.ModuleType:
+    """What a Python file of the user's defines. given: what a ConfigError on its being none begins with.
+
+    What its code raises is passed on, see naming_user_code.
+    """
+    if not os.path.isfile(path):
+        raise ConfigError(f"{given}: no such file")
+    spec = importlib.util.spec_from_file_location("scalerl_config_file", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{given}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def naming_user_code(given: str) -> Iterator[None]:
+    """Around code of the user's, which may raise anything: that becomes a ConfigError that begins with `given`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        why = _no_field(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{given}: {why}") from error
 
 
 def _no_field(error: Exception) -> str:
@@ -123,6 +140,26 @@ def _convert(name: str, kind: type, text: str) -> Any:
         return float(text)
     except ValueError:
         raise ConfigError(f"{name}={text}: is not a number of type {kind.__name__}") from None
+
+
+def as_flags(config: Config, base: Config) -> list[str]:
+    """The flags --config.a.b=v that make `base` into `config`, of every leaf that differs; override reads them back.
+
+    Raises ConfigError where no flag can: one of them has an environment in its mixture that the other lacks.
+    """
+    before, after = leaves(base), leaves(config)
+    if apart := sorted(before.keys() ^ after.keys()):
+        raise ConfigError(f"config.{apart[0]}: is not in both configs, and a flag adds no environment to a mixture")
+    return [f"--config.{name}={_text(after[name])}" for name in after if before[name] != after[name]]
+
+
+def _text(value: Any) -> str:
+    """The inverse of _convert."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return repr(value) if isinstance(value, float) else str(value)
 
 
 def parse_argv(argv: Sequence[str], *, default: Config | None = None) -> tuple[Config, list[str]]:

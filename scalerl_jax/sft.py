@@ -316,7 +316,13 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
 
 def run() -> None:
     command_flags.sft()
-    entry.run_with_config(lambda config: main(config, flags.FLAGS.workdir, allow=flags.FLAGS.allow))
+
+    def start(config: Config) -> None:
+        if flags.FLAGS.exit_with_parent:
+            signals.request_with_parent()
+        main(config, flags.FLAGS.workdir, allow=flags.FLAGS.allow)
+
+    entry.run_with_config(start)
 
 
 if __name__ == "__main__":

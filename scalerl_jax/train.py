@@ -138,6 +138,8 @@ def main(config: Config) -> None:
 def train(config: Config) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
+    if FLAGS.exit_with_parent:
+        signals.request_with_parent()
     with told_where_it_goes_on(FLAGS.workdir), contextlib.ExitStack() as stack:
         # ---- 0. One host of several: the first goes on here, the others do what it tells them and never return ------
         with entry.user_mistakes():

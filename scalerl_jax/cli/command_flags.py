@@ -7,6 +7,7 @@ Each function may be called more than once. The flags of the config are not absl
 from absl import flags
 
 FLAGS = flags.FLAGS
+_WITH_PARENT = "Save and leave at the end of standard input: with whoever started this."
 _ALLOW = "Config fields (name,...) to go on with other values of, though that changes what is learned."
 
 
@@ -38,6 +39,7 @@ def train() -> None:
             "",
             "Where the end of this host is announced: gce or file:PATH; then the run saves and leaves.",
         )
+        flags.DEFINE_bool("exit_with_parent", False, _WITH_PARENT)
 
 
 def sft() -> None:
@@ -46,6 +48,7 @@ def sft() -> None:
             "workdir", None, "Folder of the warm start; the model will be WORKDIR/model.", required=True
         )
         flags.DEFINE_list("allow", [], _ALLOW)
+        flags.DEFINE_bool("exit_with_parent", False, _WITH_PARENT)
 
 
 def evaluate() -> None:

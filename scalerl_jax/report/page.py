@@ -22,9 +22,7 @@ FILE = "report.html"
 _STYLES = ("uplot/uPlot.min.css", *(f"assets/{name}.css" for name in ("theme", "page", "charts", "reader")))
 _LIBRARY = "uplot/uPlot.iife.min.js"  # 1.6.32, its first line says
 _LICENSE = "uplot/LICENSE"
-_SCRIPTS = tuple(
-    f"assets/{name}.js" for name in ("dom", "charts", "score", "health", "time", "tokens", "reader", "main")
-)
+_SCRIPTS = ("dom", "charts", "score", "health", "time", "tokens", "reader", "main", "theme")
 
 
 def write_report(workdirs: Sequence[str], path: str | None = None) -> str:
@@ -42,12 +40,12 @@ def write_report(workdirs: Sequence[str], path: str | None = None) -> str:
     return path
 
 
-def render(data: dict[str, Any]) -> str:
-    """The page as text, ASCII in its data."""
+def render(data: dict[str, Any], *, scripts: Sequence[str] = _SCRIPTS) -> str:
+    """The page as text, ASCII in its data. scripts: of assets/, in order, those that draw it from `data`."""
     style = "\n".join(_asset(name) for name in _STYLES)
     # The license asks for its text beside every copy.
     library = f"/*!\n{_asset(_LICENSE).strip()}\n*/\n{_asset(_LIBRARY)}"
-    script = "\n".join(["(() => {", "'use strict';", *(_asset(name) for name in _SCRIPTS), "})();"])
+    script = "\n".join(["(() => {", "'use strict';", *(_asset(f"assets/{name}.js") for name in scripts), "})();"])
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"

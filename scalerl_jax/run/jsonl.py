@@ -10,6 +10,7 @@ import numpy as np
 from scalerl_jax.system import files
 from scalerl_jax.system.files import write_whole
 
+_TAIL = 1 << 14  # bytes that hold most rows
 _MEND = "remove that row, or put the file back from a copy"
 
 
@@ -35,6 +36,24 @@ def read_rows(path: str) -> list[dict[str, Any]]:
             raise ValueError(f"{path}: row {number} {error}; {_MEND}") from error
         rows.append(row)
     return rows
+
+
+def last_row(path: str) -> dict[str, Any] | None:
+    """The last whole row, read from the end of the file; None: there is none, or it is no row."""
+    try:
+        with open(path, "rb") as file:
+            size = end = file.seek(0, os.SEEK_END)
+            read = _TAIL
+            while True:
+                file.seek(max(0, end - read))
+                lines = file.read(read).split(b"\n")[:-1]
+                if len(lines) > 1 or read >= size:
+                    break
+                read *= 4
+        row = row_of(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row.get("step"), int) else None
 
 
 def row_of(line: bytes) -> dict[str, Any]:

@@ -104,8 +104,9 @@ def compare(
     common_asymptote: float | None = None,
     grid: str = "auto",
     seed: int = 0,
+    all_pairs: bool = True,
 ) -> Comparison:
-    """All pairs of two or more runs, and the table against runs[baseline].
+    """All pairs of two or more runs, and the table against runs[baseline]. all_pairs: not only those with the baseline.
 
     common_asymptote: the A that runs which do not differ are refitted with; None: the mean of theirs. grid: of those
     refits. seed: of the bootstrap of runs with seeds.
@@ -138,6 +139,8 @@ def compare(
 
     pairs = []
     for pair in itertools.combinations(runs, 2):
+        if not (all_pairs or base in pair):
+            continue
         first, second = sorted(pair, key=lambda run: -run.fit.asymptote)  # so that sentences read well
         found, word = differ(first, second)
         both, exponent = None, None

@@ -280,3 +280,19 @@ def _list(columns: _Columns, row: int, column: str) -> list[float]:
         at = int(np.argmax(state != cells_lib.GOOD))
         raise InputError(f"{place}: {cells_lib.complaint(value[at] if isinstance(value, list) else value)}")
     return values.tolist()
+
+
+def seeds_together(
+    members: Sequence[Evaluations],
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None, np.ndarray]:
+    """Compute, reward, counts and number of the seed, [N] each, of all seeds of a run: as fit_sigmoid takes them."""
+    compute = np.concatenate([one.compute for one in members])
+    reward = np.concatenate([one.reward for one in members])
+    label = np.repeat(np.arange(len(members)), [len(one.compute) for one in members])
+    known = [one.counts for one in members if one.counts is not None]
+    if len(known) < len(members):
+        return compute, reward, None, label
+    parts = [[one.passes for one in known], [one.trials for one in known]]
+    if len({one.passes.shape[1] for one in known}) > 1:  # seeds evaluated on different prompts
+        parts = [[part.sum(axis=1, keepdims=True) for part in both] for both in parts]
+    return compute, reward, (np.concatenate(parts[0]), np.concatenate(parts[1])), label

@@ -98,6 +98,19 @@ def request() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def request_with_parent() -> None:
+    """From now on the end of standard input, whose other end the parent holds, is as good as SIGTERM: this process
+    leaves too, however the parent ends."""
+
+    def follow() -> None:
+        with contextlib.suppress(OSError):  # none is open
+            while os.read(0, 64):
+                pass
+        request()
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()
+
+
 def before_exit(close: Callable[[], None]) -> None:
     """In the mode EXIT, `close` is called first, on a thread of its own; after those that were given before it."""
     _process.before_exit = (*_process.before_exit, close)

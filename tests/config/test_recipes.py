@@ -1,6 +1,5 @@
 """The recipes and ablations of arXiv 2510.13786: what each is, and that each runs."""
 
-import importlib.util
 import pathlib
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check, leaves
-from scalerl_jax.config_io import load_file
+from scalerl_jax.config_io import load_file, load_module
 from tests.support.paths import ROOT
 from tests.support.runs import CONFIG
 from tests.train.conftest import flags, model, start, task  # noqa: F401  fixtures
@@ -16,15 +15,8 @@ from tests.train.conftest import flags, model, start, task  # noqa: F401  fixtur
 PAPER, QUICKSTART = (str(ROOT / "configs" / f"{name}.py") for name in ("scalerl_8b", "quickstart"))
 
 
-def ablations() -> Any:
-    spec = importlib.util.spec_from_file_location("ablations", ROOT / "configs" / "ablations.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-STUDIES = ablations().STUDIES
+ABLATIONS = load_module(str(ROOT / "configs" / "ablations.py"), "ablations")
+STUDIES = ABLATIONS.STUDIES
 
 # Of the table in A.17: loss, its limits, aggregation, off-policy, completions, filter, head, normalization.
 TABLE = {
@@ -107,10 +99,10 @@ def runs() -> list[Any]:
     """Each once, where members of several studies are the same run. The recipes in every `make test-full`."""
     out, known = [], list[dict[str, Any]]()
     tiny = load_file(str(CONFIG))
-    base = ablations().changed(  # so that some prompts teach
+    base = ABLATIONS.changed(  # so that some prompts teach
         tiny, rollout__prompts_per_step=6, rollout__group_size=8, objective__truncated="penalize"
     )
-    for study in ("recipes", "leave_one_out", "margin", "forward", "scaling", "staleness"):
+    for study in ("recipes", "leave_one_out", "margin", "forward", "scaling", "staleness", "relatives"):
         for name, member in STUDIES[study](base).items():
             changes = differences(member, tiny)
             if changes not in known:

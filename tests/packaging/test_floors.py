@@ -20,7 +20,8 @@ FLOORS = {
     10: "scalerl_jax.planning",
     11: "scalerl_jax.evaluate scalerl_jax.export scalerl_jax.plan scalerl_jax.sft scalerl_jax.train scalerl_jax.verify "
     "launch.render",
-    12: "launch.commands",
+    12: "scalerl_jax.study",
+    13: "launch.commands",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
 

@@ -14,7 +14,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from absl.flags import FLAGS
@@ -175,8 +174,8 @@ def _number_or(flag: str, text: str | None, word: str) -> float | str | None:
 
 def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, until, scale: str) -> Run:
     """Fits one run, its seeds together."""
-    compute = np.concatenate([one.compute for one in members]) * factor
-    raw = np.concatenate([one.reward for one in members])
+    compute, raw, counts, label = readers.seeds_together(members)
+    compute = compute * factor
     reward = units.to_accuracy(raw, scale)
     behind = np.cumsum([len(one.compute) for one in members])
 
@@ -190,13 +189,6 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
         hint = "; --y_scale=percent?" if given.Y_SCALE.value == "auto" and 1 < raw.max() <= 100 else ""
         low, high = units.RANGES[scale]
         raise UserError(f"{place_of(row)}: {scale} {raw[row]:g} is outside its range, {low} to {high}{hint}")
-    counts: Any = None
-    known = [one.counts for one in members if one.counts is not None]
-    if len(known) == len(members):
-        counts = [[one.passes for one in known], [one.trials for one in known]]
-        if len({one.passes.shape[1] for one in known}) > 1:  # seeds evaluated on different prompts
-            counts = [[a.sum(axis=1, keepdims=True) for a in part] for part in counts]
-        counts = [np.concatenate(part) for part in counts]
     try:
         fit = fit_sigmoid(
             compute,
@@ -205,7 +197,7 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
             burn_in=given.BURN_IN.value,
             fit_until=until,
             counts=counts,
-            run=np.repeat(np.arange(len(members)), [len(one.compute) for one in members]),
+            run=label,
             grid=given.GRID.value,
             bootstrap=given.BOOTSTRAP.value,
             population=given.PROMPTS.value == "population",

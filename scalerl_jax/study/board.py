@@ -1,0 +1,153 @@
+"""How the runs of a study are doing: a table on a terminal; elsewhere a line when one starts or ends, and one a minute.
+
+The time left is that of the steps left, at the seconds per step seen so far: a run's own, else the mean of the others'.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from scalerl_jax.study.task import FAILED, FINISHED, RUNNING, WAITING, Task
+
+EVERY_SECONDS = 60.0  # between two lines where there is no terminal
+_LOOK_SECONDS = 1.0
+_AROUND = 6  # lines of the terminal that the table's rows do not get
+_ORDER = {RUNNING: 0, FAILED: 1, WAITING: 2, FINISHED: 3}  # what is shown where there is no room for all
+
+
+class Board:
+    """A context manager."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        parallel: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._tasks, self._parallel, self._clock = tasks, parallel, clock
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._looked = self._told = clock()
+        for task in tasks:
+            task.look()
+
+    def __enter__(self) -> "Board":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._refresh()
+            self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+    def started(self, task: Task) -> None:
+        task.look()
+        if self._live is None:
+            self.say(f"{task.name}: " + (f"goes on from step {task.step}" if task.step else "starts"))
+
+    def ended(self, task: Task) -> None:
+        task.look()
+        if task.state == FAILED:
+            self.say(f"{task.name}: failed: {task.why} ({task.log})")
+        elif self._live is None:
+            rate = "" if task.pass_rate is None else f", held-out pass rate {task.pass_rate:.3f}"
+            self.say(f"{task.name}: finished at step {task.step}{rate}")
+
+    def show(self) -> None:
+        """To be called often; looks at the files once a second."""
+        now = self._clock()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        for task in self._tasks:
+            if task.state == RUNNING:
+                task.look()
+        if self._live is not None:
+            self._refresh()
+        elif now - self._told >= EVERY_SECONDS:
+            self._told = now
+            self.say(self.line())
+
+    def line(self) -> str:
+        """All of it in one line."""
+        running = [
+            f"{task.name} {task.step}/{task.steps}" + ("" if task.pass_rate is None else f" pass {task.pass_rate:.3f}")
+            for task in self._tasks
+            if task.state == RUNNING
+        ]
+        return f"{self._counts()}{'; ' * bool(running)}{', '.join(running)}; {_left(self.seconds_left())}"
+
+    def seconds_left(self) -> float | None:
+        """Until all have ended; None: nothing tells yet."""
+        free = [0.0] * self._parallel
+        for task in sorted(self._tasks, key=lambda one: one.state != RUNNING):  # what runs has its place already
+            if task.state in (RUNNING, WAITING):
+                left = self._task_left(task)
+                if left is None:
+                    return None
+                free.sort()
+                free[0] += left
+        return max(free)
+
+    def _task_left(self, task: Task) -> float | None:
+        rate = task.seconds_per_step
+        if rate is None:
+            seen = [
+                other.seconds_per_step
+                for other in self._tasks
+                if other.is_run == task.is_run and other.seconds_per_step is not None
+            ]
+            if not seen:
+                return None if task.is_run else 0.0
+            rate = sum(seen) / len(seen)
+        return rate * max(0, task.steps - task.step)
+
+    def _counts(self) -> str:
+        runs = [task for task in self._tasks if task.is_run]
+        failed = sum(task.state == FAILED for task in runs)
+        done = f"{sum(task.state == FINISHED for task in runs)} of {len(runs)} runs finished"
+        return f"{done}, {failed} failed" if failed else done
+
+    def _refresh(self) -> None:
+        assert self._live is not None
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for head in ("run", "state", "step", "pass rate", "time left"):
+            table.add_column(head, justify="left" if head in ("run", "state") else "right")
+        room = max(3, self._console.height - _AROUND)
+        shown = sorted(self._tasks, key=lambda task: _ORDER[task.state])[:room]
+        for task in (task for task in self._tasks if task in shown):
+            left = self._task_left(task) if task.state in (RUNNING, WAITING) else None
+            table.add_row(
+                escape(task.name),
+                task.state,
+                f"{task.step}/{task.steps}",
+                "" if task.pass_rate is None else f"{task.pass_rate:.3f}",
+                "" if left is None else duration(left),
+            )
+        more = len(self._tasks) - len(shown)
+        below = f"and {more} more; " if more else ""
+        whole = Text(f"{below}{self._counts()}; {_left(self.seconds_left())}")
+        self._live.update(Group(table, whole), refresh=True)
+
+
+def _left(seconds: float | None) -> str:
+    return "time left not known yet" if seconds is None else f"about {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """1 h 05 min, 12 min, 40 s."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

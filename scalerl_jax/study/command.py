@@ -1,0 +1,215 @@
+"""scalerl-study: runs a whole study, goes on with it, and says what came of it.
+
+    scalerl-study --study=leave_one_out --base=configs/quickstart.py --workdir=runs/study [--seeds=3] [--parallel=N]
+                  [--members=a,b] [--config.a.b=v]
+    scalerl-study --study=leave_one_out,margin --base=configs/quickstart.py --workdir=runs/study --results_only
+    scalerl-study --study=scaling --base=configs/scalerl_8b.py --workdir=runs/scaling --render=slurm --trainer=h200:2x8
+                  --generator=h200:1 --generators=16 --insecure
+
+Every member is a scalerl-train of its own in WORKDIR/runs, with the base's config and the flags in which it differs;
+what several studies have in common runs once. Where config.model.path is not there, scalerl-sft makes it first, in
+WORKDIR/warm-start. The same command goes on after any end: what is finished is not done again, what failed is tried
+again. At the end come a table, the comparisons with the baseline, and WORKDIR/study.json, evaluations.csv, study.html.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from scalerl_jax.cli import entry, study_flags
+from scalerl_jax.cli.entry import UserError
+from scalerl_jax.config import Config
+from scalerl_jax.config_check import check
+from scalerl_jax.config_io import GivenConfig
+from scalerl_jax.run.folder import take_lock
+from scalerl_jax.study import launching, members, shares
+from scalerl_jax.study.board import Board
+from scalerl_jax.study.finished import Standing, newest_step, standing
+from scalerl_jax.study.plan_file import PlanFile
+from scalerl_jax.study.running import Running
+from scalerl_jax.study.task import FAILED, FINISHED, Task
+from scalerl_jax.study.warm_start import Starts, WarmStart, starts
+from scalerl_jax.system import files, platforms, signals
+
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+_PROGRAMS = {"scalerl-train": "scalerl_jax.train", "scalerl-sft": "scalerl_jax.sft"}
+
+
+class _Study:
+    """One start of the command on its workdir."""
+
+    def __init__(self, given: GivenConfig):
+        """Everything that can be wrong is told here, before a file is written."""
+        self.workdir = study_flags.WORKDIR.value
+        self.study = members.read(
+            given,
+            base=study_flags.BASE.value,
+            studies=study_flags.STUDIES.value,
+            names=study_flags.STUDY.value,
+            seeds=study_flags.SEEDS.value,
+        )
+        self.chosen = self.study.chosen(study_flags.MEMBERS.value)
+        if study_flags.BASELINE.value:
+            self.study.check_member("baseline", study_flags.BASELINE.value)
+        entry.check_out("--workdir", self.workdir)
+        self.starts: Starts = starts(self.study, self.workdir)
+        for name, config in self.study.runs.items():
+            config.model.path = self.starts.models[name]
+            check(config)
+        self.plan = PlanFile(self.workdir, self.study, self.starts)
+        self.standings = {name: self._standing(name) for name in self.study.runs}
+
+    def path(self, *names: str) -> str:
+        return os.path.join(self.workdir, *names)
+
+    def _standing(self, name: str) -> Standing:
+        return standing(self.path("runs", name), self.study.runs[name], ended=self.plan.ended.get(name))
+
+    def command(self, name: str) -> list[str]:
+        """As a user types it."""
+        moved = ["--allow=model.path"] if self.standings[name].moved else []
+        return self._typed("scalerl-train", self.path("runs", name), self.study.runs[name], *moved)
+
+    def _typed(self, program: str, workdir: str, config: Config, *more: str) -> list[str]:
+        flags_of_it = self.study.flags(config)
+        return [program, f"--config={self.study.base_path}", f"--workdir={workdir}", *flags_of_it, *more]
+
+    def tasks(self) -> list[Task]:
+        """Of the chosen runs, each after the warm start that it needs."""
+        made: dict[str, Task] = {}
+        out = []
+        for name in self.chosen:
+            start = self.starts.made.get(name)
+            if start is not None and start.name not in made and not self.standings[name].finished:
+                made[start.name] = self._warm_start(start)
+                out.append(made[start.name])
+            task = Task(
+                name,
+                folder=self.path("runs", name),
+                log=self.path("logs", f"{name}.log"),
+                steps=self.study.runs[name].max_steps,
+                command=lambda name=name: _started(self.command(name)),  # type: ignore[misc]
+                needs=made.get(start.name) if start is not None else None,
+            )
+            task.state = FINISHED if self.standings[name].finished else task.state
+            out.append(task)
+        return out
+
+    def _warm_start(self, start: WarmStart) -> Task:
+        typed = self._typed("scalerl-sft", self.path(start.name), start.config)
+        task = Task(
+            start.name,
+            folder=self.path(start.name),
+            log=self.path("logs", f"{start.name}.log"),
+            steps=start.config.sft.max_steps,
+            command=lambda: _started(typed),
+            is_run=False,
+        )
+        task.state = FINISHED if start.is_made(self.workdir) else task.state
+        return task
+
+    def ended(self, task: Task) -> str:
+        """After exit code 0: a trainer's word that there is nothing left to do."""
+        if not task.is_run:
+            return ""
+        self.standings[task.name] = self._standing(task.name)
+        if not self.standings[task.name].finished:
+            step = newest_step(task.folder)
+            if step is None:
+                return "ended without a checkpoint"
+            self.plan.ended[task.name] = step
+            self.plan.save()
+            self.standings[task.name] = self._standing(task.name)
+        return ""
+
+    # ------------------------------------------------------------------ what the command does
+
+    def run(self) -> list[Task]:
+        """Runs what is to be run; returns the tasks, each of which has ended."""
+        parallel = study_flags.PARALLEL.value
+        environment = dict(os.environ)
+        shared = shares.shares(parallel, environment)
+        environment.setdefault(CACHE, os.path.abspath(self.path("compiled")))
+        with files.naming(self.workdir):
+            os.makedirs(self.workdir, exist_ok=True)
+        lock = take_lock(self.path("lock"), f"--workdir={self.workdir}: a study")
+        try:
+            self.plan.save()
+            tasks = self.tasks()
+            with Board(tasks, parallel=parallel) as board:
+                for line in self.starts.said:
+                    board.say(line)
+                done = sum(task.state == FINISHED for task in tasks if task.is_run)
+                if done:
+                    board.say(f"{done} of {len(self.chosen)} runs are finished already")
+                signals.be(signals.HOLD)
+                signals.expect("interrupted: what ran has been saved; the same command goes on")
+                Running(tasks, shared, environment, board, self.ended).until_all_have_ended()
+        finally:
+            os.close(lock)
+        signals.expect("interrupted: the same command tells what came of it")
+        signals.be(signals.RAISE)
+        return tasks
+
+    def tell(self) -> None:
+        """Reads every run, tells what came of it, and writes it down."""
+        platforms.cpu_here()
+        # What fits and draws is large: a mistake is told, and members run for hours, without it.
+        from scalerl_jax.scaling.commands import results as lay_out
+        from scalerl_jax.study import telling, writing
+        from scalerl_jax.study.results import results
+
+        console = lay_out.make_console()
+        found = results(self.study, self.path("runs"), x=study_flags.X.value, baseline=study_flags.BASELINE.value)
+        if not found.rows:
+            raise UserError(f"--workdir={self.workdir}: no run in it has an evaluation yet")
+        telling.tell(console, found)
+        written = writing.write(
+            self.workdir,
+            self.study,
+            found,
+            command=shlex.join(["scalerl-study", *sys.argv[1:]]),
+            commands={name: shlex.join(self.command(name)) for name in self.study.runs},
+            finished=[name for name, one in self.standings.items() if one.finished],
+        )
+        lay_out.say(console, f"written: {', '.join(written)}")
+
+
+def _started(typed: Sequence[str]) -> list[str]:
+    """The command as a process of this environment."""
+    return [sys.executable, "-m", _PROGRAMS[typed[0]], *typed[1:]]
+
+
+def main(given: GivenConfig) -> None:
+    one = _Study(given)
+    if study_flags.RENDER.value:
+        for folder in launching.launch_all(
+            one.study,
+            one.starts,
+            one.chosen,
+            workdir=one.workdir,
+            target=study_flags.RENDER.value,
+            given=study_flags.FOR_LAUNCH,
+        ):
+            print(folder)
+        return
+    tasks = [] if study_flags.RESULTS_ONLY.value else one.run()
+    failed = [task for task in tasks if task.state == FAILED]
+    if not failed or any(task.state == FINISHED for task in tasks if task.is_run):
+        one.tell()
+    for task in failed:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"{task.name}: {task.why}", markup=False)
+    if failed:
+        raise SystemExit(f"error: {len(failed)} of {len(tasks)} failed; the same command tries them again")
+
+
+def run() -> None:
+    study_flags.take_launch_flags(sys.argv)
+    entry.run_with_config_later(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,50 @@
+"""One thing that a study has to run: a member with one seed, or a warm start."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+from scalerl_jax.run.jsonl import last_row
+
+WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    name: str
+    folder: str
+    log: str
+    steps: int  # that it makes in all
+    command: Callable[[], list[str]]  # made when it starts
+    needs: "Task | None" = None  # which has to be finished first
+    is_run: bool = True  # no warm start
+    state: str = WAITING
+    why: str = ""  # it failed
+    step: int = 0
+    pass_rate: float | None = None  # of the latest evaluation, held out
+    first: tuple[int, float] | None = None  # (step, time in seconds) of the first row seen while it ran
+    latest: tuple[int, float] | None = None  # of the last one
+    _seen: tuple[int, ...] = ()  # sizes of the files when they were last read
+
+    def look(self) -> None:
+        """How far it has come, by the ends of its files, where they have grown."""
+        paths = [os.path.join(self.folder, name) for name in ("metrics.jsonl", "evals.jsonl")]
+        sizes = tuple(os.path.getsize(path) if os.path.exists(path) else 0 for path in paths)
+        if sizes == self._seen:
+            return
+        self._seen = sizes
+        update, evaluation = map(last_row, paths)
+        if evaluation is not None and isinstance(evaluation.get("pass_rate"), float):
+            self.pass_rate = evaluation["pass_rate"]
+        if update is not None:
+            self.step = update["step"]
+            if self.state == RUNNING and isinstance(update.get("time"), float):
+                self.latest = (update["step"], update["time"])
+                self.first = self.first or self.latest
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """As seen since it was started; None: not yet."""
+        if self.first is None or self.latest is None or self.latest[0] <= self.first[0]:
+            return None
+        return max(0.0, self.latest[1] - self.first[1]) / (self.latest[0] - self.first[0])

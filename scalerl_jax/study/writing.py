@@ -1,0 +1,170 @@
+"""The results of a study as files: study.json, evaluations.csv, study.html. Each is written whole or not at all."""
+
+import csv
+import io
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.report import page
+from scalerl_jax.report.numbers import rounded
+from scalerl_jax.report.score import curve
+from scalerl_jax.scaling import readers
+from scalerl_jax.scaling.compare_json import comparison_document, run_document
+from scalerl_jax.study.members import Study
+from scalerl_jax.study.results import Member, Results, StudyResults
+from scalerl_jax.study.telling import HEADS, cells, sentences
+from scalerl_jax.system.files import write_whole
+from scalerl_jax.system.json_values import plain
+
+JSON, CSV, PAGE = "study.json", "evaluations.csv", "study.html"
+COLUMNS = ("run", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials")
+_SCRIPTS = ("dom", "charts", "study", "theme")
+
+
+def write(
+    workdir: str,
+    study: Study,
+    found: Results,
+    *,
+    command: str,
+    commands: Mapping[str, str],
+    finished: Sequence[str],
+) -> list[str]:
+    """Returns the paths. command: the study's own. commands: of each run. finished: the runs that are."""
+    paths = [os.path.join(workdir, name) for name in (CSV, PAGE, JSON)]
+    write_whole(paths[0], evaluations(study, found))
+    write_whole(paths[1], page.render(_page(workdir, study, found, command, commands, finished), scripts=_SCRIPTS))
+    document = _document(study, found, command, commands, finished)
+    write_whole(paths[2], json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
+    return paths
+
+
+def _members_of(study: Study, run: str) -> list[str]:
+    """STUDY/MEMBER of every member that the run is of."""
+    return [
+        f"{name}/{member}" for name, members in study.members.items() for member, runs in members.items() if run in runs
+    ]
+
+
+def evaluations(study: Study, found: Results) -> str:
+    """COLUMNS of every evaluation; flops: of the model, trainer and generators, as the row has them."""
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(COLUMNS)
+    for run, rows in found.rows.items():
+        config = study.runs[run]
+        flags = " ".join(flag.removeprefix("--") for flag in study.flags(config))
+        for row in rows:
+            table.writerow([
+                run, " ".join(_members_of(study, run)), config.seed, flags, row["step"], row.get("device_hours"),
+                row.get("model_flops"), sum(row["passes"]), len(row["passes"]) * row["samples"],
+            ])  # fmt: skip
+    return out.getvalue()
+
+
+def _document(
+    study: Study, found: Results, command: str, commands: Mapping[str, str], finished: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "written": time.time(),
+        "command": command,
+        "x": found.x,
+        "y": readers.RUN_FOLDER_Y,
+        "runs": {
+            name: {
+                "members": _members_of(study, name),
+                "seed": config.seed,
+                "command": commands[name],
+                "steps": config.max_steps,
+                "step": found.rows[name][-1]["step"] if name in found.rows else None,
+                "finished": name in finished,
+            }
+            for name, config in study.runs.items()
+        },
+        "studies": {one.name: _study_document(one) for one in found.studies},
+    }
+
+
+def _study_document(one: StudyResults) -> dict[str, Any]:
+    margin = one.margin
+    return {
+        "baseline": one.baseline,
+        "members": [_member_document(member) for member in one.members],
+        "not_evaluated": one.missing,
+        "comparison": None if one.comparison is None else comparison_document(one.comparison),
+        "margin": None if margin is None else {
+            "seeds": margin.seeds,
+            "asymptote": margin.asymptote,
+            "asymptote_noise": margin.asymptote_noise,
+            "last_quarter": margin.last,
+            "last_quarter_noise": margin.last_noise,
+        },
+        "sentences": sentences(one),
+    }  # fmt: skip
+
+
+def _member_document(one: Member) -> dict[str, Any]:
+    return {
+        "member": one.name,
+        "runs": one.runs,
+        "fit": None if one.curve is None else run_document(one.curve),
+        "trend": None if one.fitted is None else one.fitted.fit.trend,
+        "why": one.why,
+        "first": one.first,
+        "last_quarter": one.last,
+        "last_quarter_by_seed": one.last_by_seed,
+        "device_hours": one.device_hours,
+    }
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def _page(
+    workdir: str,
+    study: Study,
+    found: Results,
+    command: str,
+    commands: Mapping[str, str],
+    finished: Sequence[str],
+) -> dict[str, Any]:
+    return {
+        "written": time.time(),
+        "runs": [{"name": os.path.basename(os.path.abspath(workdir))}],  # the page's title
+        "x": found.x,
+        "finished": len(finished),
+        "planned": len(study.runs),
+        "heads": HEADS,
+        "studies": [
+            {
+                "name": one.name,
+                "baseline": one.baseline,
+                "members": [_drawn(member, found) for member in one.members],
+                "sentences": sentences(one),
+            }
+            for one in found.studies
+        ],
+        "command": command,
+        "commands": [[name, commands[name]] for name in study.runs],
+    }
+
+
+def _drawn(one: Member, found: Results) -> dict[str, Any]:
+    rows = [row for run in one.runs for row in found.rows[run] if row.get(found.x) is not None]
+    rows.sort(key=lambda row: row[found.x])
+    x = np.array([row[found.x] for row in rows], np.float64)
+    return {
+        "name": one.name,
+        "runs": one.runs,
+        "cells": cells(one),
+        "step": [row["step"] for row in rows],
+        "x": rounded(x),
+        "y": rounded(row["pass_rate"] for row in rows),
+        "curve": None if one.curve is None else curve(one.curve.fit, x, "all evaluations"),
+        "why": one.why,
+    }
