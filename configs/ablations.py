@@ -156,13 +156,13 @@ def staleness(base: Config) -> Members:
 
 
 def relatives(base: Config) -> Members:
-    """Where the base is the quickstart: chains of 4 to 8 and of 9 to 13 terms, in place of 6 to 10, and 12 tokens more
-    to think for the longer ones; models and warm starts in sizes and shares of slips of their own."""
+    """Where the base is the quickstart: chains of 4 to 8 and of 9 to 13 terms, in place of 6 to 10, and a third more
+    tokens for the longer ones; models and warm starts in sizes and shares of slips of their own."""
     rollout, environment, sft = base.rollout, base.environment, base.sft
     rate, prompts, group = base.optimizer.learning_rate, rollout.prompts_per_step, rollout.group_size
-    longer = rollout.thinking_budget_min // 3
+    longer, wider = rollout.thinking_budget_min // 3, rollout.max_prompt_tokens // 3
     room = base.learner.seq_len - rollout.max_prompt_tokens - rollout.thinking_budget_max - rollout.answer_budget
-    rows = 0 if 2 * longer <= room else -(-longer // 128) * 128
+    rows = 0 if longer + wider <= room else -(-(longer + wider) // 128) * 128
 
     def terms(more: int) -> dict[str, int]:
         fewest, most = (max(2, least + more) for least in (environment.minimum_terms, environment.maximum_terms))
@@ -181,6 +181,7 @@ def relatives(base: Config) -> Members:
         "harder": changed(
             base,
             **terms(3),
+            rollout__max_prompt_tokens=rollout.max_prompt_tokens + wider,
             rollout__thinking_budget_min=rollout.thinking_budget_min + longer,
             rollout__thinking_budget_max=rollout.thinking_budget_max + longer,
             learner__seq_len=base.learner.seq_len + rows,

@@ -28,4 +28,7 @@ DUPLICATES = flags.DEFINE_enum(
     "duplicates", "error", ("error", "last", "mean"),
     "Rows of a run with the same x: an error that says what they look like, the last of them, or their mean.",
 )  # fmt: skip
+CALIBRATION = flags.DEFINE_string(
+    "calibration", None, "File of scalerl-calibrate, made of runs like these; without it the one of configs/bank.csv.",
+)  # fmt: skip
 OUT = flags.DEFINE_string("out", None, "Folder for the files written: NAME.json, NAME.png and NAME.svg.")

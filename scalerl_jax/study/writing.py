@@ -22,7 +22,9 @@ from scalerl_jax.system.files import write_whole
 from scalerl_jax.system.json_values import plain
 
 JSON, CSV, PAGE = "study.json", "evaluations.csv", "study.html"
-COLUMNS = ("run", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials")
+COLUMNS = (
+    "run", "recipe", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials", "pass_rate",
+)  # fmt: skip
 _SCRIPTS = ("dom", "charts", "study", "theme")
 
 
@@ -52,19 +54,32 @@ def _members_of(study: Study, run: str) -> list[str]:
 
 
 def evaluations(study: Study, found: Results) -> str:
-    """COLUMNS of every evaluation; flops: of the model, trainer and generators, as the row has them."""
+    """COLUMNS of every evaluation; recipe: the first of the runs that differ in their seed alone; flops: of the model,
+    trainer and generators, as the row has them. scalerl-fit and scalerl-calibrate read it."""
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(COLUMNS)
+    recipes: dict[str, str] = {}
+    for run, config in study.runs.items():
+        recipes.setdefault(_recipe(study, config), run)
     for run, rows in found.rows.items():
         config = study.runs[run]
         flags = " ".join(flag.removeprefix("--") for flag in study.flags(config))
         for row in rows:
             table.writerow([
-                run, " ".join(_members_of(study, run)), config.seed, flags, row["step"], row.get("device_hours"),
-                row.get("model_flops"), sum(row["passes"]), len(row["passes"]) * row["samples"],
+                run, recipes[_recipe(study, config)], " ".join(_members_of(study, run)), config.seed, flags,
+                row["step"], _short(row.get("device_hours")), _short(row.get("model_flops")), sum(row["passes"]),
+                len(row["passes"]) * row["samples"], _short(row["pass_rate"]),
             ])  # fmt: skip
     return out.getvalue()
+
+
+def _recipe(study: Study, config: Config) -> str:
+    return "\n".join(flag for flag in study.flags(config) if not flag.startswith("--config.seed="))
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.7g}"
 
 
 def _document(

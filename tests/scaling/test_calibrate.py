@@ -89,7 +89,9 @@ def test_a_run_has_no_say_in_its_own_judgement(on_the_law):
     scores = calibrate.leave_one_out(on_the_law)
     runs = law_runs()
     changed = [
-        run_of(run.name, run.recipe, 1 - 0.5 * curve(COMPUTE, *TABLE_1["Scout"]), 9) if run.recipe == "recipe 1" else run
+        run_of(run.name, run.recipe, 1 - 0.5 * curve(COMPUTE, *TABLE_1["Scout"]), 9)
+        if run.recipe == "recipe 1"
+        else run
         for run in runs
     ]
     others = [case for case in on_the_law if case.run.recipe != "recipe 1"]

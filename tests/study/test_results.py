@@ -95,8 +95,9 @@ def test_the_files(tmp_path: pathlib.Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * 27
     assert list(rows[0]) == [
-        "run", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials",
+        "run", "recipe", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials", "pass_rate",
     ]  # fmt: skip
+    assert {row["run"]: row["recipe"] for row in rows} == {"plain": "plain", "slow": "slow", "seed_6": "plain"}
     last = next(row for row in rows if row["run"] == "plain" and row["step"] == "130")
     assert last["members"] == "two/plain seeds/seed_5" and last["seed"] == "5" and last["trials"] == "800"
     assert float(last["flops"]) == pytest.approx(3e13 * float(last["device_hours"]))

@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl.flags import FLAGS
@@ -23,6 +24,9 @@ from rich.table import Table
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, check_out, run_command, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, units
+from scalerl_jax.scaling import calibration as calibration_lib
+from scalerl_jax.scaling.calibration import Calibration
+from scalerl_jax.scaling.commands import ahead as ahead_lib
 from scalerl_jax.scaling.commands import results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 from scalerl_jax.scaling.plot import plot_fits
@@ -52,15 +56,21 @@ def main(paths: Sequence[str]) -> None:
     console = results.make_console()
     out = check_arguments(paths, "fit")
     said: list[str] = []
+    with user_mistakes():
+        path = given.CALIBRATION.value
+        calibration = calibration_lib.default() if path is None else calibration_lib.read(path)
     fitted = read_and_fit(paths, said)
+    ahead = [_ahead(one, calibration) for one in fitted]
 
     # ------------------------------------------------------------------ tell
     label, y_label = axis_labels()
     for line in said:
         results.say(console, line)
     console.print(_table(fitted, label, console.width))
-    for result in fitted:
+    for result, found in zip(fitted, ahead):
         results.say(console, f"{result.name}: {result.fit.verdict}.")
+        if found is not None:
+            results.say(console, ahead_lib.sentence(result, found))
         if given.TARGET.value is not None and result.fit.rises:
             results.say(console, f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.")
     console.print(
@@ -72,7 +82,7 @@ def main(paths: Sequence[str]) -> None:
     # ------------------------------------------------------------------ write
     figure = plot_fits(fitted, x_label=label, y_label=y_label)
     try:
-        *pictures, document = results.write(out, "fit", _document(fitted, label, y_label), figure)
+        *pictures, document = results.write(out, "fit", _document(fitted, ahead, label, y_label), figure)
     except OSError as error:
         raise UserError(f"--out={out}: {error.strerror}") from error
     console.print(f"written: {', '.join([document, *pictures])}")
@@ -256,9 +266,19 @@ def _reach(fit: SigmoidFit, target: float, label: str) -> str:
     return f"the fitted curve reaches {target:g} at {short_number(needed)} {label}"
 
 
-def _document(fitted: list[Run], x_label: str, y_label: str) -> dict:
+def _ahead(one: Run, calibration: Calibration) -> dict[str, Any] | None:
+    """None with the paper's procedure, and where the points tell nothing of their noise."""
+    if given.GRID.value == "paper":
+        return None
+    try:
+        return ahead_lib.foretold(one, calibration)
+    except ValueError:
+        return None
+
+
+def _document(fitted: list[Run], ahead: list[dict[str, Any] | None], x_label: str, y_label: str) -> dict:
     fits = []
-    for one in fitted:
+    for one, foretold in zip(fitted, ahead):
         fit = one.fit
         rises = fit.rises  # otherwise the parameters mean nothing, and are null
         entry = {
@@ -277,6 +297,8 @@ def _document(fitted: list[Run], x_label: str, y_label: str) -> dict:
             "held_out": int(one.held.sum()),
             "held_out_error": one.held_error if rises else None,
         }
+        if foretold is not None:
+            entry["ahead"] = foretold
         if fit.samples is not None and rises:
             entry["bootstrap_95"] = {name: fit.bootstrap_interval(name) for name in PARAMETERS}
         if given.TARGET.value is not None and rises:
