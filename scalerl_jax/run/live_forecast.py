@@ -143,7 +143,7 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
         "gain_high": found.gain.high,
         "go_on": int(found.goes_on),
         **pays,
-        **{f"weight_{name}": weight for name, weight in ahead.weights.items()},
+        **{f"weight_{name}": weight for name, weight in ahead.law_weights.items()},
     }
 
 

@@ -1,14 +1,15 @@
-"""A forecast that no one law makes: the laws of laws.py averaged, each as sure as laws like it turned out to be.
+"""A forecast that no one law makes: the laws of laws.py averaged, each as sure as it proved on this run and on others.
 
-    logit R(C) = logit R_law(C) + s_law h^g_law t        h = ln(C / C_now), t Student's with 4 degrees, one for a way on
+    logit R(C) = logit R_law(C) + s h^g z        h = ln(C / C_now), z normal, one for a way on
 
 The second term is the discrepancy: what a law with the right parameters is still off by, growing with the distance that
-is extrapolated. How the laws are weighed, and s and g, were fitted on complete runs (calibration.py):
+is extrapolated. How much that is differs from run to run, so every law comes with each of several scales s, and each
+pair is weighed by its record on the run at hand:
 
-    weight of a law  ~  prior weight * exp(rate * mean log density)
+    weight of a law and a scale  ~  prior weight * exp(rate * mean log density)
 
-of the evaluations in the last 40 % of the compute so far, foretold from those before. A law that has no such record
-yet, because the points are too few, weighs by its prior alone.
+of the evaluations in the last 40 % of the compute so far, foretold from those before. The prior weights, the rate and g
+were fitted on complete runs (calibrate.py); where the points are too few for a record, the prior alone weighs.
 """
 
 import dataclasses
@@ -16,18 +17,17 @@ import zlib
 from collections.abc import Mapping
 
 import numpy as np
-from scipy.special import expit, gammaln, logit, logsumexp
+from scipy.special import expit, logit, logsumexp
 
-from scalerl_jax.scaling.calibration import Calibration
+from scalerl_jax.scaling.calibration import SCALES, Calibration, Weights
 from scalerl_jax.scaling.laws import LAWS, Drawn
 from scalerl_jax.scaling.points import Points, TooFewPoints
 
 DRAWS = 2000  # of each law
-FREEDOM = 4.0  # of the discrepancy's Student's t: one law in many is far off
 BACKTEST = 0.6  # of the compute so far: what comes after is foretold from what comes before
 _EDGE = 1e-4  # scores nearer to 0 or 1 count as this near
 _RECORD_EDGE = 5e-3  # likewise, where the noise of a logit is told
-_RECORD_DRAWS = 400
+RECORD_DRAWS = 400
 _LEAST_CHANCE = 0.05  # of 4 R (1 - R), where evaluations of other scores are compared by their noise
 
 
@@ -37,7 +37,7 @@ class AverageForecast:
 
     reached: float  # compute of the last point
     drawn: Mapping[str, Drawn]  # of each law
-    weights: Mapping[str, float]  # of each law; their sum is 1
+    weights: Weights  # their sum is 1
     calibration: Calibration
     evaluation_variance: float  # of one more evaluation like those so far, at a score of 1/2
     count: int
@@ -47,12 +47,15 @@ class AverageForecast:
         """Scores [S, M] at compute [M] from `reached` on, rising: ways on for the policy, equally likely."""
         compute = np.asarray(compute, np.float64)
         rng = np.random.default_rng(self.seed)
-        whole = np.rint(np.cumsum(list(self.weights.values())) * self.count).astype(int)
-        parts = []
-        for (name, drawn), many in zip(self.drawn.items(), np.diff(whole, prepend=0)):
-            spread = self.calibration.laws[name].deviation(compute / self.reached)
-            t = rng.standard_t(FREEDOM, self.count)
-            parts.append(expit(_logit(drawn.at(compute)) + spread * t[:, None])[:many])
+        logits = {name: _logit(drawn.at(compute)) for name, drawn in self.drawn.items()}
+        pairs = [(name, scale, weight) for name, row in self.weights.items() for scale, weight in zip(SCALES, row)]
+        whole = np.rint(np.cumsum([weight for *_, weight in pairs]) * self.count).astype(int)
+        parts, used = [], dict.fromkeys(self.drawn, 0)
+        for (name, scale, _), many in zip(pairs, np.diff(whole, prepend=0)):
+            taken = logits[name][used[name] : used[name] + many]
+            used[name] += many
+            off = self.calibration.deviation(scale, compute / self.reached)
+            parts.append(expit(taken + off * rng.standard_normal((len(taken), 1))))
         return np.concatenate(parts)
 
     def evaluations(self, compute) -> np.ndarray:
@@ -60,6 +63,11 @@ class AverageForecast:
         ways = self.ways(compute)
         noise = np.random.default_rng(self.seed + 1).standard_normal(ways.shape)
         return np.clip(ways + np.sqrt(4 * ways * (1 - ways) * self.evaluation_variance) * noise, 0.0, 1.0)
+
+    @property
+    def law_weights(self) -> dict[str, float]:
+        """Of each law, whatever the scale."""
+        return {name: sum(row) for name, row in self.weights.items()}
 
     def predict(self, compute) -> np.ndarray:
         """The score [M] that is as likely to be passed as missed."""
@@ -79,7 +87,12 @@ def average_forecast(points: Points, calibration: Calibration, *, count: int = D
 
 
 def from_record(
-    points: Points, calibration: Calibration, found: Mapping[str, float] | None, *, count: int = DRAWS, seed: int = 0
+    points: Points,
+    calibration: Calibration,
+    found: Mapping[str, tuple[float, ...]] | None,
+    *,
+    count: int = DRAWS,
+    seed: int = 0,
 ) -> AverageForecast:
     """found: as `record` gives it."""
     drawn = {name: draw(name, points, count=count, seed=seed) for name in LAWS}
@@ -103,9 +116,9 @@ def draw(name: str, points: Points, *, count: int, seed: int) -> Drawn:
     return LAWS[name](points, count=count, seed=seed + zlib.crc32(name.encode()) % 1000)
 
 
-def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[str, float] | None:
-    """Of each law the mean log density (of the logit) of the last evaluations, foretold from the ones before; None
-    where there are too few."""
+def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[str, tuple[float, ...]] | None:
+    """Of each law, with each scale, the mean log density (of the logit) of the last evaluations, foretold from the ones
+    before; None where there are too few."""
     try:
         before, later = points.split(BACKTEST * points.most)
     except TooFewPoints:
@@ -113,11 +126,18 @@ def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[s
     ratio = np.sort(later.compute) / before.most
     found = {}
     for name in LAWS:
-        off, noise = away(draw(name, before, count=_RECORD_DRAWS, seed=seed), later)
-        scale = np.hypot(calibration.laws[name].deviation(ratio), noise)
-        density = student(off / scale) - np.log(scale)
-        found[name] = float(np.mean(logsumexp(density, axis=0) - np.log(len(density))))
+        off, noise = away(draw(name, before, count=RECORD_DRAWS, seed=seed), later)
+        densities = (log_density(off, noise, calibration.deviation(scale, ratio)) for scale in SCALES)
+        found[name] = tuple(float(np.mean(density)) for density in densities)
     return found
+
+
+def log_density(off: np.ndarray, noise: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """[M] of evaluations that are `off` [S, M] equally likely draws, by logits. noise, deviation: [M], of an evaluation
+    and of the law."""
+    scale = np.hypot(deviation, noise)
+    each = -0.5 * (off / scale) ** 2
+    return logsumexp(each, axis=0) - np.log(len(off)) - np.log(scale) - 0.5 * np.log(2 * np.pi)
 
 
 def away(drawn: Drawn, later: Points) -> tuple[np.ndarray, np.ndarray]:
@@ -127,12 +147,6 @@ def away(drawn: Drawn, later: Points) -> tuple[np.ndarray, np.ndarray]:
     reward, variance = later.reward[order], later.noise_variance[order]
     inside = np.clip(reward, _RECORD_EDGE, 1 - _RECORD_EDGE)
     return _logit(reward) - _logit(drawn.at(later.compute[order])), np.sqrt(variance) / (inside * (1 - inside))
-
-
-def student(t: np.ndarray) -> np.ndarray:
-    """Log density of Student's t with FREEDOM degrees."""
-    constant = gammaln((FREEDOM + 1) / 2) - gammaln(FREEDOM / 2) - 0.5 * np.log(FREEDOM * np.pi)
-    return constant - 0.5 * (FREEDOM + 1) * np.log1p(t * t / FREEDOM)
 
 
 def _logit(score: np.ndarray) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 From each of FRACTIONS of a run's compute every law foretells all later evaluations (a case). Then
 
-    1. of each law, s and g maximise the mean log density of the logits of those evaluations, over all cases
-    2. the prior weights and the rate maximise that of the average of the laws
+    the prior weights of every law at every scale, the rate and g maximise the mean log density of the logits of those
+    evaluations under the average, over all cases
 
 with weak priors on all of them, so that few runs give a sane answer. Judged leaving out: the cases of a run are
 foretold by what the runs of all other recipes gave; runs that differ only in their seed are one recipe.
@@ -17,19 +17,17 @@ import scipy.optimize
 from scipy.special import logsumexp
 
 from scalerl_jax.scaling import average
-from scalerl_jax.scaling.calibration import Calibration, Spread
+from scalerl_jax.scaling.calibration import SCALES, Calibration
 from scalerl_jax.scaling.laws import LAWS
 from scalerl_jax.scaling.points import Points, TooFewPoints, check_points
 
 FRACTIONS = (0.3, 0.5, 0.7)  # of a run's compute, from which the rest is foretold
 LEVELS = (0.5, 0.8, 0.9)
-_DRAWS = 400
-# Normal priors of ln s, ln g, the logs of the prior weights and ln rate: mean and deviation, heard as one case in ten.
-_SPREAD_PRIOR = ((-1.0, 1.0), (0.0, 0.5))
+_GROWTHS = (0.5, 0.75, 1.0, 1.35)  # of which one is chosen
+# Normal priors of the logs of the weights (all equal) and of the rate: mean and deviation, heard as one case in fifty.
 _WEIGHT_DEVIATION = 1.5
-_RATE_PRIOR = (0.0, 1.0)
-_HEARD = 0.1
-_FIRST_STEP = 0.3  # of a search, in all of these
+_RATE_PRIOR = (float(np.log(2.0)), 1.0)
+_HEARD = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +45,10 @@ class _Foretold:
     noise: np.ndarray  # [M] standard deviation of those logits as measured
     distance: np.ndarray  # [M] ln of the compute over that of the last point
 
-    def log_density(self, spread: Spread) -> np.ndarray:
-        """[M]"""
-        scale = np.hypot(spread.scale * self.distance**spread.growth, self.noise)
-        found = average.student(self.away / scale) - np.log(scale)
-        return logsumexp(found, axis=0) - np.log(len(found))
+    def log_density(self, growth: float) -> np.ndarray:
+        """[scales, M]"""
+        deviations = (scale * self.distance**growth for scale in SCALES)
+        return np.stack([average.log_density(self.away, self.noise, deviation) for deviation in deviations])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,60 +84,70 @@ def cases(runs: Iterable[CompleteRun], *, tick: Callable[[], None] = lambda: Non
 def _foretell(before: Points, later: Points) -> dict[str, _Foretold]:
     found = {}
     for name in LAWS:
-        drawn = average.draw(name, before, count=_DRAWS, seed=0)
+        drawn = average.draw(name, before, count=average.RECORD_DRAWS, seed=0)
         found[name] = _Foretold(*average.away(drawn, later), np.log(np.sort(later.compute) / before.most))
     return found
 
 
-def calibrate(given: Sequence[Case], start: Calibration | None = None) -> Calibration:
-    """start: one fitted on nearly the same cases, from which it is soon found. Raises ValueError without cases."""
-    if not given:
+class Densities:
+    """What a calibration is fitted on, computed once for all the cases that are left out in turn."""
+
+    def __init__(self, given: Sequence[Case]):
+        self.given = given
+        # By growth and case: [laws * scales, M], and the records [laws * scales].
+        self.later = {growth: [_together(case.foretold, growth) for case in given] for growth in _GROWTHS}
+        self.record = {
+            growth: np.array([
+                np.zeros(len(LAWS) * len(SCALES))
+                if case.record is None
+                else _together(case.record, growth).mean(axis=1)
+                for case in given
+            ])
+            for growth in _GROWTHS
+        }  # fmt: skip
+
+
+def _together(foretold: Mapping[str, _Foretold], growth: float) -> np.ndarray:
+    return np.concatenate([foretold[name].log_density(growth) for name in LAWS])
+
+
+def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Calibration:
+    """chosen: the cases, by their place; None: all. Raises ValueError without cases."""
+    chosen = range(len(densities.given)) if chosen is None else chosen
+    if not chosen:
         raise ValueError("no run has points enough to foretell anything from")
-    spreads = {name: _fit_spread(name, given, start) for name in LAWS}
-    names = list(LAWS)
-    density = [np.stack([case.foretold[name].log_density(spreads[name]) for name in names]) for case in given]
-    record = np.zeros((len(given), len(names)))
-    for row, case in zip(record, given):
-        if case.record is not None:
-            row[:] = [np.mean(case.record[name].log_density(spreads[name])) for name in names]
-
-    def cost(at: np.ndarray) -> float:
-        logs, rate = np.append(at[:-1], 0.0), np.exp(at[-1])
-        weights = logs + rate * record
-        weights -= logsumexp(weights, axis=1, keepdims=True)
-        scores = [np.mean(logsumexp(weight[:, None] + one, axis=0)) for weight, one in zip(weights, density)]
-        held = np.sum((at[:-1] / _WEIGHT_DEVIATION) ** 2) + ((at[-1] - _RATE_PRIOR[0]) / _RATE_PRIOR[1]) ** 2
-        return -float(np.mean(scores)) + _HEARD / 2 * held
-
-    first = np.zeros(len(names))
-    if start is not None:
-        logs = np.log([max(start.laws[name].prior, 1e-6) for name in names])
-        first = np.append(logs[:-1] - logs[-1], np.log(start.rate))
-    best = _minimum(cost, first)
-    priors = np.exp(np.append(best[:-1], 0.0))
-    priors /= priors.sum()
-    laws = {name: dataclasses.replace(spreads[name], prior=float(prior)) for name, prior in zip(names, priors)}
-    return Calibration(laws, float(np.exp(best[-1])), runs=len({case.run.name for case in given}))
+    fits = {growth: _fit(densities, growth, chosen) for growth in _GROWTHS}
+    growth = min(fits, key=lambda one: fits[one].fun)
+    *logs, log_rate = fits[growth].x
+    weights = np.exp(logs - logsumexp(logs)).reshape(len(LAWS), len(SCALES))
+    prior = {name: tuple(row.tolist()) for name, row in zip(LAWS, weights)}
+    runs = len({densities.given[index].run.name for index in chosen})
+    return Calibration(prior, growth, float(np.exp(log_rate)), runs)
 
 
-def _fit_spread(name: str, given: Sequence[Case], start: Calibration | None) -> Spread:
-    def cost(at: np.ndarray) -> float:
-        spread = Spread(*np.exp(at), prior=1.0)
-        scores = [np.mean(case.foretold[name].log_density(spread)) for case in given]
-        held = sum(((value - mean) / deviation) ** 2 for value, (mean, deviation) in zip(at, _SPREAD_PRIOR))
-        return -float(np.mean(scores)) + _HEARD / 2 * held
+def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.optimize.OptimizeResult:
+    """Of the logs of the weights and of the rate."""
+    later, record = densities.later[growth], densities.record[growth]
 
-    first = [mean for mean, _ in _SPREAD_PRIOR]
-    if start is not None:
-        first = np.log([start.laws[name].scale, start.laws[name].growth])
-    return Spread(*[float(value) for value in np.exp(_minimum(cost, first))], prior=1.0)
+    def cost(at: np.ndarray) -> tuple[float, np.ndarray]:
+        logs, rate = at[:-1], np.exp(at[-1])
+        total, gradient = 0.0, np.zeros(len(at))
+        for index in chosen:
+            tilted = logs + rate * record[index]
+            share = tilted - logsumexp(tilted)
+            joint = share[:, None] + later[index]
+            mixed = logsumexp(joint, axis=0)
+            total += float(mixed.mean())
+            moved = np.exp(joint - mixed).mean(axis=1) - np.exp(share)
+            gradient[:-1] += moved
+            gradient[-1] += rate * moved @ record[index]
+        off = np.append(logs / _WEIGHT_DEVIATION, (at[-1] - _RATE_PRIOR[0]) / _RATE_PRIOR[1])
+        deviations = np.append(np.full(len(logs), _WEIGHT_DEVIATION), _RATE_PRIOR[1])
+        value = -total / len(chosen) + _HEARD / 2 * off @ off
+        return value, -gradient / len(chosen) + _HEARD * off / deviations
 
-
-def _minimum(cost: Callable[[np.ndarray], float], start: Sequence[float] | np.ndarray) -> np.ndarray:
-    start = np.asarray(start, np.float64)
-    simplex = start + np.concatenate([np.zeros((1, len(start))), _FIRST_STEP * np.eye(len(start))])
-    options = {"xatol": 0.02, "fatol": 1e-4, "maxiter": 400, "initial_simplex": simplex}
-    return scipy.optimize.minimize(cost, start, method="Nelder-Mead", options=options).x
+    start = np.append(np.zeros(len(LAWS) * len(SCALES)), _RATE_PRIOR[0])
+    return scipy.optimize.minimize(cost, start, jac=True, method="L-BFGS-B")
 
 
 # ---------------------------------------------------------------------- how good it is
@@ -157,14 +164,17 @@ class Score:
 
 
 def judge(case: Case, calibration: Calibration) -> dict[str, Score]:
-    """Of "average" and of each law alone, with its own discrepancy."""
+    """Of "average" and of each law alone, with its own scales."""
     record = None
     if case.record is not None:
-        record = {name: float(np.mean(one.log_density(calibration.laws[name]))) for name, one in case.record.items()}
+        record = {
+            name: tuple(one.log_density(calibration.growth).mean(axis=1).tolist()) for name, one in case.record.items()
+        }
     whole = average.from_record(case.before, calibration, record)
     found = {"average": _score(whole, case)}
-    for name in LAWS:
-        alone = {other: float(other == name) for other in LAWS}
+    for name, row in whole.weights.items():
+        shares = np.array(row) / max(sum(row), 1e-300)
+        alone = {other: tuple(shares.tolist()) if other == name else (0.0,) * len(SCALES) for other in LAWS}
         found[name] = _score(dataclasses.replace(whole, weights=alone), case)
     return found
 
@@ -194,10 +204,10 @@ def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: N
     recipes = {case.run.recipe for case in given}
     if len(recipes) < 2:
         raise ValueError(f"all runs are of one recipe, {next(iter(recipes), 'none')!r}: none is left to judge it by")
-    whole = calibrate(given)
+    densities = Densities(given)
     found: dict[int, dict[str, Score]] = {}
     for recipe in sorted(recipes):
-        others = calibrate([case for case in given if case.run.recipe != recipe], whole)
+        others = calibrate(densities, [i for i, case in enumerate(given) if case.run.recipe != recipe])
         for index, case in enumerate(given):
             if case.run.recipe == recipe:
                 found[index] = judge(case, others)

@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,34 +16,32 @@ import numpy as np
 from scalerl_jax.system import files
 
 FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "calibration.json")
+SCALES = (0.01, 0.05, 0.2, 0.6, 2.0)  # logits that a law may be off by where the compute has grown by a factor of e
 
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """One law's discrepancy, and how likely the law is."""
-
-    scale: float  # logits where the compute has grown by a factor of e
-    growth: float  # power of the distance
-    prior: float  # weight of the law before its record is known
-
-    def deviation(self, ratio) -> np.ndarray:
-        """Logits [M] at `ratio` [M] times the compute so far."""
-        return self.scale * np.log(np.maximum(ratio, 1.0)) ** self.growth
+Weights = Mapping[str, tuple[float, ...]]  # of each law, one for each of SCALES
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    laws: Mapping[str, Spread]
+    """Everything that does not depend on the run at hand."""
+
+    prior: Weights  # before the run's record is known; their sum is 1
+    growth: float  # power of ln(compute / compute so far) with which a law goes off
     rate: float  # what a nat of mean log density in the record is worth
     runs: int = 0  # that it was fitted on
 
-    def weights(self, record: Mapping[str, float] | None) -> dict[str, float]:
-        """Of the laws, their sum 1. record: mean log density of each (average.py); None: the priors alone."""
-        logs = np.log([max(spread.prior, 1e-12) for spread in self.laws.values()])
+    def deviation(self, scale: float, ratio) -> np.ndarray:
+        """Logits [M] at `ratio` [M] times the compute so far."""
+        return scale * np.log(np.maximum(ratio, 1.0)) ** self.growth
+
+    def weights(self, record: Mapping[str, Sequence[float]] | None) -> Weights:
+        """record: mean log density of each law at each of SCALES (average.py); None: the prior alone."""
+        logs = np.log(np.maximum(list(self.prior.values()), 1e-12))
         if record is not None:
-            logs = logs + self.rate * np.array([record[name] for name in self.laws])
+            logs = logs + self.rate * np.array([record[name] for name in self.prior])
         shares = np.exp(logs - logs.max())
-        return dict(zip(self.laws, (shares / shares.sum()).tolist()))
+        shares /= shares.sum()
+        return {name: tuple(row.tolist()) for name, row in zip(self.prior, shares)}
 
 
 @functools.cache
@@ -59,11 +57,15 @@ def read(path: str) -> Calibration:
             found = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path}: is not JSON ({error})") from error
-    from scalerl_jax.scaling.laws import LAWS  # which brings scipy's stable of distributions
+    from scalerl_jax.scaling.laws import LAWS  # which brings scipy.special
 
     try:
-        laws = {name: Spread(**{key: _number(value) for key, value in found["laws"][name].items()}) for name in LAWS}
-        return Calibration(laws, _number(found["rate"]), int(found["runs"]))
+        if [_number(scale) for scale in found["scales"]] != list(SCALES):
+            raise ValueError(f"scales are {found['scales']}, not {list(SCALES)}")
+        prior = {name: tuple(_number(weight) for weight in found["prior"][name]) for name in LAWS}
+        if any(len(row) != len(SCALES) for row in prior.values()) or sum(map(sum, prior.values())) == 0:
+            raise ValueError("prior: a weight for each of the scales")
+        return Calibration(prior, _number(found["growth"]), _number(found["rate"]), int(found["runs"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is not a calibration as scalerl-calibrate writes it ({error!r})") from error
 
@@ -77,10 +79,9 @@ def _number(value: Any) -> float:
 def document(calibration: Calibration) -> dict[str, Any]:
     """As the file holds it, with the digits that are known."""
     return {
-        "laws": {
-            name: {key: float(f"{value:.3g}") for key, value in dataclasses.asdict(spread).items()}
-            for name, spread in calibration.laws.items()
-        },
+        "scales": list(SCALES),
+        "prior": {name: [float(f"{weight:.3g}") for weight in row] for name, row in calibration.prior.items()},
+        "growth": float(f"{calibration.growth:.3g}"),
         "rate": float(f"{calibration.rate:.3g}"),
         "runs": calibration.runs,
     }

@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.special import logit
 
 from scalerl_jax.scaling import average, calibration
-from scalerl_jax.scaling.calibration import Calibration, Spread
+from scalerl_jax.scaling.calibration import SCALES, Calibration
 from scalerl_jax.scaling.laws import LAWS
 from scalerl_jax.scaling.outlook import outlook
 from scalerl_jax.scaling.points import check_points
@@ -17,7 +17,16 @@ from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.linspace(0, 8000, 17)
 LATER = np.linspace(8500, 16_000, 9)
-EVEN = Calibration({name: Spread(0.2, 1.0, 0.25) for name in LAWS}, rate=2.0)
+NONE = (0.0,) * len(SCALES)
+
+
+def only(name, scale=SCALES[0], **changes):
+    """One law at one scale, whatever the record."""
+    prior = {law: tuple(float(law == name and one == scale) for one in SCALES) for law in LAWS}
+    return Calibration(prior, **{"growth": 1.0, "rate": 0.0, **changes})
+
+
+EVEN = Calibration(dict.fromkeys(LAWS, (0.0, 0.0, 0.25, 0.0, 0.0)), growth=1.0, rate=2.0)
 
 
 def simulated(run="ScaleRL", seed=0, compute=COMPUTE):
@@ -30,39 +39,35 @@ def simulated(run="ScaleRL", seed=0, compute=COMPUTE):
     return points, passes[len(compute) :].mean(axis=1) / 16
 
 
-def only(name, scale=0.0, rate=0.0):
-    return Calibration({law: Spread(scale, 1.0, float(law == name)) for law in LAWS}, rate)
-
-
-def test_one_law_without_discrepancy_is_that_law():
+@pytest.mark.parametrize("growth", [1.0, 0.5])
+def test_the_discrepancy_is_normal_in_the_logit_and_grows(growth):
     points, _ = simulated()
-    forecast = average.average_forecast(points, only("sigmoid"))
-    drawn = average.draw("sigmoid", points, count=average.DRAWS, seed=0)
-    np.testing.assert_allclose(forecast.ways(LATER), drawn.at(LATER), atol=1e-9)
-    assert forecast.weights == {name: pytest.approx(float(name == "sigmoid"), abs=1e-9) for name in LAWS}
+    drawn = logit(average.draw("sigmoid", points, count=average.DRAWS, seed=0).at(LATER))
+    forecast = average.average_forecast(points, only("sigmoid", 0.6, growth=growth))
+    assert forecast.law_weights["sigmoid"] == pytest.approx(1, abs=1e-9)
+    z = (logit(forecast.ways(LATER)) - drawn) / (0.6 * np.log(LATER / points.most) ** growth)
+    np.testing.assert_allclose(z, np.broadcast_to(z[:, :1], z.shape), atol=1e-6)  # one for a way on
+    assert stats.kstest(z[:, 0], stats.norm.cdf).pvalue > 0.01
 
 
-def test_the_discrepancy_is_students_in_the_logit_and_grows():
-    points, _ = simulated()
-    plain, wide = (average.average_forecast(points, only("sigmoid", scale)).ways(LATER) for scale in (0.0, 0.5))
-    t = (logit(wide) - logit(plain)) / (0.5 * np.log(LATER / 8000))
-    np.testing.assert_allclose(t, np.broadcast_to(t[:, :1], t.shape), atol=1e-6)  # one for a way on
-    assert stats.kstest(t[:, 0], stats.t(average.FREEDOM).cdf).pvalue > 0.01
-
-
-def test_the_density_is_scipys():
-    t = np.linspace(-6, 6, 25)
-    np.testing.assert_allclose(average.student(t), stats.t(average.FREEDOM).logpdf(t), rtol=1e-12)
+def test_the_density_is_that_of_the_mixture():
+    rng = np.random.default_rng(0)
+    off, noise, deviation = rng.normal(size=(50, 3)), np.array([0.1, 0.2, 0.3]), np.array([0.0, 0.4, 1.0])
+    expected = np.log(np.mean(stats.norm(0, np.sqrt(noise**2 + deviation**2)).pdf(off), axis=0))
+    np.testing.assert_allclose(average.log_density(off, noise, deviation), expected, rtol=1e-9)
 
 
 def test_ways_are_shared_out_by_weight():
     points, _ = simulated()
     forecast = average.average_forecast(points, EVEN)
-    apart = dataclasses.replace(forecast, weights=dict(zip(LAWS, (0.5, 0.25, 0.25, 0.0))))
+    rows = [(0.25, 0, 0, 0, 0.25), (0, 0.25, 0, 0, 0), (0, 0, 0.25, 0, 0), NONE]
+    apart = dataclasses.replace(forecast, weights=dict(zip(LAWS, rows)))
     ways = apart.ways(LATER)
     assert len(ways) == average.DRAWS
-    whole = dataclasses.replace(forecast, weights=dict(zip(LAWS, (1.0, 0.0, 0.0, 0.0))))
-    np.testing.assert_array_equal(ways[:1000], whole.ways(LATER)[:1000])
+    whole = dataclasses.replace(forecast, weights=dict(zip(LAWS, [(1.0, 0, 0, 0, 0), NONE, NONE, NONE])))
+    np.testing.assert_array_equal(ways[:500], whole.ways(LATER)[:500])
+    spread = np.std(logit(ways[:, -1]).reshape(4, 500), axis=1)  # sigmoid at 0.01 and 2, richards, power
+    assert spread[1] > 1.2 > 0.3 > spread[0]
 
 
 @pytest.mark.slow
@@ -98,15 +103,16 @@ def test_an_evaluation_is_less_certain_than_the_policy():
 
 
 def test_the_law_with_the_better_record_weighs_more():
-    """A run that never bends towards 1 is no power law, and says so while it goes."""
+    """A run that never bends towards 1 is no power law, and one on its curve is little off: both show while it goes."""
     points, _ = simulated("8gen", compute=np.linspace(0, 12_000, 25))
-    found = average.record(points, EVEN)
-    assert found["sigmoid"] > found["power"]
-    weights = EVEN.weights(found)
-    assert weights["sigmoid"] > 1.5 * weights["power"]
-    assert sum(weights.values()) == pytest.approx(1)
-    priors = {name: Spread(0.2, 1.0, prior) for name, prior in zip(LAWS, (0.1, 0.2, 0.3, 0.4))}
-    assert list(Calibration(priors, 5.0).weights(None).values()) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=1.0, rate=2.0)
+    found = average.record(points, even)
+    assert max(found["sigmoid"]) > max(found["power"])
+    weights = even.weights(found)
+    assert sum(weights["sigmoid"]) > 1.5 * sum(weights["power"])
+    assert sum(weights["sigmoid"][:3]) > 2 * sum(weights["sigmoid"][3:])
+    assert sum(map(sum, weights.values())) == pytest.approx(1)
+    assert even.weights(None) == {name: pytest.approx(row) for name, row in even.prior.items()}
 
 
 def test_points_too_few_for_a_record():
@@ -128,7 +134,7 @@ def test_without_counts_the_scatter_of_neighbours_is_the_noise():
 
 def test_a_run_that_is_done_is_told_to_stop_and_one_that_climbs_to_go_on():
     done, _ = simulated(compute=np.linspace(0, 60_000, 40))
-    narrow = Calibration({name: Spread(0.02, 1.0, float(name == "sigmoid") + 1e-9) for name in LAWS}, 0.0)
+    narrow = only("sigmoid")
     found = outlook(average.average_forecast(done, narrow), 80_000.0)
     assert not found.goes_on and found.gain.high < 0.02
     assert found.sentence().endswith("less than the 0.02 that count: stop")
@@ -161,7 +167,8 @@ def test_a_calibration_is_read_as_it_is_written(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "is not a calibration"),
-        ('{"laws": {}, "rate": 1, "runs": 3}', "is not a calibration"),
+        ('{"scales": [1], "prior": {}, "growth": 1, "rate": 1, "runs": 3}', "scales are"),
+        (json.dumps(calibration.document(EVEN)).replace("0.25, 0.0, ", "0.25, "), "a weight for each of the scales"),
         (json.dumps(calibration.document(EVEN)).replace("0.25", "-1"), "is not a number from 0 on"),
         (json.dumps(calibration.document(EVEN)).replace("0.25", "NaN"), "is not a number from 0 on"),
     ],

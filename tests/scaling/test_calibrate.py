@@ -1,13 +1,12 @@
 """Numbers fitted on complete runs, and how they are judged on runs they have not seen."""
 
-import dataclasses
-
 import numpy as np
 import pytest
+import scipy.optimize
 from scipy.special import expit, logit
 
-from scalerl_jax.scaling import calibrate, judged
-from scalerl_jax.scaling.calibration import Calibration, Spread
+from scalerl_jax.scaling import average, calibrate, judged
+from scalerl_jax.scaling.calibration import SCALES, Calibration
 from scalerl_jax.scaling.laws import LAWS
 from tests.scaling.simulated import TABLE_1, curve
 
@@ -44,44 +43,50 @@ def test_cases_are_all_fractions_of_all_runs(on_the_law):
 
 
 def test_runs_that_leave_the_law_widen_it(on_the_law):
-    sure = calibrate.calibrate(on_the_law)
-    unsure = calibrate.calibrate(calibrate.cases(law_runs(bend=1.0)))
+    sure = calibrate.calibrate(calibrate.Densities(on_the_law))
+    unsure = calibrate.calibrate(calibrate.Densities(calibrate.cases(law_runs(bend=1.0))))
     assert sure.runs == unsure.runs == 6
-    for name in ("sigmoid", "richards"):
-        assert sure.laws[name].deviation(2.0) < 0.1 < 2 * unsure.laws[name].deviation(2.0)
-    assert sum(spread.prior for spread in sure.laws.values()) == pytest.approx(1)
-    weights = [
-        sure.weights({name: float(np.mean(one.log_density(sure.laws[name]))) for name, one in case.record.items()})
-        for case in on_the_law
-        if case.fraction == 0.7
-    ]
-    assert np.mean([weight["sigmoid"] + weight["richards"] for weight in weights]) > 0.7
+    for found in (sure, unsure):
+        assert sum(map(sum, found.prior.values())) == pytest.approx(1)
+    small, large = (np.sum([found.prior[name][:2] for name in LAWS]) for found in (sure, unsure))
+    assert small > 2 * large
+    assert sum(sure.prior["sigmoid"]) + sum(sure.prior["richards"]) > 0.7
+    widths = {}
+    for told, found in (("sure", sure), ("unsure", unsure)):
+        widths[told] = np.mean([calibrate.judge(case, found)["average"].width for case in on_the_law[1::3]])
+    assert widths["sure"] < 0.08 and widths["unsure"] > 1.5 * widths["sure"]
 
 
 def test_the_numbers_are_the_best_there_are(on_the_law):
-    """Nothing near them explains the cases better: of one law, the mean log density with its prior."""
-    found = calibrate.calibrate(on_the_law)
+    """Its gradient is that of its value, and nothing near the minimum is lower."""
+    densities = calibrate.Densities(on_the_law[:6])
+    everything = range(6)
+    seen = {}
 
-    def score(spread):
-        density = np.mean([np.mean(case.foretold["power"].log_density(spread)) for case in on_the_law])
-        pairs = zip(np.log([spread.scale, spread.growth]), calibrate._SPREAD_PRIOR)
-        held = sum(((value - mean) / deviation) ** 2 for value, (mean, deviation) in pairs)
-        return density - calibrate._HEARD / 2 * held
+    def minimize(cost, start, **_):
+        seen.update(cost=cost, start=start)
+        return scipy.optimize.OptimizeResult(x=start, fun=0.0)
 
-    best = found.laws["power"]
-    for scale, growth in ((1.3, 1.0), (0.75, 1.0), (1.0, 1.3), (1.0, 0.75), (1.3, 0.75), (0.75, 1.3)):
-        near = dataclasses.replace(best, scale=scale * best.scale, growth=growth * best.growth)
-        assert score(near) < score(best) + 1e-3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate.scipy.optimize, "minimize", minimize)
+        calibrate._fit(densities, 1.0, everything)
+    cost, rng = seen["cost"], np.random.default_rng(0)
+    at = seen["start"] + 0.5 * rng.standard_normal(len(seen["start"]))
+    _, gradient = cost(at)
+    for i in range(0, len(at), 3):
+        step = np.zeros(len(at))
+        step[i] = 1e-5
+        assert gradient[i] == pytest.approx((cost(at + step)[0] - cost(at - step)[0]) / 2e-5, rel=1e-4, abs=1e-7)
+    best = calibrate._fit(densities, 1.0, everything)
+    assert all(best.fun <= cost(best.x + 0.3 * rng.standard_normal(len(at)))[0] for _ in range(20))
 
 
-def test_a_density_is_that_of_the_mixture(on_the_law):
-    from scipy import stats
-
-    case, spread = on_the_law[1], Spread(0.4, 0.7, 1.0)
-    one = case.foretold["richards"]
-    scale = np.hypot(0.4 * one.distance**0.7, one.noise)
-    expected = np.log(np.mean(stats.t(4).pdf(one.away / scale) / scale, axis=0))
-    np.testing.assert_allclose(one.log_density(spread), expected, rtol=1e-9)
+def test_a_record_is_what_the_forecast_computes_for_itself(on_the_law):
+    case = on_the_law[1]
+    even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=0.75, rate=2.0)
+    by_itself = average.record(case.before, even)
+    for name, one in case.record.items():
+        np.testing.assert_allclose(one.log_density(0.75).mean(axis=1), by_itself[name], rtol=1e-9)
 
 
 def test_a_run_has_no_say_in_its_own_judgement(on_the_law):
@@ -96,8 +101,7 @@ def test_a_run_has_no_say_in_its_own_judgement(on_the_law):
     ]
     others = [case for case in on_the_law if case.run.recipe != "recipe 1"]
     again = calibrate.leave_one_out(calibrate.cases(changed))
-    whole = calibrate.calibrate(on_the_law)
-    by_hand = calibrate.judge(on_the_law[7], calibrate.calibrate(others, whole))
+    by_hand = calibrate.judge(on_the_law[7], calibrate.calibrate(calibrate.Densities(others)))
     assert on_the_law[7].run.recipe == "recipe 1"
     assert scores[7] == by_hand
     assert again[0] != scores[0]  # the other recipes are foretold with the changed runs' help
@@ -108,7 +112,7 @@ def test_one_recipe_cannot_be_judged(on_the_law):
     with pytest.raises(ValueError, match="all runs are of one recipe, 'recipe 0'"):
         calibrate.leave_one_out(alone)
     with pytest.raises(ValueError, match="no run has points enough"):
-        calibrate.calibrate([])
+        calibrate.calibrate(calibrate.Densities([]))
 
 
 def test_crps_is_its_integral():
@@ -121,7 +125,8 @@ def test_crps_is_its_integral():
 
 
 def test_judged_in_a_table(on_the_law):
-    scores = [calibrate.judge(case, Calibration({n: Spread(0.1, 1, 0.25) for n in LAWS}, 2.0)) for case in on_the_law]
+    even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=1.0, rate=2.0)
+    scores = [calibrate.judge(case, even) for case in on_the_law]
     sigmoids = [judged.sigmoid(case) for case in on_the_law]
     table = judged.summaries(on_the_law, scores, sigmoids)
     assert [row.forecast for row in table[:7]] == ["average", *LAWS, "sigmoid, profile", "paper's procedure"]

@@ -24,7 +24,7 @@ def foretold(one: Run, calibration: Calibration) -> dict[str, Any]:
         "compute": float(compute[-1]),
         "score": float(forecast.predict(compute)[-1]),
         "interval_90": (float(low[-1]), float(high[-1])),
-        "weights": dict(forecast.weights),
+        "weights": forecast.law_weights,
     }
     if later.size:
         found["held_out_within_90"] = int(np.sum((low <= measured) & (measured <= high)))

@@ -25,7 +25,7 @@ from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import calibration as calibration_lib
 from scalerl_jax.scaling import judged, plot, readers, tables, units
-from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, calibrate, cases, leave_one_out, whole_run
+from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, Densities, calibrate, cases, leave_one_out, whole_run
 from scalerl_jax.scaling.commands import results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
 from scalerl_jax.scaling.judged import Summary, summaries
@@ -72,7 +72,7 @@ def main(paths: Sequence[str]) -> None:
         found = cases(runs, tick=lambda: progress.advance(first))
         second = progress.add_task("recipes left out", total=len(recipes))
         scores = leave_one_out(found, tick=lambda: progress.advance(second))
-        whole = calibrate(found)
+        whole = calibrate(Densities(found))
         third = progress.add_task("sigmoids fitted", total=len(found))
         sigmoids = [judged.sigmoid(case, tick=lambda: progress.advance(third)) for case in found]
 
