@@ -14,12 +14,17 @@ resample.py       bootstrap
 trend.py          whether a run rises at all
 identify.py       whether the points tell A, and what compute would
 fit.py            fit_sigmoid: all of these
+misfit.py         whether one sigmoid describes the points
+laws.py           what a score may do: four laws, drawn by curve_draws.py and random_walk.py
+average.py        these averaged, with what each may be off by
+calibration.py    how far each is to be trusted: read from calibration.json, fitted by calibrate.py, told by judged.py
+outlook.py        what the rest of a run brings, by the average
 half_time.py      the forecast made at half time beside the outcome
 forecast.py       what more compute will buy a run
 compare.py        which of several runs ends higher, and which gets there faster
 decide.py         the next experiment, by curves drawn from what the points allow (posterior.py)
 plot.py           pictures: of fits and forecasts; compare_plot.py, compare_json.py: a comparison's
-commands/         scalerl-fit, scalerl-compare
+commands/         scalerl-fit, scalerl-compare, scalerl-calibrate
 """
 
 from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid

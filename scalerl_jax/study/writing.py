@@ -67,7 +67,8 @@ def evaluations(study: Study, found: Results) -> str:
         recipes.setdefault(_recipe(study, config), run)
     for run, rows in found.rows.items():
         config = study.runs[run]
-        flags = " ".join(flag.removeprefix("--") for flag in study.flags(config))
+        told = (flag.removeprefix("--") for flag in study.flags(config))
+        flags = " ".join(flag for flag in told if not flag.startswith("config.model.path="))  # a place on this machine
         for row in rows:
             table.writerow([
                 run, recipes[_recipe(study, config)], " ".join(_members_of(study, run)), config.seed, flags,
