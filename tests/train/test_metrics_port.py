@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from scalerl_jax.run.alarms import SIGNS
+from scalerl_jax.run.collapse import COLLAPSE
 from scalerl_jax.run.exporter import STEP_GAUGES, TrainerMetrics
 from tests.support.runs import Run
 from tests.support.waiting import eventually
@@ -38,7 +39,7 @@ def test_a_run_tells_its_steps_its_fleet_and_its_costs(tmp_path, flags, start) -
         assert value == pytest.approx(3600 * row["compute"][f"{role}_{state}_hours"])
     assert found[("scalerl_trainer_servers", "active")] == 2
     assert found[("scalerl_trainer_max_steps",)] == 100_000
-    assert {key[1] for key in found if key[0] == "scalerl_trainer_alarm"} == set(SIGNS)
+    assert {key[1] for key in found if key[0] == "scalerl_trainer_alarm"} == {*SIGNS, COLLAPSE}
     evaluated = [row for row in run.rows("evals.jsonl") if row["step"] == found[("scalerl_trainer_evaluation_step",)]]
     assert found[("scalerl_trainer_evaluation_pass_rate", "all")] == evaluated[0]["pass_rate"]
     rows = [row for row in run.metrics if row["step"] <= step]
