@@ -79,24 +79,21 @@ def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
         return {"all": {"why": f"{above} evaluations above compute 0, of at least {FEWEST_POINTS} that a curve needs"}}
     try:
         fit = fit_sigmoid(compute, reward, counts=evaluation_counts(evals))
-        if fit.rises:
-            ahead = average_forecast(fit.state.points, calibration.default())
-            out["all"] = curve(fit, ahead, compute, f"all {fit.points} evaluations above 0")
-        else:
-            out["all"] = {"why": fit.verdict}
+        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0") if fit.rises else {"why": fit.verdict}
     except ValueError as error:
         out["all"] = {"why": str(error)}
     forecast, why = half_time(evals, axis)
     if forecast is not None:
-        out["half"] = curve(forecast.fit, forecast.ahead, compute, "the first half of the compute") | outcome(forecast)
+        out["half"] = curve(forecast.fit, compute, "the first half of the compute", forecast.ahead) | outcome(forecast)
     elif why:
         out["half"] = {"why": why}
     return out
 
 
-def curve(fit: SigmoidFit, ahead: AverageForecast, compute: np.ndarray, what: str) -> dict[str, Any]:
+def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecast | None = None) -> dict[str, Any]:
     """A fit as numbers to draw and to tell; beyond the points fitted the average of all laws goes on, with its band for
-    evaluations. compute: [N] all there is, in the fit's unit."""
+    evaluations. compute: [N] all there is, in the fit's unit. ahead: that average, where it is known already."""
+    ahead = ahead or average_forecast(fit.state.points, calibration.default())
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
     x[np.argmin(np.abs(x - most))] = most  # so that drawn and foretold meet at the last evaluation

@@ -13,7 +13,6 @@ The priors are weak, and those of the sigmoid are posterior.py's: ln C_mid unifo
 to 50 times the most, ln B normal around ln 2 with standard deviation 0.5.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -78,5 +77,5 @@ LAWS: dict[str, Law] = {
     "sigmoid": sigmoid,
     "richards": richards,
     "power": power,
-    "random_walk": functools.partial(random_walk.draw_walks),
+    "random_walk": random_walk.draw_walks,
 }

@@ -14,10 +14,8 @@ from scalerl_jax.config import Config
 from scalerl_jax.report import page
 from scalerl_jax.report.numbers import rounded
 from scalerl_jax.report.score import curve
-from scalerl_jax.scaling import calibration, readers
-from scalerl_jax.scaling.average import AverageForecast, average_forecast
+from scalerl_jax.scaling import readers
 from scalerl_jax.scaling.compare_json import comparison_document, run_document
-from scalerl_jax.scaling.fit import Run
 from scalerl_jax.study.members import Study
 from scalerl_jax.study.results import Member, Results, StudyResults
 from scalerl_jax.study.telling import HEADS, cells, sentences
@@ -173,10 +171,6 @@ def _page(
     }
 
 
-def _ahead(run: Run) -> AverageForecast:
-    return average_forecast(run.points, calibration.default())
-
-
 def _drawn(one: Member, found: Results) -> dict[str, Any]:
     rows = [row for run in one.runs for row in found.rows[run] if row.get(found.x) is not None]
     rows.sort(key=lambda row: row[found.x])
@@ -188,6 +182,6 @@ def _drawn(one: Member, found: Results) -> dict[str, Any]:
         "step": [row["step"] for row in rows],
         "x": rounded(x),
         "y": rounded(row["pass_rate"] for row in rows),
-        "curve": None if one.curve is None else curve(one.curve.fit, _ahead(one.curve), x, "all evaluations"),
+        "curve": None if one.curve is None else curve(one.curve.fit, x, "all evaluations"),
         "why": one.why,
     }

@@ -24,7 +24,7 @@ from rich.table import Table
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import calibration as calibration_lib
-from scalerl_jax.scaling import judged, plot, readers, tables, units
+from scalerl_jax.scaling import judged, plot, units
 from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, Densities, calibrate, cases, leave_one_out, whole_run
 from scalerl_jax.scaling.commands import results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
@@ -44,19 +44,7 @@ def main(paths: Sequence[str]) -> None:
     for flag in (given.PASSES, given.TRIALS):
         if flag.value is None:
             raise UserError(f"--{flag.name}: no column given; without counts the noise of an evaluation is not known")
-    with user_mistakes(tables.InputError):
-        evaluations = readers.read_runs(
-            paths,
-            x=given.X.value,
-            y=given.Y.value,
-            run_column=given.RUN_COLUMN.value,
-            seed_column=given.SEED_COLUMN.value,
-            seeds_by_folder=given.SEEDS.value == "folder",
-            passes_column=given.PASSES.value,
-            trials_column=given.TRIALS.value,
-            duplicates=given.DUPLICATES.value,
-            parts_too=False,
-        )
+    evaluations = fit_command.read_evaluations(paths, parts_too=False)
     runs = []
     with user_mistakes():
         factor = units.conversion(given.X_UNIT.value)[0]

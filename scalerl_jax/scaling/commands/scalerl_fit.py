@@ -107,6 +107,23 @@ def axis_labels() -> tuple[str, str]:
     return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
 
 
+def read_evaluations(paths: Sequence[str], *, parts_too: bool) -> list[readers.Evaluations]:
+    """The runs in the files, as the flags say. Raises UserError."""
+    with user_mistakes(tables.InputError):
+        return readers.read_runs(
+            paths,
+            x=given.X.value,
+            y=given.Y.value,
+            run_column=given.RUN_COLUMN.value,
+            seed_column=given.SEED_COLUMN.value,
+            seeds_by_folder=given.SEEDS.value == "folder",
+            passes_column=given.PASSES.value,
+            trials_column=given.TRIALS.value,
+            duplicates=given.DUPLICATES.value,
+            parts_too=parts_too,
+        )
+
+
 def read_and_fit(paths: Sequence[str], said: list[str], *, parts_too: bool = True) -> list[Run]:
     """One fit for each run in the files, its seeds together, as the flags say. said: remarks, added to once each.
     parts_too: and for each environment of a mixture.
@@ -122,19 +139,7 @@ def read_and_fit(paths: Sequence[str], said: list[str], *, parts_too: bool = Tru
         factor = units.conversion(given.X_UNIT.value)[0]
 
     # ------------------------------------------------------------------ read
-    with user_mistakes(tables.InputError):
-        evaluations = readers.read_runs(
-            paths,
-            x=given.X.value,
-            y=given.Y.value,
-            run_column=given.RUN_COLUMN.value,
-            seed_column=given.SEED_COLUMN.value,
-            seeds_by_folder=given.SEEDS.value == "folder",
-            passes_column=given.PASSES.value,
-            trials_column=given.TRIALS.value,
-            duplicates=given.DUPLICATES.value,
-            parts_too=parts_too,
-        )
+    evaluations = read_evaluations(paths, parts_too=parts_too)
     said += [remark for one in evaluations for remark in one.remarks if remark not in said]
     groups = _seeds_together(evaluations)
 
