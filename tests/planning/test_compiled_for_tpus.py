@@ -1,6 +1,7 @@
 """An update compiled by the TPUs' own compiler for chips that are not here: an 8B Llama in full, the rest small.
 
-Slow, and only where libtpu is installed: `make test-full` sees to it. What is printed goes into docs/plan.md.
+Slow, some of it in `make test-long` only, and only where libtpu is installed, to which both see. What is printed goes
+into docs/plan.md.
 """
 
 import dataclasses
@@ -64,6 +65,7 @@ def test_a_row_cut_along_context_sends_its_keys_and_values(tmp_path):
     assert received(found, "context") >= 3 * 4 * keys  # forward, again, and their cotangents, in four layers
 
 
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 100)
 def test_experts_of_two_kinds_of_layer_compile(tmp_path):
     shape = small(tmp_path, family="llama4_text", attention_chunk=512)
@@ -73,6 +75,7 @@ def test_experts_of_two_kinds_of_layer_compile(tmp_path):
     assert received(found, "expert") > 0 and received(found, "tensor") > 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 100)
 def test_slices_send_gradients_over_the_network(tmp_path):
     shape = small(tmp_path)
@@ -85,6 +88,7 @@ def test_slices_send_gradients_over_the_network(tmp_path):
     assert own["step_seconds"]["network"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 100)
 def test_what_does_not_fit_is_compiled_with_fewer_rows(tmp_path):
     shape = small(tmp_path, layers=2)

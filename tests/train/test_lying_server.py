@@ -19,6 +19,11 @@ LIES = {
     "random_tokens": "gross",
     "noisy_logprobs:1": "subtle",
 }
+MARKS: dict[str, list[pytest.MarkDecorator]] = {
+    "shifted_logprobs:-0.5": [],
+    "shifted_logprobs:0.5": [pytest.mark.slow],
+    "noisy_logprobs:1": [pytest.mark.slow],
+}
 
 
 def fault(lie: str) -> str:
@@ -40,7 +45,7 @@ def large_flags(flags) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "lie", [lie if lie == "shifted_logprobs:-0.5" else pytest.param(lie, marks=pytest.mark.slow) for lie in LIES]
+    "lie", [pytest.param(lie, marks=MARKS.get(lie, [pytest.mark.slow, pytest.mark.long])) for lie in LIES]
 )
 def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, start, lie):
     engine = ("--engine=jax", f"--model={model}")
@@ -66,10 +71,10 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
     gone = next(n for n, row in enumerate(rows) if row["parity"]["sent_away"])
     if LIES[lie] == "gross":  # no group of what it said then was trained on
         # But for those it was at when it began, two at most: of them it had said enough honestly to be within GROSS.
-        begun = [row["step"] for row in trained if row["mismatch_max"] >= 3]
-        assert len(begun) <= 2 and all(step <= rows[gone]["step"] for step in begun), begun
-        for row in trained:
-            assert abs(row["ratio"] - 1) < (GROSS if row["step"] in begun else 0.1), row["step"]
+        begun = [row for row in trained if row["mismatch_max"] >= 3 or abs(row["ratio"] - 1) >= 0.1]
+        told = [(row["step"], row["ratio"], row["mismatch_max"]) for row in begun]
+        assert len(begun) <= 2 and all(row["step"] <= rows[gone]["step"] for row in begun), told
+        assert all(abs(row["ratio"] - 1) < GROSS for row in begun), told
     assert all(set(row["servers"]) <= {honest[0]} for row in rows[gone:])
 
 
