@@ -148,7 +148,8 @@ def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[L
     shares = [Limit(_WARNING, f"{_WARNING:.0%}"), Limit(_ALARM, f"{_ALARM:.0%}", loud=True)]
     effective = [Limit(_EFFECTIVE, f"{_EFFECTIVE:.0%}", "below")]
     k, mismatch = settings["pacing.max_off_policy_steps"], settings["parity.p99_limit"]
-    mismatch = mismatch or _P99_LIMITS[settings["model.compute_dtype"]]
+    rounded = settings["model.head_precision"] == "bfloat16"
+    mismatch = mismatch or _P99_LIMITS["bfloat16" if rounded else settings["model.compute_dtype"]]
     found: dict[str, list[Limit]] = {
         "lag": [Limit(k, f"k = {k}", bound=True)],
         **dict.fromkeys(("truncated", "interrupted", "repetitive"), shares),

@@ -226,6 +226,15 @@ def test_what_was_sampled_across_a_swap_is_not_held_to_the_limits_of_the_meeting
     assert "by 0.01 on average" in found(across, wrong, earlier)
 
 
+def test_logits_rounded_to_bfloat16_are_held_to_its_limits():
+    """However finely the rest is computed: the two sides' logits may round to neighbours."""
+    sample, ours = made(((5, 0, 20),), error=0.005)
+    for head, wrong in (("bfloat16", False), ("default", True)):
+        expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32", head_precision=head)
+        probe = Probe(ParityConfig(), expected=expected, score=lambda samples: [], dtype="float32")
+        assert bool(probe.compare_again([sample], [ours], version=5)) == wrong
+
+
 def test_mismatch_is_over_sampled_tokens_only(start):
     with Trainer(config(), start({})) as trainer:
         candidate = eventually(trainer.fleet.candidates.due)[0]
