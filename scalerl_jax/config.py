@@ -281,7 +281,7 @@ class FleetConfig:
 @dataclasses.dataclass
 class ParityConfig:
     completions: Positive[int] = 8  # that a server samples when it is met, for the trainer to score
-    # of |log-prob difference|; 0: by the coarsest dtype of both sides and their logits, 1e-3 in float32, 2e-2 in bfloat16
+    # of |log-prob difference|; 0: by the coarsest dtype of both sides and logits, 1e-3 in float32, 2e-2 in bfloat16
     mean_limit: NotNegative[float] = 0.0
     p99_limit: NotNegative[float] = 0.0  # 0: likewise, 1e-2 and 2e-1
     every: NotNegative[int] = 50  # steps between two probes of the servers that have groups; 0: they are met once
