@@ -50,14 +50,18 @@ def runs_probability(above: int, below: int, runs: int) -> float:
     """The chance of at most `runs` runs of one sign in a random order of so many signs."""
     if above == 0 or below == 0:
         return 1.0 if above + below < FEWEST else 2.0 ** (1 - above - below)
-    total = scipy.special.comb(above + below, above)
+    half = np.arange(1, runs // 2 + 1)  # runs of the sign that comes first, at an even and an odd number of them
+    even = np.log(2.0) + _ways(above, half) + _ways(below, half)
+    half = np.arange(1, (runs - 1) // 2 + 1)
+    odd = np.logaddexp(_ways(above, half + 1) + _ways(below, half), _ways(above, half) + _ways(below, half + 1))
+    return float(
+        min(1.0, np.exp(scipy.special.logsumexp(np.concatenate([even, odd])) - _ways(above + below + 1, above + 1)))
+    )
 
-    def ways(count: int) -> float:
-        half = count // 2
-        if count % 2 == 0:
-            return 2 * scipy.special.comb(above - 1, half - 1) * scipy.special.comb(below - 1, half - 1)
-        return scipy.special.comb(above - 1, half) * scipy.special.comb(below - 1, half - 1) + scipy.special.comb(
-            above - 1, half - 1
-        ) * scipy.special.comb(below - 1, half)
 
-    return float(sum(ways(count) for count in range(2, runs + 1)) / total)
+def _ways(signs: int, runs: np.ndarray | int) -> np.ndarray:
+    """The logarithm of C(signs - 1, runs - 1), the ways in which equal signs make so many runs; -inf for none."""
+    runs = np.asarray(runs)
+    fits = runs <= signs
+    runs = np.where(fits, runs, 1)
+    return np.where(fits, -scipy.special.betaln(signs - runs + 1, runs) - np.log(signs), -np.inf)

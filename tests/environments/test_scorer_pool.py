@@ -333,7 +333,7 @@ def test_what_eats_memory_or_time_costs_its_worker_at_most():
 
 def test_a_worker_that_has_grown_is_replaced_before_its_next_question():
     row = Row("?", "1", extra={"bonus": 1.0})
-    pool = odd_pool(verifier_seconds=300.0)  # 2 GiB are not zeroed in no time on a busy machine
+    pool = odd_pool(verifier_seconds=300.0, reward_seconds=300.0)  # a busy machine takes its time to zero 2 GiB
     try:
         assert pool.submit(row, Completion("1")).result(600).correct
         first = pool._workers[0]._running.process.pid

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from scalerl_jax.scaling import fit_sigmoid
 from scalerl_jax.scaling.misfit import runs_probability
@@ -19,6 +20,17 @@ def test_the_chance_of_few_runs_is_that_of_all_orders(above, below):
     counts = np.array([1 + sum(a != b for a, b in itertools.pairwise(order)) for order in orders])
     for most in range(2, above + below + 1):
         assert runs_probability(above, below, most) == pytest.approx(np.mean(counts <= most))
+
+
+def test_the_chance_of_few_runs_of_a_million_points_is_the_normal_laws():
+    """Wald and Wolfowitz: mean 1 + 2ab/n, variance (mean - 1) (mean - 2) / (n - 1)."""
+    above, below = 500_000, 499_000
+    mean = 1 + 2 * above * below / (above + below)
+    deviation = np.sqrt((mean - 1) * (mean - 2) / (above + below - 1))
+    for away in (-3.0, -1.0, 0.0, 2.0):
+        most = int(mean + away * deviation)
+        expected = scipy.stats.norm.cdf((most + 0.5 - mean) / deviation)
+        assert runs_probability(above, below, most) == pytest.approx(expected, rel=1e-3)
 
 
 def fitted(scores, *, counted=True, seed=0):

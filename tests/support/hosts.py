@@ -36,13 +36,14 @@ class Hosts:
         assert not any(run.process is not None and run.process.poll() is None for run in self.runs)
         self._starts += 1
         port = free_port()
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self._devices // self.count}"
         self.runs = [
             Run(
                 self.workdir,
                 *self._flags,
                 *self._rank(index, port),
                 log=pathlib.Path(f"{self.workdir}-{self._starts}-{index}.log"),
-                variables={"XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices // self.count}"},
+                variables={"XLA_FLAGS": flags},
             ).start()
             for index in range(self.count)
         ]

@@ -34,7 +34,7 @@ def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, mod
             "--config.rollout.max_prompt_tokens=9",
             "--config.checkpoint.every=1",
         ]
-        devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        devices = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"}
         moved = start(tmp_path / "moved", *flags, *whole_length, *elsewhere, variables=devices).finish()
         assert "going on from step 4 of 8" in moved.output()
         compare(whole, moved, [*flags, *whole_length], tolerance=1e-5)
