@@ -117,7 +117,9 @@ class _Posterior:
         # R0's own evaluation is a point; R0 and, where it is free, A are parameters.
         self._degrees = points.belief + len(points.compute) + 1 - (1 if asymptote is not None else 2)
         if self._degrees <= 0:
-            raise ValueError(f"{len(points.compute)} points leave nothing to tell the noise by; one more would")
+            raise ValueError(
+                f"{len(points.compute)} points leave nothing to tell the noise by; one more, or counts, would"
+            )
         self._least = LEAST_VARIANCE / float(np.median(points.variance))
 
     def given(self, shapes: np.ndarray) -> _Given:

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import expit
 
 from scalerl_jax.scaling import random_walk
-from scalerl_jax.scaling.curve_draws import Axis, draw_curves
+from scalerl_jax.scaling.curve_draws import Axis, DrawnCurves, draw_curves
 from scalerl_jax.scaling.points import Points
 
 
@@ -58,15 +58,15 @@ def _power(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
     return -np.expm1(-np.exp(shape[:, :1]) * np.logaddexp(0.0, log_compute - shape[:, 1:2]))
 
 
-def sigmoid(points: Points, *, count: int, seed: int) -> Drawn:
+def sigmoid(points: Points, *, count: int, seed: int) -> DrawnCurves:
     return draw_curves(points, [_EXPONENT, _midpoint(points)], _sigmoid, count=count, seed=seed)
 
 
-def richards(points: Points, *, count: int, seed: int) -> Drawn:
+def richards(points: Points, *, count: int, seed: int) -> DrawnCurves:
     return draw_curves(points, [_EXPONENT, _midpoint(points), _SKEW], _richards, count=count, seed=seed)
 
 
-def power(points: Points, *, count: int, seed: int) -> Drawn:
+def power(points: Points, *, count: int, seed: int) -> DrawnCurves:
     axes = [Axis(float(np.log(0.5)) - 4.0, float(np.log(0.5)) + 3.0, 48, float(np.log(0.5)), 1.0), _midpoint(points)]
     return draw_curves(points, axes, _power, count=count, seed=seed, asymptote=1.0)
 

@@ -82,7 +82,7 @@ class Running:
             self._ended(task, f"cannot be started: {files.reason(error)}")
             return
         self.children[task.name] = child
-        task.state = RUNNING
+        task.state, task.began = RUNNING, time.time()
         self.board.started(task)
 
     def _stop(self) -> None:

@@ -20,6 +20,7 @@ class Task:
     is_run: bool = True  # no warm start
     state: str = WAITING
     why: str = ""  # it failed
+    began: float = 0.0  # it was started, by the clock of its rows
     step: int = 0
     pass_rate: float | None = None  # of the latest evaluation, held out
     first: tuple[int, float] | None = None  # (step, time in seconds) of the first row seen while it ran
@@ -38,7 +39,7 @@ class Task:
             self.pass_rate = evaluation["pass_rate"]
         if update is not None:
             self.step = update["step"]
-            if self.state == RUNNING and isinstance(update.get("time"), float):
+            if self.state == RUNNING and isinstance(update.get("time"), float) and update["time"] > self.began:
                 self.latest = (update["step"], update["time"])
                 self.first = self.first or self.latest
 

@@ -36,7 +36,9 @@ class Hosts:
         assert not any(run.process is not None and run.process.poll() is None for run in self.runs)
         self._starts += 1
         port = free_port()
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self._devices // self.count}"
+        flags = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self._devices // self.count}"
+        )
         self.runs = [
             Run(
                 self.workdir,
