@@ -2,12 +2,14 @@
 
     sigmoid      R0 + (A - R0) / (1 + (C_mid / C)^B)                               arXiv 2510.13786, law.py
     richards     R0 + (A - R0) / (1 + (2^nu - 1) (C_mid / C)^B)^(1 / nu)           Richards 1959; nu = 1 is the sigmoid
+    weibull      R0 + (A - R0) (1 - exp(-(C / C_0)^k))                             Weibull 1951
     power        1 - (1 - R0) (1 + C / C_0)^-k                                     arXiv 2509.25300
     random_walk  logit R drifts and moves about as it has so far: no law at all     random_walk.py
 
 Of richards, nu below 1 begins steeper than it ends (as C^(B / nu)) and above 1 the other way round; C_mid is where half
-of the gain has come. The power law is a straight line of ln(1 - R) against ln C with slope -k, as that paper fits it
-run by run, beyond C_0, and goes through R0; its A is 1.
+of the gain has come. Of the sigmoid's and richards' gain C^-B is left in the end; Weibull's curve comes to its end sooner
+than any power of C, as runs may whose task can be solved whole. The power law is a straight line of ln(1 - R) against
+ln C with slope -k, as that paper fits it run by run, beyond C_0, and goes through R0; its A is 1.
 
 The priors are weak, and those of the sigmoid are posterior.py's: ln C_mid uniform from a twentieth of the least compute
 to 50 times the most, ln B normal around ln 2 with standard deviation 0.5.
@@ -41,6 +43,7 @@ def _midpoint(points: Points) -> Axis:
 
 
 _EXPONENT = Axis(float(np.log(2.0)) - 3.0, float(np.log(2.0)) + 3.0, 40, float(np.log(2.0)), 0.5)
+_STRETCH = Axis(-3.0, 3.0, 40, 0.0, 0.5)  # ln k
 _SKEW = Axis(-2.0, 2.0, 13, 0.0, 0.7)  # ln nu
 
 
@@ -52,6 +55,10 @@ def _richards(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
     skew = np.exp(shape[:, 2:])
     fall = np.log(np.exp2(skew) - 1) - np.exp(shape[:, :1]) * (log_compute - shape[:, 1:2])
     return np.exp(-np.logaddexp(0.0, fall) / skew)
+
+
+def _weibull(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
+    return -np.expm1(-np.exp(np.minimum(np.exp(shape[:, :1]) * (log_compute - shape[:, 1:2]), 50.0)))
 
 
 def _power(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
@@ -66,6 +73,10 @@ def richards(points: Points, *, count: int, seed: int) -> DrawnCurves:
     return draw_curves(points, [_EXPONENT, _midpoint(points), _SKEW], _richards, count=count, seed=seed)
 
 
+def weibull(points: Points, *, count: int, seed: int) -> DrawnCurves:
+    return draw_curves(points, [_STRETCH, _midpoint(points)], _weibull, count=count, seed=seed)
+
+
 def power(points: Points, *, count: int, seed: int) -> DrawnCurves:
     axes = [Axis(float(np.log(0.5)) - 4.0, float(np.log(0.5)) + 3.0, 48, float(np.log(0.5)), 1.0), _midpoint(points)]
     return draw_curves(points, axes, _power, count=count, seed=seed, asymptote=1.0)
@@ -76,6 +87,7 @@ Law = Callable[..., Drawn]
 LAWS: dict[str, Law] = {
     "sigmoid": sigmoid,
     "richards": richards,
+    "weibull": weibull,
     "power": power,
     "random_walk": random_walk.draw_walks,
 }
