@@ -7,8 +7,8 @@
     random_walk  logit R drifts and moves about as it has so far: no law at all     random_walk.py
 
 Of richards, nu below 1 begins steeper than it ends (as C^(B / nu)) and above 1 the other way round; C_mid is where half
-of the gain has come. Of the sigmoid's and richards' gain C^-B is left in the end; Weibull's curve comes to its end sooner
-than any power of C, as runs may whose task can be solved whole. The power law is a straight line of ln(1 - R) against
+of the gain has come. Of the sigmoid's and richards' gain C^-B is left in the end; weibull comes to its end sooner than
+any power of C, as runs may whose task can be solved whole. The power law is a straight line of ln(1 - R) against
 ln C with slope -k, as that paper fits it run by run, beyond C_0, and goes through R0; its A is 1.
 
 The priors are weak, and those of the sigmoid are posterior.py's: ln C_mid uniform from a twentieth of the least compute
