@@ -23,7 +23,7 @@ from scalerl_jax.scaling.points import Points, TooFewPoints, check_points
 
 FRACTIONS = (0.3, 0.5, 0.7)  # of a run's compute, from which the rest is foretold
 LEVELS = (0.5, 0.8, 0.9)
-_GROWTHS = (0.5, 0.75, 1.0, 1.35)  # of which one is chosen
+_GROWTHS = (0.75, 1.0, 1.5, 2.0, 3.0)  # of which one is chosen
 # Normal priors of the logs of the weights (all equal) and of the rate: mean and deviation, heard as one case in fifty.
 _WEIGHT_DEVIATION = 1.5
 _RATE_PRIOR = (float(np.log(2.0)), 1.0)
@@ -172,9 +172,8 @@ def judge(case: Case, calibration: Calibration) -> dict[str, Score]:
         }
     whole = average.from_record(case.before, calibration, record)
     found = {"average": _score(whole, case)}
-    for name, row in whole.weights.items():
-        shares = np.array(row) / max(sum(row), 1e-300)
-        alone = {other: tuple(shares.tolist()) if other == name else (0.0,) * len(SCALES) for other in LAWS}
+    for name in LAWS:
+        alone = calibration.weights(record, alone=name)
         found[name] = _score(dataclasses.replace(whole, weights=alone), case)
     return found
 

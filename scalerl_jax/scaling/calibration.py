@@ -34,11 +34,14 @@ class Calibration:
         """Logits [M] at `ratio` [M] times the compute so far."""
         return scale * np.log(np.maximum(ratio, 1.0)) ** self.growth
 
-    def weights(self, record: Mapping[str, Sequence[float]] | None) -> Weights:
-        """record: mean log density of each law at each of SCALES (average.py); None: the prior alone."""
+    def weights(self, record: Mapping[str, Sequence[float]] | None, *, alone: str | None = None) -> Weights:
+        """record: mean log density of each law at each of SCALES (average.py); None: the prior alone. alone: the law
+        that gets all of the weight."""
         logs = np.log(np.maximum(list(self.prior.values()), 1e-12))
         if record is not None:
             logs = logs + self.rate * np.array([record[name] for name in self.prior])
+        if alone is not None:
+            logs = np.where(np.array(list(self.prior))[:, None] == alone, logs, -np.inf)
         shares = np.exp(logs - logs.max())
         shares /= shares.sum()
         return {name: tuple(row.tolist()) for name, row in zip(self.prior, shares)}

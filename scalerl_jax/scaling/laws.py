@@ -2,14 +2,15 @@
 
     sigmoid      R0 + (A - R0) / (1 + (C_mid / C)^B)                               arXiv 2510.13786, law.py
     richards     R0 + (A - R0) / (1 + (2^nu - 1) (C_mid / C)^B)^(1 / nu)           Richards 1959; nu = 1 is the sigmoid
-    weibull      R0 + (A - R0) (1 - exp(-(C / C_0)^k))                             Weibull 1951
+    logistic     R0 + (A - R0) (S(C) - S(0)) / (1 - S(0)), S = 1 / (1 + e^(k - k C / C_0))     Verhulst 1838
     power        1 - (1 - R0) (1 + C / C_0)^-k                                     arXiv 2509.25300
     random_walk  logit R drifts and moves about as it has so far: no law at all     random_walk.py
 
 Of richards, nu below 1 begins steeper than it ends (as C^(B / nu)) and above 1 the other way round; C_mid is where half
-of the gain has come. Of the sigmoid's and richards' gain C^-B is left in the end; weibull comes to its end sooner than
-any power of C, as runs may whose task can be solved whole. The power law is a straight line of ln(1 - R) against
-ln C with slope -k, as that paper fits it run by run, beyond C_0, and goes through R0; its A is 1.
+of the gain has come. In the end C^-B is left of the gain of the sigmoid and richards, which are curves of ln C. The
+logistic is one of C itself: it rises more steeply and comes to its end sooner than any of theirs. The power law is a
+straight line of ln(1 - R) against ln C with slope -k, as that paper fits it run by run, beyond C_0, and goes through
+R0; its A is 1.
 
 The priors are weak, and those of the sigmoid are posterior.py's: ln C_mid uniform from a twentieth of the least compute
 to 50 times the most, ln B normal around ln 2 with standard deviation 0.5.
@@ -43,7 +44,7 @@ def _midpoint(points: Points) -> Axis:
 
 
 _EXPONENT = Axis(float(np.log(2.0)) - 3.0, float(np.log(2.0)) + 3.0, 40, float(np.log(2.0)), 0.5)
-_STRETCH = Axis(-3.0, 3.0, 40, 0.0, 0.5)  # ln k
+_STEEPNESS = Axis(float(np.log(2.0)) - 3.0, float(np.log(2.0)) + 3.0, 40, float(np.log(2.0)), 0.7)  # ln k
 _SKEW = Axis(-2.0, 2.0, 13, 0.0, 0.7)  # ln nu
 
 
@@ -57,8 +58,11 @@ def _richards(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
     return np.exp(-np.logaddexp(0.0, fall) / skew)
 
 
-def _weibull(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
-    return -np.expm1(-np.exp(np.minimum(np.exp(shape[:, :1]) * (log_compute - shape[:, 1:2]), 50.0)))
+def _logistic(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
+    steepness = np.exp(shape[:, :1])
+    begun = expit(-steepness)
+    at = expit(steepness * np.expm1(np.minimum(log_compute - shape[:, 1:2], 50.0)))
+    return np.clip((at - begun) / (1 - begun), 0.0, 1.0)
 
 
 def _power(shape: np.ndarray, log_compute: np.ndarray) -> np.ndarray:
@@ -73,8 +77,8 @@ def richards(points: Points, *, count: int, seed: int) -> DrawnCurves:
     return draw_curves(points, [_EXPONENT, _midpoint(points), _SKEW], _richards, count=count, seed=seed)
 
 
-def weibull(points: Points, *, count: int, seed: int) -> DrawnCurves:
-    return draw_curves(points, [_STRETCH, _midpoint(points)], _weibull, count=count, seed=seed)
+def logistic(points: Points, *, count: int, seed: int) -> DrawnCurves:
+    return draw_curves(points, [_STEEPNESS, _midpoint(points)], _logistic, count=count, seed=seed)
 
 
 def power(points: Points, *, count: int, seed: int) -> DrawnCurves:
@@ -87,7 +91,7 @@ Law = Callable[..., Drawn]
 LAWS: dict[str, Law] = {
     "sigmoid": sigmoid,
     "richards": richards,
-    "weibull": weibull,
+    "logistic": logistic,
     "power": power,
     "random_walk": random_walk.draw_walks,
 }

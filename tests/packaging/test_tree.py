@@ -38,6 +38,7 @@ def lock(name: str, python: str) -> dict[str, str]:
 def test_no_file_is_too_long_to_read() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in text_files()}
     lengths.pop(ROOT / "LICENSE")
+    lengths.pop(ROOT / "configs" / "bank.csv")  # measurements
     assert {str(path): length for path, length in lengths.items() if length > LONGEST_FILE} == {}
 
 

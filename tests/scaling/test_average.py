@@ -105,7 +105,7 @@ def test_an_evaluation_is_less_certain_than_the_policy():
 def test_the_law_with_the_better_record_weighs_more():
     """A run that never bends towards 1 is no power law, and one on its curve is little off: both show while it goes."""
     points, _ = simulated("8gen", compute=np.linspace(0, 12_000, 25))
-    even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=1.0, rate=2.0)
+    even = Calibration(dict.fromkeys(LAWS, (1 / len(LAWS) / len(SCALES),) * len(SCALES)), growth=1.0, rate=2.0)
     found = average.record(points, even)
     assert max(found["sigmoid"]) > max(found["power"])
     weights = even.weights(found)

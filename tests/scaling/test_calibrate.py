@@ -129,8 +129,9 @@ def test_judged_in_a_table(on_the_law):
     scores = [calibrate.judge(case, even) for case in on_the_law]
     sigmoids = [judged.sigmoid(case) for case in on_the_law]
     table = judged.summaries(on_the_law, scores, sigmoids)
-    assert [row.forecast for row in table[:7]] == ["average", *LAWS, "sigmoid, profile", "paper's procedure"]
-    assert [row.fraction for row in table[::7]] == list(calibrate.FRACTIONS)
+    forecasts = ["average", *LAWS, "sigmoid, profile", "paper's procedure"]
+    assert [row.forecast for row in table] == forecasts * len(calibrate.FRACTIONS)
+    assert [row.fraction for row in table[:: len(forecasts)]] == list(calibrate.FRACTIONS)
     of = {(row.fraction, row.forecast): row for row in table}
     assert of[0.7, "sigmoid"].mean_error < 0.02 and of[0.7, "paper's procedure"].mean_error < 0.03
     assert of[0.7, "sigmoid, profile"].covered[2] > 0.75

@@ -84,15 +84,17 @@ def test_draws_are_the_posterior(until, ahead, trials):
     np.testing.assert_allclose(np.quantile(drawn, [0.05, 0.5, 0.95]), expected, atol=0.012)
 
 
-def test_draws_of_weibulls_curve_are_its_posterior():
+def test_draws_of_the_logistic_are_its_posterior():
     compute = np.linspace(0, 30, 13)
-    scores = 0.9 - 0.6 * np.exp(-((compute / 12) ** 1.4))
+    begun = expit(-3.0)
+    scores = 0.3 + 0.6 * (expit(3.0 * (compute / 12 - 1)) - begun) / (1 - begun)
     points = points_of(scores, compute=compute, trials=1500, initial_reward=scores[0])
-    stretch, place = (-3.0, 3.0, 240, 0.0, 0.5), (np.log(2.5) - 3, np.log(30) + 4, 240, 0.0, np.inf)
-    expected = by_grid(points, laws._weibull, [stretch, place], 60.0, (np.arange(120) + 0.5) / 120)
-    drawn = laws.weibull(points, count=8000, seed=0)
+    steepness = (np.log(2) - 3, np.log(2) + 3, 240, np.log(2), 0.7)
+    place = (np.log(2.5) - 3, np.log(30) + 4, 240, 0.0, np.inf)
+    expected = by_grid(points, laws._logistic, [steepness, place], 60.0, (np.arange(120) + 0.5) / 120)
+    drawn = laws.logistic(points, count=8000, seed=0)
     np.testing.assert_allclose(np.quantile(drawn.at(np.array([60.0])), [0.05, 0.5, 0.95]), expected, atol=0.01)
-    assert np.median(np.exp(drawn.shape), axis=0) == pytest.approx([1.4, 12], rel=0.15)
+    assert np.median(np.exp(drawn.shape), axis=0) == pytest.approx([3.0, 12], rel=0.15)
 
 
 def test_draws_of_the_power_law_are_its_posterior():
@@ -144,7 +146,7 @@ def test_points_of_any_kind_leave_something_drawn(name, reward):
 
 def test_too_few_points_to_tell_the_noise():
     points = points_of(np.array([0.1, 0.2, 0.3, 0.35]), compute=np.array([0.0, 1.0, 2.0, 3.0]))
-    for name in ("sigmoid", "richards", "weibull", "power"):
+    for name in ("sigmoid", "richards", "logistic", "power"):
         assert laws.LAWS[name](points, count=10, seed=0).at(np.array([4.0])).shape == (10, 1)
 
 
