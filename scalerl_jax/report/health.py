@@ -162,8 +162,11 @@ def _charts(settings: Mapping[str, Any]) -> list[Chart]:
     ]
 
 
-def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every chart of which the rows of metrics.jsonl hold anything, and the signs of RL that they should hold."""
+def health(
+    rows: Sequence[Row], settings: Mapping[str, Any], *, first: Sequence[alarms_lib.Alarm] = ()
+) -> dict[str, Any]:
+    """Every chart of which the rows of metrics.jsonl hold anything, and the signs of RL that they should hold; the
+    alarms, `first` before those of the limits."""
     groups = groups_of(len(rows))
     steps = [row["step"] for row in rows]
     drawn = alarms_lib.limits(rows, settings)
@@ -201,7 +204,7 @@ def health(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
         "recent": alarms_lib.RECENT,
         "charts": charts,
         "staleness": staleness(rows[-alarms_lib.RECENT :]),
-        "alarms": [dataclasses.asdict(alarm) for alarm in alarms_lib.alarms(rows, settings)],
+        "alarms": [dataclasses.asdict(alarm) for alarm in (*first, *alarms_lib.alarms(rows, settings))],
     }
 
 

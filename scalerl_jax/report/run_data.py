@@ -6,11 +6,13 @@ from typing import Any
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
+from scalerl_jax.report import collapses
 from scalerl_jax.report.health import CHARTS, health
 from scalerl_jax.report.log_rows import log_rows
 from scalerl_jax.report.samples import PAGE_BYTES, rollouts
 from scalerl_jax.report.score import AXES, score
 from scalerl_jax.report.time_line import running_seconds, time_line, totals
+from scalerl_jax.run.alarms import Alarm
 from scalerl_jax.system.json_values import read_object
 
 
@@ -57,11 +59,17 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
         "starts": len({row.get("incarnation") for row in (*metrics, *evals)}),
         "config": [[name, json.dumps(value)] for name, value in sorted(changed.items())],
         "score": score(evals),
-        "health": health(metrics, settings),
+        "health": health(metrics, settings, first=() if warm_start else _collapses(workdir, metrics, evals)),
         "time": time_line([] if warm_start else metrics, evals),
         "totals": totals(metrics, evals),
         "rollouts": rollouts(workdir, settings, page_bytes=PAGE_BYTES // of),
     }
+
+
+def _collapses(workdir: str, metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[Alarm]:
+    back = [Alarm("", one.rstrip("."), "nothing: the run goes on from there") for one in collapses.went_back(workdir)]
+    found = collapses.collapse(metrics, evals)
+    return back if found is None else [found, *back]
 
 
 _PLACES = ("train", "validation", "decontaminate", "traces", "template", "cache")  # leaves that name files
@@ -69,11 +77,4 @@ _PLACES = ("train", "validation", "decontaminate", "traces", "template", "cache"
 
 def _is_path(name: str) -> bool:
     leaf = name.rpartition(".")[2]
-    return leaf.endswith(("path", "file")) or leaf in (
-        "train",
-        "validation",
-        "decontaminate",
-        "traces",
-        "template",
-        "cache",
-    )
+    return leaf.endswith(("path", "file")) or leaf in _PLACES

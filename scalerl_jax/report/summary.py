@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scalerl_jax.report import collapses
 from scalerl_jax.report.page import write_report
 from scalerl_jax.report.run_data import read_settings
 from scalerl_jax.report.samples import sample_files
 from scalerl_jax.report.score import half_time
-from scalerl_jax.run import collapse_record
 from scalerl_jax.run.alarms import Alarm, alarms
-from scalerl_jax.run.collapse import first_collapse
 from scalerl_jax.run.jsonl import environments_of, read_rows
 from scalerl_jax.scaling.half_time import HalfTimeForecast
 from scalerl_jax.system import files
@@ -61,12 +60,11 @@ def show(workdir: str, console: Console | None = None) -> None:
 def _collapses(workdir: str, metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[str]:
     """That the run went back, and that its rows tell of a collapse."""
     try:
-        entries = collapse_record.read(workdir)
+        said = collapses.went_back(workdir)
     except ValueError as error:
         return [str(error)]
-    found = first_collapse(metrics, evals)
-    went = [entry.sentence() for entry in entries if entry.then == collapse_record.WENT_BACK]
-    return went + ([f"ALARM: {found} (raised at step {found.step})"] if found is not None else [])
+    found = collapses.collapse(metrics, evals)
+    return said + ([f"ALARM: {found}"] if found is not None else [])
 
 
 def _past_limits(workdir: str, metrics: list[dict[str, Any]]) -> list[Alarm]:

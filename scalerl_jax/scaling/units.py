@@ -54,7 +54,7 @@ def short_number(value: float) -> str:
     size = abs(value)
     if size == 0 or 0.001 <= size < 1000:
         return f"{value:.4g}"
-    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if scale <= size < scale * 1000:
             return f"{value / scale:.4g}{suffix}"
     return f"{value:.3g}"

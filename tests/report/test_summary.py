@@ -113,7 +113,7 @@ def test_the_forecast_and_its_picture(run):
     workdir, text = run
     last = np.mean([sigmoid(step) for step in range(48, 61, 3)])
     said = float(row_of(text, "forecast at half of the compute").split()[0])
-    assert abs(said - last) < 0.02
+    assert abs(said - last) < 0.03
     ahead = (sigmoid(60) - sigmoid(30)) / (sigmoid(60) - 0.3)
     assert float(row_of(text, "still to gain at half").split("%")[0]) == pytest.approx(100 * ahead, abs=1.5)
     with open(f"{workdir}/curve.png", "rb") as file:

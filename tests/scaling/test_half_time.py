@@ -58,7 +58,8 @@ def test_many_runs_in_one_picture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.5, "0.5"), (1500, "1.5k"), (2.5e6, "2.5M"), (3e21, "3e+21"), (1e-5, "1e-05")]
+    ("value", "text"),
+    [(0, "0"), (0.5, "0.5"), (1500, "1.5k"), (2.5e6, "2.5M"), (1.48e12, "1.48T"), (3e21, "3e+21"), (1e-5, "1e-05")],
 )
 def test_short_numbers(value, text):
     assert short_number(value) == text
