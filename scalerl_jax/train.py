@@ -59,7 +59,7 @@ from scalerl_jax.rollouts.servers.validate import Routed
 from scalerl_jax.rollouts.wait_times import WaitTimes
 from scalerl_jax.rollouts.weights.sync_stats import SyncStats
 from scalerl_jax.rollouts.weights.versions import Versions
-from scalerl_jax.run import collapse_record, compute_dtype, continuing, inputs
+from scalerl_jax.run import compute_dtype, continuing, going_back, inputs
 from scalerl_jax.run.collapse_guard import CollapseGuard
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.exporter import TrainerMetrics
@@ -128,7 +128,7 @@ def main(config: Config) -> None:
     """Trains, and once more where the run goes back: everything is closed in between."""
     try:
         train(config)
-    except collapse_record.Collapsed as end:
+    except going_back.Collapsed as end:
         if end.again:
             start_again()
         print(end, file=sys.stderr)
@@ -151,7 +151,7 @@ def train(config: Config) -> None:
         # ---- 1. The run folder; the policy, the tokenizer and the task to start from ---------------------------------
         chosen = compute_dtype.settle(config, FLAGS.workdir)
         folder = stack.enter_context(RunFolder(FLAGS.workdir, config, allow=FLAGS.allow))
-        back = collapse_record.carry_out(FLAGS.workdir, on_collapse=config.checkpoint.on_collapse)
+        back = going_back.carry_out(FLAGS.workdir, on_collapse=config.checkpoint.on_collapse)
         saved = newest_step(folder.path("checkpoints"))
         if saved is not None:
             signals.expect(f"interrupted: the same command goes on from step {saved}")

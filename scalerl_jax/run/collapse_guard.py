@@ -1,7 +1,7 @@
 """The collapse alarm of a running trainer, and what config.checkpoint.on_collapse does about it.
 
 The watch (collapse.py) is shown every row as it is written; the trainer asks `look` where its state is whole, before it
-saves, and is ended there by Collapsed: nothing more is saved of it (collapse_record.py says how it goes on).
+saves, and is ended there by Collapsed: nothing more is saved of it (going_back.py says how it goes on).
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.checkpoint import Checkpoints
-from scalerl_jax.run import collapse_record
+from scalerl_jax.run import going_back
 from scalerl_jax.run.collapse import COLLAPSE, Collapse, CollapseWatch, follow
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.jsonl import read_rows
@@ -66,7 +66,7 @@ class CollapseGuard:
         if self._found is None or self._on_collapse == "alarm":
             return
         self._checkpoints.wait()
-        end = collapse_record.leave(self._folder.workdir, self._found, on_collapse=self._on_collapse)
+        end = going_back.leave(self._folder.workdir, self._found, on_collapse=self._on_collapse)
         signals.expect("interrupted: the same command goes back to the last good checkpoint" if end.again else end.line)
         raise end
 

@@ -10,7 +10,7 @@
     events.out.tfevents.*  TensorBoard, in tensorboard/
     ledger.json            compute spent (ledger.py)
     checkpoints/           learner/checkpoint.py
-    collapse.json          where it stopped or went back for a collapse; collapsed/: rows set aside (collapse_record.py)
+    collapse.json          where it stopped or went back for a collapse; collapsed/: rows set aside (going_back.py)
 
 A row is one write of one line, so a killed run leaves at most one torn line, at the end, which the next start drops; a
 full disk leaves none. A run that goes on from step s drops every row past s; the compute those rows cost stays in the

@@ -175,7 +175,7 @@ def test_the_simulated_chance_is_what_comes(passes):
     (expected,) = [one for one in found.extensions if one.cost == 5120 and list(one.extra) == ["bs2048"]]
     compute = np.concatenate([[0.0], np.arange(SPACING, 8193, SPACING)])
     wrong = []
-    for index in range(40):
+    for index in range(20):
         a, b, m, r = (float(column[index]) for column in _columns(early.curves))
         sampled = sampled_passes(rng, curve(compute, m, b, a, r), runs=1)[0]
         # The points so far as they are; those to come as this curve has them.
@@ -201,13 +201,14 @@ def test_mistakes_are_refused(passes):
         plan([run, run], 10.0, at=-1.0)
 
 
-def test_planning_finds_the_better_recipe_with_less_compute(passes):
-    """Twelve simulated pairs: a choice by the plan is right, for less than half of the compute of both to the end."""
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.long])])
+def test_planning_finds_the_better_recipe_with_less_compute(passes, times):
+    """Simulated pairs: a choice by the plan is right, for less than half of the compute of both to the end."""
     rng = np.random.default_rng(7)
     pairs = [("ScaleRL", "GRPO"), ("8gen", "bs2048"), ("32gen", "GRPO"), ("ScaleRL", "bs2048")]
     triples = {**TABLE_1, "GRPO": FIGURE_2["GRPO"]}
     right, spent = [], []
-    for pair in pairs * 3:
+    for pair in pairs * times:
         runs = [sampled_passes(rng, curve(COMPUTE, *triples[name]), runs=1)[0] for name in pair]
         true = [float(curve(16_000.0, *triples[name])) for name in pair]
         reached = [2048.0, 2048.0]
@@ -221,5 +222,5 @@ def test_planning_finds_the_better_recipe_with_less_compute(passes):
                 reached[k] = min(16_000.0, reached[k] + SPACING * np.ceil(extra / SPACING))
         right.append(true[pair.index(found.best)] == max(true))
         spent.append(sum(reached) / 32_000)
-    assert np.mean(right) >= 11 / 12
+    assert sum(not one for one in right) <= 1
     assert np.median(spent) < 0.5

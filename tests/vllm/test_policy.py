@@ -20,9 +20,14 @@ from tests.vllm.models import SLOTS, config, reference_of, started
 pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
 
 TOLERANCE = 1e-4
-CASES = [(kind, tied) for kind in ("qwen3", "llama") for tied in (True, False)] + [
-    ("qwen2", True),
+CASES = [
+    ("qwen3", True),
+    ("llama", False),
     ("qwen3_moe", False),
+    *(
+        pytest.param(case, marks=[pytest.mark.slow, pytest.mark.long])
+        for case in (("qwen3", False), ("llama", True), ("qwen2", True))
+    ),
 ]
 
 

@@ -6,9 +6,10 @@ import os
 import pytest
 
 from scalerl_jax.cli.entry import UserError
-from scalerl_jax.run import collapse_record
+from scalerl_jax.run import collapse_record, going_back
 from scalerl_jax.run.collapse import Collapse
-from scalerl_jax.run.collapse_record import Collapsed, Entry, carry_out, leave, read
+from scalerl_jax.run.collapse_record import Entry, read
+from scalerl_jax.run.going_back import Collapsed, carry_out, leave
 
 FOUND = Collapse(step=49, since=41, last_good=43, signs=("it fell",))
 
@@ -84,7 +85,8 @@ def test_cut_short_anywhere_the_next_start_carries_it_out(tmp_path, monkeypatch)
 
                 return does
 
-            patched.setattr(collapse_record, "write_whole", limited(collapse_record.write_whole))
+            for writes in (collapse_record, going_back):
+                patched.setattr(writes, "write_whole", limited(writes.write_whole))
             patched.setattr(os, "rename", limited(os.rename))
             try:
                 carry_out(str(cut), on_collapse="rollback")
