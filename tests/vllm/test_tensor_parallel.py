@@ -21,7 +21,11 @@ WORKERS = 2
 TOLERANCE = 1e-4
 
 
-CASES = [("qwen3", True), ("qwen3", False), ("qwen2", False), ("qwen3_moe", False)]
+CASES = [
+    ("qwen3", True),
+    ("qwen3_moe", False),
+    *(pytest.param(case, marks=pytest.mark.long) for case in (("qwen3", False), ("qwen2", False))),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
