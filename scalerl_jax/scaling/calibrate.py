@@ -199,10 +199,12 @@ def _crps(made: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: None) -> list[dict[str, Score]]:
-    """Of each case, judged by what the runs of other recipes gave. Raises ValueError where there is one recipe only."""
+    """Of each case, judged by what the runs of other recipes gave. Raises ValueError where there are not two recipes."""
     recipes = {case.run.recipe for case in given}
+    if not recipes:
+        raise ValueError("no run has points enough")
     if len(recipes) < 2:
-        raise ValueError(f"all runs are of one recipe, {next(iter(recipes), 'none')!r}: none is left to judge it by")
+        raise ValueError(f"all runs are of one recipe, {next(iter(recipes))!r}: none is left to judge it by")
     densities = Densities(given)
     found: dict[int, dict[str, Score]] = {}
     for recipe in sorted(recipes):

@@ -29,6 +29,7 @@ from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, Densities, calibrat
 from scalerl_jax.scaling.commands import results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
 from scalerl_jax.scaling.judged import Summary, summaries
+from scalerl_jax.scaling.points import TooFewPoints
 from scalerl_jax.system import platforms
 from scalerl_jax.system.files import write_whole
 
@@ -53,7 +54,10 @@ def main(paths: Sequence[str]) -> None:
             name = f"{one.name} {one.seed}".strip()
             passes, trials = one.counts.passes.sum(axis=1), one.counts.total
             with user_mistakes(before=f"{one.source}: {name}: "):
-                runs.append(whole_run(name, one.name, one.compute * factor, passes, trials))
+                try:
+                    runs.append(whole_run(name, one.name, one.compute * factor, passes, trials))
+                except TooFewPoints as error:
+                    results.say(console, f"{one.source}: {name} is left out: {error}")
     recipes = {one.recipe for one in runs}
     with user_mistakes(), Progress(console=console, transient=True) as progress:
         first = progress.add_task("runs foretold", total=len(runs))

@@ -22,27 +22,30 @@ READ = ["--x=hours", "--y=rate", "--run_column=recipe", "--seed_column=seed", "-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """bank.csv: two recipes, one of them with two seeds; one.csv: one recipe."""
+    """bank.csv: two recipes, one of them with two seeds; one.csv: one recipe; begun.csv: a run that has just begun."""
     path = tmp_path_factory.mktemp("calibrate")
     rng = np.random.default_rng(0)
     head, lines = "recipe,seed,hours,rate,passes,trials", []
     for recipe, seed in (("ScaleRL", 0), ("ScaleRL", 1), ("8gen", 0)):
         passes = rng.binomial(TRIALS, curve(COMPUTE, *TABLE_1[recipe]))
         lines += [f"{recipe},{seed},{c:g},{p / TRIALS:.6f},{p},{TRIALS}" for c, p in zip(COMPUTE, passes)]
+    begun = ["32k,0,0,0.4,1600,4000", "32k,0,100,0.4,1600,4000"]
     (path / "bank.csv").write_text("\n".join([head, *lines]) + "\n")
+    (path / "begun.csv").write_text("\n".join([head, *begun]) + "\n")
     (path / "one.csv").write_text("\n".join([head, *lines[:34]]) + "\n")
     return path
 
 
 @pytest.fixture(scope="module")
 def calibrated(folder):
-    done = calibrate("bank.csv", *READ, "--out=out", folder=folder)
+    done = calibrate("bank.csv", "begun.csv", *READ, "--out=out", folder=folder)
     assert done.returncode == 0, done.stderr
     return done
 
 
 @pytest.mark.slow
 def test_every_law_is_judged_on_runs_of_other_recipes(calibrated, folder):
+    assert "begun.csv: 32k 0 is left out: 1 points of different compute above 0" in calibrated.stdout
     assert "later evaluations of 3 runs of 2 recipes, foretold by those of other recipes" in calibrated.stdout
     assert sorted(os.listdir(folder / "out")) == [
         "calibrate.json",
@@ -90,6 +93,7 @@ def test_the_file_is_what_scalerl_fit_takes(calibrated, folder):
     [
         (["bank.csv", *READ[:-1]], "--trials: no column given; without counts the noise of an evaluation is not known"),
         (["one.csv", *READ], "all runs are of one recipe, 'ScaleRL': none is left to judge it by"),
+        (["begun.csv", *READ], "no run has points enough"),
         (["none.csv", *READ], "none.csv"),
     ],
 )
