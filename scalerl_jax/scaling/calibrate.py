@@ -199,7 +199,7 @@ def _crps(made: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: None) -> list[dict[str, Score]]:
-    """Of each case, judged by what the runs of other recipes gave. Raises ValueError where there are not two recipes."""
+    """Of each case, judged by what the runs of other recipes gave. Raises ValueError where there are no others."""
     recipes = {case.run.recipe for case in given}
     if not recipes:
         raise ValueError("no run has points enough")
