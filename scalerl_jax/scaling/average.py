@@ -28,6 +28,7 @@ BACKTEST = 0.6  # of the compute so far: what comes after is foretold from what 
 _EDGE = 1e-4  # scores nearer to 0 or 1 count as this near
 _RECORD_EDGE = 5e-3  # likewise, where the noise of a logit is told
 RECORD_DRAWS = 400
+_AT_ONCE = 1000  # places: of each, every draw of every law is in memory
 _LEAST_CHANCE = 0.05  # of 4 R (1 - R), where evaluations of other scores are compared by their noise
 
 
@@ -58,11 +59,12 @@ class AverageForecast:
             parts.append(expit(taken + off * rng.standard_normal((len(taken), 1))))
         return np.concatenate(parts)
 
-    def evaluations(self, compute) -> np.ndarray:
-        """As `ways`, measured with the noise of an evaluation like those so far."""
+    def evaluations(self, compute, *, rows=1) -> np.ndarray:
+        """As `ways`, measured with the noise of an evaluation like those so far, or of the mean of `rows` of them."""
         ways = self.ways(compute)
         noise = np.random.default_rng(self.seed + 1).standard_normal(ways.shape)
-        return np.clip(ways + np.sqrt(4 * ways * (1 - ways) * self.evaluation_variance) * noise, 0.0, 1.0)
+        variance = self.evaluation_variance / np.asarray(rows)
+        return np.clip(ways + np.sqrt(4 * ways * (1 - ways) * variance) * noise, 0.0, 1.0)
 
     @property
     def law_weights(self) -> dict[str, float]:
@@ -71,13 +73,17 @@ class AverageForecast:
 
     def predict(self, compute) -> np.ndarray:
         """The score [M] that is as likely to be passed as missed."""
-        return np.median(self.ways(np.atleast_1d(compute)), axis=0)
+        return np.concatenate([np.median(self.ways(part), axis=0) for part in _parts(np.atleast_1d(compute))])
 
-    def band(self, compute, *, level: float, evaluation: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """Between which scores an evaluation at each compute [M] will be with chance `level`, [M] each; with
-        evaluation=False the policy's true one."""
-        made = (self.evaluations if evaluation else self.ways)(np.atleast_1d(compute))
-        low, high = np.quantile(made, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    def band(self, compute, *, level: float, evaluation: bool = True, rows=1) -> tuple[np.ndarray, np.ndarray]:
+        """Between which scores an evaluation at each compute [M] will be with chance `level`, [M] each, or the mean of
+        `rows` (a number or [M]) evaluations; with evaluation=False the policy's true score."""
+        compute = np.atleast_1d(compute)
+        found = []
+        for part, many in zip(_parts(compute), _parts(np.broadcast_to(rows, compute.shape))):
+            made = self.evaluations(part, rows=many) if evaluation else self.ways(part)
+            found.append(np.quantile(made, [(1 - level) / 2, (1 + level) / 2], axis=0))
+        low, high = np.concatenate(found, axis=1)
         return low, high
 
 
@@ -96,7 +102,7 @@ def from_record(
 ) -> AverageForecast:
     """found: as `record` gives it."""
     drawn = {name: draw(name, points, count=count, seed=seed) for name in LAWS}
-    each = points.noise_variance / np.maximum(4 * points.reward * (1 - points.reward), _LEAST_CHANCE)
+    each = points.rows * points.noise_variance / np.maximum(4 * points.reward * (1 - points.reward), _LEAST_CHANCE)
     heard = 1.0
     if points.counts is not None:  # an upper bound where prompts differ; what the best law leaves tells by how much
         heard = min(1.0, *(float(np.median(one.dispersion)) for one in drawn.values() if one.dispersion is not None))
@@ -109,6 +115,10 @@ def from_record(
         count=count,
         seed=seed,
     )
+
+
+def _parts(values: np.ndarray) -> list[np.ndarray]:
+    return np.array_split(values, range(_AT_ONCE, len(values), _AT_ONCE))
 
 
 def draw(name: str, points: Points, *, count: int, seed: int) -> Drawn:

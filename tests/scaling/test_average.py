@@ -179,3 +179,32 @@ def test_what_is_no_calibration(tmp_path, text, told):
     with pytest.raises(ValueError, match=told) as error:
         calibration.read(str(path))
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+
+def test_many_places_are_what_each_is_alone():
+    points, _ = simulated()
+    forecast = average.average_forecast(points, only("sigmoid", SCALES[2]), count=50)
+    places = np.linspace(8100, 16_000, 2 * average._AT_ONCE + 3)
+    np.testing.assert_array_equal(forecast.predict(places), np.median(forecast.ways(places), axis=0))
+    true = np.array(forecast.band(places, level=0.8, evaluation=False))
+    np.testing.assert_allclose(true, np.quantile(forecast.ways(places), [0.1, 0.9], axis=0), rtol=1e-12)
+    low, high = forecast.band(places, level=0.8, rows=np.arange(1, len(places) + 1))
+    # The mean of so many evaluations is as certain as the policy.
+    np.testing.assert_allclose((low, high), true, atol=0.25)
+    np.testing.assert_allclose((low[-100:], high[-100:]), true[:, -100:], atol=0.005)
+
+
+def test_an_evaluation_is_as_noisy_whether_it_is_told_alone_or_in_bins():
+    rng, compute = np.random.default_rng(0), np.linspace(0, 8000, 4801)
+    passes = rng.binomial(64, curve(compute, *TABLE_1["ScaleRL"]))
+    found = [
+        average.average_forecast(
+            check_points(
+                compute[::every], passes[::every] / 64, initial_reward=None, burn_in=0.0, fit_until=None,
+                counts=(passes[::every, None], 64), run=None,
+            ),
+            EVEN, count=50,
+        ).evaluation_variance
+        for every in (1, 4)
+    ]  # fmt: skip
+    assert found[0] == pytest.approx(found[1], rel=0.1) and found[1] == pytest.approx(1 / (4 * 64), rel=0.1)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.scaling.average import average_forecast
+from scalerl_jax.scaling.binning import MOST_POINTS, make_bins
 from scalerl_jax.scaling.calibration import Calibration
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.units import short_number
@@ -18,16 +19,21 @@ def foretold(one: Run, calibration: Calibration) -> dict[str, Any]:
     forecast = average_forecast(one.points, calibration)
     order = np.argsort(one.compute[one.held], kind="stable")
     later, measured = one.compute[one.held][order], one.reward[one.held][order]
-    compute = later if later.size else np.array([2 * one.reached])
-    low, high = forecast.band(compute, level=LEVEL)
+    rows, end = np.ones(len(later)), later[-1] if later.size else 2 * one.reached
+    if len(later) > MOST_POINTS:
+        bins = make_bins(later, np.zeros(len(later), int))
+        later, measured, rows = bins.sums(later) / bins.rows, bins.sums(measured) / bins.rows, bins.rows
+    places, of = np.append(later, end), np.append(rows, 1)
+    low, high = forecast.band(places, level=LEVEL, rows=of)
     found = {
-        "compute": float(compute[-1]),
-        "score": float(forecast.predict(compute)[-1]),
+        "compute": float(end),
+        "score": float(forecast.predict(end)[0]),
         "interval_90": (float(low[-1]), float(high[-1])),
         "weights": forecast.law_weights,
     }
     if later.size:
-        found["held_out_within_90"] = int(np.sum((low <= measured) & (measured <= high)))
+        within = (low[:-1] <= measured) & (measured <= high[:-1])
+        found |= {"held_out_within_90": int(within.sum()), "held_out_points": len(later)}
     return found
 
 
@@ -37,4 +43,6 @@ def sentence(one: Run, found: dict[str, Any]) -> str:
     said = f"{one.name}: {said} ({LEVEL:.0%}: {low:.3f} to {high:.3f})"
     if "held_out_within_90" not in found:
         return f"{said}, twice the compute."
-    return f"{said}; {found['held_out_within_90']} of the {int(one.held.sum())} held out lie in such bands."
+    points, rows = found["held_out_points"], int(one.held.sum())
+    held_out = f"{rows} held out" if points == rows else f"{points} bins of those held out"
+    return f"{said}; {found['held_out_within_90']} of the {held_out} lie in such bands."

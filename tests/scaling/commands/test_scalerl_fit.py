@@ -216,3 +216,18 @@ def test_what_was_done_to_the_rows_is_said(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "run.csv: 1 of 76 rows are left out: NaN in 'score'\n" in said
     assert "run.csv: 10 rows repeat a value of 'compute'; the last of each is kept (--duplicates=last)\n" in said
+
+
+def test_more_rows_held_out_than_can_be_told_apart_are_judged_in_bins(tmp_path, monkeypatch, capsys):
+    compute = np.linspace(0, 16_000, 200_001)
+    passes = np.random.default_rng(0).binomial(8, curve(compute, *TABLE_1["ScaleRL"]))
+    rows = "".join(f"{c:.2f},{p / 8},{p},8\n" for c, p in zip(compute, passes))
+    (tmp_path / "run.csv").write_text("x,y,p,n\n" + rows)
+    fits = run_here(
+        monkeypatch, tmp_path, ["run.csv"], x="x", y="y", passes="p", trials="n", r0=0.4, fit_until="half", out="out"
+    )
+    (found,) = (part for part in fits["run"].values() if isinstance(part, dict) and "interval_90" in part)
+    assert found["held_out_points"] <= 1024 and found["held_out_within_90"] > 0.85 * found["held_out_points"]
+    low, high = found["interval_90"]
+    assert high - low > 2 * 1.6 * np.sqrt(0.25 / 8) - 0.05  # of one evaluation of 8 trials
+    assert f"of the {found['held_out_points']} bins of those held out lie in such bands." in capsys.readouterr().out
