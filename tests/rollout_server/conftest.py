@@ -1,7 +1,7 @@
 """Engines of every kind, served over real gRPC on the loopback interface, and a client that keeps to the contract.
 
 jax and vLLM never share an environment, so each is tested where it is installed: `make test` and `make test-vllm` run
-the same conformance tests.
+the same conformance tests. With SCALERL_GENERATOR they are run against a program instead, see external.py.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import inspect
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.engines.replay.scripts import Script, Scripted
 from scalerl_jax.model.tensor_layout import hf_tensors
+from tests.rollout_server.external import VARIABLE, External
 from tests.support.models import toy_decoder, write_folder
 
 # Seconds that an async test may take; one that hangs says where.
@@ -80,6 +82,10 @@ def replay_engine(
     return ReplayEngine(script, info, decode_chunk=told.decode_chunk, token_seconds=token_seconds, **own)
 
 
+def external_engine(model_folder: pathlib.Path, **options: Any) -> Any:
+    return External(model_folder, **{**DEFAULTS, **options})
+
+
 def jax_engine(model_folder: pathlib.Path, **options: Any) -> Engine:
     from rollout_server.engines.jax.engine import JaxEngine
 
@@ -116,9 +122,12 @@ def shared_vllm(model_folder: pathlib.Path) -> Iterator[Any]:
     shared.close()
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"replay": replay_engine, "jax": jax_engine}
+ENGINES: dict[str, Callable[..., Engine]] = {"replay": replay_engine, "jax": jax_engine, "external": external_engine}
 # Those that sample from a model, where they are installed.
 MODEL_ENGINES = [name for name in ("jax", "vllm") if importlib.util.find_spec(name) is not None]
+ALL_ENGINES = ["replay", *MODEL_ENGINES]
+if VARIABLE in os.environ:
+    MODEL_ENGINES = ALL_ENGINES = ["external"]
 
 
 def _maker(request: pytest.FixtureRequest) -> Callable[..., Engine]:
@@ -127,7 +136,7 @@ def _maker(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     return Maker(ENGINES[request.param], request.getfixturevalue("model_folder"))
 
 
-@pytest.fixture(params=["replay", *MODEL_ENGINES])
+@pytest.fixture(params=ALL_ENGINES)
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     return _maker(request)
 

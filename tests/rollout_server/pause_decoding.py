@@ -10,6 +10,7 @@ In all else the engine goes on: it answers, takes requests and versions of the w
     jax      the decode thread waits before it starts a chunk
     replay   the decode loop waits before a chunk
     vllm     vLLM knows no chunks, and itself goes on: of each completion so many chunks of tokens reach the engine
+    another program is told how many steps it may decode, see external.py
 """
 
 import asyncio
@@ -24,6 +25,7 @@ import pytest
 
 from rollout_server.engines.engine import Changes
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Version
+from tests.rollout_server.external import External
 from tests.support.waiting import eventually_async
 
 CHUNK = 4  # tokens: `decode_chunk` of the tests' engines
@@ -132,8 +134,12 @@ ENGINES: dict[str, Callable[[Any, Decoding, pytest.MonkeyPatch], Waits]] = {
 
 
 @contextlib.asynccontextmanager
-async def pause_decoding(engine: Any, *, chunks: int = 0) -> AsyncIterator[Decoding]:
+async def pause_decoding(engine: Any, *, chunks: int = 0) -> AsyncIterator[Any]:
     """Of an engine that is idle: `chunks` are decoded from now on. To be left before the engine is closed."""
+    if isinstance(engine, External):
+        async with engine.pause_decoding(chunks * CHUNK) as steps:
+            yield steps
+        return
     decoding, load = Decoding(chunks), engine.load
 
     async def noted(version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:
@@ -153,6 +159,8 @@ async def pause_decoding(engine: Any, *, chunks: int = 0) -> AsyncIterator[Decod
 
 def pause_loading(engine: Any, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """The engine takes no weights before the event is set."""
+    if isinstance(engine, External):
+        pytest.skip("what another program does with a version that is there cannot be held up from outside")
     go, load = asyncio.Event(), engine.load
 
     async def paused(version: Version, tensors: Mapping[str, np.ndarray], changes: Changes) -> float:

@@ -141,7 +141,7 @@ async def test_a_new_incarnation_ends_what_the_old_one_leased(make_engine: MakeE
         assert len(await served.generate(group(incarnation=new.incarnation, minimum_step=4))) == 4
         # The old trainer is not quite dead.
         reply = await served.push(step(10), random_weights(served.engine, 1))
-        assert "older" in reply.refused
+        assert served.says("older", reply.refused)
         assert await held(served) == new
 
 
@@ -201,7 +201,7 @@ async def test_a_header_that_does_not_fit_is_refused(make_engine: MakeEngine, to
         push = Push(served.stub, step(2), random_weights(served.engine, 2), change=REFUSED[told])
         # The header alone is enough: not a byte of payload is waited for.
         await push.send_header()
-        assert told in (await push.outcome()).refused
+        assert served.says(told, (await push.outcome()).refused)
         assert await held(served) == step(1)
         np.testing.assert_array_equal((await served.score(TEXT))[0], before)
         assert (await served.push(step(2), random_weights(served.engine, 2))).HasField("applied")
@@ -210,7 +210,7 @@ async def test_a_header_that_does_not_fit_is_refused(make_engine: MakeEngine, to
 async def test_a_refused_push_may_still_be_writing(make_engine: MakeEngine) -> None:
     async with serving(make_engine()) as served:
         push = Push(served.stub, step(2), random_weights(served.engine, 2), change=_shape, chunk_bytes=64)
-        assert "has shape" in (await push.run()).refused
+        assert served.says("has shape", (await push.run()).refused)
 
 
 async def test_an_unfinished_push_changes_nothing(make_engine: MakeEngine) -> None:
@@ -228,10 +228,10 @@ async def test_an_unfinished_push_changes_nothing(make_engine: MakeEngine) -> No
                 push.call.cancel()
             elif end == "half-close":
                 await push.call.done_writing()
-                assert "commit" in (await push.outcome()).refused
+                assert served.says("commit", (await push.outcome()).refused)
             else:
                 await push.send_header()
-                assert "header" in (await push.outcome()).refused
+                assert served.says("header", (await push.outcome()).refused)
             assert await held(served) == step(1)
             np.testing.assert_array_equal((await served.score(TEXT))[0], before)
         completion = (await served.generate(group(completions=1)))[0]
@@ -247,19 +247,19 @@ async def test_a_chunk_that_stays_wrong_ends_the_push(make_engine: MakeEngine) -
             await push.send_chunk(1, flip=True)
         replies = [await push.call.read() for _ in range(8)]
         assert [reply.WhichOneof("kind") for reply in replies] == ["resend"] * 7 + ["refused"]
-        assert "chunk 1" in replies[-1].refused
+        assert served.says("chunk 1", replies[-1].refused)
 
 
 async def test_a_newer_push_takes_the_place_of_an_older_one(make_engine: MakeEngine) -> None:
     async with serving(make_engine()) as served:
         older = Push(served.stub, step(2), random_weights(served.engine, 2))
         await older.send_header()
-        await older.send_chunk(0)
-        await eventually_async(lambda: served.server.service._weights._receiving is not None)
-        assert "newer" in (await served.push(step(1), random_weights(served.engine, 1))).refused
+        await older.send_chunk(0, flip=True)
+        assert (await older.call.read()).resend == 0  # so it is being received
+        assert served.says("newer", (await served.push(step(1), random_weights(served.engine, 1))).refused)
         assert (await served.push(step(3), random_weights(served.engine, 3))).HasField("applied")
         await older.send_chunk(1)
-        assert "took its place" in (await older.outcome()).refused
+        assert served.says("took its place", (await older.outcome()).refused)
         assert await held(served) == step(3)
 
 
@@ -276,7 +276,7 @@ async def test_a_push_waits_while_another_is_applied(make_engine: MakeEngine, mo
         assert await held(served) == Version(0, 0)
         go.set()
         assert (await second).HasField("applied")
-        assert "took its place" in (await third).refused
+        assert served.says("took its place", (await third).refused)
         assert (await fourth).HasField("applied")
         assert await held(served) == step(4)
         assert (await served.status()).versions_applied == 2
