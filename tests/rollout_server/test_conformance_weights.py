@@ -266,7 +266,7 @@ async def test_a_newer_push_takes_the_place_of_an_older_one(make_engine: MakeEng
 async def test_a_push_waits_while_another_is_applied(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 is held up; 3 and 4 come meanwhile. The newest goes on, and the tensors of 2 are not overwritten."""
     async with serving(make_engine()) as served:
-        service, go = served.server.service._weights, pause_loading(served.engine, monkeypatch)
+        go, service = pause_loading(served.engine, monkeypatch), served.server.service._weights
         second = asyncio.create_task(served.push(step(2), random_weights(served.engine, 2)))
         await eventually_async(lambda: service._applying is not None)
         third = asyncio.create_task(served.push(step(3), random_weights(served.engine, 3)))
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_after_commit_leaves_a_whole_version(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(make_engine()) as served:
-        service, go = served.server.service._weights, pause_loading(served.engine, monkeypatch)
+        go, service = pause_loading(served.engine, monkeypatch), served.server.service._weights
         push = await staged(served, step(2), 2)
         await push.send_commit()
         await eventually_async(lambda: service._applying is not None)

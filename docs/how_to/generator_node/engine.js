@@ -5,9 +5,12 @@ const { check, Sequence } = require('./sequence.js');
 
 class Engine {
   constructor(policy, server) {
-    // calls: of Generate that are not over. staged: a version that waits: { version, tensors, applied }. steps: that may be
-    // taken, for tests that hold decoding up.
-    Object.assign(this, { policy, server, calls: new Set(), waiting: [], running: new Set(), staged: null, steps: Infinity });
+    Object.assign(this, { policy, server });
+    this.calls = new Set(); // of Generate that are not over
+    this.waiting = []; // sequences without a slot
+    this.running = new Set(); // sequences in slots
+    this.staged = null; // a version that waits to be flipped in: { version, tensors, applied }
+    this.steps = Infinity; // that may be taken, for tests that hold decoding up
   }
 
   generate(stream) {

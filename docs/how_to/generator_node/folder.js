@@ -19,7 +19,9 @@ function modelConfig(config) { // StatusReply.model_config
     vocab_size: config.vocab_size, hidden_size: config.hidden_size, layers: config.num_hidden_layers,
     heads: config.num_attention_heads, kv_heads: config.num_key_value_heads, head_dim: config.head_dim,
     intermediate_size: config.intermediate_size, rope_theta: float(config.rope_theta), rope_scaling: null,
-    norm_epsilon: float(config.rms_norm_eps), family: ascii(config.model_type), tied_embeddings: config.tie_word_embeddings,
+    norm_epsilon: float(config.rms_norm_eps), family: ascii(config.model_type),
+    tied_embeddings: config.tie_word_embeddings,
+    // Of families with experts, or with layers of two kinds: none here.
     experts: 0, experts_per_token: 0, moe_intermediate_size: 0, norm_topk_prob: false, nope_interval: 0,
     attention_chunk: 0, head_l2_norm: false, temperature_tuning: false, floor_scale: 0, attn_scale: float(0),
   };
@@ -40,15 +42,16 @@ function fingerprint(tokenizer) { // StatusReply.tokenizer_fingerprint, of the c
 }
 
 function shapes(config) { // Hugging Face name -> shape
-  const { hidden_size: width, head_dim: size, intermediate_size: mlp, vocab_size: vocabulary, model_type: family } = config;
+  const { hidden_size: width, head_dim: size, intermediate_size: mlp, vocab_size: vocabulary } = config;
   const [heads, groups] = [config.num_attention_heads * size, config.num_key_value_heads * size];
+  const { model_type: family } = config;
   const out = { 'model.embed_tokens.weight': [vocabulary, width], 'model.norm.weight': [width] };
   if (!config.tie_word_embeddings) out['lm_head.weight'] = [vocabulary, width];
   const layer = {
-    'input_layernorm.weight': [width], 'post_attention_layernorm.weight': [width], 'self_attn.q_proj.weight': [heads, width],
-    'self_attn.k_proj.weight': [groups, width], 'self_attn.v_proj.weight': [groups, width],
-    'self_attn.o_proj.weight': [width, heads], 'mlp.gate_proj.weight': [mlp, width], 'mlp.up_proj.weight': [mlp, width],
-    'mlp.down_proj.weight': [width, mlp],
+    'input_layernorm.weight': [width], 'post_attention_layernorm.weight': [width],
+    'self_attn.q_proj.weight': [heads, width], 'self_attn.k_proj.weight': [groups, width],
+    'self_attn.v_proj.weight': [groups, width], 'self_attn.o_proj.weight': [width, heads],
+    'mlp.gate_proj.weight': [mlp, width], 'mlp.up_proj.weight': [mlp, width], 'mlp.down_proj.weight': [width, mlp],
     ...(family === 'qwen3' && { 'self_attn.q_norm.weight': [size], 'self_attn.k_norm.weight': [size] }),
     ...(family === 'qwen2' && {
       'self_attn.q_proj.bias': [heads], 'self_attn.k_proj.bias': [groups], 'self_attn.v_proj.bias': [groups],
@@ -63,7 +66,8 @@ function shapes(config) { // Hugging Face name -> shape
 // Tensors of a sync dtype as numbers; bfloat16 is the upper half of a float32.
 function floats(bytes, dtype) {
   if (dtype === 'float32' || dtype === 'F32') return new Float32Array(Uint8Array.from(bytes).buffer);
-  return new Float32Array(Uint32Array.from(new Uint16Array(Uint8Array.from(bytes).buffer), (bits) => bits << 16).buffer);
+  const upper = new Uint16Array(Uint8Array.from(bytes).buffer);
+  return new Float32Array(Uint32Array.from(upper, (bits) => bits << 16).buffer);
 }
 
 function safetensors(file) { // a length, a JSON object, the tensors' bytes
@@ -78,11 +82,14 @@ function readFolder(folder) {
   const given = read('config.json'), heads = given.num_attention_heads;
   const scaling = given.rope_scaling?.rope_type ?? given.rope_parameters?.rope_type ?? 'default';
   if (!['qwen3', 'qwen2', 'llama'].includes(given.model_type) || scaling !== 'default') {
-    throw new Error(`${folder}: a ${given.model_type} with ${scaling} positions is not one that this generator computes`);
+    throw new Error(`${folder}: ${given.model_type} with ${scaling} positions is not computed here`);
   }
   const config = {
-    ...given, num_key_value_heads: given.num_key_value_heads ?? heads, head_dim: given.head_dim ?? given.hidden_size / heads,
-    rope_theta: given.rope_theta ?? given.rope_parameters?.rope_theta ?? 10000, rms_norm_eps: given.rms_norm_eps ?? 1e-6,
+    ...given,
+    num_key_value_heads: given.num_key_value_heads ?? heads,
+    head_dim: given.head_dim ?? given.hidden_size / heads,
+    rope_theta: given.rope_theta ?? given.rope_parameters?.rope_theta ?? 10000,
+    rms_norm_eps: given.rms_norm_eps ?? 1e-6,
     tie_word_embeddings: given.tie_word_embeddings ?? false,
   };
   const files = fs.readdirSync(folder).filter((name) => name.endsWith('.safetensors'));

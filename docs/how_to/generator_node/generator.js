@@ -63,9 +63,11 @@ function score({ request }, answer) {
 }
 
 const proto = flags.proto ?? path.join(__dirname, '../../../scalerl_jax/contract/rollout.proto');
-const schema = protoLoader.loadSync(proto, { keepCase: true, longs: String, enums: String, defaults: true, oneofs: true });
+const as = { keepCase: true, longs: String, enums: String, defaults: true, oneofs: true };
+const schema = protoLoader.loadSync(proto, as);
 const { service } = grpc.loadPackageDefinition(schema).scalerl.v1.Rollout;
-for (const method of Object.values(service)) { // bytes that are no message: INVALID_ARGUMENT, where grpc-js says INTERNAL
+// Bytes that are no message are INVALID_ARGUMENT; grpc-js by itself says INTERNAL.
+for (const method of Object.values(service)) {
   const read = method.requestDeserialize;
   method.requestDeserialize = (bytes) => {
     try { return read(bytes); } catch (error) { return { broken: error.message }; }

@@ -74,7 +74,8 @@ class Policy {
     cache.forEach((rows, layer) => {
       const w = (name) => this.weights[`model.layers.${layer}.${name}`];
       const h = norm(x, w('input_layernorm.weight'), epsilon);
-      const [q, k, v] = [...'qkv'].map((n) => multiply(w(`self_attn.${n}_proj.weight`), h, w(`self_attn.${n}_proj.bias`)));
+      const project = (n) => multiply(w(`self_attn.${n}_proj.weight`), h, w(`self_attn.${n}_proj.bias`));
+      const [q, k, v] = [...'qkv'].map(project);
       const [query, key] = [[q, 'q'], [k, 'k']].map(([y, n]) => {
         const scale = w(`self_attn.${n}_norm.weight`); // Qwen 3 has it
         return this.rotate(scale ? norm(y, scale, epsilon) : y, rows.length);
@@ -111,7 +112,7 @@ function sample(logits, { temperature, top_k: k, top_p: p }, u) {
     if (k > 0) order = order.slice(0, k);
     const total = order.reduce((sum, one) => sum + Math.exp(one.scaled), 0);
     let mass = 0; // the smallest set of at least p of it
-    if (p < 1) order = order.filter((one) => { const before = mass; mass += Math.exp(one.scaled) / total; return before < p; });
+    if (p < 1) order = order.filter((one) => (mass += Math.exp(one.scaled) / total) - Math.exp(one.scaled) / total < p);
   }
   const total = order.reduce((sum, one) => sum + Math.exp(one.scaled), 0);
   let sum = 0;

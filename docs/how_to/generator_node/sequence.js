@@ -9,12 +9,13 @@ const ids = (bytes) => new Int32Array(Uint8Array.from(bytes).buffer);
 function check(request, { maximum_tokens: most, slots, queue_capacity: queue, vocabulary }) {
   const { completions, sampling, interruption, group_id: name } = request;
   if (!sampling || !completions.length) return 'no completion is asked for, or no sampling is given';
-  if (completions.length > slots + queue) return `${completions.length} completions, slots and queue hold ${slots + queue}`;
+  const places = slots + queue;
+  if (completions.length > places) return `${completions.length} completions, slots and queue hold ${places}`;
   const bytes = [request.prompt_token_ids, sampling.stop_token_ids, interruption?.text_token_ids ?? '',
     interruption?.end_of_thinking_token_ids ?? ''];
   if (bytes.some((part) => part.length % 4)) return 'token ids that are not whole int32s';
   const [prompt, stops, phrase, ending] = request.lists = bytes.map(ids);
-  const last = phrase.subarray(phrase.length - ending.length);
+  const last = phrase.subarray(Math.max(0, phrase.length - ending.length));
   const within = (value, low, high) => value >= Math.fround(low) && value <= high; // false for NaN
   const budgets = completions.some((wanted) => wanted.thinking_budget);
   const wrong = [
@@ -24,7 +25,7 @@ function check(request, { maximum_tokens: most, slots, queue_capacity: queue, vo
     ['temperature is not within 0.01 and 100', !within(sampling.temperature, 0.01, 100)],
     ['top_p is not within 1e-6 and 1', !within(sampling.top_p, 1e-6, 1)],
     ['the answer budget is 0', !sampling.answer_budget],
-    ['the phrase does not end with end_of_thinking', phrase.length < ending.length || last.some((id, i) => id !== ending[i])],
+    ['the phrase does not end with end_of_thinking', `${last}` !== `${ending}`],
     ['a thinking budget without a phrase', budgets && !phrase.length],
     ['this server does not tell experts', request.router_replay],
     ['token ids outside the vocabulary', request.lists.some((list) => list.some((id) => id < 0 || id >= vocabulary))],
@@ -56,7 +57,8 @@ class Sequence {
 
   // One token by the weights held now. Keys and values of tokens fed before stay those of the weights of then.
   step(policy, server) {
-    const { sampling, lists: [prompt, stops, phrase, ending] } = this.call.request, { tokens } = this, at = tokens.length;
+    const { sampling, lists: [prompt, stops, phrase, ending] } = this.call.request;
+    const { tokens } = this, at = tokens.length, forced = this.phraseLeft > 0;
     if (!this.cache) {
       this.began = performance.now();
       this.cache = policy.cache();
@@ -64,8 +66,8 @@ class Sequence {
       server.prefill_tokens += prompt.length;
     }
     const logits = policy.logits(policy.feed(this.cache, tokens.at(-1) ?? prompt.at(-1)));
-    const forced = this.phraseLeft > 0;
-    const [token, logprob] = forced ? [phrase.at(-this.phraseLeft), 0] : sample(logits, sampling, uniform(this.wanted.seed, at));
+    const drawn = () => sample(logits, sampling, uniform(this.wanted.seed, at));
+    const [token, logprob] = forced ? [phrase.at(-this.phraseLeft), 0] : drawn();
     tokens.push(token);
     this.logprobs.push(logprob);
     cover(this.versions, at, { step: server.version.step });

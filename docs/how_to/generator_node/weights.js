@@ -1,4 +1,4 @@
-// PushWeights: a header, chunks, commit; `resend` for what came damaged or not at all; then applied, refused or full_sync.
+// PushWeights: a header, chunks, commit; `resend` for what came damaged or not at all; then the last word.
 const zlib = require('zlib');
 const { floats } = require('./folder.js');
 
@@ -6,38 +6,48 @@ const STALL_MS = 30_000, DRAIN_MS = 10_000, ATTEMPTS = 8;
 class Refused extends Error {}
 class FullSync extends Error {}
 
+// CRC-32 as in zlib; Node has it from 20.15 on.
+const TABLE = Uint32Array.from({ length: 256 }, (_, n) => {
+  for (let bit = 0; bit < 8; bit++) n = n & 1 ? (n >>> 1) ^ 0xedb88320 : n >>> 1;
+  return n;
+});
+const crc = zlib.crc32 ?? ((data) => ~data.reduce((c, byte) => (c >>> 8) ^ TABLE[(c ^ byte) & 255], -1) >>> 0);
+
 let receiving = null; // the push that may still become the weights: one at a time
 let copy = null; // what deltas start from: { version, bytes: name -> Uint8Array in sync dtype }
 
-const older = (a, b) => (a.incarnation === b.incarnation ? a.step < b.step : BigInt(a.incarnation) < BigInt(b.incarnation));
 const same = (a, b) => a.incarnation === b.incarnation && a.step === b.step;
+const older = (a, b) =>
+  (a.incarnation === b.incarnation ? a.step < b.step : BigInt(a.incarnation) < BigInt(b.incarnation));
 const version = ({ incarnation, step }) => ({ incarnation, step: Number(step) });
 const count = (shape) => shape.reduce((a, b) => a * b, 1);
 
 function checkHeader(header, server) { // in full, before a chunk is taken
   const must = (holds, why) => { if (!holds) throw new Refused(why); };
-  const target = version(header.target ?? { incarnation: '0', step: 0 }), { tensors } = header, wanted = server.shapes;
+  const target = version(header.target ?? { incarnation: '0', step: 0 });
+  const { tensors } = header, wanted = server.shapes, most = Object.keys(wanted).length;
   const width = server.sync_dtype === 'float32' ? 4 : 2, delta = Boolean(header._base);
   must(target.incarnation !== '0', 'incarnation 0 is no trainer');
   must(!older(target, server.version), `step ${target.step} is older than the version held, ${server.version.step}`);
   must(header.parts <= 1, 'this server takes versions that are whole, and not in parts');
-  must(tensors.length <= Object.keys(wanted).length, `${tensors.length} tensors, the model has ${Object.keys(wanted).length}`);
+  must(tensors.length <= most, `the header names ${tensors.length} tensors, the model has ${most}`);
   must(new Set(tensors.map((tensor) => tensor.name)).size === tensors.length, 'tensors named twice');
   const missing = Object.keys(wanted).filter((name) => !tensors.some((tensor) => tensor.name === name));
   must(!missing.length, `tensors of the model that are missing: ${missing.slice(0, 3).join(', ')}`);
   let size = 0, whole = 0;
   for (const tensor of tensors) {
-    const shape = wanted[tensor.name], told = `[${tensor.shape.join(', ')}]`, elements = count(shape);
-    must(tensor.dtype === server.sync_dtype, `tensor ${tensor.name} is '${tensor.dtype}', the sync dtype is '${server.sync_dtype}'`);
-    must(told === `[${shape.join(', ')}]`, `tensor ${tensor.name} has shape ${told}, the model's is [${shape.join(', ')}]`);
-    must(!delta || tensor._digest, `tensor ${tensor.name} of a delta has no digest`);
-    must(tensor.changed <= elements, `tensor ${tensor.name}: ${tensor.changed} of ${elements} elements changed`);
+    const name = `tensor ${tensor.name}`, shape = wanted[tensor.name], elements = count(shape);
+    must(tensor.dtype === server.sync_dtype, `${name} is '${tensor.dtype}', the sync dtype is '${server.sync_dtype}'`);
+    must(`${tensor.shape}` === `${shape}`, `${name} has shape [${tensor.shape}], the model's is [${shape}]`);
+    must(!delta || tensor._digest, `${name} of a delta has no digest`);
+    must(tensor.changed <= elements, `${name}: ${tensor.changed} of ${elements} elements changed`);
     whole += elements * width;
     size += delta && !tensor.dense ? Number(tensor.gap_bytes) + 2 * Number(tensor.changed) : elements * width;
   }
   must(Number(header.payload_bytes) === size, `payload_bytes is ${header.payload_bytes}, the tensors take ${size}`);
-  must(header.chunk_bytes > 0 && header.chunk_bytes <= 2 ** 24, `chunk_bytes is ${header.chunk_bytes}, not within 1 and 2^24`);
-  must(size / header.chunk_bytes <= 2 ** 20, 'more than 2^20 chunks');
+  const { chunk_bytes: cut } = header;
+  must(cut > 0 && cut <= 2 ** 24, `chunk_bytes is ${cut}, not within 1 and 2^24`);
+  must(size / cut <= 2 ** 20, 'more than 2^20 chunks');
   if (delta) {
     must(server.sync_dtype === 'bfloat16', `a delta, but the sync dtype is ${server.sync_dtype}`);
     must(header.base.incarnation === target.incarnation, 'a delta from another incarnation');
@@ -60,11 +70,11 @@ class Staging { // the chunks of one version, in any order
     const start = index * this.header.chunk_bytes;
     if (index >= this.good.length) throw new Refused(`chunk ${index} of ${this.good.length}`);
     this.asked.delete(index);
-    if (zlib.crc32(data) !== crc32) {
+    if (crc(data) !== crc32) {
       server.chunks_refused += 1;
       if (this.good[index]) return true;
       this.attempts[index] = (this.attempts[index] ?? 0) + 1;
-      if (this.attempts[index] >= ATTEMPTS) throw new Refused(`the checksum of chunk ${index} was wrong ${ATTEMPTS} times`);
+      if (this.attempts[index] >= ATTEMPTS) throw new Refused(`chunk ${index} was wrong ${ATTEMPTS} times`);
       this.asked.add(index);
       return false;
     }
@@ -157,9 +167,11 @@ function receive(stream, server, stage) {
     else setTimeout(() => stream.end(), DRAIN_MS).unref();
   }
 
+  const applied = (seconds) => ({ applied: { version: push.target, server_id: server.server_id, ...seconds } });
+
   function begin(header) {
     const target = push.target = checkHeader(header, server);
-    if (receiving && older(target, receiving.target)) throw new Refused(`step ${receiving.target.step}, which is newer, is being received`);
+    if (receiving && older(target, receiving.target)) throw new Refused('a newer version is being received');
     receiving?.end({ refused: `another push, of step ${target.step}, took its place` });
     receiving = push;
     const lose = ({ address, relays }) => {
@@ -167,22 +179,25 @@ function receive(stream, server, stage) {
       relays.forEach(lose);
     };
     header.relays.forEach(lose);
-    if (header._base && copy && same(copy.version, target)) return end({ applied: { version: target, server_id: server.server_id } });
-    if (header._base && !(copy && same(copy.version, version(header.base)))) throw new FullSync('the delta starts from another version');
+    if (header._base && copy && same(copy.version, target)) return end(applied({}));
+    if (header._base && !(copy && same(copy.version, version(header.base)))) {
+      throw new FullSync('the delta does not start from the version that the copy holds');
+    }
     staging = new Staging(header);
   }
 
   function finish() {
     const { target } = push, staged = performance.now(), bytes = staging.finish(server);
-    const tensors = Object.fromEntries(Object.entries(bytes).map(([name, data]) => [name, floats(data, server.sync_dtype)]));
-    const checked = performance.now(), seconds = { staging_seconds: (staged - began) / 1000, checking_seconds: (checked - staged) / 1000 };
+    const tensors = {};
+    for (const [name, data] of Object.entries(bytes)) tensors[name] = floats(data, server.sync_dtype);
+    const checking_seconds = (performance.now() - staged) / 1000, staging_seconds = (staged - began) / 1000;
     clearTimeout(stall);
     staging = null; // from here on the client's going away changes nothing
     stage({
       version: target, tensors,
       applied: (pause) => {
         copy = { version: target, bytes };
-        end({ applied: { version: target, ...seconds, pause_seconds: pause, server_id: server.server_id } });
+        end(applied({ staging_seconds, checking_seconds, pause_seconds: pause }));
       },
     });
   }
@@ -215,7 +230,7 @@ function receive(stream, server, stage) {
   stream.on('end', () => { // the client has nothing more to say
     closed = true;
     if (over) stream.end();
-    else if (staging || !push.target) end({ refused: `the stream ended: ${staging?.waiting ?? 'all'} chunks missing, commit ${committed}` });
+    else if (staging || !push.target) end({ refused: 'the stream ended before all chunks and the commit were there' });
   });
   stream.on('cancelled', () => { if (staging || !push.target) end(); });
 }
