@@ -1,4 +1,4 @@
-"""docs/how_to/generator_node: a generator in Node, written from rollout.proto: it conforms, and a trainer trains with it."""
+"""docs/how_to/generator_node: a generator in Node, from rollout.proto: it conforms, and a trainer trains with it."""
 
 import asyncio
 import contextlib
