@@ -4,7 +4,7 @@ Command    scalerl-train --config=configs/scalerl_scout.py --workdir=runs/scaler
            with config.model.path at a Scout after supervised fine-tuning; prompts as for configs/scalerl_8b.py. It is
            sampled by the JAX engine: the vllm engine does not update a Scout
 Hardware   the paper does not say. scalerl-plan --config=configs/scalerl_scout.py --topology=v5p:4x4x4
-           --model_config=configs/scalerl_scout.json tells what 64 v5p take (docs/plan.md)
+           --model_config=configs/scalerl_scout.json tells what 64 v5p take (docs/how_to/plan.md)
 Time       the paper: fitted to 16,000 GPU-hours, continued to 45,000, 7,100 updates; never run here at this size
 Expect     the paper, on its own data: a higher asymptote than the 8B run's, at a sixth of its compute
 """

@@ -7,8 +7,8 @@ r"""scalerl-launch: a config and the machines for it become the files of a launc
 
 The files are written whole into --out; with --dry_run that is all, else apply.sh (kubectl) or submit.sh (sbatch) among
 them is run. Flags from --trainer_image to --prometheus go with kubernetes, from --partition to --tls_name with slurm.
-Every field of the config is a flag here too, as in --config.model.path=models/mine. docs/launch.md goes through a
-launch in order.
+Every field of the config is a flag here too, as in --config.model.path=models/mine. docs/how_to/kubernetes.md goes
+through a launch in order.
 """
 
 import dataclasses

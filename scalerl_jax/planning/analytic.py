@@ -1,5 +1,5 @@
 """An update's temporaries, collectives and memory traffic by formula: for GPUs, whose compiler is not here, and to
-choose what is worth compiling for TPUs. Its error against the TPU compiler's own count stands in docs/plan.md.
+choose what is worth compiling for TPUs. Its error against the TPU compiler's own count stands in docs/how_to/plan.md.
 
 T tokens a device, D width, c bytes of the compute dtype; a layer's weights lie in parts along fsdp, context and expert,
 and are gathered (in the compute dtype) whenever the layer is computed:

@@ -1,4 +1,4 @@
-"""docs/launch.md: its commands are taken, and print what the page says they print."""
+"""docs/how_to/kubernetes.md and slurm.md: their commands are taken, and print what the pages say they print."""
 
 import pathlib
 import re
@@ -9,10 +9,11 @@ import pytest
 from tests.launch.launched import launch
 from tests.support.paths import ROOT
 
-PAGE = (pathlib.Path(ROOT) / "docs" / "launch.md").read_text()
-# A whole command, and the fenced block that comes next.
-_COMMAND = r"^    (scalerl-launch (?:[^\n]*\\\n)*[^\n]*)\n\n(?:prints\n\n)?```\n(.*?)```"
-SHOWN = re.findall(_COMMAND, PAGE, flags=re.DOTALL | re.MULTILINE)
+HOW_TO = pathlib.Path(ROOT) / "docs" / "how_to"
+PAGE, SLURM = ((HOW_TO / name).read_text() for name in ("kubernetes.md", "slurm.md"))
+# A whole command, and the block of its output that comes next.
+_COMMAND = r"^```sh\n(scalerl-launch (?:[^\n]*\\\n)*[^\n]*)\n```\n\n(?:prints\n\n)?```text\n(.*?)```"
+SHOWN = [shown for page in (PAGE, SLURM) for shown in re.findall(_COMMAND, page, flags=re.DOTALL | re.MULTILINE)]
 
 
 @pytest.mark.parametrize(("command", "output"), SHOWN, ids=["kubernetes", "slurm"])
@@ -36,12 +37,14 @@ def test_the_trainers_command_is_the_rendered_one(tmp_path: pathlib.Path) -> Non
 def test_the_mistakes_are_worded_so(tmp_path: pathlib.Path) -> None:
     (tmp_path / "configs").symlink_to(pathlib.Path(ROOT) / "configs")
     shown = re.findall(r"^error: .*$", PAGE, flags=re.MULTILINE)
+    shown += re.findall(r"^error: --target.*$", SLURM, flags=re.MULTILINE)
     common = ("--config=configs/scalerl_8b.py", "--generator=h100:1")
     first = launch("--target=kubernetes", "--trainer=v5p:4x4", *common, where=tmp_path)
     second = launch(
         "--target=slurm", "--trainer=h200:2x8", "--insecure", *common, where=tmp_path, variables={"PATH": str(tmp_path)}
     )
-    assert [first.stderr.strip(), second.stderr.strip()] == shown
+    no_sbatch = second.stderr.strip()  # on both pages
+    assert [first.stderr.strip(), no_sbatch, no_sbatch] == shown
 
 
 def test_every_metric_on_the_page_is_told() -> None:
@@ -57,5 +60,5 @@ def test_every_metric_on_the_page_is_told() -> None:
 
 
 def test_the_page_links_to_what_there_is() -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE):
-        assert (pathlib.Path(ROOT) / "docs" / target).exists(), target
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE + SLURM):
+        assert (HOW_TO / target).exists(), target

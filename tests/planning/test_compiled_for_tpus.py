@@ -1,7 +1,7 @@
 """An update compiled by the TPUs' own compiler for chips that are not here: an 8B Llama in full, the rest small.
 
 Slow, some of it in `make test-long` only, and only where libtpu is installed, to which both see. What is printed goes
-into docs/plan.md.
+into docs/how_to/plan.md.
 """
 
 import dataclasses
