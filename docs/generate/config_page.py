@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from docs.generate.markdown import code, prose, sentence, table
+from docs.generate.markdown import code, escaped, prose, sentence, table
 from scalerl_jax import config as config_lib
 from scalerl_jax.cli import command_help
 from scalerl_jax.config_bounds import Above, AtLeast, Between
@@ -83,7 +83,9 @@ def page() -> str:
         kind, bound = described(hint)
         meaning = prose(sentence(said[owner, field]), links)
         changes = CHANGES[continuing.kind_of(name) or continuing.BOUND]
-        flag = f"{code(f'--config.{name}')}{{ #{name} }}"
+        before = f"--config.{name}"[: -len(field)]
+        # In two lines where there is no room for one, and no others.
+        flag = f'<code id="{name}"><span>{escaped(before)}</span><wbr><span>{escaped(field)}</span></code>'
         rows.setdefault(group, []).append([flag, "; ".join(filter(None, (kind, bound))), default, meaning, changes])
     parts = [INTRODUCTION]
     for group, fields in rows.items():

@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.generate import formulas, llms, repository  # noqa: E402
+from docs.generate import formulas, labels, llms, repository  # noqa: E402
 
 SOURCES = ("scalerl_jax", "launch", "rollout_server", "docs/generate", "setup.py", "Makefile")  # of generated pages
 
@@ -61,7 +61,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return formulas.drawn(content)
+    content = labels.unbroken(formulas.drawn(content))
+    if page.file.src_uri in _made:
+        content = f'<div class="reference">{labels.labelled(content)}</div>'
+    return content
 
 
 def on_post_build(config: MkDocsConfig) -> None:

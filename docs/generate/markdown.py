@@ -49,8 +49,8 @@ def _named(text: str, links: Mapping[str, str] | None, *, found: bool = False) -
 
 
 def sentence(text: str) -> str:
-    """With a capital letter where a plain word comes first, and a full stop."""
-    if re.match(r"[a-z]+[ ,;]", text):
+    """With a capital letter where a word comes first that no comma or colon follows, and a full stop."""
+    if re.match(r"[a-z]+ ", text):
         text = text[0].upper() + text[1:]
     return text if not text or text.endswith((".", "!", "?", ":")) else f"{text}."
 
