@@ -60,7 +60,10 @@ def _text(node: ast.AST) -> str | None:
 @functools.cache
 def texts() -> tuple[str, ...]:
     """Every text of the source that the program may print; those of the Makefile as the shell joins them."""
-    found = {" ".join(text.split(" ")) for tree in trees().values() for node in ast.walk(tree) if (text := _text(node))}
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    docstrings = {id(node.body[0].value) for node in nodes if isinstance(node, documented) and ast.get_docstring(node)}
+    found = {text for node in nodes if id(node) not in docstrings and (text := _text(node))}
     makefile = (HOME / "Makefile").read_text(encoding="utf-8")
     return (*found, re.sub(r'" \\\n\s*"', " ", makefile))
 
