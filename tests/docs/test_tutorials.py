@@ -11,7 +11,7 @@ from tests.support.hosts import free_port
 from tests.support.paths import ROOT
 
 FOLDER = pathlib.Path(ROOT) / "docs" / "tutorials"
-PORT = re.compile(r"\b8[45]\d\d\b")  # of servers that pages start
+PORT = re.compile(r"--port=(\d{4,5})\b")  # of servers that a page starts
 BLOCK_SECONDS = 300.0
 
 
