@@ -1,6 +1,7 @@
-"""reference/commands.md: every console script with its synopsis and flags, from their definitions; and the make targets."""
+"""reference/commands.md: every console script with its synopsis and its flags; and the make targets."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -37,6 +38,7 @@ def scripts() -> dict[str, str]:
     return {name: target.partition(":")[2] for name, target in pairs}
 
 
+@functools.cache
 def described() -> dict[str, dict[str, Any]]:
     """What command_flags.py says of each script."""
 

@@ -16,8 +16,8 @@ GROUPS = {
     "model": "The policy to start from, and what it is computed in. See [models](../how_to/models.md) and "
     "[memory](../how_to/memory.md).",
     "environment": "Where prompts come from and what an answer is worth. See [data](../how_to/data.md), "
-    "[rewards](../how_to/rewards.md) and [environments](../how_to/environments.md). An environment of a mixture has the "
-    "same fields under `config.mixture.NAME`; the config file names the environments.",
+    "[rewards](../how_to/rewards.md) and [environments](../how_to/environments.md). An environment of a mixture has "
+    "the same fields under `config.mixture.NAME`; the config file names the environments.",
     "environment.columns": "",
     "environment.judge": "A model that judges: the reward `judge`. See [rewards](../how_to/rewards.md).",
     "environment.sandbox": "In which programs of the environment `code` are run.",

@@ -1,4 +1,4 @@
-"""For mkdocstrings: the fields of a class, whose meanings are comments beside them, as the Attributes of its docstring."""
+"""For mkdocstrings: the fields of a class, explained by comments beside them, as the Attributes of its docstring."""
 
 from typing import Any
 

@@ -72,9 +72,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     for path, text in _texts.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         (site / path).write_text(llms.plain(text), encoding="utf-8")
-    titled = {
-        name: [(html.unescape(title), path) for title, path in pages] for name, pages in _sections.items()
-    }
+    titled = {name: [(html.unescape(title), path) for title, path in pages] for name, pages in _sections.items()}
     (site / "llms.txt").write_text(
         llms.index(config.site_name, config.site_description or "", titled, _texts), encoding="utf-8"
     )

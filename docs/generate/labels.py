@@ -15,7 +15,9 @@ def labelled(page: str) -> str:
 
 def unbroken(page: str) -> str:
     """HTML with short flags as one word."""
-    return re.sub(r"<code>(--[\w.=\[\]]{1,30}|-[\w-]{1,12}|[a-z]+-[a-z]+)</code>", r'<code class="flag">\1</code>', page)
+    return re.sub(
+        r"<code>(--[\w.=\[\]]{1,30}|-[\w-]{1,12}|[a-z]+-[a-z]+)</code>", r'<code class="flag">\1</code>', page
+    )
 
 
 def _of_table(table: str) -> str:

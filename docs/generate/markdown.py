@@ -1,4 +1,4 @@
-"""Text of the source as Markdown: comments and help become prose, with their names as code and their fields as links."""
+"""Text of the source as Markdown: comments and help become prose, names in it code, fields of the config links."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""reference/metrics.md: every number that a run writes down or tells Prometheus, from the tables beside their writing."""
+"""reference/metrics.md: every number that a run writes down or tells Prometheus, from the tables beside its writing."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,9 +19,12 @@ Where a run's numbers are, and what each of them means. Shares are from 0 to 1. 
 | `WORKDIR/metrics.jsonl` | a row for each step |
 | `WORKDIR/evals.jsonl` | a row for each evaluation |
 | `WORKDIR/ledger.json` | compute spent so far |
-| `WORKDIR/tensorboard/` | the numbers of a step under the keys below, and those of an evaluation under `evaluation/KEY`, without its compute; lists and texts are left out |
-| Weights & Biases | the same names (`telemetry.wandb_project`); the axis is `step`, of evaluations `evaluation/step` |
+| `WORKDIR/tensorboard/` | the numbers of these rows, see below |
+| Weights & Biases | the same, with `telemetry.wandb_project` |
 | Prometheus | with `--metrics_port`, [below](#prometheus) |
+
+TensorBoard and Weights & Biases have a step's numbers under the keys below, and an evaluation's under
+`evaluation/KEY`, without its compute. Lists stay in the files.
 
 The limits past which a number is a warning or an alarm are drawn in `report.html`, and
 [troubleshooting](../troubleshooting.md) says what to do. Files appear as they are written: a run that goes on from
