@@ -54,6 +54,8 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = page.file.src_uri
+    if path in _made:
+        page.meta["search"] = {"boost": 2}  # who searches for a name wants its definition
     _texts[path] = repository.rewritten(
         markdown, path, pages={file.src_uri for file in files if file.inclusion.is_included()}, repo_url=config.repo_url
     )
