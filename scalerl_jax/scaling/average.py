@@ -14,7 +14,7 @@ were fitted on complete runs (calibrate.py); where the points are too few for a 
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy.special import expit, logit, logsumexp
@@ -22,6 +22,7 @@ from scipy.special import expit, logit, logsumexp
 from scalerl_jax.scaling.calibration import SCALES, Calibration, Weights
 from scalerl_jax.scaling.laws import LAWS, Drawn
 from scalerl_jax.scaling.points import Points, TooFewPoints
+from scalerl_jax.scaling.shape import Shape
 
 DRAWS = 2000  # of each law
 BACKTEST = 0.6  # of the compute so far: what comes after is foretold from what comes before
@@ -101,7 +102,7 @@ def from_record(
     seed: int = 0,
 ) -> AverageForecast:
     """found: as `record` gives it."""
-    drawn = {name: draw(name, points, count=count, seed=seed) for name in LAWS}
+    drawn = {name: draw(name, points, calibration.shapes, count=count, seed=seed) for name in LAWS}
     each = points.rows * points.noise_variance / np.maximum(4 * points.reward * (1 - points.reward), _LEAST_CHANCE)
     heard = 1.0
     if points.counts is not None:  # an upper bound where prompts differ; what the best law leaves tells by how much
@@ -121,9 +122,10 @@ def _parts(values: np.ndarray) -> list[np.ndarray]:
     return np.array_split(values, range(_AT_ONCE, len(values), _AT_ONCE))
 
 
-def draw(name: str, points: Points, *, count: int, seed: int) -> Drawn:
-    """Of a law, with random numbers of its own."""
-    return LAWS[name](points, count=count, seed=seed + zlib.crc32(name.encode()) % 1000)
+def draw(name: str, points: Points, shapes: Sequence[Shape], *, count: int, seed: int) -> Drawn:
+    """Of a law, with random numbers of its own. shapes: of complete runs, for the law that takes them."""
+    given = {"shapes": shapes} if name == "informed" else {}
+    return LAWS[name](points, count=count, seed=seed + zlib.crc32(name.encode()) % 1000, **given)
 
 
 def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[str, tuple[float, ...]] | None:
@@ -136,7 +138,7 @@ def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[s
     ratio = np.sort(later.compute) / before.most
     found = {}
     for name in LAWS:
-        off, noise = away(draw(name, before, count=RECORD_DRAWS, seed=seed), later)
+        off, noise = away(draw(name, before, calibration.shapes, count=RECORD_DRAWS, seed=seed), later)
         densities = (log_density(off, noise, calibration.deviation(scale, ratio)) for scale in SCALES)
         found[name] = tuple(float(np.mean(density)) for density in densities)
     return found

@@ -6,7 +6,9 @@ From each of FRACTIONS of a run's compute every law foretells all later evaluati
     evaluations under the average, over all cases
 
 with weak priors on all of them, so that few runs give a sane answer. Judged leaving out: the cases of a run are
-foretold by what the runs of all other recipes gave; runs that differ only in their seed are one recipe.
+foretold by what the runs of all other recipes gave; runs that differ only in their seed are one recipe. The shapes that
+the law `informed` expects are those of the runs of all other recipes as well. (The prior weights are fitted on cases
+whose expected shapes are those of all recipes but their own, the one that is judged among them.)
 """
 
 import dataclasses
@@ -18,8 +20,10 @@ from scipy.special import logsumexp
 
 from scalerl_jax.scaling import average
 from scalerl_jax.scaling.calibration import SCALES, Calibration
-from scalerl_jax.scaling.laws import LAWS
+from scalerl_jax.scaling.fit import fit_sigmoid
+from scalerl_jax.scaling.laws import LAWS, shapes_of
 from scalerl_jax.scaling.points import Points, TooFewPoints, check_points
+from scalerl_jax.scaling.shape import Shape
 
 FRACTIONS = (0.3, 0.5, 0.7)  # of a run's compute, from which the rest is foretold
 LEVELS = (0.5, 0.8, 0.9)
@@ -28,6 +32,7 @@ _GROWTHS = (0.75, 1.0, 1.5, 2.0, 3.0)  # of which one is chosen
 _WEIGHT_DEVIATION = 1.5
 _RATE_PRIOR = (float(np.log(2.0)), 1.0)
 _HEARD = 0.02
+_SHAPES = 8  # of each complete run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +40,7 @@ class CompleteRun:
     name: str
     recipe: str  # runs of one recipe are left out together
     points: Points  # all evaluations
+    shapes: tuple[Shape, ...]  # what they leave possible; none of a run that did not rise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +71,31 @@ class Case:
 
 def cases(runs: Iterable[CompleteRun], *, tick: Callable[[], None] = lambda: None) -> list[Case]:
     """All of them; a run with too few points before a fraction has no case there."""
-    found = []
+    runs, found = list(runs), []
     for run in runs:
+        shapes = _shapes(other for other in runs if other.recipe != run.recipe)
         for fraction in FRACTIONS:
             try:
                 before, later = run.points.split(fraction * run.points.most)
             except TooFewPoints:
                 continue
             try:
-                record = _foretell(*before.split(average.BACKTEST * before.most))
+                record = _foretell(*before.split(average.BACKTEST * before.most), shapes)
             except TooFewPoints:
                 record = None
-            found.append(Case(run, fraction, before, later, _foretell(before, later), record))
+            found.append(Case(run, fraction, before, later, _foretell(before, later, shapes), record))
         tick()
     return found
 
 
-def _foretell(before: Points, later: Points) -> dict[str, _Foretold]:
+def _shapes(runs: Iterable[CompleteRun]) -> tuple[Shape, ...]:
+    return tuple(shape for run in runs for shape in run.shapes)
+
+
+def _foretell(before: Points, later: Points, shapes: Sequence[Shape]) -> dict[str, _Foretold]:
     found = {}
     for name in LAWS:
-        drawn = average.draw(name, before, count=average.RECORD_DRAWS, seed=0)
+        drawn = average.draw(name, before, shapes, count=average.RECORD_DRAWS, seed=0)
         found[name] = _Foretold(*average.away(drawn, later), np.log(np.sort(later.compute) / before.most))
     return found
 
@@ -121,8 +132,8 @@ def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Cali
     *logs, log_rate = fits[growth].x
     weights = np.exp(logs - logsumexp(logs)).reshape(len(LAWS), len(SCALES))
     prior = {name: tuple(row.tolist()) for name, row in zip(LAWS, weights)}
-    runs = len({densities.given[index].run.name for index in chosen})
-    return Calibration(prior, growth, float(np.exp(log_rate)), runs)
+    runs = {densities.given[index].run.name: densities.given[index].run for index in chosen}
+    return Calibration(prior, growth, float(np.exp(log_rate)), len(runs), _shapes(runs.values()))
 
 
 def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.optimize.OptimizeResult:
@@ -222,4 +233,5 @@ def whole_run(name: str, recipe: str, compute, passes, trials) -> CompleteRun:
     points = check_points(
         compute, passes / trials, initial_reward=None, burn_in=0.0, fit_until=None, counts=(passes, trials), run=None
     )
-    return CompleteRun(name, recipe, points)
+    rises = fit_sigmoid(compute, passes / trials, counts=(passes, trials)).rises
+    return CompleteRun(name, recipe, points, tuple(shapes_of(points, count=_SHAPES)) if rises else ())

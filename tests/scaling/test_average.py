@@ -1,7 +1,6 @@
 """The averaged forecast: its parts, its band, its weights, and what it says of the rest of a run."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from scalerl_jax.scaling.calibration import SCALES, Calibration
 from scalerl_jax.scaling.laws import LAWS
 from scalerl_jax.scaling.outlook import outlook
 from scalerl_jax.scaling.points import check_points
+from scalerl_jax.scaling.shape import Shape
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.linspace(0, 8000, 17)
@@ -26,7 +26,8 @@ def only(name, scale=SCALES[0], **changes):
     return Calibration(prior, **{"growth": 1.0, "rate": 0.0, **changes})
 
 
-EVEN = Calibration(dict.fromkeys(LAWS, (0.0, 0.0, 0.25, 0.0, 0.0)), growth=1.0, rate=2.0)
+EVEN = Calibration(dict.fromkeys(LAWS, (0.0, 0.0, 1 / len(LAWS), 0.0, 0.0)), growth=1.0, rate=2.0)
+SHAPES = (Shape(2.0, 1.0, 0.6), Shape(5.0, 2.5, 0.93))
 
 
 def simulated(run="ScaleRL", seed=0, compute=COMPUTE):
@@ -42,7 +43,7 @@ def simulated(run="ScaleRL", seed=0, compute=COMPUTE):
 @pytest.mark.parametrize("growth", [1.0, 0.5])
 def test_the_discrepancy_is_normal_in_the_logit_and_grows(growth):
     points, _ = simulated()
-    drawn = logit(average.draw("sigmoid", points, count=average.DRAWS, seed=0).at(LATER))
+    drawn = logit(average.draw("sigmoid", points, (), count=average.DRAWS, seed=0).at(LATER))
     forecast = average.average_forecast(points, only("sigmoid", 0.6, growth=growth))
     assert forecast.law_weights["sigmoid"] == pytest.approx(1, abs=1e-9)
     z = (logit(forecast.ways(LATER)) - drawn) / (0.6 * np.log(LATER / points.most) ** growth)
@@ -60,11 +61,12 @@ def test_the_density_is_that_of_the_mixture():
 def test_ways_are_shared_out_by_weight():
     points, _ = simulated()
     forecast = average.average_forecast(points, EVEN)
-    rows = [(0.25, 0, 0, 0, 0.25), (0, 0.25, 0, 0, 0), (0, 0, 0.25, 0, 0), NONE]
-    apart = dataclasses.replace(forecast, weights=dict(zip(LAWS, rows)))
+    of = dict.fromkeys(LAWS, NONE)
+    rows = {"sigmoid": (0.25, 0, 0, 0, 0.25), "richards": (0, 0.25, 0, 0, 0), "power": (0, 0, 0.25, 0, 0)}
+    apart = dataclasses.replace(forecast, weights=of | rows)
     ways = apart.ways(LATER)
     assert len(ways) == average.DRAWS
-    whole = dataclasses.replace(forecast, weights=dict(zip(LAWS, [(1.0, 0, 0, 0, 0), NONE, NONE, NONE])))
+    whole = dataclasses.replace(forecast, weights=of | {"sigmoid": (1.0, 0, 0, 0, 0)})
     np.testing.assert_array_equal(ways[:500], whole.ways(LATER)[:500])
     spread = np.std(logit(ways[:, -1]).reshape(4, 500), axis=1)  # sigmoid at 0.01 and 2, richards, power
     assert spread[1] > 1.2 > 0.3 > spread[0]
@@ -157,9 +159,18 @@ def test_a_run_that_is_done_is_told_to_stop_and_one_that_climbs_to_go_on():
 
 def test_a_calibration_is_read_as_it_is_written(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(calibration.document(EVEN)))
-    assert calibration.read(str(path)) == EVEN
-    assert calibration.default().runs > 0
+    for written in (
+        dataclasses.replace(EVEN, prior=dict.fromkeys(LAWS, (0.0, 0.0, 0.167, 0.0, 0.0)), shapes=shapes)
+        for shapes in ((), SHAPES)
+    ):
+        path.write_text(calibration.text(written))
+        assert calibration.read(str(path)) == written
+    assert calibration.default().runs > 0 and len(calibration.default().shapes) > calibration.default().runs
+
+
+GOOD = calibration.text(
+    dataclasses.replace(EVEN, prior=dict.fromkeys(LAWS, (0.0, 0.0, 0.167, 0.0, 0.0)), shapes=SHAPES)
+)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +179,13 @@ def test_a_calibration_is_read_as_it_is_written(tmp_path):
         ("{", "is not JSON"),
         ("[]", "is not a calibration"),
         ('{"scales": [1], "prior": {}, "growth": 1, "rate": 1, "runs": 3}', "scales are"),
-        (json.dumps(calibration.document(EVEN)).replace("0.25, 0.0, ", "0.25, "), "a weight for each of the scales"),
-        (json.dumps(calibration.document(EVEN)).replace("0.25", "-1"), "is not a number from 0 on"),
-        (json.dumps(calibration.document(EVEN)).replace("0.25", "NaN"), "is not a number from 0 on"),
+        (GOOD.replace("0.167, 0.0, ", "0.167, "), "a weight for each of the scales"),
+        (GOOD.replace("0.167", "-1"), "is not a number from 0 on"),
+        (GOOD.replace("0.167", "NaN"), "is not a number from 0 on"),
+        (GOOD.replace('"shapes"', '"bends"'), "KeyError.'shapes'"),
+        (GOOD.replace("0.93", "1.1"), "as many exponents and skews above 0 as asymptotes up to 1"),
+        (GOOD.replace("[2.0, 5.0]", "[2.0]"), "as many exponents and skews above 0 as asymptotes up to 1"),
+        (GOOD.replace("[2.0, 5.0]", "[0.0, 5.0]"), "as many exponents and skews above 0 as asymptotes up to 1"),
     ],
 )
 def test_what_is_no_calibration(tmp_path, text, told):

@@ -50,7 +50,7 @@ def test_runs_that_leave_the_law_widen_it(on_the_law):
         assert sum(map(sum, found.prior.values())) == pytest.approx(1)
     small, large = (np.sum([found.prior[name][:2] for name in LAWS]) for found in (sure, unsure))
     assert small > 2 * large
-    assert sum(sure.prior["sigmoid"]) + sum(sure.prior["richards"]) > 0.7
+    assert sum(sure.prior["sigmoid"]) + sum(sure.prior["richards"]) + sum(sure.prior["informed"]) > 0.7
     widths = {}
     for told, found in (("sure", sure), ("unsure", unsure)):
         widths[told] = np.mean([calibrate.judge(case, found)["average"].width for case in on_the_law[1::3]])
@@ -83,7 +83,8 @@ def test_the_numbers_are_the_best_there_are(on_the_law):
 
 def test_a_record_is_what_the_forecast_computes_for_itself(on_the_law):
     case = on_the_law[1]
-    even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=0.75, rate=2.0)
+    shapes = [shape for other in on_the_law[::3] if other.run.recipe != case.run.recipe for shape in other.run.shapes]
+    even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=0.75, rate=2.0, shapes=tuple(shapes))
     by_itself = average.record(case.before, even)
     for name, one in case.record.items():
         np.testing.assert_allclose(one.log_density(0.75).mean(axis=1), by_itself[name], rtol=1e-9)
@@ -105,6 +106,22 @@ def test_a_run_has_no_say_in_its_own_judgement(on_the_law):
     assert on_the_law[7].run.recipe == "recipe 1"
     assert scores[7] == by_hand
     assert again[0] != scores[0]  # the other recipes are foretold with the changed runs' help
+
+
+def test_the_shapes_expected_of_a_run_are_those_of_other_recipes(on_the_law):
+    runs = {case.run.name: case.run for case in on_the_law}
+    assert all(len(run.shapes) == calibrate._SHAPES for run in runs.values())
+    others = [case for case in on_the_law if case.run.recipe != "recipe 1"]
+    expected = [shape for run in runs.values() if run.recipe != "recipe 1" for shape in run.shapes]
+    assert list(calibrate.calibrate(calibrate.Densities(others)).shapes) == expected
+    case = on_the_law[7]
+    drawn = average.draw("informed", case.before, expected, count=average.RECORD_DRAWS, seed=0)
+    np.testing.assert_array_equal(case.foretold["informed"].away, average.away(drawn, case.later)[0])
+
+
+def test_a_run_that_falls_has_no_shape_to_offer():
+    scores = np.where(COMPUTE < 8000, curve(COMPUTE, *TABLE_1["ScaleRL"]), 0.1)
+    assert run_of("fallen", "recipe 0", scores, 0).shapes == ()
 
 
 def test_one_recipe_cannot_be_judged(on_the_law):

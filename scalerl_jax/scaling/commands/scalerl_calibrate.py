@@ -11,7 +11,6 @@ of each law, of their average, and of the sigmoid as it is fitted without a cali
 right.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -82,7 +81,7 @@ def main(paths: Sequence[str]) -> None:
     }
     written = results.write(out, "calibrate", document, _figure(table))
     path = os.path.join(out, "calibration.json")
-    write_whole(path, json.dumps(calibration_lib.document(whole), indent=2) + "\n")
+    write_whole(path, calibration_lib.text(whole))
     results.say(console, f"written: {', '.join([path, *written])}")
 
 
