@@ -113,6 +113,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
         "residual": rounded([fit.ssr])[0],
         "intervals": {name: rounded(ends) for name, ends in fit.intervals.items()},  # 95 %; None: open
         "identified": fit.identified,
+        "fits": not fit.misfit,
         "verdict": fit.verdict,
         "level": _LEVEL,
         "x": rounded(x),

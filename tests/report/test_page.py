@@ -82,7 +82,7 @@ def test_the_evaluations_and_the_forecast(data):
     assert rows["device_hours"] == pytest.approx([0.02 * i for i in range(16)])
     for axis, scale in (("device_hours", 1.0), ("model_flops", 3e13)):
         curve = data["score"]["curves"][axis]["all"]
-        assert curve["asymptote"] == pytest.approx(0.9, abs=0.02)
+        assert curve["asymptote"] == pytest.approx(0.9, abs=0.02) and curve["fits"]
         assert curve["midpoint"] == pytest.approx(0.2 * scale, rel=0.08)
         assert curve["x"][0] == 0 and curve["x"][-1] == pytest.approx(0.6 * scale) and np.all(np.diff(curve["x"]) > 0)
         drawn = [run_folders.rate(x / scale) for x in curve["x"]]

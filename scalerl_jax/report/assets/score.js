@@ -364,7 +364,7 @@ function figures(run) {
     tile(
       'Highest pass rate ahead (A)',
       curves.all.identified ? decimals(curves.all.asymptote) : 'not known yet',
-      `95 %: ${decimals(low)} to ${decimals(high)}`,
+      curves.all.fits ? `95 %: ${decimals(low)} to ${decimals(high)}` : 'one sigmoid does not describe these evaluations',
       'with unlimited compute',
       `steepness B ${plain(curves.all.exponent)}; half of the gain at C_mid = ${plain(curves.all.midpoint)} device-hours`,
     );
