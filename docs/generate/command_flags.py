@@ -35,7 +35,7 @@ def described(command: str) -> dict[str, Any]:
         must = "required" if default is None and not later else "optional"
         found.update(module=module, docstring=command_help.docstring(module), config=must if config else "")
 
-    commands._run = note  # type: ignore[assignment]
+    commands._run = note
     getattr(commands, command)()
     return {**found, "flags": [_flag(flag) for flag in command_help._own_flags()]}
 

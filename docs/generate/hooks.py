@@ -24,6 +24,7 @@ SOURCES = ("scalerl_jax", "launch", "rollout_server", "docs/generate", "setup.py
 
 _made: dict[str, str] = {}  # path -> Markdown
 _made_from: object = None
+_plain: dict[str, str] = {}  # path -> Markdown for programs that read, where that is another
 _texts: dict[str, str] = {}  # path -> Markdown as it is rendered, links finished
 _sections: dict[str, list[tuple[str, str]]] = {}
 
@@ -56,6 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = page.file.src_uri
     if path in _made:
         page.meta["search"] = {"boost": 2}  # who searches for a name wants its definition
+    assert config.repo_url, "mkdocs.yml has one"
     _texts[path] = repository.rewritten(
         markdown, path, pages={file.src_uri for file in files if file.inclusion.is_included()}, repo_url=config.repo_url
     )
@@ -71,6 +73,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 def on_post_build(config: MkDocsConfig) -> None:
     site = pathlib.Path(config.site_dir)
+    _texts.update(_plain)
     for path, text in _texts.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         (site / path).write_text(llms.plain(text), encoding="utf-8")
@@ -103,8 +106,11 @@ def _generated() -> dict[str, str]:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise PluginError(f"the generated pages: {done.stderr}")
+        found = json.loads(done.stdout)
         _made.clear()
-        _made.update(json.loads(done.stdout))
+        _made.update(found["pages"])
+        _plain.clear()
+        _plain.update(found["plain"])
         _made_from = newest
     return _made
 

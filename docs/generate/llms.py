@@ -38,4 +38,8 @@ def full(sections: Mapping[str, Sequence[tuple[str, str]]], texts: Mapping[str, 
 
 def plain(markdown: str) -> str:
     """Without what only the site's theme reads."""
-    return html.unescape(re.sub(r"(?<=[`\w]) ?\{ ?#[^}]*\}", "", markdown))
+    markdown = re.sub(r"\A---\n.*?\n---\n", "", markdown, flags=re.DOTALL)
+    markdown = re.sub(r"(?<=[`\w]) ?\{ ?#[^}]*\}", "", markdown)
+    return html.unescape(
+        re.sub(r"<code[^>]*><span>([^<]*)</span><wbr><span>([^<]*)</span></code>", r"`\1\2`", markdown)
+    )

@@ -1,8 +1,12 @@
-"""All generated pages, as JSON of path -> Markdown: `python -m docs.generate.pages`."""
+"""All generated pages, as JSON: `python -m docs.generate.pages`.
+
+pages    path -> Markdown, for the site
+plain    path -> Markdown that needs no site, where that is another
+"""
 
 import json
 
-from docs.generate import api_page, commands_page, config_page, metrics_page, proto_page
+from docs.generate import api_page, api_text, commands_page, config_page, metrics_page, proto_page
 
 
 def made() -> dict[str, str]:
@@ -17,4 +21,4 @@ def made() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(made()))
+    print(json.dumps({"pages": made(), "plain": {"reference/api.md": api_text.page()}}))

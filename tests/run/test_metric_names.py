@@ -71,6 +71,7 @@ def test_a_key_without_a_meaning_is_found() -> None:
 def test_the_rows_of_a_run_are_explained(tmp_path) -> None:
     """With experts, router replay, a KL to the start, a length penalty: the keys that most runs have not."""
     model = write_model(str(tmp_path / "model"), **EXPERTS)
+    (tmp_path / "task").mkdir()
     flags = ["router_replay=true", "length_control=penalty", "length_penalty_tokens=4"]
     run = Run(
         tmp_path / "run", f"--config={CONFIG}", f"--config.model.path={model}", *write_task(str(tmp_path / "task")),
