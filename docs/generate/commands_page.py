@@ -55,10 +55,10 @@ def described() -> dict[str, dict[str, Any]]:
 
 
 def targets() -> dict[str, str]:
-    """`make X` -> what the comment at the top of the Makefile says of it."""
+    """`make X`, or `make X NAME=value`, -> what the comment at the top of the Makefile says of it."""
     found, name = dict[str, str](), ""
     for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines():
-        if new := re.match(r"# make ([a-z-]+) +(.*)", line):
+        if new := re.match(r"# (make [a-z-]+(?: [A-Z]+=\S+)*) +(.*)", line):
             name = new[1]
             found[name] = new[2]
         elif name and (more := re.match(r"# {6,}(.*)", line)):
@@ -88,7 +88,7 @@ def page(links: dict[str, str]) -> str:
             parts.append(table(["Flag", "Type", "Default", "Meaning"], rows) + "\n")
     parts.append("## make\n\nFrom a clone of the repository. Each does the set-up it needs, and nothing where that is ")
     parts.append("done.\n\n" + table(["Target", "What it does"], [
-        [code(f"make {name}"), prose(sentence(said))] for name, said in targets().items()
+        [code(name), prose(sentence(said))] for name, said in targets().items()
     ]))  # fmt: skip
     return "".join(parts)
 

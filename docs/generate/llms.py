@@ -12,12 +12,15 @@ _MOST = 160  # characters of a page's line
 def summary(markdown: str) -> str:
     """The first sentence of a page's first paragraph, as text."""
     for paragraph in re.split(r"\n\s*\n", markdown):
-        if re.match(r"\s*([#|>!<`:]|---)", paragraph) or not paragraph.strip():
+        if re.match(r"\s*([#|>!<`:]|---|[*+-] |\d+\. )", paragraph) or not paragraph.strip():
             continue
         plain = html.unescape(_MARKS.sub("", _LINK.sub(r"\1", " ".join(paragraph.split()))))
-        first = re.match(r".*?[.:?!](?=\s|$)", plain)
+        first = re.match(r".*?[.?!](?=\s|$)", plain)
         said = (first[0] if first else plain).rstrip(":")
-        return said if len(said) <= _MOST else said[: _MOST - 3].rsplit(" ", 1)[0] + "..."
+        if len(said) <= _MOST:
+            return said
+        part = re.match(rf".{{40,{_MOST}}}(?=[:;] )", said)
+        return f"{part[0]}." if part else said[: _MOST - 3].rsplit(" ", 1)[0] + "..."
     return ""
 
 

@@ -63,9 +63,9 @@ def test_every_command_has_its_flags(generated) -> None:
 
 def test_every_target_of_make_is_there(generated) -> None:
     makefile = (pages.TREE / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"^# make ([a-z-]+)", makefile, re.MULTILINE))
-    assert named and named == set(commands_page.targets())
-    assert all(f"| `make {name}` |" in generated["reference/commands.md"] for name in named)
+    named = set(re.findall(r"^# (make [a-z-]+)", makefile, re.MULTILINE))
+    assert named and named == {" ".join(target.split()[:2]) for target in commands_page.targets()}
+    assert all(f"| `{target}` |" in generated["reference/commands.md"] for target in commands_page.targets())
 
 
 def test_every_message_of_the_proto_has_its_fields(generated) -> None:
