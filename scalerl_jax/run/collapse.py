@@ -10,7 +10,7 @@
                   completions more than usual), no gradient in half of the updates while the training pass rate is under
                   a tenth of its best. Usual: the median of the 50 updates before these 10
 
-    collapse      two evaluations on end are low; or one is low or below, and the updates or the training pass rate show
+    collapse      an evaluation is low and the one before was low or below; or one is low or below, and the updates or the training pass rate show
                   a sign; or the training pass rate and the updates do, and no evaluation since the fall says
                   otherwise; or a gradient or a loss is not finite
 
