@@ -13,6 +13,7 @@ from tests.support.paths import ROOT
 FOLDER = pathlib.Path(ROOT) / "docs" / "tutorials"
 PORT = re.compile(r"--port=(\d{4,5})\b")  # of servers that a page starts
 BLOCK_SECONDS = 300.0
+IN_TEST_FULL = ("own_reward", "fleet_with_tls")  # between them most commands; every page takes minutes
 
 
 def commands(page: pathlib.Path) -> list[run_page.Command]:
@@ -30,7 +31,7 @@ def free_ports(page: pathlib.Path) -> dict[str, str]:
 
 
 def test_the_pages_that_run_are_here() -> None:
-    assert {"own_data", "own_reward", "own_environment", "chat_model"} <= set(PAGES)
+    assert {"own_data", "own_environment", "chat_model", *IN_TEST_FULL} <= set(PAGES)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -42,7 +43,9 @@ def test_a_page_shows_what_its_commands_print(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_TEST_FULL else pytest.param(name, marks=pytest.mark.long) for name in PAGES]
+)
 def test_a_page_runs_whole(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     page, venv = PAGES[name], pathlib.Path(sys.prefix)
