@@ -2,7 +2,7 @@
 
 A config file is Python: it defines `get_config() -> Config`, its docstring gives the command, the hardware, the time
 and the result to expect, and it says only what differs from the defaults here, which are the paper's where the paper
-gives one (README, "Where the paper is silent", lists the rest). Flags override any leaf: --config.rollout.top_p=0.9.
+gives one (docs/algorithms/silent.md lists the rest). Flags override any leaf: --config.rollout.top_p=0.9.
 
 A field's choices and bounds stand in its annotation; config_check.py reads them there, and --help the comments.
 """

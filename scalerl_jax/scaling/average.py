@@ -9,7 +9,8 @@ pair is weighed by its record on the run at hand:
     weight of a law and a scale  ~  prior weight * exp(rate * mean log density)
 
 of the evaluations in the last 40 % of the compute so far, foretold from those before. The prior weights, the rate and g
-were fitted on complete runs (calibrate.py); where the points are too few for a record, the prior alone weighs.
+were fitted on complete runs (calibrate.py); where the points are too few for a record, the prior alone weighs. All laws
+but the random walk rise, so of a run that has fallen (trend.py) the walk alone speaks.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from scalerl_jax.scaling.calibration import SCALES, Calibration, Weights
 from scalerl_jax.scaling.laws import LAWS, Drawn
 from scalerl_jax.scaling.points import Points, TooFewPoints
 from scalerl_jax.scaling.shape import Shape
+from scalerl_jax.scaling.trend import has_fallen
 
 DRAWS = 2000  # of each law
 BACKTEST = 0.6  # of the compute so far: what comes after is foretold from what comes before
@@ -30,6 +32,7 @@ _EDGE = 1e-4  # scores nearer to 0 or 1 count as this near
 _RECORD_EDGE = 5e-3  # likewise, where the noise of a logit is told
 RECORD_DRAWS = 400
 _AT_ONCE = 1000  # places: of each, every draw of every law is in memory
+_OF_A_FALL = "random_walk"  # the law of a run that has fallen
 _LEAST_CHANCE = 0.05  # of 4 R (1 - R), where evaluations of other scores are compared by their noise
 
 
@@ -110,7 +113,7 @@ def from_record(
     return AverageForecast(
         reached=points.most,
         drawn=drawn,
-        weights=calibration.weights(found),
+        weights=calibration.weights(found, alone=_OF_A_FALL if has_fallen(points) else None),
         calibration=calibration,
         evaluation_variance=heard * float(np.median(each)),
         count=count,

@@ -3,7 +3,7 @@
 From each of FRACTIONS of a run's compute every law foretells all later evaluations (a case). Then
 
     the prior weights of every law at every scale, the rate and g maximise the mean log density of the logits of those
-    evaluations under the average, over all cases
+    evaluations under the average, over all cases but those of runs that had fallen by then, of which one law speaks
 
 with weak priors on all of them, so that few runs give a sane answer. Judged leaving out: the cases of a run are
 foretold by what the runs of all other recipes gave; runs that differ only in their seed are one recipe. The shapes that
@@ -24,6 +24,7 @@ from scalerl_jax.scaling.fit import fit_sigmoid
 from scalerl_jax.scaling.laws import LAWS, shapes_of
 from scalerl_jax.scaling.points import Points, TooFewPoints, check_points
 from scalerl_jax.scaling.shape import Shape
+from scalerl_jax.scaling.trend import has_fallen
 
 FRACTIONS = (0.3, 0.5, 0.7)  # of a run's compute, from which the rest is foretold
 LEVELS = (0.5, 0.8, 0.9)
@@ -125,9 +126,10 @@ def _together(foretold: Mapping[str, _Foretold], growth: float) -> np.ndarray:
 def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Calibration:
     """chosen: the cases, by their place; None: all. Raises ValueError without cases."""
     chosen = range(len(densities.given)) if chosen is None else chosen
-    if not chosen:
-        raise ValueError("no run has points enough to foretell anything from")
-    fits = {growth: _fit(densities, growth, chosen) for growth in _GROWTHS}
+    rising = [index for index in chosen if not has_fallen(densities.given[index].before)]
+    if not rising:
+        raise ValueError("no run that rises has points enough to foretell anything from")
+    fits = {growth: _fit(densities, growth, rising) for growth in _GROWTHS}
     growth = min(fits, key=lambda one: fits[one].fun)
     *logs, log_rate = fits[growth].x
     weights = np.exp(logs - logsumexp(logs)).reshape(len(LAWS), len(SCALES))

@@ -30,7 +30,7 @@ def find_trend(state: FitState) -> str:
     rise = float(best.asymptote - best.initial_reward)
     if np.ptp(points.reward) == 0 and (points.initial_mode == "free" or points.initial == points.reward[0]):
         return FLAT
-    if _collapses(points):
+    if has_fallen(points):
         return FALLING
     slope, probability = _line(points)
     if state.degrees > 0 and not _explains(state) and probability > _ALPHA:
@@ -101,7 +101,7 @@ def _groups(points: Points) -> list[tuple[int, float]]:
     return [(len(part), float(np.average(points.reward[part], weights=weight[part]))) for part in parts]
 
 
-def _collapses(points: Points) -> bool:
+def has_fallen(points: Points) -> bool:
     """Whether it rose first and then lost more than half of that, beyond what neighbours scatter."""
     if len(points.compute) < 2 * _GROUPS:
         return False

@@ -128,8 +128,23 @@ def test_one_recipe_cannot_be_judged(on_the_law):
     alone = [case for case in on_the_law if case.run.recipe == "recipe 0"]
     with pytest.raises(ValueError, match="all runs are of one recipe, 'recipe 0'"):
         calibrate.leave_one_out(alone)
-    with pytest.raises(ValueError, match="no run has points enough"):
+    with pytest.raises(ValueError, match="no run that rises has points enough"):
         calibrate.calibrate(calibrate.Densities([]))
+
+
+def test_of_a_run_that_has_fallen_the_random_walk_alone_speaks(on_the_law):
+    scores = np.where(COMPUTE < 5000, curve(COMPUTE, *TABLE_1["ScaleRL"]), 0.15)
+    fallen = calibrate.cases([*law_runs(), run_of("fallen", "recipe 3", scores, 0)])[-2]
+    assert fallen.run.name == "fallen" and fallen.fraction == 0.5
+    even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=1.0, rate=2.0)
+    found = average.average_forecast(fallen.before, even).law_weights
+    assert found["random_walk"] == pytest.approx(1)
+    assert abs(calibrate.judge(fallen, even)["average"].error) < 0.05
+    # What the other laws say of it has no part in how they are weighed.
+    with_it, without = (
+        calibrate.calibrate(calibrate.Densities(cases)) for cases in ([*on_the_law, fallen], on_the_law)
+    )
+    assert with_it.prior == without.prior and with_it.runs == without.runs + 1
 
 
 def test_crps_is_its_integral():
