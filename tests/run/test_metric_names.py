@@ -69,14 +69,16 @@ def test_a_key_without_a_meaning_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 def test_the_rows_of_a_run_are_explained(tmp_path) -> None:
-    """With experts, router replay, a KL to the start, a length penalty: the keys that most runs have not."""
+    """With experts, router replay, a KL to the start, two rewards: the keys that most runs have not."""
     model = write_model(str(tmp_path / "model"), **EXPERTS)
     (tmp_path / "task").mkdir()
-    flags = ["router_replay=true", "length_control=penalty", "length_penalty_tokens=4"]
+    (tmp_path / "brief.py").write_text("def brief(completion, **row):\n    return float(len(completion) < 3)\n")
+    rewards = json.dumps({"environment": 1, f"{tmp_path}/brief.py:brief": 0.1})
+    flags = ["rollout.router_replay=true", f"environment.rewards={rewards}", "objective.reference_kl=0.1"]
+    flags += ["objective.filter_zero_variance=false", "evaluation.every=2"]  # each batch has a gradient
     run = Run(
         tmp_path / "run", f"--config={CONFIG}", f"--config.model.path={model}", *write_task(str(tmp_path / "task")),
-        *(f"--config.rollout.{flag}" for flag in flags), "--config.objective.reference_kl=0.1",
-        "--config.evaluation.every=2",
+        *(f"--config.{flag}" for flag in flags),
     ).start()  # fmt: skip
     try:
         run.finish()
@@ -87,10 +89,10 @@ def test_the_rows_of_a_run_are_explained(tmp_path) -> None:
     assert {key for row in rows for key in unexplained(row, *METRICS.values())} == set()
     assert {key for row in evaluations for key in unexplained(row, *EVALS.values())} == set()
     seen = {key for row in rows for key in metric_names.flat(row)}
-    assert {"experts_moved", "reference_kl", "score/length_penalty", "optimizer_step"} <= seen
+    assert {"experts_moved", "reference_kl", "score/rewards/brief", "score/rewards/brief/errors"} <= seen
     # And the other way round: a run has all of these.
     for title in ("The batch", "The update", "Trainer against generators", "Where the time went", "Compute so far"):
-        assert {key for key in METRICS[title] if "*" not in key} <= seen | {"no_end_of_thinking"}
+        assert {key for key in METRICS[title] if "*" not in key} <= seen
     with open(tmp_path / "run" / "ledger.json", encoding="utf-8") as file:
         assert unexplained(json.load(file), LEDGER_FILE) == []
 
