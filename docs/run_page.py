@@ -24,6 +24,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
@@ -41,6 +42,7 @@ _SHELLS_NOT_RUN = ("bash", "shell", "console", "shell-session", "zsh")
 _ID = re.compile(r"\b[0-9a-f]{32}\b")
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?")
 _REST = "..."
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 _LEFT_SECONDS = 10.0  # that processes which a command left behind get for their end
 
 
@@ -213,16 +215,17 @@ class Shell:
         name = self._folder / ".printed"
         with name.open("wb") as into, name.open("rb") as printed:
             name.unlink()
-            process = subprocess.Popen(
-                ["bash", "-euo", "pipefail", "-c", script],
-                cwd=self._folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=into,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, to end it with all that it has started
-            )
-            self._groups.append(process)
+            with _signals_later():  # or a process would be there that no list has
+                process = subprocess.Popen(
+                    ["bash", "-euo", "pipefail", "-c", script],
+                    cwd=self._folder,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=into,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a group of its own, to end it with all that it has started
+                )
+                self._groups.append(process)
             until, whole, code = time.monotonic() + seconds, b"", None
             while True:
                 code = _exit_code(process)
@@ -233,6 +236,23 @@ class Shell:
                 if code is not None or time.monotonic() > until:
                     return code, whole.decode(errors="replace")
                 time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Ctrl-C and SIGTERM that come within are sent again after it. Only the main thread has handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def _exit_code(process: subprocess.Popen) -> int | None:

@@ -10,9 +10,9 @@
                   completions more than usual), no gradient in half of the updates while the training pass rate is under
                   a tenth of its best. Usual: the median of the 50 updates before these 10
 
-    collapse      an evaluation is low and the one before was low or below; or one is low or below, and the updates or the training pass rate show
-                  a sign; or the training pass rate and the updates do, and no evaluation since the fall says
-                  otherwise; or a gradient or a loss is not finite
+    collapse      an evaluation is low and the one before was low or below; or one is low or below, and the updates or
+                  the training pass rate show a sign; or the training pass rate and the updates do, and no evaluation
+                  since the fall says otherwise; or a gradient or a loss is not finite
 
 One unlucky evaluation is no collapse, nor is an update that jumps: a policy that is well again has none of these signs.
 The last good step is the newest evaluation that is as good as the best, within two standard errors or a twentieth; or

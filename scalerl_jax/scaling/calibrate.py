@@ -33,7 +33,7 @@ _GROWTHS = (0.75, 1.0, 1.5, 2.0, 3.0)  # of which one is chosen
 _WEIGHT_DEVIATION = 1.5
 _RATE_PRIOR = (float(np.log(2.0)), 1.0)
 _HEARD = 0.02
-_SHAPES = 8  # of each complete run
+_SHAPES = 4  # of each complete run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -285,3 +285,17 @@ def test_a_runner_that_is_stopped_ends_its_commands(tmp_path: pathlib.Path, numb
     assert runner.wait(timeout=30) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     assert time.monotonic() - start < 5
     eventually(lambda: not alive(int(background.read_text())), "what it had started to end")
+
+
+def test_a_signal_while_a_command_starts_comes_after_it_is_known() -> None:
+    """Between the start of a process and the list that it is ended by, nothing may end the runner."""
+    known = []
+
+    def start() -> None:
+        with run_page._signals_later():
+            signal.raise_signal(signal.SIGINT)
+            known.append("process")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert known == ["process"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
