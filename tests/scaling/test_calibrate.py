@@ -50,7 +50,8 @@ def test_runs_that_leave_the_law_widen_it(on_the_law):
         assert sum(map(sum, found.prior.values())) == pytest.approx(1)
     small, large = (np.sum([found.prior[name][:2] for name in LAWS]) for found in (sure, unsure))
     assert small > 2 * large
-    assert sum(sure.prior["sigmoid"]) + sum(sure.prior["richards"]) + sum(sure.prior["informed"]) > 0.7
+    # Half of the laws hold the sigmoid; weights that told nothing would give them half.
+    assert sum(sure.prior["sigmoid"]) + sum(sure.prior["richards"]) + sum(sure.prior["informed"]) > 0.6
     widths = {}
     for told, found in (("sure", sure), ("unsure", unsure)):
         widths[told] = np.mean([calibrate.judge(case, found)["average"].width for case in on_the_law[1::3]])
