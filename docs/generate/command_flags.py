@@ -29,7 +29,7 @@ def described(command: str) -> dict[str, Any]:
         config: bool = False,
         default: Config | None = None,
         later: bool = False,
-        tuned: bool = False,
+        **_: object,
     ) -> None:
         define()
         must = "required" if default is None and not later else "optional"

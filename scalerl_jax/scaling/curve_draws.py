@@ -55,6 +55,9 @@ class Expected:
     asymptote: np.ndarray  # [K], of each shape
     deviation: float
 
+    def of(self, chosen: np.ndarray | slice) -> "Expected":
+        return Expected(self.asymptote[chosen], self.deviation)
+
 
 # s [K, N] of shapes [K, P] at ln C [N].
 Rise = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -173,11 +176,10 @@ class Posterior:
         chosen = _stratified(np.exp(log_mass - log_mass.max()), _OVERSAMPLED * count, rng)
         width = np.broadcast_to(cells.width, cells.shape.shape)[chosen]
         shapes = cells.shape[chosen] + width * rng.uniform(-0.5, 0.5, width.shape)
-        expected = cells.expected and dataclasses.replace(cells.expected, asymptote=cells.expected.asymptote[chosen])
+        expected = cells.expected and cells.expected.of(chosen)
         weight = self.log_weight(shapes, expected) - cells.log_weight[chosen]
         kept = rng.permutation(_stratified(np.exp(weight - weight.max()), count, rng))
-        expected = expected and dataclasses.replace(expected, asymptote=expected.asymptote[kept])
-        return self._rest(shapes[kept], expected, rng)
+        return self._rest(shapes[kept], expected and expected.of(kept), rng)
 
     def log_weight(self, shapes: np.ndarray, expected: Expected | None = None) -> np.ndarray:
         """[K] logarithm of prior times likelihood of shapes [K, P]. With `expected` that is the prior of A, and shapes
@@ -186,10 +188,8 @@ class Posterior:
 
     def _given(self, shapes: np.ndarray, expected: Expected | None) -> _Given:
         batch = max(1, _BATCH // max(1, len(self._log_compute)))
-        parts = []
-        for at in range(0, len(shapes), batch):
-            part = expected and dataclasses.replace(expected, asymptote=expected.asymptote[at : at + batch])
-            parts.append(self._some(shapes[at : at + batch], part))
+        some = [slice(at, at + batch) for at in range(0, len(shapes), batch)]
+        parts = [self._some(shapes[each], expected and expected.of(each)) for each in some]
         return _Given(*[np.concatenate([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(_Given)])
 
     def _some(self, shapes: np.ndarray, expected: Expected | None) -> _Given:
