@@ -24,7 +24,7 @@ LONGEST, MOST_LINES = 120, 320
 COMMON = {"help", "helpfull", "helpshort", "verbosity", "config"}
 STUDY_TOO = "scalerl-launch"  # whose flags scalerl-study passes on with --render
 # What was going on while the project was made is no part of it.
-MAKING = r"\b(workplace|subagent|TODO|FIXME)\b|\b(this|the other|a later|an earlier|the next) session\b|/work/|/root/"
+MAKING = r"\b(workplace|subagent|TODO|FIXME)\b|\b(this|the other|a later|an earlier|the next) session\b"
 
 
 @functools.cache
