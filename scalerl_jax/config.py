@@ -179,9 +179,9 @@ class RolloutConfig:
 class ObjectiveConfig:
     # of a token, as a function of its ratio and advantage
     loss: Literal["cispo", "clip", "gspo", "reinforce"] = "cispo"
-    max_ratio: Positive[float] = 5.0  # cispo: on the ratio itself
-    clip_low: NotNegative[float] = 0.2  # clip, gspo: ratio in [1 - low, 1 + high]
-    clip_high: NotNegative[float] = 0.26  # 0.2: GRPO; 0.26: DAPO
+    max_ratio: Positive[float] = 5.0  # cispo: cap on the importance ratio itself
+    clip_low: NotNegative[float] = 0.2  # clip, gspo: the ratio is clipped below 1 - clip_low
+    clip_high: NotNegative[float] = 0.26  # clip, gspo: and above 1 + clip_high; 0.2: GRPO, 0.26: DAPO
     aggregation: Literal["prompt", "sample", "token"] = "prompt"  # what counts once: a prompt, a completion or a token
     # by whose standard deviation advantages are divided; maxrl: rewards are 1 and 0, divided by the prompt's mean
     advantage_normalization: Literal["batch", "prompt", "none", "maxrl"] = "batch"

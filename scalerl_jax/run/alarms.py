@@ -75,7 +75,9 @@ SIGNS = {
     "mismatch": Sign(
         "mismatch", "log-prob mismatch",
         "the trainer's log-probs differ from the generators' by {value:.2g} on average",
-        "generator and trainer compute different log-probs: compare their dtypes and head_precision",
+        "from the first steps on, generator and trainer compute different log-probs: compare their dtypes and "
+        "head_precision; later, the policy outruns its completions: lower the learning rate or "
+        "config.pacing.max_off_policy_steps",
     ),
     "mismatch_p99": Sign(
         "mismatch_p99", "log-prob mismatch at p99", "one token in a hundred differs by more than {value:.2g} nats",

@@ -150,15 +150,21 @@ def fit_sigmoid(
 ) -> SigmoidFit:
     """Fits R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B).
 
-    compute [N] >= 0 in any unit; reward [N] in [0, 1].
-    initial_reward: R0 as a number (exact); None: the row (or the mean of the rows) at compute 0; "fit": fitted as well.
-    burn_in: points of less compute are dropped (the rows at 0 only give R0). fit_until: points of more compute are held
-        out; "half" is half of the largest.
-    counts: (passes, trials), each [N] or by prompt [N, prompts]; or an array [N, 2].
-    run: a label per point, [N]; runs that differ only in their seed are fitted by one curve, resampled as wholes.
-    asymptote_grid, midpoint_grid: the cells; None is the paper's for "paper", and for "auto" comes from the data
+    Args:
+      compute: [N], at least 0, in any unit.
+      reward: [N] in [0, 1].
+      initial_reward: R0 as a number (exact); None: the row (or the mean of the rows) at compute 0; "fit": fitted too.
+      burn_in: points of less compute are dropped (the rows at 0 only give R0).
+      fit_until: points of more compute are held out; "half" is half of the largest.
+      counts: (passes, trials), each [N] or by prompt [N, prompts]; or an array [N, 2].
+      run: a label per point, [N]; runs that differ only in their seed are fitted by one curve, resampled as wholes.
+      grid: "paper" takes the best cell of the paper's grid over A and C_mid; "auto" the minimum over the whole plane.
+      asymptote_grid, midpoint_grid: the cells; None is the paper's for "paper", and for "auto" comes from the data
         (there a grid given only adds cells to start from, and does not confine the minimum).
-    bootstrap: how many resamples to refit, from `seed`. population: these draw the prompts too (resample.py).
+      bootstrap: how many resamples to refit.
+      population: these draw the prompts too (resample.py).
+      seed: of the resamples.
+
     Raises ValueError on input that cannot be fitted.
     """
     if grid not in ("auto", "paper"):
