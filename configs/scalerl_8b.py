@@ -1,4 +1,4 @@
-"""The paper's 8B run: 48 prompts x 16 completions, 12,288 tokens to think, PipelineRL-8 (arXiv 2510.13786, A.3).
+"""The paper's 8B run: 48 prompts x 16 completions, up to 12,000 tokens to think, PipelineRL-8 (arXiv 2510.13786, A.3).
 
 Command    scalerl-train --config=configs/scalerl_8b.py --workdir=runs/scalerl_8b --servers=host:port,...
            with config.model.path at an 8B policy after supervised fine-tuning (Llama 3 or Qwen3 architecture); the

@@ -10,7 +10,8 @@
 addresses/, servers and logs/ are in WORKDIR-launch. This folder, the workdir and all files named have to be on a file
 system that all nodes see. SIGTERM before the time limit (--signal) or at a preemption
 makes the trainer save and leave, with exit code 143; the script then puts the job in the queue again, and the same
-command goes on from there. It does so after failures too, --max_restarts times; a user's mistake (code 2) ends the job.
+command goes on from there. It does so after failures too, --max_restarts times; a user's mistake (code 2) ends the job,
+and so does a policy that has collapsed (code 3, checkpoint.on_collapse).
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from scalerl_jax import config_io
 
 LEFT_ON_SIGTERM = 143  # 128 + SIGTERM, as scalerl_jax/system/signals.py ends a command
 USERS_MISTAKE = 2  # a flag or a file: the same again would do the same
+COLLAPSED = 3  # as scalerl_jax/run/going_back.py ends a run, which is then for a person to look at
 _GENERATOR_GRACE_SECONDS = 60  # before the time limit: what it samples is asked of others, nothing is to be saved
 # The number alone may be that of the whole array.
 _ELEMENT = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
@@ -130,6 +132,8 @@ def _trainer(settings: Settings, queue: Queue) -> RenderedFile:
     if not settings.insecure:
         fleet = {"tls_authority": queue.tls_authority, "token_file": queue.token_file}
         fleet |= {"tls_name": queue.tls_name} if queue.tls_name else {}
+    if queue.tls_name or settings.insecure:
+        fleet["relay"] = "false"  # servers pass versions on to hosts that show a certificate of their own name
     command = train_command(
         settings,
         config=f"{queue.folder}/config.py",
@@ -150,11 +154,21 @@ def _trainer(settings: Settings, queue: Queue) -> RenderedFile:
         *_wait_for_servers(settings),
         "code=0",
         f"srun --wait={settings.grace_seconds} {_broken(command)} || code=$?",
-        *_again(
-            f"((code == {LEFT_ON_SIGTERM} || code != 0 && code != {USERS_MISTAKE} "
-            f"&& ${{SLURM_RESTART_COUNT:-0}} < {settings.max_restarts}))",
-            "the trainer ended with code $code",
-        ),
+        "# Slurm's own count has preemptions and time limits in it.",
+        f'failures={shlex.quote(_state(settings))}/failures-"$SLURM_JOB_ID"',
+        'failed=$(cat "$failures" 2>/dev/null || echo 0)',
+        "again=0",
+        'case "$code" in',
+        f"    0 | {USERS_MISTAKE} | {COLLAPSED}) ;;",
+        f"    {LEFT_ON_SIGTERM}) again=1 ;;",
+        "    *)",
+        f"        if ((failed < {settings.max_restarts})); then",
+        "            again=1",
+        '            echo "$((failed + 1))" >"$failures"',
+        "        fi",
+        "        ;;",
+        "esac",
+        *_again("((again))", "the trainer ended with code $code"),
         'exit "$code"',
     ]
     return RenderedFile("trainer.sbatch", "Batch script of the trainer.", "\n".join(lines) + "\n", executable=True)

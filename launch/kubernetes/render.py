@@ -41,6 +41,9 @@ def render(settings: Settings, cluster: Cluster) -> list[RenderedFile]:
     return [*made, apply_script(launch, [file.name for file in made])]
 
 
+_LOGS_AT_ONCE = 5  # that kubectl follows, where it is not told to follow more
+
+
 def apply_script(launch: Launch, names: list[str]) -> RenderedFile:
     namespace, settings = shlex.quote(launch.cluster.namespace), launch.settings
     at = f"kubectl --namespace={namespace}"
@@ -73,7 +76,9 @@ def apply_script(launch: Launch, names: list[str]) -> RenderedFile:
             lines.append(f"{at} wait --for=condition=complete --timeout={DOWNLOAD_HOURS}h job/{launch.name}-model")
     if settings.trainer is not None:
         selector = f"app.kubernetes.io/instance={launch.name},app.kubernetes.io/component=trainer"
-        lines += ["", f"echo 'the log: {at} logs --follow --selector={selector}'"]
+        count = settings.trainer.hosts * launch.cluster.slices
+        most = f" --max-log-requests={count}" if count > _LOGS_AT_ONCE else ""
+        lines += ["", f"echo 'the log: {at} logs --follow{most} --selector={selector}'"]
     return RenderedFile("apply.sh", "Applies the files beside it.", "\n".join(lines) + "\n", executable=True)
 
 

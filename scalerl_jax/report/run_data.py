@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from typing import Any
 
 from scalerl_jax import config_check
@@ -47,8 +48,10 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
     if warm_start:
         metrics = [{**row, "nll": row.get("loss")} for row in metrics]
     defaults = config_check.leaves(Config())
-    # Where things lie on a machine is nobody's business who gets the page.
-    changed = {name: value for name, value in settings.items() if value != defaults.get(name) and not _is_path(name)}
+    # Where things lie, on a machine or in a network, is nobody's business who gets the page.
+    changed = {
+        name: value for name, value in settings.items() if value != defaults.get(name) and not _is_place(name, value)
+    }
     return {
         "name": os.path.basename(os.path.abspath(workdir)),
         "kind": "warm start" if warm_start else "run",
@@ -72,9 +75,13 @@ def _collapses(workdir: str, metrics: list[dict[str, Any]], evals: list[dict[str
     return back if found is None else [found, *back]
 
 
-_PLACES = ("train", "validation", "decontaminate", "traces", "template", "cache")  # leaves that name files
+# Leaves that name files, folders or addresses; the others of fleet.tls_* too.
+_PLACES = ("train", "validation", "decontaminate", "traces", "template", "cache", "vllm_python", "url")
+_OF_A_FILE = re.compile(r"\.py:[A-Za-z_]")  # FILE.py:CLASS, FILE.py:FUNCTION
 
 
-def _is_path(name: str) -> bool:
+def _is_place(name: str, value: Any) -> bool:
     leaf = name.rpartition(".")[2]
-    return leaf.endswith(("path", "file")) or leaf in _PLACES
+    if leaf.endswith(("path", "file")) or leaf.startswith("tls_") or leaf in _PLACES:
+        return True
+    return leaf in ("name", "reward", "rewards") and _OF_A_FILE.search(json.dumps(value)) is not None

@@ -138,7 +138,8 @@ _FORECAST: Names = {
     "pays_until": ("device-hours", "from where on twice the compute gains less than 0.02, most likely; "
                    "left out where that is not in sight"),
     "pays_until_step": ("steps", "the step at that compute"),
-    "weight_*": ("share", "weight of each law in the average: sigmoid, richards, logistic, power, random_walk"),
+    "weight_*": ("share", "weight of each law in the average: sigmoid, richards, informed, logistic, power, "
+                 "random_walk"),
 }  # fmt: skip
 FORECAST: Names = {
     **{f"forecast/{key}": said for key, said in _FORECAST.items()},

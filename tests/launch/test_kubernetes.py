@@ -125,6 +125,11 @@ def test_whatever_is_referred_to_is_there(folders: dict[str, pathlib.Path], name
         assert document["metadata"]["namespace"] == ("research" if name == "tiny_hosts" else "default")
 
 
+@pytest.mark.parametrize(("name", "most"), [("tiny", ""), ("8b_tpu", "--max-log-requests=16 ")])
+def test_the_log_command_follows_every_host(folders: dict[str, pathlib.Path], name: str, most: str) -> None:
+    assert f"logs --follow {most}--selector=" in (folders[name] / "apply.sh").read_text()
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_selectors_select_the_pods(folders: dict[str, pathlib.Path], name: str) -> None:
     labels = [template(workload)["metadata"]["labels"] for workload in workloads(folders[name])]

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from launch import slurm
 from scalerl_jax.config_io import load_file, parse_argv
+from scalerl_jax.run.going_back import Collapsed
 from tests.launch.launched import SCALERL_8B, SLURM, launch
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
@@ -102,11 +104,11 @@ def scontrol(folder: pathlib.Path, state: str = "RUNNING") -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "again"),
-    [(0, 0, False), (143, 0, True), (143, 99, True), (2, 0, False), (1, 0, True), (1, 20, False)],
+    ("code", "failures", "again"),
+    [(0, 0, False), (143, 0, True), (143, 20, True), (2, 0, False), (3, 0, False), (1, 0, True), (1, 20, False)],
 )
 def test_the_trainer_is_queued_again_where_that_helps(
-    code: int, restarts: int, again: bool, tmp_path: pathlib.Path
+    code: int, failures: int, again: bool, tmp_path: pathlib.Path
 ) -> None:
     folder = made(tmp_path, *SLURM, "--trainer=cpu:2")
     (tmp_path / "run-launch").mkdir()
@@ -116,7 +118,9 @@ def test_the_trainer_is_queued_again_where_that_helps(
         srun=f'printf "%s\\n" "$@" >{tmp_path}/srun; exit {code}',
         scontrol=scontrol(tmp_path),
     )
-    environment["SLURM_RESTART_COUNT"] = str(restarts)
+    environment["SLURM_RESTART_COUNT"] = "99"  # preemptions and time limits are in it
+    if failures:
+        (tmp_path / "run-launch" / "failures-7").write_text(f"{failures}\n")
     result = subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=60)
     assert result.returncode == code
     assert (tmp_path / "scontrol").exists() == again
@@ -127,6 +131,35 @@ def test_the_trainer_is_queued_again_where_that_helps(
     config, rest = parse_argv(flags)
     assert config.model.path == f"{tmp_path}/models/tiny"
     assert f"--servers=file:{tmp_path}/run-launch/servers" in rest and "--hosts=slurm" in rest
+
+
+def test_failures_are_counted_and_preemptions_are_not(tmp_path: pathlib.Path) -> None:
+    folder = made(tmp_path, *SLURM, "--max_restarts=2")
+    (tmp_path / "run-launch").mkdir()
+    (tmp_path / "run-launch" / "servers").write_text("node1:8500\n")
+    asked = []
+    for code in (1, 143, 1, 143, 1):
+        environment = stand_in(tmp_path, srun=f"exit {code}", scontrol=scontrol(tmp_path))
+        subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=60)
+        asked.append(len((tmp_path / "scontrol").read_text().splitlines()))
+    assert asked == [1, 2, 3, 4, 4]
+
+
+def test_codes_are_those_of_the_trainer() -> None:
+    assert (slurm.LEFT_ON_SIGTERM, slurm.COLLAPSED) == (128 + signal.SIGTERM, Collapsed.EXIT_CODE)
+
+
+@pytest.mark.parametrize(("flags", "relay"), [(["--insecure"], False), (["--tls_name=generators"], False), ([], True)])
+def test_servers_pass_versions_on_where_they_can_show_who_they_are(
+    flags: list[str], relay: bool, tmp_path: pathlib.Path
+) -> None:
+    secure = []
+    if "--insecure" not in flags:
+        for flag in ("token_file", "tls_authority", "tls_certificate", "tls_key"):
+            (tmp_path / flag).write_text("x")
+            secure.append(f"--{flag}={tmp_path / flag}")
+    folder = made(tmp_path, *(flag for flag in SLURM if flag != "--insecure"), *flags, *secure)
+    assert ("--config.fleet.relay=false" in (folder / "trainer.sbatch").read_text()) != relay
 
 
 def test_what_is_cancelled_is_not_queued_again(tmp_path: pathlib.Path) -> None:

@@ -215,6 +215,19 @@ def test_where_things_lie_is_not_told(run, data):
     assert ["telemetry.samples_every", "5"] in data["config"]
 
 
+def test_files_and_addresses_of_any_field_are_not_told(tmp_path):
+    folder = run_folders.write_run(tmp_path / "run", updates=8)
+    path = pathlib.Path(folder, "config.json")
+    config = json.loads(path.read_text())
+    config["fleet"] |= {"tls_authority": "/secret/a.pem", "tls_name": "secret.example", "vllm_python": "/secret/python"}
+    config["environment"] |= {"name": "/secret/env.py:Env", "rewards": {"secret.py:score": 1.0, "environment": 0.5}}
+    config["environment"]["judge"] |= {"url": "http://secret:8000/v1", "model": "told"}
+    path.write_text(json.dumps(config))
+    told = read_run(folder)["config"]
+    assert "secret" not in json.dumps(told)
+    assert ["environment.judge.model", '"told"'] in told
+
+
 # ---- completions, to the character ---------------------------------------------------------------------------------
 
 
