@@ -50,10 +50,11 @@ from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.fleet import Fleet, Servers
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.parity.handshake import Expected, Probe
+from scalerl_jax.rollouts.parity.handshake import Expected, Probe, compare
 from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials as credentials_lib
+from scalerl_jax.rollouts.servers import first_look
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.rollouts.servers.validate import Routed
 from scalerl_jax.rollouts.wait_times import WaitTimes
@@ -192,6 +193,19 @@ def train(config: Config) -> None:
         with entry.user_mistakes(ScorerError):  # a reward that cannot be is said before anything is started, too
             scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion))
 
+        expected = Expected(
+            tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
+            model_config=decoder.canonical_json(),
+            head_precision=config.model.head_precision,
+            sync_dtype=config.model.sync_dtype,
+            maximum_tokens=maximum_tokens,
+            router_replay=config.rollout.router_replay,
+        )
+        if given:
+            check = functools.partial(compare, expected=expected)
+            with entry.user_mistakes():
+                first_look.look(given, credentials, check, seconds=config.fleet.status_seconds)
+
         # How the processes of this machine share its GPUs is settled before JAX first looks for them.
         sharing = None
         if not given:
@@ -263,14 +277,7 @@ def train(config: Config) -> None:
         # ---- 4. Meet the fleet ---------------------------------------------------------------------------------------
         probe = Probe(
             config.parity,
-            expected=Expected(
-                tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
-                model_config=decoder.canonical_json(),
-                head_precision=config.model.head_precision,
-                sync_dtype=config.model.sync_dtype,
-                maximum_tokens=maximum_tokens,
-                router_replay=config.rollout.router_replay,
-            ),
+            expected=expected,
             score=learner.score_completions,
             dtype=config.model.compute_dtype
             if config.model.compute_dtype == "bfloat16"

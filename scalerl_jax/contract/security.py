@@ -13,6 +13,7 @@ it keeps other users of one machine out, nobody on a network.
 Left out on purpose: no users, no rights. Who may talk to a server may do all that the contract offers.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,7 +26,7 @@ import socket
 import ssl
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -163,7 +164,7 @@ class _TokenChannel:
     No interceptor: those of grpc.aio put a proxy between caller and stream, which reads ahead and hides errors.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, token: str):
+    def __init__(self, channel: Any, token: str):
         self._channel, self._metadata = channel, ((HEADER, f"Bearer {token}"),)
 
     def __getattr__(self, name: str) -> Any:
@@ -186,6 +187,13 @@ def connect(address: str, credentials: Credentials = PLAIN) -> Any:
     """A channel to host:port, for a stub of grpc.aio; nothing is dialled before the first call."""
     channel = dial(address, credentials, secure=grpc.aio.secure_channel, insecure=grpc.aio.insecure_channel)
     return _TokenChannel(channel, credentials.token) if credentials.token else channel
+
+
+@contextlib.contextmanager
+def connect_here(address: str, credentials: Credentials = PLAIN) -> Iterator[Any]:
+    """Likewise for blocking calls, on any thread; closed at the end."""
+    with dial(address, credentials, secure=grpc.secure_channel, insecure=grpc.insecure_channel) as channel:
+        yield _TokenChannel(channel, credentials.token) if credentials.token else channel
 
 
 def refusal(error: grpc.RpcError, credentials: Credentials) -> str:

@@ -11,9 +11,10 @@ import grpc
 import pytest
 
 from scalerl_jax.config import FleetConfig
+from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract import security
-from scalerl_jax.rollouts.errors import FleetError
-from scalerl_jax.rollouts.servers import credentials
+from scalerl_jax.rollouts.errors import FleetError, ProbeError
+from scalerl_jax.rollouts.servers import credentials, first_look
 from tests.rollout_server.certificates import Authority
 from tests.rollouts.small_trainer import ReplayServer, Trainer, config
 from tests.support.waiting import eventually
@@ -158,6 +159,48 @@ def test_the_others_may_be_away(servers, files):
 
     named = f"rollout server {servers[0].address}: it does not take the token"
     assert eventually(refused) == f"{named}; nobody answers at {nowhere}"
+
+
+def anybody(server: str, status: pb.StatusReply) -> None:
+    pass
+
+
+def nobody(server: str, status: pb.StatusReply) -> None:
+    raise ProbeError(f"server {server}: {status.engine} is not ours")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"token_file": "other_token"}, "it does not take the token"),
+        ({"tls_authority": "other_authority"}, "its TLS certificate is not signed by the authority given"),
+        ({"tls_authority": "", "tls_certificate": "", "tls_key": ""}, "as a server with TLS does"),
+    ],
+)
+def test_a_first_look_says_who_can_never_be_used(servers, files, changes, told):
+    addresses, shows = [server.address for server in servers], credentials.read(shown(files, **changes))
+    with pytest.raises(FleetError) as error:
+        first_look.look(addresses, shows, anybody, seconds=5)
+    message = str(error.value)
+    assert message.startswith(f"rollout server {addresses[0]}: ") and told in message and "\n" not in message
+    assert message.endswith("; nor can the other one be used")
+    assert TOKEN not in message and TOKEN[::-1] not in message
+
+
+def test_a_first_look_leaves_alone_what_may_come(servers, files, tmp_path_factory):
+    shows, refused = credentials.read(shown(files)), credentials.read(shown(files, token_file="other_token"))
+    here = servers[0].address
+    first_look.look([here], shows, anybody, seconds=5)
+    with pytest.raises(FleetError, match=f"^server {here}: replay is not ours$"):
+        first_look.look([here], shows, nobody, seconds=5)
+    first_look.look([here, "127.0.0.1:1"], refused, anybody, seconds=5)  # one may be there soon
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        first_look.look([here, f"127.0.0.1:{silent.getsockname()[1]}"], refused, anybody, seconds=0.5)
+    stranger = ReplayServer(str(tmp_path_factory.mktemp("stranger")), "server").wait()
+    try:
+        first_look.look([here, stranger.address], credentials.read(FleetConfig()), anybody, seconds=5)
+    finally:
+        stranger.close()
 
 
 def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files, tmp_path_factory, caplog):

@@ -142,6 +142,7 @@ def test_another_tokenizer(tmp_path, flags, refused):
     with serve(tmp_path, 1, "--engine=replay", f"--model={other}") as addresses:
         line = refused(tmp_path / "run", *flags, f"--servers={addresses[0]}")
     assert line.startswith(f"server {addresses[0]}: its tokenizer (")
+    assert not (tmp_path / "run" / "ledger.json").exists()  # told before anything is computed
     check_usable(tmp_path / "run")
 
 
@@ -153,6 +154,7 @@ def test_a_token_that_is_not_the_servers(tmp_path, flags, model, refused):
         flags = [*flags, f"--servers={addresses[0]}", f"--config.fleet.token_file={tmp_path}/ours"]
         line = refused(tmp_path / "run", *flags)
     assert line == f"rollout server {addresses[0]}: it does not take the token"
+    assert not (tmp_path / "run" / "ledger.json").exists()  # told before anything is computed
     check_usable(tmp_path / "run")
 
 
