@@ -28,6 +28,9 @@ settings.load_profile("repeatable")
 
 # The files that take longest go to the parallel workers first, else one worker ends alone with one of them.
 LONGEST = (
+    "tests/docs/test_tutorials.py",
+    "tests/hosts/test_one_trainer.py",
+    "tests/train/test_evaluate.py",
     "tests/train/test_resume.py",
     "tests/train/test_mistakes.py",
     "tests/scaling/commands/test_scalerl_fit.py",
@@ -37,6 +40,16 @@ LONGEST = (
     "tests/scaling/commands/test_scalerl_compare.py",
     "tests/rollout_server/engines/test_jax_engine.py",
     "tests/train/test_live.py",
+    "tests/train/test_router_replay.py",
+    "tests/train/test_metrics_port.py",
+    "tests/run/test_live_forecast.py",
+    "tests/scaling/test_average.py",
+    "tests/scaling/test_calibrate.py",
+    "tests/learner/test_expert_mesh.py",
+    "tests/learner/test_weight_snapshots.py",
+    "tests/train/test_interruption.py",
+    "tests/train/test_continued.py",
+    "tests/train/test_disk.py",
     "tests/train/test_no_learning.py",
     "tests/train/test_export.py",
     "tests/rollouts/test_liars.py",

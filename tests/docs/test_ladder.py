@@ -52,6 +52,7 @@ def test_the_set_up_says_what_the_page_shows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(7 * SHELL_SECONDS)
 def test_each_command_prints_what_the_page_shows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 FOLDER = pathlib.Path(ROOT) / "docs" / "tutorials"
 PORT = re.compile(r"--port=(\d{4,5})\b")  # of servers that a page starts
 BLOCK_SECONDS = 300.0
-IN_TEST_FULL = ("own_reward", "fleet_with_tls")  # between them most commands; every page takes minutes
+IN_TEST_FULL = ("own_reward",)  # every page takes minutes
 
 
 def commands(page: pathlib.Path) -> list[run_page.Command]:

@@ -39,6 +39,7 @@ def received(found, axes: str) -> float:
     return found["plan"]["received_per_device"].get(axes, {"bytes": 0})["bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 100)
 def test_an_update_of_8b_fits(tmp_path):
     found, _ = plan(

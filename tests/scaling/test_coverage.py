@@ -15,7 +15,7 @@ PARAMETERS = ("asymptote", "exponent", "midpoint")
 LONG = pytest.mark.long
 IN_FULL = ("ScaleRL", "bs2048")  # the other rows of the table are long
 EARLY = [
-    ("32k", 0.3), ("bs2048", 0.2), pytest.param("math+code, code", 0.5, marks=LONG),
+    pytest.param("32k", 0.3, marks=LONG), ("bs2048", 0.2), pytest.param("math+code, code", 0.5, marks=LONG),
     pytest.param("Scout", 0.3, marks=LONG),
 ]  # fmt: skip
 

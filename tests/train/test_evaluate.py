@@ -97,6 +97,7 @@ def test_the_checkpoints_of_a_run_give_its_own_rows(run, tmp_path):
     assert sum(line["correct"] for line in lines) == sum(found[-1]["passes"])
 
 
+@pytest.mark.slow
 def test_an_exported_model_gives_the_last_row_with_servers_that_are_there(run, tmp_path):
     workdir, flags = run
     exported = tmp_path / "policy"
