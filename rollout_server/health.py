@@ -18,12 +18,10 @@ from scalerl_jax.contract import rpc, security
 
 def ask(address: str, credentials: security.Credentials, *, seconds: float) -> str:
     """ "SERVING", or another word of grpc.health.v1, or why there is no answer within `seconds`."""
-    channel = security.dial(address, credentials, secure=grpc.secure_channel, insecure=grpc.insecure_channel)
-    metadata = [(security.HEADER, f"Bearer {credentials.token}")] if credentials.token else []
     request = health_pb2.HealthCheckRequest(service=rpc.SERVICE)
-    with channel:
+    with security.connect_here(address, credentials) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=seconds, metadata=metadata)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=seconds)
         except grpc.RpcError as error:
             return security.refusal(error, credentials) or f"{error.code().name}: {error.details()}"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)

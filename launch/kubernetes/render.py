@@ -24,6 +24,8 @@ from launch.kubernetes.tls import certificates
 from launch.rendered import RenderedFile, comment
 from launch.settings import Settings
 
+_LOGS_AT_ONCE = 5  # that kubectl follows, where it is not told to follow more
+
 
 def render(settings: Settings, cluster: Cluster) -> list[RenderedFile]:
     """The files of a launch. Raises ValueError that names the flag where it cannot be."""
@@ -39,9 +41,6 @@ def render(settings: Settings, cluster: Cluster) -> list[RenderedFile]:
     if settings.trainer is not None:
         made += [config(launch), trainer(launch)]
     return [*made, apply_script(launch, [file.name for file in made])]
-
-
-_LOGS_AT_ONCE = 5  # that kubectl follows, where it is not told to follow more
 
 
 def apply_script(launch: Launch, names: list[str]) -> RenderedFile:

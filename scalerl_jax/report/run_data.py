@@ -2,11 +2,11 @@
 
 import json
 import os
-import re
 from typing import Any
 
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
+from scalerl_jax.environments.user_code import named
 from scalerl_jax.report import collapses
 from scalerl_jax.report.health import CHARTS, health
 from scalerl_jax.report.log_rows import log_rows
@@ -77,11 +77,10 @@ def _collapses(workdir: str, metrics: list[dict[str, Any]], evals: list[dict[str
 
 # Leaves that name files, folders or addresses; the others of fleet.tls_* too.
 _PLACES = ("train", "validation", "decontaminate", "traces", "template", "cache", "vllm_python", "url")
-_OF_A_FILE = re.compile(r"\.py:[A-Za-z_]")  # FILE.py:CLASS, FILE.py:FUNCTION
 
 
 def _is_place(name: str, value: Any) -> bool:
     leaf = name.rpartition(".")[2]
     if leaf.endswith(("path", "file")) or leaf.startswith("tls_") or leaf in _PLACES:
         return True
-    return leaf in ("name", "reward", "rewards") and _OF_A_FILE.search(json.dumps(value)) is not None
+    return leaf in ("name", "reward", "rewards") and any(map(named, [value] if isinstance(value, str) else value))

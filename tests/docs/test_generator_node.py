@@ -107,7 +107,7 @@ def test_a_trainer_trains_with_it_alone(start: Callable[..., ServerProcess], tmp
     server = start(model, "--maximum_tokens=64", "--slots=8", "--queue=16")
     run = Run(
         tmp_path / "run", f"--config={CONFIG}", f"--config.model.path={model}", *task, f"--servers={server.address}",
-        f"--config.max_steps={steps}", f"--config.evaluation.every={steps}", "--config.parity.every=5",
+        f"--config.max_steps={steps}", f"--config.evaluation.every={steps}", "--config.parity.every=1",
         # Of bfloat16 weights, few of which change in a step: so they come as deltas.
         "--config.model.sync_dtype=bfloat16", "--config.optimizer.learning_rate=1e-6", "--config.telemetry.samples=16",
     ).start()  # fmt: skip
@@ -124,6 +124,7 @@ def test_a_trainer_trains_with_it_alone(start: Callable[..., ServerProcess], tmp
     assert [row["step"] for row in run.rows("evals.jsonl")] == [0, steps]
     # 2. Nothing that it delivered was found wrong, then or later.
     assert sum(row["parity"][what] for row in rows for what in ("taken_back", "sent_away")) == 0
+    assert sum(row["parity"]["probed"] for row in rows) > 0
     told = [server for row in rows for server in row["servers"].values()]
     assert told and max(one["mismatch"] for one in told) < 1e-2
     # 3. Its weights are the trainer's, by deltas: each was held against the digests in its header.

@@ -38,10 +38,14 @@ def look(
             return _why_not(address, Stub(channel), credentials, check, seconds)
 
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="first-look") as pool:
-        found = list(pool.map(why_not, addresses))
-    if all(found):
-        more = {1: "", 2: "; nor can the other one be used"}
-        raise FleetError(found[0] + more.get(len(found), f"; nor can one of the {len(found) - 1} others be used"))
+        asked = [pool.submit(why_not, address) for address in addresses]
+        for one in concurrent.futures.as_completed(asked):
+            if not one.result():  # one is enough
+                pool.shutdown(wait=False, cancel_futures=True)
+                return
+    more = {1: "", 2: "; nor can the other one be used"}
+    rest = more.get(len(asked), f"; nor can one of the {len(asked) - 1} others be used")
+    raise FleetError(asked[0].result() + rest)
 
 
 def _why_not(
@@ -56,17 +60,13 @@ def _why_not(
     for _ in range(SURE_AFTER):  # a process that ends closes the connections half made to it, too
         try:
             status = stub.Status(pb.StatusRequest(), timeout=seconds)
-        except grpc.RpcError as error:
-            why = security.refusal(error, credentials)
-            if not why:
-                return ""
-            time.sleep(_PAUSE_SECONDS)
-            continue
-        if status is None:
+            if status is not None:
+                check(address, status)
             return ""
-        try:
-            check(address, status)
         except ProbeError as error:
             return str(error)
-        return ""
+        except grpc.RpcError as error:
+            if not (why := security.refusal(error, credentials)):
+                return ""
+        time.sleep(_PAUSE_SECONDS)
     return f"rollout server {address}: {why}"
