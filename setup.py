@@ -72,7 +72,6 @@ EXTRAS = {
         "psutil>=6",
         "pytest>=9.0",
         "pytest-timeout>=2.4",
-        "pytest-xdist>=3.7",
         "ruff>=0.14",
         "torch>=2.8",  # the independent reference of the model tests; nothing outside tests/ imports it
         "uv>=0.8",

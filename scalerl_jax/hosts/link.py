@@ -35,6 +35,7 @@ from scalerl_jax.system import signals
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
+DIAL_SECONDS = 5.0  # one attempt to reach the first host
 JOIN_SECONDS = 600.0  # until all are there: pods of one trainer may start minutes apart
 HELLO_SECONDS = 10.0  # from the start of a stream until it says who it is; a stranger's holds a thread meanwhile
 FAREWELL_SECONDS = 3.0  # for what is still to be sent when the process is left
@@ -303,7 +304,7 @@ class OtherHost:
         while True:
             self._channel = grpc.insecure_channel(address, options=_OPTIONS)
             try:
-                grpc.channel_ready_future(self._channel).result(timeout=5.0)
+                grpc.channel_ready_future(self._channel).result(timeout=DIAL_SECONDS)
                 break
             except grpc.FutureTimeoutError:
                 self._channel.close()

@@ -13,6 +13,8 @@ from scalerl_jax.cli import command_help, compare_flags, entry
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from tests.support.processes import run_command
 
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
 COMMANDS = {
     "train": "--workdir",
     "sft": "--workdir",
@@ -34,7 +36,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         f"try:\n    {name}()\n"
         f"finally:\n    print(json.dumps([name for name in {LARGE.split()!r} if name in sys.modules]))"
     )
-    done = subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=600)
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
     return done
 

@@ -1,22 +1,19 @@
 """scalerl-verify as a user calls it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from scalerl_jax import verify
 from scalerl_jax.config import Config
 from tests.support.chat_folders import chat_folder
+from tests.support.processes import run_python
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
-COMMAND = [sys.executable, "-c", "from launch.commands import verify; verify()"]
-
 
 def run(folder, *arguments):
-    return subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
+    return run_python("-c", "from launch.commands import verify; verify()", *arguments, folder=folder)
 
 
 def jsonl(path, rows):

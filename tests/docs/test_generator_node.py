@@ -33,9 +33,12 @@ from scalerl_jax.rollouts.weights.publisher import Publisher
 from tests.support.chat_folders import chat_folder
 from tests.support.models import random_tensors, toy_decoder, write_folder
 from tests.support.paths import ROOT
+from tests.support.processes import SECONDS
 from tests.support.runs import CONFIG, Run
 from tests.support.servers import ServerProcess
 from tests.support.tiny_task import write_model, write_task
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 FOLDER = ROOT / "docs" / "how_to" / "generator_node"
 PAGE = ROOT / "docs" / "how_to" / "write_a_generator.md"
@@ -60,7 +63,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("node") / "generator_node"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("node_modules"))
     command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=150)
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"npm has not fetched the example's packages within {SECONDS:.0f} s")
     if done.returncode and (said := NO_NETWORK.search(done.stderr)):
         pytest.skip(f"npm cannot fetch the example's packages: {said[0]}")
     assert done.returncode == 0, done.stderr
@@ -74,13 +80,12 @@ def start(program: list[str], tmp_path: pathlib.Path) -> Iterator[Callable[..., 
         def begin(model: object, *flags: str) -> ServerProcess:
             server = ServerProcess(tmp_path, f"--model={model}", *flags, program=program)
             stack.callback(server.close)
-            return server.wait(seconds=60)
+            return server.wait()
 
         yield begin
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_it_conforms(program: list[str]) -> None:
     """The tests of every engine, as the page says to run them."""
     files = [f"tests/rollout_server/{name}.py" for name in ("test_conformance", "test_conformance_weights")]
@@ -89,7 +94,7 @@ def test_it_conforms(program: list[str]) -> None:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         cwd=ROOT,
         env={**alone, "SCALERL_GENERATOR": " ".join([*program, "--steps_from_stdin"])},
-        capture_output=True, text=True, check=False, timeout=500,
+        capture_output=True, text=True, check=False, timeout=1700,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     passed, skipped = re.search(r"(\d+) passed, (\d+) skipped", done.stdout).groups()
@@ -98,7 +103,6 @@ def test_it_conforms(program: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_trainer_trains_with_it_alone(start: Callable[..., ServerProcess], tmp_path: pathlib.Path) -> None:
     steps = 20
     model = write_model(str(tmp_path / "model"))
@@ -132,7 +136,7 @@ def test_a_trainer_trains_with_it_alone(start: Callable[..., ServerProcess], tmp
     assert sum(push["sparse"] for push in pushes) > 3 and max(push["payload_bytes"] for push in pushes) > 0
     assert sum(push["resent_chunks"] for push in pushes) == 0
     with grpc.insecure_channel(server.address) as channel:
-        status = rpc.rollout_pb2_grpc.RolloutStub(channel).Status(pb.StatusRequest(), timeout=30)
+        status = rpc.rollout_pb2_grpc.RolloutStub(channel).Status(pb.StatusRequest(), timeout=SECONDS)
     assert (status.version.incarnation, status.version.step) == (rows[-1]["incarnation"], steps)
     # 4. Tokens of later versions, and of thinking that was interrupted.
     samples = [sample for step in range(1, steps + 1) for sample in run.rows(f"rollouts/step-{step:08d}.jsonl")]
@@ -171,15 +175,15 @@ def test_deltas_arrive_bit_for_bit_or_not_at_all(start: Callable[..., ServerProc
             publisher.publish(step, whole)
 
         async def score() -> np.ndarray:
-            reply = await stub.Score(pb.ScoreRequest(token_ids=codec.encode_ids(TEXT)), timeout=30)
+            reply = await stub.Score(pb.ScoreRequest(token_ids=codec.encode_ids(TEXT)), timeout=SECONDS)
             return codec.decode_floats(reply.logprobs)
 
         publish(0, 0)
-        assert not (await publisher.push(stub, 0, timeout=30)).sparse
+        assert not (await publisher.push(stub, 0, timeout=SECONDS)).sparse
         before = await score()
         for step, share in enumerate([0.01, 0, 0.2], start=1):
             publish(step, share)
-            assert (await publisher.push(stub, step, base=step - 1, timeout=30)).sparse
+            assert (await publisher.push(stub, step, base=step - 1, timeout=SECONDS)).sparse
         after = await score()
         assert np.abs(after - before).max() > 0
 
@@ -187,16 +191,16 @@ def test_deltas_arrive_bit_for_bit_or_not_at_all(start: Callable[..., ServerProc
         publish(4, 0.01)
         publish(5, 0.01)
         with pytest.raises(FullSyncNeeded):
-            await publisher.push(stub, 5, base=4, timeout=30)
-        assert (await stub.Status(pb.StatusRequest(), timeout=30)).version.step == 3
+            await publisher.push(stub, 5, base=4, timeout=SECONDS)
+        assert (await stub.Status(pb.StatusRequest(), timeout=SECONDS)).version.step == 3
         np.testing.assert_array_equal(await score(), after)
-        assert not (await publisher.push(stub, 5, timeout=30)).sparse
+        assert not (await publisher.push(stub, 5, timeout=SECONDS)).sparse
         publish(6, 0.01)
         payload = await publisher._payload(5, 6, publisher._sources[6])
         payload.header.tensors[3].digest ^= 1
         with pytest.raises(FullSyncNeeded, match="digest"):
-            await publisher.push(stub, 6, base=5, timeout=30)
-        assert (await stub.Status(pb.StatusRequest(), timeout=30)).version.step == 5
+            await publisher.push(stub, 6, base=5, timeout=SECONDS)
+        assert (await stub.Status(pb.StatusRequest(), timeout=SECONDS)).version.step == 5
         publisher.close()
         await channel.close()
 
@@ -207,7 +211,7 @@ def test_deltas_arrive_bit_for_bit_or_not_at_all(start: Callable[..., ServerProc
 def test_what_it_offers_beside_the_contract(start: Callable[..., ServerProcess], tmp_path: pathlib.Path) -> None:
     config = toy_decoder()
     server = start(write_folder(tmp_path / "model", config, random_tensors(config, 1)))
-    assert health.ask(server.address, PLAIN, seconds=30) == "SERVING"
+    assert health.ask(server.address, PLAIN, seconds=SECONDS) == "SERVING"
     with grpc.insecure_channel(server.address) as channel:
         found = ProtoReflectionDescriptorDatabase(channel)
         assert rpc.SERVICE in found.get_services()
@@ -215,7 +219,7 @@ def test_what_it_offers_beside_the_contract(start: Callable[..., ServerProcess],
         assert {"StatusReply", "Relay"} <= {message.name for message in described.message_type}
         # Bytes that are no message.
         with pytest.raises(grpc.RpcError) as error:
-            channel.unary_unary(f"/{rpc.SERVICE}/Score")(b"\x0a\xff", timeout=30)
+            channel.unary_unary(f"/{rpc.SERVICE}/Score")(b"\x0a\xff", timeout=SECONDS)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -11,12 +11,14 @@ import pytest
 
 from docs import run_page
 from requirements import install
-from tests.support.hosts import free_port
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 PAGE = pathlib.Path(ROOT) / "docs" / "start" / "ladder.md"
 RUNGS = [step for step in run_page.parse(PAGE.read_text()) if isinstance(step, run_page.Command)]
-SHELL_SECONDS = 150.0
+SHELL_SECONDS = 600.0  # of a loaded machine
 PORT = "8500"  # on the page
 # How far a printed number may be from the page's: by itself, and as a share; on the other rungs numbers are free.
 NEAR = {3: (0.9, 0.0), 4: (0.003, 0.02)}
@@ -46,7 +48,7 @@ def test_the_set_up_says_what_the_page_shows() -> None:
         of_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
         outside = {name: value for name, value in os.environ.items() if name not in of_make}
         done = subprocess.run(
-            RUNGS[1].script, shell=True, cwd=ROOT, env=outside, capture_output=True, text=True, timeout=60, check=False
+            RUNGS[1].script, shell=True, cwd=ROOT, env=outside, capture_output=True, text=True, timeout=600, check=False
         )
         assert (done.returncode, done.stdout) == (0, "")
 

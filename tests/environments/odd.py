@@ -1,6 +1,7 @@
 """An environment as a user would write it, whose scores are odd: what is asked for is in the completion."""
 
 import os
+import pathlib
 import time
 
 from scalerl_jax.config import Config
@@ -30,10 +31,14 @@ class Odd:
             raise SystemExit(3)
         if completion == "crashes":
             os._exit(3)
-        if completion == "escapes":  # what holds the worker's pipe is in no group that a kill of it reaches
+        if completion.startswith("escapes to "):
+            # What holds the worker's pipe is in no group that a kill of it reaches.
             if os.fork() == 0:
                 os.setsid()
-            time.sleep(20)
+                file = pathlib.Path(completion.removeprefix("escapes to "))
+                file.with_suffix(".new").write_text(str(os.getpid()))
+                file.with_suffix(".new").rename(file)
+            time.sleep(600)
             os._exit(3)
         if completion == "computes":
             while True:

@@ -12,7 +12,7 @@ needs_bubblewrap = pytest.mark.skipif(
 )
 
 # By clock: what takes milliseconds takes seconds on a busy machine. What is to run out of time is given less.
-SMALL = SandboxConfig(seconds=20.0, all_seconds=60.0, memory_bytes=2**28, processes=8, output_bytes=2**16)
+SMALL = SandboxConfig(seconds=100.0, all_seconds=300.0, memory_bytes=2**28, processes=8, output_bytes=2**16)
 
 
 def others() -> set[tuple[int, str]]:

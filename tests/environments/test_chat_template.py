@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from scalerl_jax.environments.chat_template import read_chat_template
 from tests.support.chat_folders import STYLES, chat_folder
 
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
 transformers = pytest.importorskip("transformers")
 ARGUMENTS = {
     "qwen2_5": [{}, {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"é": "<>&"}}}]}],
@@ -195,5 +197,5 @@ print("transformers" in sys.modules)
 template.render([{{"role": "user", "content": "2+2?"}}])
 print([name for name in sys.modules if name == "torch" or ".modeling_" in name])
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=170)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert result.stdout.split("\n")[:2] == ["False", "[]"], result.stderr

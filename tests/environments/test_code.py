@@ -18,6 +18,8 @@ from scalerl_jax.environments.sandbox_check import check
 from scalerl_jax.environments.scorer_pool import ScorerPool
 from tests.environments.sandboxes import SMALL, needs_bubblewrap
 
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
 TESTS = [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}, {"input": "0 0\n", "output": "0\n"}]
 RIGHT = "print(sum(map(int, input().split())))"
 
@@ -119,12 +121,12 @@ class TestScores:
     def test_all_tests_together_have_a_limit(self, monkeypatch):
         tests = {"function": "", "cases": [["0", [""]]] * 20}
         sleeps = "import time\ntime.sleep(float(input()))"
-        # Between two tests, by a clock that goes on by 16 s before each of them.
-        readings = itertools.count(0.0, 16.0)
+        # Between two tests, by a clock that goes on by 80 s before each of them.
+        readings = itertools.count(0.0, 80.0)
         with monkeypatch.context() as patched:
             patched.setattr(code_judge, "time", types.SimpleNamespace(monotonic=lambda: next(readings)))
             verdict = judge(sleeps, tests, SMALL)
-        assert (verdict.kind, verdict.passed) == ("timeout", 3) and verdict.why.endswith("took more than 60 s")
+        assert (verdict.kind, verdict.passed) == ("timeout", 3) and verdict.why.endswith("took more than 300 s")
         # Amid a test that may take longer by itself.
         tests["cases"][0] = ["600", [""]]
         verdict = judge(sleeps, tests, dataclasses.replace(SMALL, all_seconds=0.8))

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import threading
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.environments.hostile_programs import CALL_TESTS, CALLS, PROGRAMS, TES
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
 from tests.support.paths import ROOT
 
-pytestmark = needs_bubblewrap
+pytestmark = [needs_bubblewrap, pytest.mark.timeout(1800)]  # programs start slowly on a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -65,22 +64,14 @@ def test_functions(name):
 
 def test_a_listener_on_this_machine_hears_nothing():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.5)
-        heard = []
-
-        def listen():
-            with contextlib.suppress(TimeoutError):
-                heard.append(server.accept())
-
-        thread = threading.Thread(target=listen)
-        thread.start()
+        server.setblocking(False)
         program = attempt(
             f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)\nescaped = True"
         )
         verdict = judge(program, TESTS, SMALL)
-        thread.join()
+        with pytest.raises(BlockingIOError):  # nobody waits to be let in
+            server.accept()
     assert verdict.kind == "ok", verdict
-    assert heard == []
 
 
 def test_what_stands_in_this_process_environment_is_not_seen(monkeypatch):
@@ -95,7 +86,6 @@ def test_a_file_beside_this_process_is_not_seen(tmp_path):
     assert verdict.kind == "ok", verdict
 
 
-@pytest.mark.timeout(1000)  # a hundred starts, one after the other
 @pytest.mark.skipif(os.geteuid() != 0, reason="these are the tests above, where they are not run by root")
 def test_the_same_by_a_user_who_is_not_root():
     """All of them in one process: the machine's own Python, which that user may read."""
@@ -117,7 +107,7 @@ def test_the_same_by_a_user_who_is_not_root():
         }
         done = subprocess.run(
             [python, "-B", f"{copy}/judge_alone.py"],
-            input=json.dumps(asked), capture_output=True, text=True, timeout=900,
+            input=json.dumps(asked), capture_output=True, text=True, timeout=1700,
             user=54321, group=54321, extra_groups=[], env={"PATH": os.environ["PATH"]}, cwd="/",
         )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def test_a_score_that_catches_everything_ends_with_a_trainer_that_is_killed(tmp_
         trainer.kill()
         trainer.wait()
     try:
-        assert not psutil.wait_procs([worker], timeout=30)[1]
+        assert not psutil.wait_procs([worker], timeout=SECONDS)[1]
     finally:
         if worker.is_running():
             worker.kill()

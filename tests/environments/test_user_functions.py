@@ -94,21 +94,19 @@ def test_coroutines_share_one_loop_and_may_fail():
 
 
 def sleeps():
-    time.sleep(30)
+    time.sleep(600)
 
 
 async def awaits():
-    await asyncio.sleep(30)
+    await asyncio.sleep(600)
 
 
 @pytest.mark.parametrize("function", [sleeps, awaits])
 def test_what_takes_too_long_is_ended_and_the_next_call_goes_well(function):
-    began = time.monotonic()
     asked = of(function, seconds=0.2)
     for _ in range(2):
         with pytest.raises(ScoreFailed, match=r"took longer than config\.environment\.reward_seconds=0\.2"):
             asked.score()
-    assert time.monotonic() - began < 20
     assert of(lambda: True).score().correct
 
 

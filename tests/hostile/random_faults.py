@@ -3,11 +3,12 @@
 kill          SIGKILL to the trainer and all it started; the same command again
 stop          SIGTERM to the trainer; the same command again
 full disk     the trainer can write nothing more; when it has ended, or said so, there is room again
-server dies   SIGKILL to a genuine server, which is started again on its port
+server dies   SIGKILL to a genuine server, which is started again on its port; the run goes on meanwhile
 freeze        SIGSTOP to a genuine server until the run has gone on without it, or has noticed
 """
 
 import errno
+import math
 import os
 import random
 import resource
@@ -20,7 +21,7 @@ from tests.support.runs import Run
 from tests.support.servers import ServerProcess
 
 KINDS = ("kill", "stop", "full disk", "server dies", "freeze")
-FULL_SECONDS = 120.0  # until a run that can write nothing has noticed
+FULL_SECONDS, LEAVING_SECONDS = 600.0, 60.0  # until a run that can write nothing has noticed; and then, until it ends
 FROZEN_UPDATES, FROZEN_SECONDS = 2, 6.0  # whichever is reached first
 
 
@@ -63,8 +64,7 @@ def happen(kind: str, run: PipedRun, servers: list[ServerProcess], rng: random.R
     elif kind == "server dies":
         server = rng.choice(servers)
         server.kill()
-        server.start()
-        server.wait()
+        server.start()  # the run goes on meanwhile, however long that takes
     else:
         server, steps, until = rng.choice(servers), len(run.metrics), time.monotonic() + FROZEN_SECONDS
         server.freeze()
@@ -81,13 +81,16 @@ def _fill(run: PipedRun) -> None:
     before, said = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE), len(run.output())
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (0, before[1]))
     deadline = time.monotonic() + FULL_SECONDS
-    while time.monotonic() < deadline and not run.ended and not _complains(run.output()[said:]):
+    noticed = math.inf
+    while time.monotonic() < min(deadline, noticed + LEAVING_SECONDS) and not run.ended:
+        if noticed == math.inf and _complains(run.output()[said:]):
+            noticed = time.monotonic()
         time.sleep(0.05)
     if run.ended:
         run.start()
         return
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, before)
-    assert time.monotonic() < deadline, f"it has not noticed that it can write nothing\n{run.output()[-3_000:]}"
+    assert noticed < math.inf, f"it has not noticed that it can write nothing\n{run.output()[-3_000:]}"
 
 
 def _complains(output: str) -> bool:

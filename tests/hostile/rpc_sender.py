@@ -12,7 +12,7 @@ from scalerl_jax.contract.limits import CHANNEL_OPTIONS
 from scalerl_jax.contract.rpc import SERVICE
 from tests.hostile.rpc_generator import CANCEL, FIRST, REFLECTION, UNREAD, Call
 
-SECONDS = 120.0  # deadline of a call; none of them takes long on a machine that is not loaded
+SECONDS = 300.0  # deadline of a call; none of them takes long on a machine that is not loaded
 UNREAD_SECONDS = 0.02
 # gRPC's client says so by itself where a call was over before the last message was out; no server says it.
 CUT_SHORT = "Internal error from Core"

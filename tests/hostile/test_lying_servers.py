@@ -21,7 +21,7 @@ from tests.support.runs import Run, config_of
 from tests.support.servers import serve
 from tests.train.chaos import check_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SETTINGS = {
     "max_steps": 1_000_000,  # each run is interrupted when it has shown what it has to
@@ -36,7 +36,7 @@ SETTINGS = {
     "checkpoint.every": 50,
     "telemetry.samples_every": 1_000,
 }
-NAMING_SECONDS = 150.0
+NAMING_SECONDS = 900.0
 UPDATES_AFTER = 10  # once all have been named
 MOST_LINES = 60  # of one offender
 MOST_LINE = 2_000  # characters
@@ -146,7 +146,8 @@ def lead(run: Run, liars: Liars, listed: pathlib.Path, modes: Mapping[str, Mode]
     def sampled(start: Any, end: Any) -> float:
         return end["servers"][genuine][3] - start["servers"][genuine][3]
 
-    lowest = {"seconds": (left - joined) - 1.0, "sampled": sampled(ledger_before, ledger)}
+    # The last status of the genuine one may be as old as a heartbeat and a call of its status.
+    lowest = {"seconds": (left - joined) - 3.0, "sampled": sampled(ledger_before, ledger)}
     highest = {"seconds": last - first, "sampled": sampled(early, late)}
     of_liars = {"seconds": 0.0, "sampled": 0.0}
     for name in truth:

@@ -24,10 +24,10 @@ from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.system import memory
 from tests.hostile.rpc_generator import CANCEL, FIRST, READ, UNREAD, Call, Generator, group
-from tests.hostile.rpc_sender import CUT_SHORT, LAST, Outcome, Sender, send_all
+from tests.hostile.rpc_sender import CUT_SHORT, LAST, SECONDS, Outcome, Sender, send_all
 from tests.support.servers import CalledServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 VERSION = codec.Version(1000, 5)
 CALLS = 6_000  # to each engine
@@ -43,7 +43,7 @@ DETAILS_BYTES = 1_024
 # Which slot of the JAX engine a completion gets decides in which order a sum is rounded. Its tokens, the score and what
 # the replay engine says stay the same to the bit.
 ROUNDING = 2e-6
-QUIET_SECONDS = 60.0  # until nothing is left of calls whose clients are gone
+QUIET_SECONDS = 300.0  # until nothing is left of calls whose clients are gone
 LOG_BYTES = 2**20
 GROWTH_BYTES = 32 * 2**20  # of the process, from the first half of the calls to the second
 MOST_BYTES = 1_500 * 2**20  # beyond what it had before, at any time: some calls are as large as the limit allows
@@ -69,7 +69,7 @@ class Canary:
         ids = codec.encode_ids(range(3, 40))
         score = await self._sender.unary("Score", pb.ScoreRequest(token_ids=ids).SerializeToString())
         request = codec.request_to_proto(group(VERSION, "canary")).SerializeToString()
-        call = self._sender._channel.unary_stream(f"/{SERVICE}/Generate")(request, timeout=120)
+        call = self._sender._channel.unary_stream(f"/{SERVICE}/Generate")(request, timeout=SECONDS)
         completions = [pb.Completion.FromString(data) async for data in call]
         return {
             "server": status.server_id,
@@ -143,7 +143,7 @@ def knock(port: int) -> None:
         b"",
     )
     for n in range(60):
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
             connection.sendall(greetings[n % len(greetings)])
 
 

@@ -21,7 +21,7 @@ from tests.hostile.random_faults import PipedRun
 from tests.support.runs import config_of
 from tests.support.servers import ServerProcess, tiny_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3)))
 UPDATES, LAST_EVENT, EVENTS = 30, 18, 5  # it must not be over before all has happened
@@ -141,6 +141,8 @@ def test_ends_where_an_undisturbed_run_does(
                 run.until(lambda step=step: len(run.metrics) >= step, f"{step} updates, then {kind}; {story}")
                 random_faults.happen(kind, run, servers, rng)
             run.finish()
+            for server in servers:
+                server.wait()  # one that had died is there again
         finally:
             run.close()
 

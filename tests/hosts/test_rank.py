@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from scalerl_jax.hosts.rank import PORT, Rank, find, first_node
+from tests.support.ports import nowhere
 
 JOBSET = {
     "JOBSET_NAME": "run", "JOBSET_REPLICATED_JOB_NAME": "trainer", "JOBSET_JOB_INDEX": "1", "JOBSET_REPLICAS": "2",
@@ -80,7 +81,6 @@ def test_one_host(how: str, environment) -> None:
         ("jobset", {}, {"JOBSET_NAME": "run"}, "--hosts=jobset: the environment has no JOBSET_REPLICATED_JOB_NAME"),
         ("lws", {}, {**LWS, "LWS_WORKER_INDEX": "two"}, "LWS_WORKER_INDEX=two: not a number"),
         ("slurm", {}, {**SLURM, "SLURM_STEP_NODELIST": "[1-2]"}, r"SLURM_STEP_NODELIST=\[1-2\]: not a list of nodes"),
-        ("tpu", {}, {"GCE_METADATA_HOST": "127.0.0.1:9"}, "--hosts=tpu: the metadata of this instance"),
     ],
 )
 def test_what_cannot_be_is_one_line(how: str, flags, environment, told: str) -> None:
@@ -98,6 +98,12 @@ def test_what_cannot_be_is_one_line(how: str, flags, environment, told: str) -> 
 )  # fmt: skip
 def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+def test_metadata_that_nobody_tells() -> None:
+    with nowhere() as host, pytest.raises(ValueError, match="--hosts=tpu: the metadata of this instance") as raised:
+        find("tpu", environment={"GCE_METADATA_HOST": host}, has_tpu=no_tpu)
+    assert "\n" not in str(raised.value)
 
 
 @contextlib.contextmanager

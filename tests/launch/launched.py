@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tests.support.paths import ROOT
+from tests.support.processes import SECONDS
 
 TINY = os.path.join(ROOT, "tests", "train", "tiny.py")
 SCALERL_8B = os.path.join(ROOT, "configs", "scalerl_8b.py")
@@ -76,7 +77,9 @@ def launch(
         **(variables or {}),
     }
     command = [sys.executable, "-c", program, *flags]
-    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS
+    )
 
 
 def documents(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:

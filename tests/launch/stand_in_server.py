@@ -7,7 +7,9 @@ Standard library only, so that it starts at once.
 """
 
 import argparse
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +27,15 @@ def watch_parent(deaf: threading.Event) -> None:
 def start() -> int:
     """A child that cares for nobody's end."""
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def bind(listener: socket.socket, port: int) -> None:
+    """0: any below those that a system gives to whoever asks for one, so that nobody else gets it between a death and
+    the next start."""
+    while not port:
+        with contextlib.suppress(OSError):
+            return listener.bind(("127.0.0.1", random.randrange(15_000, 32_000)))
+    listener.bind(("127.0.0.1", port))
 
 
 def main() -> None:
@@ -45,7 +56,7 @@ def main() -> None:
         threading.Event().wait()
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", arguments.port))
+    bind(listener, arguments.port)
     listener.listen()
     with open(arguments.port_file + ".tmp", "w", encoding="ascii") as file:
         file.write(str(listener.getsockname()[1]))

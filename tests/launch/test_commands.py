@@ -8,7 +8,10 @@ import sys
 import pytest
 
 from launch.commands import with_tuned_malloc
+from tests.support.processes import SECONDS
 from tests.support.servers import ServerProcess
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 OURS = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=6"
 
@@ -53,6 +56,6 @@ def test_a_server_is_the_process_that_was_started(chosen, tmp_path, monkeypatch)
         values = f"{chosen or 'glibc.malloc.hugetlb=1'}:glibc.malloc.arena_max={os.cpu_count()}"
         assert f"GLIBC_TUNABLES={values}:".encode() in environment
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(SECONDS) == 0
     finally:
         server.close()

@@ -14,7 +14,10 @@ from scalerl_jax.config_io import load_file, parse_argv
 from scalerl_jax.run.going_back import Collapsed
 from tests.launch.launched import SCALERL_8B, SLURM, launch
 from tests.support.paths import ROOT
+from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 FULL = (
     "--target=slurm", f"--config={SCALERL_8B}", "--trainer=h200:2x8", "--generator=h100:2", "--generators=16",
@@ -121,7 +124,7 @@ def test_the_trainer_is_queued_again_where_that_helps(
     environment["SLURM_RESTART_COUNT"] = "99"  # preemptions and time limits are in it
     if failures:
         (tmp_path / "run-launch" / "failures-7").write_text(f"{failures}\n")
-    result = subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=60)
+    result = subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=SECONDS)
     assert result.returncode == code
     assert (tmp_path / "scontrol").exists() == again
     if again:
@@ -140,7 +143,7 @@ def test_failures_are_counted_and_preemptions_are_not(tmp_path: pathlib.Path) ->
     asked = []
     for code in (1, 143, 1, 143, 1):
         environment = stand_in(tmp_path, srun=f"exit {code}", scontrol=scontrol(tmp_path))
-        subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=60)
+        subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=SECONDS)
         asked.append(len((tmp_path / "scontrol").read_text().splitlines()))
     assert asked == [1, 2, 3, 4, 4]
 
@@ -167,7 +170,7 @@ def test_what_is_cancelled_is_not_queued_again(tmp_path: pathlib.Path) -> None:
     (tmp_path / "run-launch").mkdir()
     (tmp_path / "run-launch" / "servers").write_text("node1:8500\n")
     environment = stand_in(tmp_path, srun="exit 143", scontrol=scontrol(tmp_path, "CANCELLED"))
-    result = subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=60)
+    result = subprocess.run(["bash", folder / "trainer.sbatch"], env=environment, check=False, timeout=SECONDS)
     assert result.returncode == 143
     assert not (tmp_path / "scontrol").exists()
 
@@ -188,13 +191,15 @@ cd {ROOT} && exec {sys.executable} -m rollout_server.serve --engine=replay "${{k
     script = subprocess.Popen(["bash", folder / "generators.sbatch"], env=environment, start_new_session=True)
     try:
         servers = state / "servers"
-        eventually(lambda: servers.exists() or script.poll() is not None, "the generator says where it is")
+        eventually(
+            lambda: servers.exists() or script.poll() is not None, "the generator says where it is", seconds=SECONDS
+        )
         assert script.poll() is None
         lines = servers.read_text().splitlines()
         assert lines[0] == "elsewhere:8500"
         assert len(lines) == 2 and lines[1].rpartition(":")[2].isdigit()
         script.send_signal(signal.SIGTERM)
-        assert script.wait(60) == 143
+        assert script.wait(SECONDS) == 143
         assert servers.read_text() == "elsewhere:8500\n"
         assert [path.name for path in (state / "addresses").iterdir()] == ["1"]
         assert (tmp_path / "scontrol").read_text() == "requeue 7_3\n"
@@ -213,10 +218,20 @@ def test_a_generator_that_cannot_begin_is_not_queued_again(tmp_path: pathlib.Pat
         ["bash", folder / "generators.sbatch"],
         env=environment,
         check=False,
-        timeout=120,
+        timeout=SECONDS,
         capture_output=True,
         text=True,
     )
     assert result.returncode == 2, result.stderr
     assert "scalerl-serve: --model=no" in result.stderr
     assert not (tmp_path / "scontrol").exists()
+
+
+def test_both_sides_are_given_what_keeps_others_out(full: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for script, prefix, flags in (
+        ("generators.sbatch", "--", ("tls_certificate", "tls_key", "tls_authority", "token_file")),
+        ("trainer.sbatch", "--config.fleet.", ("tls_authority", "token_file")),
+    ):
+        given = (full / script).read_text().split()
+        assert [flag for flag in flags if f"{prefix}{flag}={tmp_path / flag}" not in given] == []
+        assert "--insecure" not in given

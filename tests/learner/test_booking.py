@@ -17,6 +17,8 @@ from tests.support.learners import learner_of
 from tests.support.params import DECODER
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
 LAYOUT = Layout(seq_len=64, rows=2, max_segment=20, logprob_chunk=16, remat="none")
 
 

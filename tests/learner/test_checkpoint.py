@@ -23,6 +23,9 @@ from hypothesis import strategies as st
 from scalerl_jax.learner import digests as digests_lib
 from scalerl_jax.learner.checkpoint import Checkpoints, read_newest
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
 def make_state(seed, width=24, dtype=jnp.float32):
@@ -271,9 +274,7 @@ print("done")
 
 
 def test_restores_onto_other_meshes(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MESHES), tmp_path], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = run_python("-c", textwrap.dedent(MESHES), tmp_path)
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 
 
@@ -391,9 +392,7 @@ print(Checkpoints(sys.argv[1], keep=2).restore(abstract).step)
 
 
 def test_a_save_that_has_no_room_is_one_exception_and_no_checkpoint(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", NO_ROOM, tmp_path], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = run_python("-c", NO_ROOM, tmp_path)
     assert done.stdout == f"{tmp_path}: file too large\n1\n", done.stderr[-3000:]
     assert done.stderr == ""
 

@@ -1,8 +1,5 @@
 """What changed, found on the device per layer and shard, against a plain NumPy comparison of the whole tensors."""
 
-import subprocess
-import sys
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,13 +8,15 @@ from scalerl_jax.contract.weight_delta import digest
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner.wire_program import DECODER, MESHES, VERSIONS, versions
 from tests.support.params import from_hf
-from tests.support.paths import ROOT
+from tests.support.processes import run_command
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, np.ndarray]:
     out = tmp_path_factory.mktemp("wire") / "results"
-    subprocess.run([sys.executable, "-m", "tests.learner.wire_program", str(out)], check=True, cwd=ROOT)
+    run_command("tests.learner.wire_program", out).check_returncode()
     with np.load(f"{out}.npz") as file:
         return {name: file[name] for name in file.files}
 

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tests.model import loading_program
 from tests.support.families import CASES, decoder
 from tests.support.models import in_files, random_tensors, read_tensors, toy_decoder, write_folder
 from tests.support.params import from_hf
+from tests.support.ports import free_port
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Both zeros, the smallest number, one that float32 has as a subnormal, the largest, and -1 / 3.
@@ -276,9 +276,7 @@ def test_a_folder_that_is_replaced_meanwhile(model: Any, tmp_path: pathlib.Path)
 def test_each_host_reads_what_its_devices_hold(tmp_path: pathlib.Path) -> None:
     """Two processes with two devices each, over which the width is cut."""
     write_folder(tmp_path, loading_program.DECODER, random_tensors(loading_program.DECODER, 0))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     commands = [
         [sys.executable, "-m", "tests.model.loading_program", address, str(rank), str(tmp_path)] for rank in range(2)

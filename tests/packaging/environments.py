@@ -9,7 +9,7 @@ import sys
 from tests.packaging.sources import PACKAGES, ROOT
 
 
-def run(command: list[str], *, where: pathlib.Path, seconds: float = 300.0) -> str:
+def run(command: list[str], *, where: pathlib.Path, seconds: float = 900.0) -> str:
     """Standard output of a command that must succeed, run away from the source tree."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     result = subprocess.run(

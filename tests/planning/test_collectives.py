@@ -3,9 +3,13 @@
 import json
 import os
 
+import pytest
+
 from scalerl_jax.planning.collectives import IN_FLOAT32, axes_of, by_axes, collectives, group_of, pairs_of
 from tests.planning.axes_program import ROUNDS, WIDTH
 from tests.support.processes import run_command
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 HLO = """
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {

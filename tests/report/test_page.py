@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 import pathlib
 import re
 import threading
@@ -21,7 +20,10 @@ from scalerl_jax.report.page import as_json, render, write_report
 from scalerl_jax.report.run_data import read_run, read_settings
 from tests.report import run_folders
 from tests.support.paths import ROOT
-from tests.support.processes import run_command
+from tests.support.processes import SECONDS, run_command
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 ASSETS = ROOT / "scalerl_jax" / "report" / "assets"
 
@@ -452,18 +454,18 @@ def test_the_writer_puts_requests_together_and_outlives_what_may_fail(monkeypatc
     def write(workdirs):
         calls.append(workdirs)
         begun.release()
-        assert go_on.acquire(timeout=60)
+        assert go_on.acquire(timeout=SECONDS)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(writer, "write_report", write)
     monkeypatch.setattr(logging, "warning", lambda form, *values: warned.append(form % values))
     with writer.ReportWriter(str(tmp_path)) as reports:
         reports.request()
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=SECONDS)
         for _ in range(5):
             reports.request()  # while a page is being made: one more, not five
         go_on.release()
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=SECONDS)
         go_on.release()
     assert calls == [[str(tmp_path)]] * 2
     assert warned == ["no report.html: [Errno 5] Input/output error; the training goes on"]
@@ -473,8 +475,5 @@ def test_a_page_is_written_in_the_trainers_process(tmp_path):
     workdir = run_folders.write_run(tmp_path / "run", updates=4)
     with writer.ReportWriter(workdir) as reports:
         reports.request()
-        for _ in range(6000):
-            if os.path.exists(os.path.join(workdir, page.FILE)):
-                break
-            threading.Event().wait(0.01)
+        eventually(pathlib.Path(workdir, page.FILE).exists, "the page is written", seconds=SECONDS)
     assert embedded(pathlib.Path(workdir, page.FILE).read_text())["runs"][0]["updates"] == 4

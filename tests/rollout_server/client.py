@@ -20,7 +20,7 @@ from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.security import OPEN, PLAIN, Access, Credentials, connect
 from tests.rollout_server.external import External
 
-SECONDS = 60.0  # deadline of every call
+SECONDS = 150.0  # deadline of every call
 
 INCARNATION = 1000
 PROMPT = np.array([7, 8, 9], np.int32)

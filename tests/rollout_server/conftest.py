@@ -25,9 +25,6 @@ from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.rollout_server.external import VARIABLE, External
 from tests.support.models import toy_decoder, write_folder
 
-# Seconds that an async test may take; one that hangs says where.
-ASYNC_TEST_SECONDS = 120
-
 CONFIG = toy_decoder(head_dim=32, max_positions=512)
 
 # One set of options for all, so that every engine is judged by the same numbers.
@@ -47,9 +44,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    marker = pyfuncitem.get_closest_marker("timeout")
+    # Less than a test may take: one that hangs says where.
+    seconds = float(marker.args[0] if marker else pyfuncitem.config.getini("timeout")) - 10
 
     async def run() -> None:
-        async with asyncio.timeout(ASYNC_TEST_SECONDS):
+        async with asyncio.timeout(seconds):
             await pyfuncitem.obj(**arguments)
 
     shared = [value for value in pyfuncitem.funcargs.values() if hasattr(value, "vllm")]

@@ -12,12 +12,15 @@ the words of a refusal, and what only shows inside of the process.
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import os
 import pathlib
 import shlex
 import signal
+import struct
 import subprocess
 import tempfile
+import termios
 import types
 from collections.abc import AsyncIterator
 from typing import Any
@@ -31,11 +34,13 @@ from scalerl_jax.contract.codec import Version, version_from_proto
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.security import PLAIN, connect
 from scalerl_jax.model.decoder_config import read_config
+from tests.support.waiting import eventually_async
 
 VARIABLE = "SCALERL_GENERATOR"
 STEPS = "--steps_from_stdin"
-START_SECONDS = 30.0
-ARRIVAL_SECONDS = 0.5  # in which a version that may be flipped in is
+START_SECONDS = 150.0
+ARRIVAL_SECONDS = 30.0  # in which a version that may be flipped in is
+PINNED_SECONDS = 0.5  # that one which may not be is looked for
 
 
 class External:
@@ -95,7 +100,9 @@ class External:
             pytest.skip(f"{VARIABLE} has no {STEPS}: its decoding cannot be held up")
         held = Steps(self)
         self.allow(steps)
-        await asyncio.sleep(0.1)  # it hears of it before it is asked for anything
+        # It hears of it before it is asked for anything: what we wrote is read, and there was time to act on it.
+        await eventually_async(lambda: not self._unread())
+        await asyncio.sleep(0.1)
         try:
             yield held
         finally:
@@ -107,8 +114,14 @@ class External:
             self._process.stdin.write(f"{steps}\n".replace("inf", "Infinity").encode())
             self._process.stdin.flush()
 
+    def _unread(self) -> int:
+        """Bytes that lie in its standard input."""
+        assert self._process.stdin is not None
+        return struct.unpack("i", fcntl.ioctl(self._process.stdin, termios.FIONREAD, b"\0" * 4))[0]
+
     async def holds(self, version: Version) -> bool:
-        return version_from_proto((await self._stub.Status(pb.StatusRequest(), timeout=10)).version) == version
+        status = await self._stub.Status(pb.StatusRequest(), timeout=START_SECONDS)
+        return version_from_proto(status.version) == version
 
 
 TOLD = ("slots", "queue", "maximum_tokens", "decode_chunk", "compute_dtype", "sync_dtype")
@@ -123,9 +136,9 @@ class Steps:
     def go_on(self) -> None:
         self._engine.allow(float("inf"))
 
-    async def arrival(self, version: Version) -> None:
+    async def arrival(self, version: Version, *, pinned: bool = False) -> None:
         """Returns when it decodes with the version, or, where something keeps it from that, has had the time to."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ARRIVAL_SECONDS):
+            async with asyncio.timeout(PINNED_SECONDS if pinned else ARRIVAL_SECONDS):
                 while not await self._engine.holds(version):
                     await asyncio.sleep(0.02)

@@ -18,7 +18,7 @@ from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights.publisher import Publisher
 from scalerl_jax.rollouts.weights.push import PushReport
-from tests.rollout_server.client import INCARNATION, Served, serving
+from tests.rollout_server.client import INCARNATION, SECONDS, Served, serving
 
 MakeReplay = Callable[..., ReplayEngine]
 SERVERS = 8
@@ -57,7 +57,7 @@ class Run:
     async def push(self, served: Served, base: int | None, address: str = "", server_id: str = "") -> PushReport:
         address = address or f"127.0.0.1:{served.server.port}"
         process = Process(address, server_id or served.server.service.server_id)
-        return await self.publisher.push(served.stub, self.step, process, base=base, timeout=30)
+        return await self.publisher.push(served.stub, self.step, process, base=base, timeout=SECONDS)
 
     def compare(self, served: Served) -> None:
         assert served.engine.status().version == Version(INCARNATION, self.step)
@@ -88,7 +88,7 @@ async def header_to(served: Served, run: Run, *hops: pb.Relay) -> list[pb.Weight
     payload = await run.publisher._payload(None, run.step, lambda: pytest.fail("it is there already"))
     header = pb.WeightHeader.FromString(payload.header.SerializeToString())
     header.relays.extend(hops)
-    call = served.stub.PushWeights(timeout=60)
+    call = served.stub.PushWeights(timeout=SECONDS)
     await call.write(pb.WeightMessage(header=header))
     replies: list[pb.WeightReply] = []
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may end the call before

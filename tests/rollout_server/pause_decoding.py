@@ -51,8 +51,10 @@ class Decoding:
     def go_on(self) -> None:
         self.more(math.inf)
 
-    async def arrival(self, version: Version) -> None:
+    async def arrival(self, version: Version, *, pinned: bool = False) -> None:
         """Returns when the engine has a version and takes it as soon as it can, or has taken it.
+
+        pinned: some request is, so that another program cannot show that it has the version.
 
         It can when decoding goes on (vllm: at once; jax: after the chunk that was about to begin), and when no request
         is pinned any more.

@@ -12,7 +12,17 @@ from rollout_server.engines.engine import Engine
 from scalerl_jax.contract import codec
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Version
-from tests.rollout_server.client import INCARNATION, PROMPT, STOP, ended, group, long_group, random_weights, serving
+from tests.rollout_server.client import (
+    INCARNATION,
+    PROMPT,
+    SECONDS,
+    STOP,
+    ended,
+    group,
+    long_group,
+    random_weights,
+    serving,
+)
 from tests.rollout_server.pause_decoding import CHUNK, pause_decoding
 
 MakeEngine = Callable[..., Engine]
@@ -167,7 +177,7 @@ async def test_requests_that_nobody_could_serve(make_engine: MakeEngine) -> None
     }
     async with serving(make_engine()) as served:
         for name, message in broken.items():
-            call = served.stub.Generate(message, timeout=20)
+            call = served.stub.Generate(message, timeout=SECONDS)
             assert await ended(call) == []
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, name
             assert await call.details() != "", name
@@ -198,7 +208,7 @@ async def test_a_full_server_says_so_and_takes_nothing(make_engine: MakeEngine) 
 async def test_hanging_up_frees_slots_and_places(make_engine: MakeEngine, how: str) -> None:
     async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=2) as decoding:
         wanted = codec.request_to_proto(long_group(completions=12, incarnation=0))
-        call = served.stub.Generate(wanted, timeout=0.2 if how == "deadline" else 60)
+        call = served.stub.Generate(wanted, timeout=0.2 if how == "deadline" else SECONDS)
         if how == "cancel":
             await served.until(lambda status: status.sampled_tokens == 4 * 2 * CHUNK)
             call.cancel()
@@ -218,7 +228,7 @@ async def test_hanging_up_frees_slots_and_places(make_engine: MakeEngine, how: s
 
 async def test_asking_again_ends_the_older_call(make_engine: MakeEngine) -> None:
     async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=1) as decoding:
-        older = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=60)
+        older = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=SECONDS)
         await served.until(lambda status: status.busy_slots == 4)
         # The server is full, yet this is no more than it holds already: the places of the older call are taken over.
         wanted = long_group(indices=range(2, 8), tokens=20, incarnation=0)
@@ -239,7 +249,7 @@ async def test_the_same_index_of_another_group_is_another_completion(make_engine
 
 async def test_a_stopping_server_says_unavailable(make_engine: MakeEngine) -> None:
     async with serving(make_engine()) as served, pause_decoding(served.engine, chunks=1):
-        call = served.stub.Generate(codec.request_to_proto(long_group(incarnation=0)), timeout=60)
+        call = served.stub.Generate(codec.request_to_proto(long_group(incarnation=0)), timeout=SECONDS)
         await served.until(lambda status: status.busy_slots == 4)
         await served.server.service.stop()
         await ended(call)

@@ -1,6 +1,7 @@
 """What every engine does when weights arrive, over real gRPC: all or nothing, and never the wrong version."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import grpc
@@ -14,6 +15,7 @@ from scalerl_jax.contract.codec import Version
 from tests.rollout_server.client import (
     INCARNATION,
     PROMPT,
+    SECONDS,
     Push,
     Served,
     ended,
@@ -22,6 +24,7 @@ from tests.rollout_server.client import (
     random_weights,
     serving,
 )
+from tests.rollout_server.external import External
 from tests.rollout_server.pause_decoding import CHUNK, pause_decoding, pause_loading
 from tests.support.waiting import eventually_async
 
@@ -40,10 +43,12 @@ async def held(served: Served) -> Version:
 
 async def test_a_version_is_applied_and_told(make_engine: MakeEngine) -> None:
     async with serving(make_engine()) as served:
+        began = time.monotonic()
         reply = await served.push(step(3), random_weights(served.engine, 1))
+        elapsed = time.monotonic() - began
         assert codec.version_from_proto(reply.applied.version) == step(3) == await held(served)
-        assert 0 < reply.applied.staging_seconds < 60
-        assert 0 <= reply.applied.pause_seconds < 60
+        assert 0 < reply.applied.staging_seconds <= elapsed
+        assert 0 <= reply.applied.pause_seconds <= elapsed
         status = await served.status()
         assert (status.versions_applied, status.chunks_refused) == (1, 0)
         assert status.pause_seconds == pytest.approx(reply.applied.pause_seconds)
@@ -95,7 +100,7 @@ async def test_a_pinned_completion_is_finished_by_its_own_version(make_engine: M
         pinned = asyncio.create_task(served.generate(long_group("eval/1/0", completions=12, pinned_step=1)))
         await served.until(lambda status: status.busy_slots == 4)
         await push.send_commit()
-        await decoding.arrival(step(2))
+        await decoding.arrival(step(2), pinned=True)
         decoding.go_on()
         completions = await pinned
         assert [c.versions for c in completions] == [((1, 0, 200),)] * 12
@@ -108,10 +113,10 @@ async def test_a_pin_that_is_given_up_lets_the_weights_in(make_engine: MakeEngin
         await served.push(step(1), random_weights(served.engine, 1))
         wanted = codec.request_to_proto(long_group("eval/1/0", completions=12, pinned_step=1))
         push = await staged(served, step(2), 2)
-        pinned = served.stub.Generate(wanted, timeout=60)
+        pinned = served.stub.Generate(wanted, timeout=SECONDS)
         await served.until(lambda status: status.busy_slots == 4)
         await push.send_commit()
-        await decoding.arrival(step(2))
+        await decoding.arrival(step(2), pinned=True)
         assert await held(served) == step(1)
         pinned.cancel()
         await served.until(lambda status: status.busy_slots == status.queued == 0)
@@ -126,7 +131,7 @@ async def test_a_new_incarnation_ends_what_the_old_one_leased(make_engine: MakeE
         new = Version(INCARNATION + 1, 4)
         push = await staged(served, new, 2)
         calls = [
-            served.stub.Generate(codec.request_to_proto(wanted), timeout=60)
+            served.stub.Generate(codec.request_to_proto(wanted), timeout=SECONDS)
             for wanted in (long_group("train/0", completions=6), long_group("eval/0/0", completions=6, pinned_step=9))
         ]
         await served.until(lambda status: (status.busy_slots, status.queued) == (4, 8))
@@ -213,6 +218,21 @@ async def test_a_refused_push_may_still_be_writing(make_engine: MakeEngine) -> N
         assert served.says("has shape", (await push.run()).refused)
 
 
+async def is_staged(served: Served, push: Push) -> None:
+    """Returns when every chunk is there; of somebody else's generator that cannot be seen: it has the time to."""
+    if isinstance(served.engine, External):
+        await asyncio.sleep(0.05)
+        return
+    receiver = served.server.service._weights
+
+    def whole() -> bool:
+        staging = receiver.store._staging
+        here = receiver._receiving is not None and staging is not None and staging.chunks == len(push.chunks)
+        return here and staging.waiting == 0
+
+    await eventually_async(whole)
+
+
 async def test_an_unfinished_push_changes_nothing(make_engine: MakeEngine) -> None:
     async with serving(make_engine()) as served:
         await served.push(step(1), random_weights(served.engine, 1))
@@ -222,7 +242,7 @@ async def test_an_unfinished_push_changes_nothing(make_engine: MakeEngine) -> No
             push = Push(served.stub, step(2), random_weights(served.engine, 5 + number))
             await push.send_header()
             await push.send_chunks()
-            await asyncio.sleep(0.05)
+            await is_staged(served, push)
             np.testing.assert_array_equal((await served.score(TEXT))[0], before)
             if end == "cancel":
                 push.call.cancel()

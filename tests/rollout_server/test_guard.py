@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import math
 import random
 import tracemalloc
@@ -13,20 +14,19 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollout_server import guard, service
+from rollout_server import guard, quiet_log, service, weight_push
 from rollout_server.engines.engine import Engine
 from rollout_server.engines.replay.engine import ReplayEngine
 from rollout_server.staging import Staging
 from scalerl_jax.contract import codec, limits
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk, cut
-from tests.rollout_server.client import PROMPT, Push, Served, group, long_group, random_weights, serving
+from tests.rollout_server.client import PROMPT, SECONDS, Push, Served, group, long_group, random_weights, serving
 from tests.rollout_server.pause_decoding import pause_decoding
 from tests.support.waiting import eventually_async
 
 MakeEngine = Callable[..., Engine]
 MakeReplay = Callable[..., ReplayEngine]
-SECONDS = 60.0
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 METHODS = {
@@ -66,7 +66,15 @@ async def test_bytes_that_are_no_message_are_the_clients_mistake(
     assert "Traceback" not in caplog.text
 
 
-async def test_a_flood_of_them_is_a_few_lines(make_replay: MakeReplay, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lines of one kind: on a loaded machine a test may take longer than a minute."""
+    monkeypatch.setattr(quiet_log, "WINDOW_SECONDS", 1e6)
+
+
+async def test_a_flood_of_them_is_a_few_lines(
+    make_replay: MakeReplay, caplog: pytest.LogCaptureFixture, one_window: None
+) -> None:
     rng = random.Random(0)
     async with serving(make_replay()) as served:
         for number in range(300):
@@ -159,7 +167,7 @@ async def test_budgets_without_end_cost_no_more_than_the_cache(make_engine: Make
 
 
 async def test_a_fault_of_ours_is_loud_a_few_times(
-    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, one_window: None
 ) -> None:
     engine = make_replay()
 
@@ -188,7 +196,8 @@ async def test_details_are_short_whatever_they_quote(make_replay: MakeReplay, mo
         assert code is INVALID and details.isprintable()
 
 
-async def test_calls_that_wait_leave_room_for_others(make_replay: MakeReplay) -> None:
+async def test_calls_that_wait_leave_room_for_others(make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_push, "DRAIN_SECONDS", 600.0)  # the first waits until the last is there
     async with serving(make_replay()) as served:
         waiting = [served.stub.PushWeights(timeout=SECONDS) for _ in range(service.MAXIMUM_PUSHES)]
         for call in waiting:
@@ -227,17 +236,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
 async def test_a_stream_that_nobody_reads_ends(
     make_replay: MakeReplay, monkeypatch: pytest.MonkeyPatch, calls: collections.Counter[str]
 ) -> None:
-    monkeypatch.setattr(guard, "UNREAD_SECONDS", 0.5)
-    monkeypatch.setattr(
-        codec, "completion_to_proto", lambda completion: pb.Completion(token_ids=bytes(8 * 2**20), group_id="x")
-    )
+    heard, left_alone = asyncio.Event(), asyncio.Event()
+
+    def large(completion: codec.Completion) -> pb.Completion:
+        if heard.is_set() and not left_alone.is_set():
+            monkeypatch.setattr(guard, "UNREAD_SECONDS", 0.5)  # of this one and those after it
+            left_alone.set()
+        return pb.Completion(token_ids=bytes(8 * 2**20), group_id="x")
+
+    monkeypatch.setattr(codec, "completion_to_proto", large)
     async with serving(make_replay(token_seconds=0)) as served:
         call = served.stub.Generate(codec.request_to_proto(long_group(completions=12, incarnation=0)), timeout=SECONDS)
-        await call.read()  # it goes on, and then nobody reads
+        await call.read()
+        heard.set()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while not left_alone.is_set():  # it goes on, and then nobody reads
+                await call.read()
         await eventually_async(lambda: not served.server.service._calls)
         assert (await served.status()).busy_slots == 0
         # Its connection is there still: what it holds are no places.
         await eventually_async(lambda: not calls.total())
+        monkeypatch.setattr(guard, "UNREAD_SECONDS", SECONDS)
         further = served.stub.Generate(codec.request_to_proto(group(incarnation=0, completions=1)), timeout=SECONDS)
         assert (await further.read()).group_id == "x"
         further.cancel()
@@ -274,6 +293,7 @@ async def test_a_push_whose_client_falls_silent_holds_up_nobody(
         if silent == "before the commit":
             await stalled.send_chunks()
         assert "nothing came for 1 s" in (await stalled.call.read()).refused
+        monkeypatch.setattr("rollout_server.weight_push.STALL_SECONDS", 600.0)
         # Of an older trainer: it would have been refused for as long as the other was being received.
         assert (await served.push(codec.Version(7, 1), random_weights(served.engine, 2))).HasField("applied")
         stalled.call.cancel()

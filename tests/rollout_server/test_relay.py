@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import pathlib
+import time
+import types
 
 import numpy as np
 import pytest
@@ -15,16 +17,17 @@ from scalerl_jax.contract.weight_stream import FullSyncNeeded, PushRefused
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.weights import relay_tree
 from tests.rollout_server.certificates import Authority
-from tests.rollout_server.client import serving
+from tests.rollout_server.client import SECONDS, serving
 from tests.rollout_server.passing import MakeReplay, all_of, fate, fleet, header_to, published
 from tests.rollout_server.pause_decoding import pause_loading
+from tests.support.ports import nowhere
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is given up for being slow, which on a loaded machine anybody may be, before a push's deadline."""
     for module in (relay_tree, relay):
-        monkeypatch.setattr(module, "PATIENCE_SECONDS", 60.0)
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", SECONDS)
     monkeypatch.setattr(relay_tree, "AVOID_SECONDS", 600.0)
 
 
@@ -84,12 +87,12 @@ def test_the_tree_has_everyone_once_and_is_not_deep() -> None:
 @pytest.mark.parametrize("broken", [1, 2, 7])
 async def test_a_server_that_others_cannot_reach_is_served_directly(make_replay: MakeReplay, broken: int) -> None:
     """In the middle of the tree (1, 2) those behind it are cut off too; at its end (7) nobody else is."""
-    async with fleet(make_replay) as (servers, run):
+    async with fleet(make_replay) as (servers, run), contextlib.AsyncExitStack() as stack:
         run.publish()
         await all_of(run, servers, None)
         size, before = run.publish(), run.publisher.sent_bytes
         addresses = [f"127.0.0.1:{served.server.port}" for served in servers]
-        addresses[broken] = "127.0.0.1:1"  # nobody listens there
+        addresses[broken] = stack.enter_context(nowhere())
         await asyncio.gather(*(run.push(s, run.step - 1, address) for s, address in zip(servers, addresses)))
         for served in servers:
             run.compare(served)
@@ -248,18 +251,36 @@ async def test_without_tls_nobody_beyond_this_machine_is_dialled(
         run.compare(servers[0])
 
 
+class Instead:
+    """A module, but for some of its names."""
+
+    def __init__(self, module: types.ModuleType, **names: object):
+        self._module = module
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._module, name)
+
+
 @pytest.mark.parametrize("there", ["nobody", "without TLS", "of another authority"])
 async def test_with_tls_nobody_learns_what_listens_where(
     make_replay: MakeReplay, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, there: str
 ) -> None:
     """The same words after the same time; and the token goes to none of them."""
-    monkeypatch.setattr(relay, "PATIENCE_SECONDS", 3.0)
+    until: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        until.append(time.monotonic() + seconds)
+
+    monkeypatch.setattr(relay, "asyncio", Instead(asyncio, sleep=sleep))
     authority, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     shown, access = trusted(authority)
     seen = bytearray()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.extend(await reader.read())
+        writer.write(b"220 ready\r\n")  # no TLS at all, and at once
+        with contextlib.suppress(ConnectionError):
+            seen.extend(await reader.read())
         writer.close()
 
     async with fleet(make_replay, 1, access, shown) as (servers, run), contextlib.AsyncExitStack() as stack:
@@ -268,16 +289,16 @@ async def test_with_tls_nobody_learns_what_listens_where(
             theirs = trusted(others)
             there_served = await stack.enter_async_context(serving(make_replay(), theirs[1], theirs[0]))
             address = f"127.0.0.1:{there_served.server.port}"
+        elif there == "nobody":
+            address = stack.enter_context(nowhere())
         else:
-            listener = await asyncio.start_server(listen, "127.0.0.1", 0)
+            listener = await stack.enter_async_context(await asyncio.start_server(listen, "127.0.0.1", 0))
             address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-            if there == "nobody":
-                listener.close()
-                await listener.wait_closed()
-        began = asyncio.get_running_loop().time()
+        began = time.monotonic()
         replies = await header_to(servers[0], run, pb.Relay(address=address))
         assert fate(replies, address).lost == relay.NOT_MET
-        assert asyncio.get_running_loop().time() - began >= 2.9
+        (told,) = until  # when it was told, had it slept
+        assert began + relay.PATIENCE_SECONDS <= told <= time.monotonic() + relay.PATIENCE_SECONDS
         assert shown.token.encode() not in seen
 
 

@@ -25,12 +25,10 @@ from rollout_server.serve import serve
 from rollout_server.service import RolloutServer
 from scalerl_jax.contract import codec, rollout_pb2_grpc
 from scalerl_jax.contract import rollout_pb2 as pb
-from tests.rollout_server.client import group
+from tests.rollout_server.client import SECONDS, group
 from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
 from tests.support import processes
 from tests.support.servers import CalledServer
-
-SECONDS = 60
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
@@ -184,7 +182,9 @@ async def test_a_decode_thread_that_dies_is_noticed(
 
     monkeypatch.setattr(engine._pool, "dispatch", out_of_memory)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        call = rollout_pb2_grpc.RolloutStub(channel).Generate(codec.request_to_proto(group(incarnation=0)), timeout=20)
+        call = rollout_pb2_grpc.RolloutStub(channel).Generate(
+            codec.request_to_proto(group(incarnation=0)), timeout=SECONDS
+        )
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
         assert isinstance(await asyncio.wait_for(server.failure(), SECONDS), RuntimeError)

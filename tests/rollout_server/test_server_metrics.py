@@ -7,19 +7,24 @@ import sys
 import urllib.request
 
 import grpc
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server import server_metrics
 from scalerl_jax.contract import rollout_pb2 as pb
 from tests.rollout_server.certificates import Authority
+from tests.rollout_server.client import SECONDS
+from tests.support import processes
 from tests.support.servers import CalledServer, ServerProcess
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 FIELDS = {**server_metrics.GAUGES, **server_metrics.COUNTERS}
 
 
 def scraped(server: ServerProcess) -> dict[str, float]:
     (url,) = re.findall(r"metrics at (http://\S+)", server.log.read_text())
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=SECONDS) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {sample.name: sample.value for family in families for sample in family.samples}
 
@@ -31,8 +36,8 @@ def test_the_metrics_are_the_status(tmp_path: pathlib.Path) -> None:
             group_id="g", prompt_token_ids=b"\1\0\0\0", completions=[pb.CompletionRequest(index=i) for i in range(2)],
             sampling=pb.Sampling(temperature=1.0, top_p=1.0, answer_budget=5),
         )  # fmt: skip
-        list(server.stub.Generate(request, timeout=60))
-        found, status = scraped(server), server.stub.Status(pb.StatusRequest(), timeout=60)
+        list(server.stub.Generate(request, timeout=SECONDS))
+        found, status = scraped(server), server.stub.Status(pb.StatusRequest(), timeout=SECONDS)
         assert status.sampled_tokens > 0
         for field, (name, _) in FIELDS.items():
             exact = found.get(f"scalerl_generator_{name}", found.get(f"scalerl_generator_{name}_total"))
@@ -74,7 +79,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(tmp_path: pathli
             "--port=0",
             f"--metrics_port={port}",
         ]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=processes.SECONDS)
         assert result.returncode == 2
         assert result.stderr.startswith(f"scalerl-serve: --metrics_host=127.0.0.1 --metrics_port={port}: cannot listen")
         assert len(result.stderr.splitlines()) == 1
@@ -87,7 +92,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(tmp_path: pathli
 
 def probe(server: ServerProcess, *flags: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollout_server.health", f"--address=127.0.0.1:{server.port}", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=processes.SECONDS)
 
 
 def test_the_probe_has_what_a_call_needs(tmp_path: pathlib.Path) -> None:
@@ -113,7 +118,7 @@ def test_the_probe_has_what_a_call_needs(tmp_path: pathlib.Path) -> None:
             ((f"--tls_authority={other.certificate}", name, f"--token_file={token}"), "not signed by the authority"),
             ((f"--tls_authority={authority.certificate}", f"--token_file={token}"), "for another name"),
         ):
-            bad = probe(server, *flags, "--seconds=5")
+            bad = probe(server, *flags, "--seconds=60")
             assert bad.returncode == 1 and said in bad.stderr, bad.stderr
         assert probe(server, "--token_file=/no/such").returncode == 2
         server.freeze()
@@ -126,6 +131,6 @@ def test_the_probe_of_an_open_server(tmp_path: pathlib.Path) -> None:
     server = ServerProcess(tmp_path, "--engine=replay").wait()
     assert probe(server).returncode == 0
     server.close()
-    gone = probe(server, "--seconds=5")
+    gone = probe(server, "--seconds=60")
     assert gone.returncode == 1
     assert grpc.StatusCode.UNAVAILABLE.name in gone.stderr

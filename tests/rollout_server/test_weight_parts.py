@@ -26,8 +26,9 @@ from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.publisher import Publisher
 from scalerl_jax.rollouts.weights.push import Push, PushReport
 from scalerl_jax.rollouts.weights.relay_tree import NO_TREE
-from tests.rollout_server.client import INCARNATION, Served, serving
+from tests.rollout_server.client import INCARNATION, SECONDS, Served, serving
 from tests.rollout_server.test_weight_store import SHAPES, bits, info, new_buffer
+from tests.support.waiting import eventually_async
 
 Tensors = dict[str, np.ndarray]
 
@@ -302,7 +303,7 @@ class Trainer:
                 publisher.publish(self.step, lambda host=host: self.hosts.blocks(host, new), lambda delta=delta: delta)
         self.publisher.publish(self.step, lambda: self.hosts.blocks(0, new))
 
-    async def push(self, served: Served, base: int | None, timeout: float = 30.0) -> PushReport:
+    async def push(self, served: Served, base: int | None, timeout: float = SECONDS) -> PushReport:
         process = Process(f"127.0.0.1:{served.server.port}", served.server.service.server_id)
         self.channels[process.address] = served.stub
         return await self.publisher.push(served.stub, self.step, process, base=base, timeout=timeout)
@@ -386,9 +387,7 @@ async def test_a_newer_version_takes_the_place_of_parts_that_wait(make_replay) -
         trainer.lost = {1}
         waiting = asyncio.create_task(trainer.push(served, 0))
         receiver = served.server.service._weights
-        async with asyncio.timeout(30):
-            while receiver._receiving is None or not receiver._receiving.staged:
-                await asyncio.sleep(0.01)
+        await eventually_async(lambda: receiver._receiving is not None and receiver._receiving.staged)
         trainer.publish()
         trainer.lost = set()
         await trainer.push(served, 0)
@@ -403,7 +402,7 @@ async def test_parts_take_no_more_memory_than_the_weights(make_replay) -> None:
         trainer.publish()
         every = Hosts([{name: cut(shape, random.Random(0), 1) for name, shape in trainer.shapes.items()}] * 2)
         payloads = [every.dense(host, trainer.held, "bfloat16", step=3) for host in range(2)]
-        pushes = [Push(payload, tree=NO_TREE, server_id="", timeout=30) for payload in payloads]
+        pushes = [Push(payload, tree=NO_TREE, server_id="", timeout=SECONDS) for payload in payloads]
         streams = [
             asyncio.create_task(push.run(served.stub, sent=lambda count: None, fail=pytest.fail)) for push in pushes
         ]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_server.engines.engine import EngineInfo
-from rollout_server.weight_store import WeightStore
+from rollout_server.weight_store import FullSyncNeeded, WeightStore
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.chunks import Chunk
 from scalerl_jax.contract.codec import Version
@@ -160,3 +160,14 @@ def test_no_more_chunks_than_can_be_kept_account_of() -> None:
     header.chunk_bytes = 2**11 - 1
     with pytest.raises(ValueError, match="chunks, more than"):
         big.check(header, Version(0, 0))
+
+
+@pytest.mark.parametrize("held", [None, Version(5, 0), Version(5, 2), Version(4, 1)])
+def test_a_delta_from_a_version_that_is_not_held_asks_for_a_full_sync(held: Version | None) -> None:
+    store = WeightStore(info("bfloat16"), new_buffer)
+    header = pb.WeightHeader(base=pb.Version(incarnation=5, step=1), target=pb.Version(incarnation=5, step=3))
+    store.held = Version(5, 1)
+    store.check_base(header)
+    store.held = held
+    with pytest.raises(FullSyncNeeded, match="the delta starts from step 1 of incarnation 5, the host copy holds"):
+        store.check_base(header)

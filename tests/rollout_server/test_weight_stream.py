@@ -24,10 +24,12 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.weights.payload import Payload
 from scalerl_jax.rollouts.weights.publisher import Publisher
 from scalerl_jax.rollouts.weights.push import PushReport
-from tests.rollout_server.client import INCARNATION, Served, long_group, serving
+from tests.rollout_server.client import INCARNATION, SECONDS, Served, long_group, serving
 from tests.rollout_server.engine_weights import weight_bits
 from tests.rollout_server.record_run import EMPTY, UPDATES, Recorded
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.timeout(1800)  # the recorded run is a process that starts and compiles
 
 MakeEngine = Callable[..., Engine]
 CHUNK_BYTES = 300  # several in a delta, hundreds in a dense version
@@ -81,10 +83,10 @@ class Follower:
     async def follow(self, trainer: Trainer) -> PushReport:
         """Brings it to the newest version, as Upkeep does, and compares."""
         try:
-            report = await trainer.publisher.push(self.served.stub, trainer.step, base=self.base, timeout=30)
+            report = await trainer.publisher.push(self.served.stub, trainer.step, base=self.base, timeout=SECONDS)
         except FullSyncNeeded:
             self.full_syncs += 1
-            report = await trainer.publisher.push(self.served.stub, trainer.step, timeout=30)
+            report = await trainer.publisher.push(self.served.stub, trainer.step, timeout=SECONDS)
         self.reports.append(report)
         self.base = trainer.step
         await self.compare(trainer)
@@ -148,7 +150,7 @@ async def killed(trainer: Trainer, follower: Follower, *, messages: int, base: i
     base = follower.base if base == -1 else base
     payload = await trainer.publisher._payload(base, trainer.step, lambda: trainer.whole(trainer.step))
     assert payload.chunks >= messages
-    call = follower.served.stub.PushWeights(timeout=30)
+    call = follower.served.stub.PushWeights(timeout=SECONDS)
     await call.write(pb.WeightMessage(header=payload.header))
     for index in range(messages - 1):
         await call.write(payload.chunk(index))
@@ -183,7 +185,7 @@ async def test_joins_restarts_and_losses(make_engine: MakeEngine, recorded: Reco
         server.base = None
         await server.follow(trainer)
         with pytest.raises(Exception, match="older"):
-            await old.publisher.push(server.served.stub, 34, base=33, timeout=30)
+            await old.publisher.push(server.served.stub, 34, base=33, timeout=SECONDS)
         trainer.publish(21)
         assert (await server.follow(trainer)).sparse
         # 4. A server that was started anew holds nothing, whatever the trainer thinks.
@@ -203,7 +205,7 @@ async def test_beyond_the_byte_bound_a_dense_version_goes_out(make_engine: MakeE
             trainer.publish(step, first=step == 50)
             if step == 50:
                 await server.follow(trainer)
-            await asyncio.sleep(0.01)
+            await trainer.publisher.deltas._deltas[step]
         server.base = 55
         payload = await trainer.publisher._payload(55, 60, lambda: trainer.whole(60))
         assert payload.is_delta and payload.bytes <= kept
@@ -273,7 +275,7 @@ async def test_a_patch_whose_header_is_wrong(make_engine: MakeEngine, recorded: 
         payload = await trainer.publisher._payload(9, 10, lambda: trainer.whole(10))
         header = _header(payload)
         HEADERS[told](header)
-        call = served.stub.PushWeights(timeout=30)
+        call = served.stub.PushWeights(timeout=SECONDS)
         await call.write(pb.WeightMessage(header=header))
         assert told in (await call.read()).refused
         call.cancel()
@@ -302,7 +304,7 @@ async def test_no_patch_on_a_float32_wire(make_replay: Callable[..., Engine], re
         for tensor in header.tensors:
             tensor.dtype = "float32"
             tensor.ClearField("digest")
-        call = served.stub.PushWeights(timeout=30)
+        call = served.stub.PushWeights(timeout=SECONDS)
         await call.write(pb.WeightMessage(header=header))
         assert "the sync dtype is 'float32'" in (await call.read()).refused
         call.cancel()

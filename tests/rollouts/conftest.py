@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from scalerl_jax.contract import peer_text
+from tests.rollouts.clock import Clock
 from tests.rollouts.liar import BRISK, Liar
 from tests.rollouts.small_trainer import ReplayServer
 
@@ -42,6 +44,17 @@ def start(pool, tmp_path_factory):
             server.close()
         else:
             pool.setdefault(key, []).append(server)
+
+
+@pytest.fixture
+def told_once(monkeypatch):
+    """What is said now and then is said once: on a loaded machine a test may take longer than the time between."""
+    monkeypatch.setattr(peer_text, "TELL_SECONDS", 1e6)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock().install(monkeypatch)
 
 
 @pytest.fixture

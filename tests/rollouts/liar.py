@@ -27,7 +27,7 @@ from scalerl_jax.contract.limits import SERVER_OPTIONS
 from scalerl_jax.contract.rpc import SERVICE
 from tests.rollouts.small_trainer import SHAPES, VOCABULARY
 
-START_SECONDS = 60.0
+START_SECONDS = 150.0
 BRISK = {"token_seconds": 0.001, "mean_tokens": 12.0}  # of the genuine server beside it
 
 

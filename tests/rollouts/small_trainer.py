@@ -23,8 +23,9 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.replay_server import hold_file, read_dump
+from tests.support.ports import hold, port_of
 from tests.support.servers import ServerProcess
-from tests.support.waiting import eventually
+from tests.support.waiting import SECONDS, eventually
 
 SHAPES = {"model.embed_tokens.weight": (64, 24), "model.norm.weight": (24,), "lm_head.weight": (64, 24)}
 VOCABULARY = 64
@@ -58,6 +59,7 @@ class ReplayServer(ServerProcess):
         self._options = options
         self.dump = os.path.join(folder, name + ".npz")
         self.touched = False  # killed or frozen at some time
+        self._held = hold()  # so that nobody else has its port while it is away
         super().__init__(pathlib.Path(folder), name=name)
 
     def command(self) -> list[str | pathlib.Path]:
@@ -66,6 +68,7 @@ class ReplayServer(ServerProcess):
 
     def start(self, **changes: Any) -> None:
         self._options |= changes
+        self.port = port_of(self._held)
         super().start()
 
     def held(self):
@@ -92,8 +95,12 @@ class ReplayServer(ServerProcess):
         self.touched = True
         super().kill()
 
+    def close(self) -> None:
+        super().close()
+        self._held.close()
+
     def reserve(self) -> "ReplayServer":
-        """Kills it, so that its port is known and nobody listens there."""
+        """Kills it: nobody listens at its port."""
         self.kill()
         self.forget()
         return self
@@ -106,16 +113,16 @@ class ReplayServer(ServerProcess):
 def config(**changes: Any) -> Config:
     """Small and quick; `changes` are dotted names with _ for the dot's first level: fleet_silence_seconds=1.
 
-    The run has no end, and no server is given up because a process stood still for some seconds, as it may on a busy
+    The run has no end, and no server is given up because a process stood still for a minute, as it may on a busy
     machine.
     """
     made = Config(seed=3, max_steps=ENDLESS)
     made.rollout.prompts_per_step, made.rollout.group_size = 4, 4
     made.rollout.thinking_budget_min, made.rollout.thinking_budget_max, made.rollout.answer_budget = 4, 24, 16
     made.rollout.interruption_text, made.rollout.end_of_thinking = "time is up>", ">"
-    made.fleet.connect_seconds, made.fleet.heartbeat_seconds = 60.0, 0.1
-    made.fleet.status_seconds, made.fleet.silence_seconds = 5.0, 15.0
-    made.fleet.push_seconds = 60.0
+    made.fleet.connect_seconds, made.fleet.heartbeat_seconds = SECONDS, 0.1
+    made.fleet.status_seconds, made.fleet.silence_seconds = 30.0, 120.0
+    made.fleet.push_seconds = SECONDS
     made.fleet.chunk_bytes = 1000  # several chunks, and tensors across their borders
     made.evaluation.servers = 1
     for name, value in changes.items():
@@ -230,12 +237,12 @@ class Trainer:
         """What the fleet says of it."""
         return self.fleet.status()["servers"][server.address]
 
-    def admit_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def admit_until(self, condition: Callable[[], bool]) -> None:
         def look() -> bool:
             self.wait()
             return condition()
 
-        eventually(look, seconds=seconds)
+        eventually(look)
 
     def admit_all(self) -> None:
         """All servers given have been admitted; one that was lost since may not be again."""
@@ -243,9 +250,9 @@ class Trainer:
 
     def update_until(self, condition: Callable[[], Any]) -> None:
         """Updates, none if it holds already: a fleet that nobody takes batches from comes to a stop."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SECONDS
         while not condition():
-            assert time.monotonic() < deadline, "not within 60 s"
+            assert time.monotonic() < deadline, f"not within {SECONDS:g} s"
             self.update()
 
     def check(self) -> None:

@@ -2,15 +2,10 @@
 whose trainer does, which is no fault of the server's."""
 
 import asyncio
-import time
-from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from scalerl_jax.rollouts.servers import calls as calls_lib
-from scalerl_jax.rollouts.servers import client as connection_lib
-from scalerl_jax.rollouts.servers import server_state
 from tests.rollouts.liar import is_probe
 from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import states_seen
@@ -18,7 +13,7 @@ from tests.rollouts.test_liars import logged, quick_end
 from tests.support.waiting import eventually
 
 
-def test_words_that_are_others_each_time_are_told_now_and_then(liar, honest, caplog):
+def test_words_that_are_others_each_time_are_told_now_and_then(liar, honest, caplog, told_once):
     """Of a server that was never met, and looks like one that does not trust us."""
     numbers = iter(range(10**9))
     liar.status = lambda reply: (grpc.StatusCode.UNAVAILABLE, f"handshake failed OPENSSL_internal:\x1b {next(numbers)}")
@@ -69,10 +64,17 @@ LOST, REFUSED = "is lost again and again", "does not take weights"
     ],
 )
 def test_a_server_that_comes_and_goes_is_sent_away(liar, honest, monkeypatch, made, kinds):
+    """What it delivers in between would count for it, so it delivers nothing."""
+
+    async def nothing(request, context, honest):
+        if is_probe(request):
+            return await honest(request, context)
+        await asyncio.Event().wait()
+
     quick_end(monkeypatch)
     with Trainer(config(), [liar, honest]) as trainer:
         trainer.admit_until(lambda: honest.address in trainer.admitted)
-        liar.status = made()
+        liar.status, liar.generate = made(), nothing
 
         def sent_away() -> bool:
             seen = states_seen(trainer, liar)
@@ -84,12 +86,9 @@ def test_a_server_that_comes_and_goes_is_sent_away(liar, honest, monkeypatch, ma
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
-def test_a_trainer_that_was_stopped_holds_it_against_nobody(liar, monkeypatch, caplog, answered):
+def test_a_trainer_that_was_stopped_holds_it_against_nobody(liar, clock, caplog, answered):
     """Its clock goes on by hours between a question and the answer, while a server samples a group."""
-    away, stopped, go_on = [0.0], [], asyncio.Event()
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + away[0], time_ns=time.time_ns)
-    for module in (calls_lib, connection_lib, server_state):
-        monkeypatch.setattr(module, "time", clock)
+    stopped, go_on = [], asyncio.Event()
 
     async def later(request, context, honest):
         if not is_probe(request):
@@ -100,7 +99,7 @@ def test_a_trainer_that_was_stopped_holds_it_against_nobody(liar, monkeypatch, c
         if stopped:
             return reply
         stopped.append(True)
-        away[0] += 1e4
+        clock.ahead += 1e4
         return reply if answered else (grpc.StatusCode.DEADLINE_EXCEEDED, "")
 
     def looks(more: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 from rollout_server.engines.replay.scripts import Scripted
 from scalerl_jax.rollouts.group_buffer import Process, RolloutRequest
 from scalerl_jax.rollouts.requests import Requests
+from tests.rollouts.clock import waits_for_one
 from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config
 from tests.rollouts.test_fleet import assert_holds, states_seen
 from tests.support.waiting import eventually
@@ -117,11 +118,12 @@ def test_corrupted_chunks_are_sent_again(start):
         assert resent[servers[0].address] > 0 == resent[servers[1].address]
 
 
-def test_a_late_answer_after_its_call_was_ended_changes_nothing(start, caplog):
+def test_a_late_answer_after_its_call_was_ended_changes_nothing(start, clock, caplog):
     """Asked for again elsewhere under the same ids; what the slow server still sends belongs to a call that is over."""
-    servers = start({**BRISK, "faults": f"delay:{AFTER}:2"}, BRISK)
-    made = config(fleet_stall_seconds=0.6, fleet_slowest_tokens_per_second=10_000.0)
+    servers = start({**BRISK, "faults": f"delay:{AFTER}:20"}, BRISK)
+    made = config(fleet_stall_seconds=60.0, fleet_slowest_tokens_per_second=10_000.0)
     with Trainer(made, servers) as trainer:
+        trainer.wait = waits_for_one(trainer, *servers, clock)
         run(trainer, 8)
         # It is known by the completions that do not come, or by its standing still.
         told = ("does not finish completions that it was asked for", "answers, but samples nothing")
@@ -151,7 +153,7 @@ def claim(kind: str, after: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", CLAIMS)
-def test_a_status_that_cannot_be_is_dropped_and_counts_against_the_server(start, caplog, kind):
+def test_a_status_that_cannot_be_is_dropped_and_counts_against_the_server(start, caplog, told_once, kind):
     servers = start({**BRISK, **claim(kind, AFTER)}, BRISK)
     with Trainer(config(), servers) as trainer:
         run(trainer, 8)

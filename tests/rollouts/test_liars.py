@@ -10,6 +10,7 @@ from scalerl_jax.contract import limits
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.servers import offences
+from tests.rollouts.clock import waits_for_one
 from tests.rollouts.liar import Liar, is_probe
 from tests.rollouts.small_trainer import Trainer, config
 from tests.rollouts.test_fleet import states_seen
@@ -59,50 +60,78 @@ def gets_on():
 # ---- Slow, and lost ------------------------------------------------------------------------------------------------
 
 
-def test_slow_completions_are_waited_for_while_the_server_gets_on():
-    """One takes longer than stall_seconds. Asked for once, delivered once."""
-    with Liar(slots=16, token_seconds=0.12, mean_tokens=40.0) as slow:
-        made = config(
-            fleet_stall_seconds=3.0,
-            rollout_prompts_per_step=1,
-            rollout_thinking_budget_min=20,
-            rollout_thinking_budget_max=30,
-        )
-        with Trainer(made, [slow]) as trainer:
-            trainer.update()
-            trainer.check()
-            taken = [c.sampling_seconds for groups in trainer.batches for g in groups for c in g.completions]
-            assert max(taken) > made.fleet.stall_seconds
-        asked = [(r.group_id, c.index) for r in slow.asked if not is_probe(r) for c in r.completions]
-        assert len(asked) == len(set(asked))
+STEP_SECONDS = 5.0  # by which the clock goes on from one status to the next: less than a trainer is excused
 
 
-def test_one_lost_completion_is_asked_for_again(caplog):
+def test_slow_completions_are_waited_for_while_the_server_gets_on(liar, clock):
+    """They take longer than stall_seconds. Asked for once, delivered once."""
+    # Its budgets and the phrase are at most 51 tokens: ten minutes for one completion.
+    made = config(fleet_stall_seconds=60.0, fleet_slowest_tokens_per_second=0.1, fleet_heartbeat_seconds=0.02)
+    tokens, go_on, held = gets_on(), asyncio.Event(), []
+
+    def status(reply):
+        if held:
+            clock.ahead += STEP_SECONDS
+        if clock.ahead > 5 * made.fleet.stall_seconds:
+            go_on.set()
+        return tokens(reply)
+
+    async def slowly(request, context, honest):
+        if not is_probe(request):
+            held.append(request.group_id)
+            await go_on.wait()
+        await honest(request, context)
+
+    liar.status, liar.generate = status, slowly
+    with Trainer(made, [liar]) as trainer:
+        trainer.update()
+        trainer.check()
+        assert held and clock.ahead > 5 * made.fleet.stall_seconds
+    asked = [(r.group_id, c.index) for r in liar.asked if not is_probe(r) for c in r.completions]
+    assert len(asked) == len(set(asked))
+
+
+def test_one_lost_completion_is_asked_for_again(liar, clock, caplog):
     """The server goes on with everything else and never sends this one."""
-    lost = []
+    lost, others, stuck = [], [], []
 
     async def lose_one(request, context, honest):
-        if is_probe(request) or lost:
+        if is_probe(request):
             return await honest(request, context)
+        if lost:
+            others.append(request)
+            try:
+                return await honest(request, context)
+            finally:  # its client leaves as soon as all is there
+                others.remove(request)
         lost.append((request.group_id, request.completions[0].index))
         del request.completions[0]
         await honest(request, context)
+        stuck.append(True)
         await asyncio.Event().wait()
 
-    with Liar() as liar:
-        liar.status, liar.generate = gets_on(), lose_one
-        # Its budgets and the phrase are at most 51 tokens: 1.5 s for one completion.
-        made = config(fleet_stall_seconds=1.0, fleet_slowest_tokens_per_second=100.0)
-        with Trainer(made, [liar]) as trainer:
-            for _ in range(3):
-                trainer.update()
-            trainer.check()
-        again = [r for r in liar.asked if r.group_id == lost[0][0]]
-        assert [[c.index for c in r.completions] for r in again][1:] == [[lost[0][1]]]
-        assert logged(caplog, liar, "does not finish completions that it was asked for", lost[0][0])
+    def asked_again():
+        return [r for r in liar.asked if r.group_id == lost[0][0]][1:]
+
+    tokens = gets_on()
+
+    def status(reply):
+        if stuck and not others and not asked_again():
+            clock.ahead += STEP_SECONDS
+        return tokens(reply)
+
+    liar.status, liar.generate = status, lose_one
+    # Its budgets and the phrase are at most 51 tokens: half a second of a minute for one completion.
+    made = config(fleet_stall_seconds=60.0, fleet_slowest_tokens_per_second=100.0, fleet_heartbeat_seconds=0.02)
+    with Trainer(made, [liar]) as trainer:
+        for _ in range(3):
+            trainer.update()
+        trainer.check()
+    assert [[c.index for c in r.completions] for r in asked_again()] == [[lost[0][1]]]
+    assert logged(caplog, liar, "does not finish completions that it was asked for", lost[0][0])
 
 
-def test_a_server_that_only_pretends_to_sample_is_sent_away(liar, honest, monkeypatch, caplog):
+def test_a_server_that_only_pretends_to_sample_is_sent_away(liar, honest, clock, monkeypatch, caplog):
     quick_end(monkeypatch)
 
     async def nothing(request, context, honest):
@@ -111,9 +140,10 @@ def test_a_server_that_only_pretends_to_sample_is_sent_away(liar, honest, monkey
         await asyncio.Event().wait()
 
     liar.status, liar.generate = gets_on(), nothing
-    made = config(fleet_stall_seconds=0.3, fleet_slowest_tokens_per_second=1000.0)
+    made = config(fleet_stall_seconds=60.0, fleet_slowest_tokens_per_second=1000.0)
     with Trainer(made, [liar, honest]) as trainer:
         trainer.admit_all()
+        trainer.wait = waits_for_one(trainer, liar, honest, clock)
         reason = until_sent_away(trainer, liar)
     assert liar.address in reason and "does not finish completions that it was asked for" in reason
 
@@ -259,15 +289,19 @@ async def the_same_again_and_again(request, context, honest):
     ],
 )
 class TestAnswersThatAreNone:
-    def test_it_is_named_in_one_line_and_asked_less_and_less(self, liar, honest, caplog, monkeypatch, answer, named):
+    def test_it_is_named_in_one_line_and_asked_less_and_less(
+        self, liar, honest, caplog, monkeypatch, told_once, answer, named
+    ):
         monkeypatch.setattr(limits, "CHANNEL_OPTIONS", (("grpc.max_receive_message_length", 2**20),))
         monkeypatch.setattr(offences, "REFUSALS", 4)
         liar.generate = answer
         with Trainer(config(), [liar, honest]) as trainer:
             trainer.admit_all()
             lines = until_said(trainer, caplog, liar, named, "times; not asked for")
-            # The probe's two, then those of one group at a time, each after a wait.
-            assert liar.calls["Generate"] <= 2 + 4 * offences.REFUSALS
+            # The probe's two, then those of one group at a time, each after a wait; one offence, or more where it took
+            # long to come here.
+            asked = liar.calls["Generate"]
+            assert asked <= 2 + 4 * offences.REFUSALS * trainer.fleet._pool.named(liar.address).record._strikes
         assert len(lines) == 1 and "\n" not in lines[0] and "\x1b" not in lines[0] and len(lines[0]) < 1300
 
     def test_it_is_sent_away_in_the_end(self, liar, honest, monkeypatch, caplog, answer, named):
@@ -278,6 +312,9 @@ class TestAnswersThatAreNone:
             trainer.admit_all()
             reason = until_sent_away(trainer, liar)
             assert liar.address in reason and named in reason and "times" in reason
+            # Calls of one connection arrive in order: what was asked for before it was sent away is there.
+            seen = liar.calls["Status"]
+            eventually(lambda: liar.calls["Status"] >= seen + 2)
             asked = liar.calls["Generate"]
             for _ in range(3):
                 trainer.update()

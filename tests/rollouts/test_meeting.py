@@ -33,7 +33,8 @@ def test_no_server_given():
         Trainer(config(), [])
 
 
-def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(start):
+def test_a_server_that_starts_late_gets_the_current_weights_before_any_group(start, monkeypatch):
+    monkeypatch.setattr(connection_lib, "PATIENCE_SECONDS", 150.0)  # the next batch waits for it
     servers = start({}, {})
     late = servers[1].reserve()
     with Trainer(config(pacing_max_buffered_batches=2.0), servers) as trainer:
@@ -136,7 +137,7 @@ def test_a_trainer_whose_clock_is_behind_takes_the_servers_over(start, caplog):
             for server in servers:
                 eventually(lambda server=server: server.held()[0].incarnation == first + 1)
             eventually(lambda: set(old.states().values()) == {"superseded"})
-            said = [m for m in caplog.messages if m.startswith("every rollout server is lost")]
+            said = eventually(lambda: [m for m in caplog.messages if m.startswith("every rollout server is lost")])
             assert len(said) == 1 and all(f"{s.address}: superseded, it holds weights of a" in said[0] for s in servers)
             assert str(first) in said[0] and str(first + 1) in said[0]
             # Neither takes them back.
@@ -182,9 +183,9 @@ def test_no_name_is_above_the_largest(told):
     assert not raised
 
 
-def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
+def test_a_batch_waits_for_newcomers_by_the_clock(start, clock, monkeypatch):
     """However often the trainer looks, or seldom."""
-    monkeypatch.setattr(connection_lib, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(connection_lib, "PATIENCE_SECONDS", 150.0)
     servers = start({}, {})
     with Trainer(config(), servers[:1]) as trainer:
         trainer.update()
@@ -193,9 +194,9 @@ def test_a_batch_waits_for_newcomers_by_the_clock(start, monkeypatch):
         eventually(lambda: trainer.states()[servers[1].address] == "candidate")
         assert all(on_loop(fleet.candidates.holds_batch) for _ in range(1000))
         candidate = on_loop(fleet._pool.named, servers[1].address)
-        candidate.patience = 1.0
-        on_loop(fleet.candidates.holds_batch)
-        time.sleep(1.1)
+        candidate.patience = 150.0
+        assert on_loop(fleet.candidates.holds_batch)
+        clock.ahead += 151.0
         on_loop(fleet.candidates.holds_batch)  # the time since the look before is counted
         assert not on_loop(fleet.candidates.holds_batch)
 

@@ -67,3 +67,17 @@ def test_without_interruptions_a_completion_has_both_budgets_as_one(control):
 def test_a_phrase_that_does_not_end_thinking_is_named():
     with pytest.raises(ValueError, match=r"config\.rollout\.interruption_text='time is up'"):
         make(rollout_interruption_text="time is up")
+
+
+def test_what_is_asked_for_again_has_the_names_that_it_had():
+    requests, group = make(), make().train(5, row(1))
+
+    def sent(server: str, left: set[int]):
+        return requests.of(RolloutRequest(group, Process(server, ""), 3, None, left), incarnation=7)
+
+    first = sent("a:1", {0, 1, 2, 3})
+    group.servers[1], group.failed_at = Process("a:1", ""), "a:1"
+    group.completions[1] = "the only one that came"
+    again = sent("b:2", {0, 2, 3})
+    assert again.group_id == first.group_id == "train/5"
+    assert again.completions == tuple(first.completions[i] for i in (0, 2, 3))

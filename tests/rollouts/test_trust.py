@@ -17,7 +17,8 @@ from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.servers import credentials, first_look
 from tests.rollout_server.certificates import Authority
 from tests.rollouts.small_trainer import ReplayServer, Trainer, config
-from tests.support.waiting import eventually
+from tests.support.ports import nowhere
+from tests.support.waiting import SECONDS, eventually
 
 TOKEN = "correct-horse-battery"
 
@@ -142,8 +143,14 @@ def test_a_connection_that_was_closed_at_once(end, closed):
     assert bool(security.refusal(error, security.PLAIN)) == closed
 
 
-def test_the_others_may_be_away(servers, files):
-    nowhere, seconds = "127.0.0.1:1", 0.5
+@pytest.fixture
+def away():
+    with nowhere() as address:
+        yield address
+
+
+def test_the_others_may_be_away(servers, files, away):
+    seconds = 0.5
     shows = credentials.read(shown(files, token_file="other_token"))
 
     def refused() -> str:
@@ -152,13 +159,19 @@ def test_the_others_may_be_away(servers, files):
         seconds *= 2
         made = config(fleet_connect_seconds=seconds)
         with pytest.raises(FleetError) as error:
-            with Trainer(made, [], addresses=[servers[0].address, nowhere], credentials=shows):
+            with Trainer(made, [], addresses=[servers[0].address, away], credentials=shows):
                 pass
-        late = str(error.value).startswith(f"no rollout server answers at {servers[0].address}, {nowhere} (tried for")
+        late = str(error.value).startswith(f"no rollout server answers at {servers[0].address}, {away} (tried for")
         return "" if late else str(error.value)
 
     named = f"rollout server {servers[0].address}: it does not take the token"
-    assert eventually(refused) == f"{named}; nobody answers at {nowhere}"
+    assert eventually(refused) == f"{named}; nobody answers at {away}"
+
+
+@pytest.fixture
+def soon_sure(monkeypatch):
+    """A first look asks again at once."""
+    monkeypatch.setattr(first_look, "_PAUSE_SECONDS", 0.01)
 
 
 def anybody(server: str, status: pb.StatusReply) -> None:
@@ -177,33 +190,33 @@ def nobody(server: str, status: pb.StatusReply) -> None:
         ({"tls_authority": "", "tls_certificate": "", "tls_key": ""}, "as a server with TLS does"),
     ],
 )
-def test_a_first_look_says_who_can_never_be_used(servers, files, changes, told):
+def test_a_first_look_says_who_can_never_be_used(servers, files, soon_sure, changes, told):
     addresses, shows = [server.address for server in servers], credentials.read(shown(files, **changes))
     with pytest.raises(FleetError) as error:
-        first_look.look(addresses, shows, anybody, seconds=5)
+        first_look.look(addresses, shows, anybody, seconds=SECONDS)
     message = str(error.value)
     assert message.startswith(f"rollout server {addresses[0]}: ") and told in message and "\n" not in message
     assert message.endswith("; nor can the other one be used")
     assert TOKEN not in message and TOKEN[::-1] not in message
 
 
-def test_a_first_look_leaves_alone_what_may_come(servers, files, tmp_path_factory):
+def test_a_first_look_leaves_alone_what_may_come(servers, files, tmp_path_factory, away, soon_sure):
     shows, refused = credentials.read(shown(files)), credentials.read(shown(files, token_file="other_token"))
     here = servers[0].address
-    first_look.look([here], shows, anybody, seconds=5)
+    first_look.look([here], shows, anybody, seconds=SECONDS)
     with pytest.raises(FleetError, match=f"^server {here}: replay is not ours$"):
-        first_look.look([here], shows, nobody, seconds=5)
-    first_look.look([here, "127.0.0.1:1"], refused, anybody, seconds=5)  # one may be there soon
+        first_look.look([here], shows, nobody, seconds=SECONDS)
+    first_look.look([here, away], refused, anybody, seconds=SECONDS)  # one may be there soon
     with socket.create_server(("127.0.0.1", 0)) as silent:
         first_look.look([here, f"127.0.0.1:{silent.getsockname()[1]}"], refused, anybody, seconds=0.5)
     stranger = ReplayServer(str(tmp_path_factory.mktemp("stranger")), "server").wait()
     try:
-        first_look.look([here, stranger.address], credentials.read(FleetConfig()), anybody, seconds=5)
+        first_look.look([here, stranger.address], credentials.read(FleetConfig()), anybody, seconds=SECONDS)
     finally:
         stranger.close()
 
 
-def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files, tmp_path_factory, caplog):
+def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files, tmp_path_factory, caplog, told_once):
     stranger = ReplayServer(str(tmp_path_factory.mktemp("stranger")), "server").wait()
     try:
         with Trainer(config(), [*servers, stranger], credentials=credentials.read(shown(files))) as trainer:

@@ -1,7 +1,6 @@
 """The forecast beside the trainer: right numbers, never in the way."""
 
 import threading
-import time
 
 import jax
 import numpy as np
@@ -11,7 +10,10 @@ from scalerl_jax.report.score import AXES, score
 from scalerl_jax.run import live_forecast
 from scalerl_jax.run.live_forecast import LEAST_POINTS, LiveForecast, forecast_of_end
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
+from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
 
 UPDATES = 6400
 HOURS = 2.5  # of one update
@@ -31,7 +33,7 @@ def run_rows(evaluations, every=100, prompts=300, **changes):
 
 
 def wait_for(forecast):
-    return eventually(forecast.take, seconds=120)["forecast"]
+    return eventually(forecast.take, seconds=SECONDS)["forecast"]
 
 
 def test_the_end_that_is_planned():
@@ -77,7 +79,7 @@ def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations(monkeypa
     said, go = [], threading.Event()
 
     def held(rows, *, updates):
-        assert go.wait(60)
+        assert go.wait(SECONDS)
         return forecast_of_end(rows, updates=updates)
 
     monkeypatch.setattr(live_forecast, "forecast_of_end", held)
@@ -100,13 +102,14 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
     said = []
     rows = run_rows(10)[1:]  # R0 was never measured
     with LiveForecast(updates=UPDATES, say=said.append) as forecast:
+
+        def is_over():
+            assert not forecast.take()
+            return not forecast._asked
+
         for _ in range(2):
             forecast.evaluated(rows)
-            end = time.monotonic() + 60
-            while forecast._asked:
-                assert not forecast.take()
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            eventually(is_over, "the fit has failed", seconds=SECONDS)
         assert len(said) == 1 and said[0].startswith("no forecast: ")
         forecast.evaluated(run_rows(10))
         assert wait_for(forecast)["step"] == 900
@@ -129,7 +132,7 @@ def test_the_trainer_never_waits(monkeypatch):
     foretold = forecast_of_end(run_rows(8), updates=UPDATES)
 
     def slow(rows, *, updates):
-        assert release.wait(60)
+        assert release.wait(SECONDS)
         return {**foretold, "step": rows[-1]["step"]}
 
     monkeypatch.setattr(live_forecast, "forecast_of_end", slow)

@@ -15,6 +15,8 @@ from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.shape import Shape
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
+pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
+
 COMPUTE = np.linspace(0, 8000, 17)
 LATER = np.linspace(8500, 16_000, 9)
 NONE = (0.0,) * len(SCALES)

@@ -10,6 +10,8 @@ from scalerl_jax.scaling.calibration import SCALES, Calibration
 from scalerl_jax.scaling.laws import LAWS
 from tests.scaling.simulated import TABLE_1, curve
 
+pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
+
 TRIALS = 4000
 COMPUTE = np.linspace(0, 16_000, 25)
 

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ from scalerl_jax.run.folder import RunFolder
 from tests.report.run_folders import SAMPLES, compute, rate
 from tests.support.evaluations import counted
 from tests.support.paths import ROOT
-from tests.support.processes import single_threaded
+from tests.support.processes import run_python, single_threaded
 
 STUDIES = """
 import copy
@@ -54,7 +53,7 @@ def write_studies(folder: pathlib.Path) -> str:
 
 
 def command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "scalerl_jax.study.command", *flags]
+    return ["-m", "scalerl_jax.study.command", *flags]
 
 
 def environment() -> dict[str, str]:
@@ -62,9 +61,7 @@ def environment() -> dict[str, str]:
 
 
 def study(*flags: str, folder: pathlib.Path = ROOT, seconds: float = 600) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*flags), cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=seconds
-    )
+    return run_python(*command(*flags), folder=folder, environment=environment(), seconds=seconds)
 
 
 def write_run(

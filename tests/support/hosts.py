@@ -1,27 +1,17 @@
 """A trainer of several hosts, each a process of this machine with its share of the virtual devices."""
 
-import contextlib
 import os
 import pathlib
-import random
 import signal
-import socket
 from collections.abc import Callable
 from typing import Any, Self
 
+from tests.support.ports import free_port
+from tests.support.processes import SECONDS
 from tests.support.runs import Run
 from tests.support.waiting import eventually
 
 DEVICES = 4  # of all hosts together
-
-
-def free_port() -> int:
-    """Below those that a system gives to whoever asks for any, so that nobody gets it before it is used."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            return port
 
 
 class Hosts:
@@ -82,7 +72,7 @@ class Hosts:
             assert all(run.process.poll() is None for run in self.runs), self.outputs()
             return condition()
 
-        eventually(look, what, seconds=300.0)
+        eventually(look, what, seconds=SECONDS)
 
     def signal(self, index: int, number: signal.Signals) -> None:
         """To one host, not to what it has started."""

@@ -2,9 +2,11 @@
 
 import os
 import subprocess
-import sys
+import tempfile
+from collections.abc import Mapping
 from typing import Any
 
+from tests.support import fork_server
 from tests.support.paths import ROOT
 
 # A loaded machine starts a process in a minute.
@@ -26,7 +28,7 @@ def run_command(
     module: str,
     *arguments: Any,
     folder: Any = ROOT,
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
     packages: Any = None,
     seconds: float = SECONDS,
 ) -> subprocess.CompletedProcess[str]:
@@ -35,9 +37,20 @@ def run_command(
     packages: a folder of packages that the environment lacks. seconds: after which it is killed.
     """
     paths = os.pathsep.join(map(str, filter(None, [ROOT, packages])))
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=folder,
-        env={**(environment or os.environ), "PYTHONPATH": paths, "COLUMNS": "200"},
-        capture_output=True, text=True, check=False, timeout=seconds,
-    )  # fmt: skip
+    given = {**(os.environ if environment is None else environment), "PYTHONPATH": paths, "COLUMNS": "200"}
+    return run_python("-m", module, *arguments, folder=folder, environment=given, seconds=seconds)
+
+
+def run_python(
+    *arguments: Any, folder: Any = ROOT, environment: Mapping[str, str] | None = None, seconds: float = SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """`python arguments` to its end, the first of them -m or -c; killed after so many seconds."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = fork_server.start(*arguments, environment=environment, folder=folder, stdout=output, stderr=errors)
+        try:
+            code = process.wait(seconds)
+        finally:
+            process.kill()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(list(arguments), code, output.read(), errors.read())

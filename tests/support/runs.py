@@ -5,13 +5,13 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Self
 
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import load_file, override
 from scalerl_jax.run.jsonl import read_rows
+from tests.support import fork_server
 from tests.support.paths import ROOT
 from tests.support.processes import SECONDS, single_threaded
 from tests.support.waiting import eventually
@@ -27,10 +27,10 @@ class Run:
     ):
         """log: what it says; default: beside the workdir. variables: of its environment, beside the usual ones."""
         self.workdir = str(workdir)
-        self._command = [sys.executable, "-m", "scalerl_jax.train", f"--workdir={workdir}", *flags]
+        self._arguments = [f"--workdir={workdir}", *flags]
         self._output = str(log or f"{workdir}.log")
         self._variables = dict(variables)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: fork_server.Forked | subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
         with open(self._output, "ab") as output:
@@ -38,13 +38,15 @@ class Run:
         return self
 
     def _spawn(self, output: IO[bytes]) -> None:
-        self.process = subprocess.Popen(
-            self._command,
-            cwd=ROOT,
-            env={**single_threaded(), **self._variables},
+        environment = {**single_threaded(), **self._variables}
+        self.process = fork_server.start(
+            "-m",
+            "scalerl_jax.train",
+            *self._arguments,
+            environment=environment,
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            new_session=True,
         )
 
     def kill(self) -> None:

@@ -4,18 +4,17 @@ import contextlib
 import pathlib
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 import grpc
 
 from scalerl_jax.contract import rollout_pb2_grpc
-from tests.support.paths import ROOT
+from tests.support import fork_server
 from tests.support.processes import SECONDS, single_threaded
 from tests.support.waiting import eventually
 
-SERVE = (sys.executable, "-m", "rollout_server.serve")
+SERVE = ("-m", "rollout_server.serve")
 
 
 class ServerProcess:
@@ -26,16 +25,16 @@ class ServerProcess:
         folder: pathlib.Path,
         *flags: str,
         name: str = "server",
-        program: Sequence[str | pathlib.Path] = SERVE,
+        program: Sequence[str] = SERVE,
         environment: Mapping[str, str] | None = None,
     ):
-        """program: what is started, with the flags of scalerl-serve; `folder`/`name`.log: what it says."""
+        """program: Python's arguments before the flags of scalerl-serve; `folder`/`name`.log: what it says."""
         self.log, self.port_file = folder / f"{name}.log", folder / f"{name}.port"
         self.port = 0  # any that is free; the same one ever after
         self._command, self._flags, self._environment = program, flags, environment
         self.start()
 
-    def command(self) -> list[str | pathlib.Path]:
+    def command(self) -> list[str]:
         return [
             *self._command, f"--port={self.port}", f"--port_file={self.port_file}", "--exit_with_parent", *self._flags
         ]  # fmt: skip
@@ -44,8 +43,8 @@ class ServerProcess:
         """`wait` says when it listens."""
         self.port_file.unlink(missing_ok=True)
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                self.command(), cwd=ROOT, env=self._environment, stdin=subprocess.PIPE, stdout=log, stderr=log
+            self.process = fork_server.start(
+                *self.command(), environment=self._environment, stdin=subprocess.PIPE, stdout=log, stderr=log
             )
 
     def wait(self, *, seconds: float = SECONDS) -> Self:

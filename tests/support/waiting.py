@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 60.0  # after which what is waited for will not come
+SECONDS = 150.0  # after which what is waited for will not come; less than a test may take
 
 
 def eventually(

@@ -12,6 +12,8 @@ import pytest
 from scalerl_jax.system import files
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
 
 @pytest.fixture
 def limited():
@@ -84,17 +86,24 @@ def test_what_libraries_say_of_a_disk_is_understood(text, number):
 def test_two_processes_that_write_the_same_file_do_not_mix(tmp_path):
     path = tmp_path / "report.html"
     program = (
-        "import sys; from scalerl_jax.system.files import write_whole\n"
-        "for _ in range(200): write_whole(sys.argv[1], sys.argv[2] * 20000, durable=False)"
+        "import select, sys; from scalerl_jax.system.files import write_whole\n"
+        "while not select.select([sys.stdin], [], [], 0)[0]:\n"
+        "    write_whole(sys.argv[1], sys.argv[2] * 20000, durable=False)"
     )
-    writers = [subprocess.Popen([sys.executable, "-c", program, path, letter], cwd=ROOT) for letter in "ab"]
-    seen = set()
-    while any(writer.poll() is None for writer in writers):
+    writers = [
+        subprocess.Popen([sys.executable, "-c", program, path, letter], cwd=ROOT, stdin=subprocess.PIPE)
+        for letter in "ab"
+    ]
+    seen = ""
+    while seen.count("ab") + seen.count("ba") < 20:  # both write all the while
+        assert all(writer.poll() is None for writer in writers)
         if path.exists():
             text = path.read_text()
             assert len(text) == 20_000 and len(set(text)) == 1
-            seen |= set(text)
-    assert [writer.wait() for writer in writers] == [0, 0] and seen
+            seen += text[0]
+    for writer in writers:
+        writer.communicate()
+    assert [writer.returncode for writer in writers] == [0, 0]
     assert os.listdir(tmp_path) == ["report.html"]
 
 

@@ -9,7 +9,11 @@ import pytest
 from scalerl_jax.system import maintenance
 from tests.hosts.test_rank import metadata
 from tests.support.paths import ROOT
+from tests.support.ports import nowhere
+from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 PROGRAM = """
 import sys, time
@@ -36,7 +40,7 @@ class Program:
         assert self.process.stdout is not None and self.process.stdout.readline() == "begun\n"
 
     def end(self) -> tuple[int, str]:
-        said = self.process.communicate(timeout=100)[1]
+        said = self.process.communicate(timeout=SECONDS)[1]
         return self.process.returncode, said
 
 
@@ -68,16 +72,17 @@ def test_the_metadata_of_an_instance(name: str, value: str, told: str) -> None:
 
 
 def test_metadata_that_do_not_answer_are_told_once(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
-    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
-    look, calls = maintenance.source("gce"), []
+    source, calls = maintenance.source, []
 
-    def counted() -> str:
-        calls.append(1)
-        return look()
+    def counted(where: str):
+        look = source(where)
+        return lambda: calls.append(1) or look()
 
-    monkeypatch.setattr(maintenance, "source", lambda where: counted)
-    with maintenance.watched("gce", every=0.001):
-        eventually(lambda: len(calls) >= 3, "it is looked at again and again")
+    monkeypatch.setattr(maintenance, "source", counted)
+    with nowhere() as address:
+        monkeypatch.setenv("GCE_METADATA_HOST", address)
+        with maintenance.watched("gce", every=0.001):
+            eventually(lambda: len(calls) >= 3, "it is looked at again and again")
     assert [record.message.split(":")[0] for record in caplog.records] == ["maintenance is not heard of"]
 
 

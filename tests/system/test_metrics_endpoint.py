@@ -9,7 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scalerl_jax.system import metrics_endpoint
 from scalerl_jax.system.metrics_endpoint import MetricsEndpoint
+from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
 def families():
@@ -19,7 +22,7 @@ def families():
 
 
 def get(endpoint: MetricsEndpoint, path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}{path}", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}{path}", timeout=SECONDS) as answer:
         return answer.read().decode()
 
 
@@ -41,7 +44,15 @@ def test_a_port_that_is_taken_is_one_line_and_a_closed_one_is_free() -> None:
         port = first.port
         with pytest.raises(ValueError, match=rf"^--metrics_port={port} --metrics_host=127.0.0.1: cannot listen there"):
             MetricsEndpoint(families, host="127.0.0.1", port=port)
-    MetricsEndpoint(families, host="127.0.0.1", port=port).close()
+
+    def is_free() -> bool:
+        try:
+            MetricsEndpoint(families, host="127.0.0.1", port=port).close()
+        except ValueError:  # some other process of the machine has got it
+            return False
+        return True
+
+    eventually(is_free, "the port is free")
 
 
 @pytest.mark.parametrize("host", ["no.such.host.example.invalid", "192.0.2.1"])
@@ -74,7 +85,7 @@ def test_who_says_nothing_is_cut_off_and_holds_up_nobody(monkeypatch: pytest.Mon
     monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.5)
     with MetricsEndpoint(families, host="127.0.0.1", port=0) as endpoint:
         address = ("127.0.0.1", endpoint.port)
-        silent = [socket.create_connection(address, timeout=30) for _ in range(3 * metrics_endpoint.MOST_REQUESTS)]
+        silent = [socket.create_connection(address, timeout=SECONDS) for _ in range(3 * metrics_endpoint.MOST_REQUESTS)]
         try:
             assert all(connection.recv(1) == b"" for connection in silent)
         finally:

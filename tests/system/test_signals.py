@@ -9,6 +9,9 @@ import pytest
 
 from scalerl_jax.system import signals
 from tests.support.paths import ROOT
+from tests.support.processes import SECONDS
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 # "ready" is printed in each state; what comes after it must not be needed.
 COMMAND = """
@@ -26,7 +29,7 @@ entry.run_command(main)
 """
 BODIES = {
     "short": "say('ready'); threading.Event().wait()",
-    "short, in C": "say('ready'); stand_still()",
+    "short, in C": "signals.STUCK_SECONDS = 0.5; say('ready'); stand_still()",
     "starting": "signals.be(signals.EXIT); say('ready'); threading.Event().wait()",
     "compiling": "signals.be(signals.EXIT); say('ready'); stand_still()",
     "serving": """
@@ -39,6 +42,7 @@ BODIES = {
     raise entry.UserError('a server has ended')""",
     "collecting garbage": """
     import gc
+    signals.STUCK_SECONDS = 0.5
     def callback(phase, info):
         say('ready'); threading.Event().wait()
     gc.callbacks.append(callback); gc.collect()""",
@@ -57,6 +61,7 @@ BODIES = {
     while not signals.requested(): time.sleep(0.01)
     say('seen'); sys.stdin.readline(); say('saved'); signals.look()""",
     "held, told late": """
+    signals.REPEAT_SECONDS = 1e9
     write, signals._write = signals._write, lambda line: (time.sleep(0.2), write(line))
     signals.be(signals.HOLD); say('ready')
     while not signals.requested(): time.sleep(0.01)
@@ -81,7 +86,7 @@ def begin(body: str) -> subprocess.Popen[str]:
 
 def end(child: subprocess.Popen[str]) -> tuple[int, list[str]]:
     """The exit code and the lines on stderr."""
-    _, said = child.communicate(timeout=150)
+    _, said = child.communicate(timeout=SECONDS)
     return child.returncode, said.splitlines()
 
 
@@ -111,7 +116,7 @@ def test_what_the_first_signal_does_is_said_before_the_last_line():
 
 @pytest.mark.parametrize("number", signals.SIGNALS)
 def test_what_is_held_is_finished_first(number):
-    child = begin("held")
+    child = begin("held patiently")
     child.send_signal(number)
     assert child.stdout.readline() == "seen\n"
     child.stdin.write("\n")

@@ -5,14 +5,12 @@ import math
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from scalerl_jax.run.jsonl import read_rows
-from tests.support.paths import ROOT
-from tests.support.processes import single_threaded
+from tests.support import fork_server
+from tests.support.processes import run_command, single_threaded
 from tests.support.servers import serve
 from tests.support.waiting import eventually
 
@@ -38,14 +36,8 @@ MISTAKES = (
 )
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "scalerl_jax.evaluate", *arguments]
-
-
 def evaluate(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        command(*arguments), cwd=ROOT, env=single_threaded(), capture_output=True, text=True, timeout=900
-    )
+    done = run_command("scalerl_jax.evaluate", *arguments, environment=single_threaded())
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -60,10 +52,7 @@ def run(tmp_path_factory, flags) -> tuple[pathlib.Path, list[str]]:
     folder = tmp_path_factory.mktemp("evaluated")
     flags = [*flags, "--config.max_steps=6", "--config.checkpoint.every=2", "--config.evaluation.every=2"]
     flags += ["--config.evaluation.samples=4", "--config.checkpoint.keep=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "scalerl_jax.train", f"--workdir={folder / 'run'}", *flags],
-        cwd=ROOT, env=single_threaded(), capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = run_command("scalerl_jax.train", f"--workdir={folder / 'run'}", *flags, environment=single_threaded())
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run", flags
 
@@ -101,8 +90,7 @@ def test_the_checkpoints_of_a_run_give_its_own_rows(run, tmp_path):
 def test_an_exported_model_gives_the_last_row_with_servers_that_are_there(run, tmp_path):
     workdir, flags = run
     exported = tmp_path / "policy"
-    export = [sys.executable, "-m", "scalerl_jax.export", f"--workdir={workdir}", f"--out={exported}"]
-    subprocess.run(export, cwd=ROOT, env=single_threaded(), check=True, capture_output=True, timeout=600)
+    run_command("scalerl_jax.export", f"--workdir={workdir}", f"--out={exported}").check_returncode()
     start = next(flag for flag in flags if flag.startswith("--config.model.path=")).partition("=")[2]
     given = [flag for flag in flags if not flag.startswith("--config.model.path=")]
     with serve(tmp_path, 1, "--engine=jax", f"--model={start}") as addresses:  # which holds other weights
@@ -120,10 +108,11 @@ def test_killed_and_started_again_it_goes_on(run, tmp_path):
     workdir, _ = run
     out = tmp_path / "out"
     arguments = [f"--workdir={workdir}", "--steps=6", f"--out={out}", "--config.fleet.servers=1"]
-    process = subprocess.Popen(
-        command(*arguments), cwd=ROOT, env=single_threaded(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+    with open(os.devnull, "w") as silent:
+        process = fork_server.start(
+            "-m", "scalerl_jax.evaluate", *arguments,
+            environment=single_threaded(), stdout=silent, stderr=silent, new_session=True,
+        )  # fmt: skip
     try:
         eventually(lambda: completions(out, 6), "a prompt is done", seconds=600)
     finally:
@@ -147,21 +136,11 @@ def test_killed_and_started_again_it_goes_on(run, tmp_path):
 
 def test_a_mistake_is_one_line(run, model, tmp_path):
     places = {"tmp": tmp_path, "run": run[0], "model": model}
-    program = [sys.executable, "-m", "tests.train.forked_starts", "scalerl_jax.evaluate"]
-    with subprocess.Popen(
-        program, cwd=ROOT, env=single_threaded(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as starts:
-        for number, (given, said) in enumerate(MISTAKES):
-            log = tmp_path / f"{number}.log"
-            arguments = [argument.format(**places) for argument in given.split()]
-            starts.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}) + "\n")
-            starts.stdin.flush()
-            code, told = starts.stdout.readline(), log.read_text()
-            assert code == "2\n", (given, told)
-            assert told.splitlines()[-1].startswith(f"error: {said.format(**places)}"), told
-            assert "Traceback" not in told
-        starts.kill()
-    assert {name.partition(".")[2] for name in os.listdir(tmp_path)} == {"log"}  # nothing was made
+    for given, said in MISTAKES:
+        told = evaluate(*(argument.format(**places) for argument in given.split()), code=2)
+        assert told.splitlines()[-1].startswith(f"error: {said.format(**places)}"), told
+        assert "Traceback" not in told
+    assert os.listdir(tmp_path) == []  # nothing was made
 
 
 def test_published_rows_beside_a_made_environment(model, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import Run, read
 from tests.support.servers import serve
-from tests.train.comparing import REPLAY, UNPROBED, compare, saved
+from tests.train.comparing import UNPROBED, compare, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
 
@@ -55,7 +55,8 @@ def test_runs_told_to_stop_end_where_a_run_never_stopped_does(tmp_path, flags, m
     flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", f"--config.evaluation.servers={beside}"]
     flags += ["--config.checkpoint.every=1000"]  # what is saved is saved for a signal
     flags += ["--config.objective.reference_kl=0.05"]  # to the policy of step 0, wherever it goes on
-    replay = (*REPLAY, f"--model={model}", f"--replay_file={rollouts}")
+    # So slowly that a run which has come so far has seconds to go.
+    replay = ("--engine=replay", "--replay_token_seconds=0.02", f"--model={model}", f"--replay_file={rollouts}")
     rng = random.Random(beside)
     os.mkdir(tmp_path / "servers")
     with serve(tmp_path / "servers", 2, *replay) as addresses:

@@ -1,10 +1,13 @@
 """A server that begins to lie about its log-probs, beside an honest one: named, sent away, and nothing of it counts."""
 
+import signal
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from scalerl_jax.rollouts.parity.logprob_parity import GROSS
-from tests.support.runs import config_of
+from tests.support.runs import Run, config_of
 from tests.support.servers import serve
 
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
@@ -53,21 +56,25 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
     (tmp_path / "liar").mkdir()
     with serve(tmp_path / "honest", 1, *engine) as honest, serve(tmp_path / "liar", 1, *engine, fault(lie)) as liar:
         # Noise shows after some hundreds of tokens, of which each batch has about fifty.
-        flags = [*large_flags, f"--config.max_steps={24 if LIES[lie] == 'gross' else 40}"]
-        run = start(tmp_path / "run", *flags, f"--servers={honest[0]},{liar[0]}").finish()
+        flags = [*large_flags, "--config.max_steps=100000"]
+        run = start(tmp_path / "run", *flags, f"--servers={honest[0]},{liar[0]}")
+
+        def gone_for_steps(rows: list[dict]) -> bool:
+            sent_away = [row["step"] for row in rows if row["parity"]["sent_away"]]
+            return bool(sent_away) and len(rows) >= sent_away[0] + 4 and sum("ratio" in row for row in rows) > 8
+
+        finish_once(run, gone_for_steps, "the liar is sent away, and the run goes on")
     config, rows = config_of(flags), run.metrics
     # The run went on, and every group was trained on once.
-    assert [n for row in rows for n, _ in row["groups"]] == list(
-        range(config.max_steps * config.rollout.prompts_per_step)
-    )
-    assert [row["step"] for row in run.rows("evals.jsonl")] == list(range(0, config.max_steps + 1, 4))
+    assert [n for row in rows for n, _ in row["groups"]] == list(range(len(rows) * config.rollout.prompts_per_step))
+    evaluated, due = [row["step"] for row in run.rows("evals.jsonl")], list(range(0, len(rows) + 1, 4))
+    assert evaluated in (due, due[:-1])  # the last one may have been under way
     # The one that lied is named, with what was found; the other one is not.
     (said,) = [line for line in run.output().splitlines() if "sent away" in line]
     assert liar[0] in said and ("mean importance ratio is" in said or "differ from the trainer's by" in said)
     assert sum(row["parity"]["sent_away"] for row in rows) == 1
     assert sum(row["parity"]["taken_back"] for row in rows) > 0
     trained = [row for row in rows if "ratio" in row]
-    assert len(trained) > 8
     gone = next(n for n, row in enumerate(rows) if row["parity"]["sent_away"])
     if LIES[lie] == "gross":  # no group of what it said then was trained on
         # But for those it was at when it began, two at most: of them it had said enough honestly to be within GROSS.
@@ -78,15 +85,26 @@ def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, 
     assert all(set(row["servers"]) <= {honest[0]} for row in rows[gone:])
 
 
+def finish_once(run: Run, condition: Callable[[list[dict]], bool], what: str) -> None:
+    """Lets the run go on until its rows are so, and stops it."""
+    run.until(lambda: condition(run.metrics), what)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143, run.output()
+
+
 def test_honest_servers_are_left_alone(tmp_path, flags, model, start):
     """With a learning rate at which this policy moves as far in an update as another one in a hundred."""
-    flags = [*flags, "--config.max_steps=12", "--config.parity.every=2", "--config.parity.share=0.5"]
+    flags = [*flags, "--config.max_steps=100000", "--config.parity.every=2", "--config.parity.share=0.5"]
     with serve(tmp_path, 2, "--engine=jax", f"--model={model}") as addresses:
-        run = start(tmp_path / "run", *flags, f"--servers={','.join(addresses)}").finish()
+        run = start(tmp_path / "run", *flags, f"--servers={','.join(addresses)}")
+
+        def both_have_told(rows: list[dict]) -> bool:
+            return len(rows) >= 12 and {server for row in rows for server in row["servers"]} == set(addresses)
+
+        finish_once(run, both_have_told, "some steps are made of what both servers say")
     rows = run.metrics
     assert sum(row["parity"]["sent_away"] + row["parity"]["taken_back"] for row in rows) == 0, run.output()
     assert sum(row["parity"]["scored"] for row in rows) > 0
-    assert {server for row in rows for server in row["servers"]} == set(addresses)
     for row in rows:
         for server in row["servers"].values():
             assert np.isfinite(list(server.values())).all() and server["tokens"] > 0

@@ -1,11 +1,8 @@
 """What a user may get wrong: one line on stderr names it, exit code 2, and the next try can have the workdir."""
 
-import json
 import os
 import pathlib
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -14,8 +11,6 @@ from scalerl_jax.environments.base import Row, Rows
 from scalerl_jax.learner.checkpoint import newest_step
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.train import too_few
-from tests.support.paths import ROOT
-from tests.support.processes import single_threaded
 from tests.support.runs import config_of
 from tests.support.servers import serve
 from tests.support.tiny_task import write_model
@@ -24,36 +19,21 @@ from tests.train.comparing import damage
 pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
-@pytest.fixture(scope="module")
-def starts():
-    """A process that starts scalerl-train; its end is that of all of them."""
-    command = [sys.executable, "-m", "tests.train.forked_starts", "scalerl_jax.train"]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=single_threaded(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        process.kill()
-
-
 @pytest.fixture
-def refused(starts):
+def refused(start):
     """refused(workdir, *flags): the line that scalerl-train ends with. It must be the only one, apart from progress and
     what is said of the machine and how many prompts there are."""
 
-    def start(workdir: pathlib.Path, *flags: str) -> str:
-        log = pathlib.Path(f"{workdir}.log")
-        told = {"arguments": [f"--workdir={workdir}", *flags], "log": str(log)}
-        starts.stdin.write(json.dumps(told) + "\n")
-        starts.stdin.flush()
-        code = starts.stdout.readline()
-        assert code == "2\n", log.read_text() if log.exists() else "it was not started"
-        said = log.read_text()
+    def started(workdir: pathlib.Path, *flags: str) -> str:
+        run = start(workdir, *flags)
+        assert run.wait() == 2, run.output()
+        said = run.output()
         beside = ("train 0/", "14 training prompts, 6 held", "attention: ", "memory: ")
         lines = [line for line in said.splitlines() if not line.startswith(beside)]
         assert len(lines) == 1 and lines[0].startswith("error: "), said
         return lines[0].removeprefix("error: ")
 
-    return start
+    return started
 
 
 def check_usable(workdir: pathlib.Path) -> None:

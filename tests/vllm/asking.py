@@ -1,6 +1,5 @@
 """What the tests of the vLLM engine ask of it, without a server in between."""
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from rollout_server.engines.vllm.engine import VllmEngine
 from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupRequest, Interruption, Sampling, Version
+from tests.support.waiting import eventually_async
 
 PROMPT = np.array([7, 8, 9], np.int32)
 LONG = 1000  # tokens: a test that stalls for seconds finds it unfinished
@@ -62,6 +62,4 @@ class HostCopy:
 
 async def tokens_seen(engine: VllmEngine, count: int) -> None:
     """Returns when so many tokens have been sampled."""
-    async with asyncio.timeout(60):
-        while engine.status().sampled_tokens < count:
-            await asyncio.sleep(0.001)
+    await eventually_async(lambda: engine.status().sampled_tokens >= count)

@@ -1,8 +1,6 @@
 """scalerl-plan for a fleet, as a user calls it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -10,14 +8,17 @@ from scalerl_jax.planning.twin.speeds import Machine
 from tests.planning.twin.run_folder import write_simulated_run
 from tests.planning.twin.test_calibrate import config, truth
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
-COMMAND = [sys.executable, "-c", "from launch.commands import plan; plan()"]
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
+COMMAND = "from launch.commands import plan; plan()"
 SPEEDS = ["--tokens_per_second=2000", "--step_seconds=20", "--lengths_quantiles=0:200,0.5:4000,1:14000"]
 CONFIG = f"--config={ROOT}/configs/quickstart.py"
 
 
 def plan(*arguments, folder=None):
-    return subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
+    return run_python("-c", COMMAND, *arguments, folder=folder or ROOT)
 
 
 def test_of_a_run(tmp_path):

@@ -18,7 +18,7 @@ from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, 
 from tests.support.families import CASES, decoder
 from tests.support.models import random_tensors
 from tests.support.params import from_hf
-from tests.support.waiting import eventually
+from tests.support.waiting import SECONDS, eventually
 
 LENGTH = 48
 PROMPT = np.array([5, 11, 2, 40, 7, 7, 19])
@@ -260,7 +260,7 @@ def test_a_narrow_chunk_is_compiled_once_going_without_has_cost_as_much(caplog):
 
     def compile_(width, length):
         compiled.append((width, length))
-        assert go.wait(60)
+        assert go.wait(SECONDS)
         if length in errors:
             raise errors[length]
         return f"{width}, {length}"

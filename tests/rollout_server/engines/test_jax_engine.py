@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 import time
 
 import jax
@@ -381,8 +382,10 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
                 task.cancel()
                 await asyncio.wait({task})
             assert compiled == []
-            before = time.process_time()
+            clocks = [time.pthread_getcpuclockid(one.ident) for one in (threading.main_thread(), engine._thread)]
+            before = sum(map(time.clock_gettime, clocks))
             await asyncio.sleep(1)
-            assert time.process_time() - before < 0.1
+            # Of the processor, not by the clock, and of these two threads alone: another one may still be at work.
+            assert sum(map(time.clock_gettime, clocks)) - before < 0.1
 
     asyncio.run(main())

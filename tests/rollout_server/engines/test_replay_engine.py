@@ -12,7 +12,8 @@ from rollout_server.engines.replay.engine import Faults, ReplayEngine
 from rollout_server.service import MAXIMUM_SCORES
 from scalerl_jax.contract import codec
 from scalerl_jax.contract.codec import Version
-from tests.rollout_server.client import INCARNATION, ended, group, long_group, random_weights, serving
+from tests.rollout_server.client import INCARNATION, SECONDS, ended, group, long_group, random_weights, serving
+from tests.support.waiting import eventually_async
 
 MakeReplay = Callable[..., ReplayEngine]
 
@@ -57,7 +58,7 @@ async def test_new_weights_stop_decoding_for_as_long_as_was_set(make_replay: Mak
 
 async def test_it_hangs_where_it_was_told_to(make_replay: MakeReplay) -> None:
     async with serving(make_replay(faults=Faults(hang_after=3))) as served:
-        call = served.stub.Generate(codec.request_to_proto(group(completions=8, incarnation=0)), timeout=60)
+        call = served.stub.Generate(codec.request_to_proto(group(completions=8, incarnation=0)), timeout=SECONDS)
         assert [(await call.read()).group_id for _ in range(3)] == ["train/0"] * 3
         # It still answers, as a process does whose device hangs.
         before = await served.status()
@@ -92,9 +93,7 @@ async def test_only_so_many_sequences_wait_to_be_scored(
         monkeypatch.setattr(served.engine, "score", held_up)
         tokens = np.arange(2, 8, dtype=np.int32)
         waiting = [asyncio.create_task(served.score(tokens)) for _ in range(MAXIMUM_SCORES)]
-        async with asyncio.timeout(30):
-            while len(held) < MAXIMUM_SCORES:
-                await asyncio.sleep(0.005)
+        await eventually_async(lambda: len(held) == MAXIMUM_SCORES)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await served.score(tokens)
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -48,7 +48,11 @@ def test_a_name_is_asked_again_each_time(monkeypatch):
         ("dns:///name", "'name' is not host:port"),
     ],
 )
-def test_what_is_wrong_is_named(text, message):
+def test_what_is_wrong_is_named(text, message, monkeypatch):
+    def unknown(host, *_, **__):  # whatever a name server here says
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ValueError) as error:
         Discovery(text).resolve()
     assert message in str(error.value)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -196,6 +197,7 @@ def test_a_process_that_was_busy_for_longer_than_it_is_up_is_met_anew():
         assert found == validate_status.Found(anew=True)
 
 
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="no such clock here")
 def test_the_clock_counts_sleep():
-    before = validate_status.clock()
-    assert 0 <= validate_status.clock() - before < 60
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before <= validate_status.clock() <= time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -15,6 +15,8 @@ from scalerl_jax.scaling.commands import scalerl_fit
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 from tests.support.processes import run_command
 
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
+
 COMPUTE = np.concatenate([[0.0], np.linspace(250, 16_000, 64)])
 command = functools.partial(run_command, "scalerl_jax.scaling.commands.scalerl_fit")
 

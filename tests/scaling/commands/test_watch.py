@@ -18,7 +18,10 @@ from scalerl_jax.scaling import readers
 from scalerl_jax.scaling.commands import watch
 from scalerl_jax.scaling.points import TooFewPoints
 from tests.scaling.simulated import TABLE_1, curve
+from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 COMPUTE = np.concatenate([[0.0], np.linspace(500, 16_000, 32)])
 
@@ -58,6 +61,21 @@ class Draws:
         self.counts.append(len(found.compute))
 
 
+class Pauses:
+    """Stands for the clock of a watch: counts its looks, and waits for a row that has been begun until it is there."""
+
+    def __init__(self):
+        self.looks, self.settling, self.settled = 0, threading.Event(), threading.Event()
+
+    def sleep(self, seconds):
+        if seconds == watch._SETTLE_SECONDS:
+            self.settling.set()
+            assert self.settled.wait(SECONDS)
+        else:
+            self.looks += 1
+            time.sleep(seconds)
+
+
 def watching(folder, draw, every=0.05):
     out = io.StringIO()
     errors = []
@@ -73,8 +91,9 @@ def watching(folder, draw, every=0.05):
     return thread, out, errors
 
 
-def test_draws_each_change_and_ends_with_the_run(folder):
-    draw = Draws()
+def test_draws_each_change_and_ends_with_the_run(folder, monkeypatch):
+    draw, pauses = Draws(), Pauses()
+    monkeypatch.setattr(watch, "time", pauses)
     thread, out, errors = watching(folder, draw)
     eventually(lambda: "waiting for its first evaluation" in out.getvalue())
     (folder / "evals.jsonl").write_text(rows(3))
@@ -86,14 +105,16 @@ def test_draws_each_change_and_ends_with_the_run(folder):
         text = rows(9, 8)
         file.write(text[:20])  # a row in mid-write
         file.flush()
-        time.sleep(0.2)
+        eventually(pauses.settling.is_set)
         file.write(text[20:])
+    pauses.settled.set()
     eventually(lambda: draw.counts[-1] == 9)
-    time.sleep(0.3)  # six looks at files that stay as they are
+    looks = pauses.looks
+    eventually(lambda: pauses.looks > looks + 6)  # at files that stay as they are
     assert draw.counts == [8, 9]
     with open(folder / "evals.jsonl", "a") as file:
         file.write(rows(33, 9))
-    thread.join(60)
+    thread.join(SECONDS)
     assert not thread.is_alive()
     assert draw.counts == [8, 9, 33] and not errors
     assert "has ended, with update 32" in out.getvalue()
@@ -106,13 +127,13 @@ def test_ends_when_no_trainer_lives(folder):
     (folder / "lock").write_text(f"{gone.pid}\n")
     draw = Draws()
     thread, out, errors = watching(folder, draw)
-    thread.join(60)
+    thread.join(SECONDS)
     assert draw.counts == [8] and not errors
     assert "no trainer is running in it on this machine" in out.getvalue()
     # With too few evaluations to fit, that is a mistake to tell.
     (folder / "evals.jsonl").write_text(rows(2))
     thread, out, errors = watching(folder, draw)
-    thread.join(60)
+    thread.join(SECONDS)
     assert "ended with too few evaluations to fit" in str(errors[0])
 
 
@@ -124,7 +145,7 @@ def test_a_row_that_stays_broken_is_said_once_and_outlived(folder):
     (folder / "evals.jsonl").write_text(rows(8) + "{broken}\n")
     eventually(lambda: "line 9: is not JSON" in out.getvalue())
     (folder / "evals.jsonl").write_text(rows(33))
-    thread.join(60)
+    thread.join(SECONDS)
     assert not thread.is_alive() and not errors
     assert draw.counts == [8, 33]
     assert out.getvalue().count("is not JSON") == 1
@@ -133,7 +154,7 @@ def test_a_row_that_stays_broken_is_said_once_and_outlived(folder):
 def test_a_mistake_at_the_start_is_raised(folder):
     (folder / "evals.jsonl").write_text(rows(8).replace("pass_rate", "score"))
     thread, _, errors = watching(folder, Draws())
-    thread.join(60)
+    thread.join(SECONDS)
     assert "no column 'pass_rate'" in str(errors[0])
 
 
@@ -143,7 +164,7 @@ def test_a_folder_that_is_deleted_ends_it_with_one_line(folder):
     thread, _, errors = watching(folder, draw)
     eventually(lambda: draw.counts == [8])
     folder.rename(folder.with_name("elsewhere"))
-    thread.join(60)
+    thread.join(SECONDS)
     assert not thread.is_alive() and len(errors) == 1
     assert str(errors[0]).startswith(str(folder)) and "\n" not in str(errors[0])
 
@@ -163,7 +184,7 @@ def test_garbage_at_the_start_is_one_line(folder, name, content, said):
     if name == "config.json":
         (folder / "evals.jsonl").write_text(rows(8))
     thread, _, errors = watching(folder, Draws())
-    thread.join(60)
+    thread.join(SECONDS)
     assert not thread.is_alive()
     assert said in str(errors[0]) and "\n" not in str(errors[0])
 
@@ -189,7 +210,7 @@ def test_as_a_command_it_draws_again_and_ends_on_ctrl_c(folder):
         # By now the second drawing has been counted, too.
         assert any(line.startswith("waiting: ") for line in lines)
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=SECONDS)
     finally:
         process.kill()
         process.wait()
@@ -203,7 +224,7 @@ def test_a_config_that_is_none_is_one_line(folder, data):
     (folder / "evals.jsonl").write_text(rows(8))
     (folder / "config.json").write_bytes(data)
     thread, _, errors = watching(folder, Draws())
-    thread.join(60)
+    thread.join(SECONDS)
     assert str(errors[0]) == f"{folder}/config.json: is not the config of a run"
 
 

@@ -1,0 +1,335 @@
+"""Starts programs of this tree by fork, from a process that has their imports: those take most of a start.
+
+    start("-m", module, *arguments, stdout=..., ...)   as `python -m module arguments`; a process of its own, with the
+    start("-c", program, *arguments, stdout=..., ...)   interface of subprocess.Popen
+
+Each start is a fork of a process that has imported what the commands import and computed nothing: no thread, no device,
+no flag. Its environment, folder and standard streams are the caller's. What a fork could not follow (another `JAX_`
+variable, a path of packages) is started in the ordinary way, and so is everything where forks cannot be watched.
+
+Protocol, on a Unix socket, a connection a start: a JSON object with the three streams as file descriptors; the answers
+are {"pid": n} and, at its end, {"code": n, "cpu_seconds": x}. Closing the connection leaves the process alone.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pathlib
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, Self
+
+from tests.support.paths import ROOT
+
+ADDRESS = "TESTS_FORK_SERVER"  # the variable with the path of the socket of the one that is running
+SUPPORTED = hasattr(os, "pidfd_open") and hasattr(signal, "SIGCHLD")
+
+# They bring nearly all that commands and tests import. None may define flags, keep the environment or start a thread;
+# what an environment lacks is left out.
+_IMPORTED_FIRST = (
+    "pytest", "hypothesis.strategies", "math_verify", "matplotlib.backends.backend_agg", "rich.progress", "grpc.aio",
+    "scalerl_jax.environments.load", "scalerl_jax.hosts.enter", "scalerl_jax.learner.step",
+    "scalerl_jax.report.summary", "scalerl_jax.rollouts.fleet", "scalerl_jax.run.evaluations", "launch.local",
+    "scalerl_jax.run.live_forecast",
+    "scalerl_jax.scaling.commands.results", "rollout_server.service", "rollout_server.engines.jax.engine",
+)  # fmt: skip
+# Of Python's own and JAX's variables a fork follows these; another one in the caller's environment needs a new process.
+_FOLLOWED = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "JAX_PLATFORMS"}
+_LARGEST_REQUEST = 2**17  # bytes
+_STREAMS = 3
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def import_all() -> None:
+    """What commands and tests import. Nothing of it may start a thread or define a flag."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    for name in _IMPORTED_FIRST:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    from absl import flags
+
+    ours = [name for name in flags.FLAGS.flags_by_module_dict() if name.startswith(("scalerl_jax", "rollout_server"))]
+    assert not ours, f"{ours} define flags when they are imported"
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page
+
+
+class ForkServer:
+    """Forks on request and watches what it forked. `poll` serves what has come, from the loop of its owner."""
+
+    def __init__(self, path: str):
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(path)
+        self._listening.listen(64)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._listening, selectors.EVENT_READ, self._accept)
+
+    def poll(self, seconds: float | None) -> None:
+        for key, _ in self.selector.select(seconds):
+            key.data(key.fileobj)
+
+    def fork(self, child: Callable[[], None], ended: Callable[[int, float], None]) -> int:
+        """The process id of a fork that runs `child` and ends; `ended` gets its exit code and its CPU seconds."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                self._forget()
+                child()
+                code = 0
+            except SystemExit as leaving:
+                code = _exit_code(leaving)
+            except BaseException:  # noqa: BLE001 - as the interpreter does at the end of a program
+                sys.excepthook(*sys.exc_info())
+            _end(code)
+        watched = os.pidfd_open(pid)
+
+        def gone(_: Any) -> None:
+            self.selector.unregister(watched)
+            os.close(watched)
+            _, status, spent = os.wait4(pid, 0)
+            ended(os.waitstatus_to_exitcode(status), spent.ru_utime + spent.ru_stime)
+
+        self.selector.register(watched, selectors.EVENT_READ, gone)
+        return pid
+
+    def _forget(self) -> None:
+        """In a fork: what is the server's own is closed."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            else:
+                key.fileobj.close()  # type: ignore[attr-defined]
+        self.selector.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        self.selector.register(connection, selectors.EVENT_READ, self._serve)
+
+    def _serve(self, connection: socket.socket) -> None:
+        data, streams, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, _STREAMS)
+        self.selector.unregister(connection)
+        if not data:
+            connection.close()
+            return
+
+        def ended(code: int, cpu_seconds: float) -> None:
+            with contextlib.suppress(OSError), connection:  # the one who asked may be gone
+                connection.send(json.dumps({"code": code, "cpu_seconds": cpu_seconds}).encode())
+
+        pid = self.fork(lambda: _become(json.loads(data), streams, connection), ended)
+        for stream in streams:
+            os.close(stream)
+        with contextlib.suppress(OSError):
+            connection.send(json.dumps({"pid": pid}).encode())
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if isinstance(leaving.code, str):
+        print(leaving.code, file=sys.stderr)
+        return 1
+    return int(leaving.code or 0)
+
+
+def _end(code: int) -> None:
+    """As a program ends: its own exit handlers run, its output is flushed."""
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.socket) -> None:
+    """In the fork: the program that is asked for."""
+    connection.close()
+    if request["new_session"]:
+        os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.closerange(_STREAMS, 256)
+    os.chdir(request["folder"])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    command, environment = [sys.executable, *request["arguments"]], request["environment"]
+    if not _can_follow(environment):
+        os.execve(sys.executable, command, environment)
+    if environment.get("JAX_PLATFORMS") != os.environ.get("JAX_PLATFORMS"):
+        sys.modules["jax"].config.update("jax_platforms", environment.get("JAX_PLATFORMS"))
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdout.reconfigure(line_buffering=False, write_through="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
+    if "PYTHONFAULTHANDLER" in environment:
+        faulthandler.enable()
+    sys.path[0] = request["folder"]
+    sys.orig_argv = command
+    _, kind, program, *arguments = command
+    if kind == "-m":
+        sys.argv = [program, *arguments]
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = ["-c", *arguments]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), vars(main))
+
+
+def _can_follow(environment: Mapping[str, str]) -> bool:
+    def others(names: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in names.items()
+            if name.startswith(("PYTHON", "JAX_", "LD_", "MALLOC_")) and name not in _FOLLOWED
+        }
+
+    paths = environment.get("PYTHONPATH", str(ROOT)).split(os.pathsep)
+    return others(environment) == others(os.environ) and set(paths) <= {str(ROOT), ""}
+
+
+# ---- the client ------------------------------------------------------------------------------------------------------
+
+
+class Forked:
+    """A process that a fork server started, with the part of subprocess.Popen's interface that tests use."""
+
+    def __init__(self, connection: socket.socket, stdin: IO[bytes] | None, arguments: Sequence[str]):
+        self._connection, self.stdin, self.args = connection, stdin, arguments
+        self.returncode: int | None = None
+        self.pid = int(self._answer()["pid"])
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._connection.recv(_LARGEST_REQUEST)
+        assert answer, "the fork server is gone"
+        return json.loads(answer)
+
+    def poll(self) -> int | None:
+        return self._collect(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._collect(timeout)
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(list(self.args), timeout)
+        return code
+
+    def _collect(self, seconds: float | None) -> int | None:
+        if self.returncode is None:
+            self._connection.settimeout(seconds)
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                answer = self._answer()
+                self.returncode = int(answer["code"])
+                _spent.append(answer["cpu_seconds"])
+                self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.stdin is not None:
+            self.stdin.close()
+        self.wait()
+
+
+_spent: list[float] = []
+
+
+def cpu_seconds() -> float:
+    """Of the processes that were started here and are known to have ended."""
+    return sum(_spent)
+
+
+_own: subprocess.Popen[bytes] | None = None  # the server of a pytest that runs without `make`
+
+
+def start(
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    folder: Any = ROOT,
+    stdin: int = subprocess.DEVNULL,
+    stdout: IO[Any],
+    stderr: IO[Any],
+    new_session: bool = False,
+) -> Forked | subprocess.Popen[bytes]:
+    """`python arguments` in `folder`, where the first of them is -m or -c; else a program and its arguments.
+
+    stdin: subprocess.DEVNULL or subprocess.PIPE.
+    """
+    given = [str(argument) for argument in arguments]
+    environment = dict(os.environ if environment is None else environment)
+    of_python = given[0] in ("-m", "-c")
+    if not (of_python and SUPPORTED):
+        return subprocess.Popen(
+            [sys.executable, *given] if of_python else given, cwd=folder, env=environment, stdin=stdin, stdout=stdout,
+            stderr=stderr, start_new_session=new_session,
+        )  # fmt: skip
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(os.environ.get(ADDRESS) or _begin())
+    request = {"arguments": given, "environment": environment, "folder": str(folder), "new_session": new_session}
+    writing = None
+    if stdin == subprocess.PIPE:
+        reading, writing = os.pipe()
+    else:
+        reading = os.open(os.devnull, os.O_RDONLY)
+    try:
+        socket.send_fds(connection, [json.dumps(request).encode()], [reading, stdout.fileno(), stderr.fileno()])
+    finally:
+        os.close(reading)
+    return Forked(connection, None if writing is None else os.fdopen(writing, "wb", buffering=0), given)
+
+
+def _begin() -> str:
+    """Starts a server for this process and those that it starts; it ends with this process."""
+    global _own
+    path = str(pathlib.Path(tempfile.mkdtemp(prefix="scalerl-fork-")) / "socket")
+    _own = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.fork_server", path],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert _own.stdout is not None and _own.stdout.readline() == b"ready\n"
+    os.environ[ADDRESS] = path
+    return path
+
+
+def _serve_until_stdin_ends(path: str) -> None:
+    import_all()
+    server, ends = ForkServer(path), []
+    server.selector.register(sys.stdin, selectors.EVENT_READ, ends.append)
+    print("ready", flush=True)
+    while not ends:
+        server.poll(None)
+    os.unlink(path)
+    os.rmdir(os.path.dirname(path))
+
+
+if __name__ == "__main__":
+    _serve_until_stdin_ends(sys.argv[1])
