@@ -309,6 +309,9 @@ def main() -> None:
     parser.add_argument("--order", type=int, help="a seed: files and tests in a random order")
     parser.add_argument("--keep_durations", action="store_true", help="rewrite durations.json")
     arguments = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != fork_server.HASH_SEED:
+        os.environ["PYTHONHASHSEED"] = fork_server.HASH_SEED
+        os.execv(sys.executable, [sys.executable, "-m", "tests.runner", *sys.argv[1:]])
     known = durations().get(arguments.target, {})
     folder = compiled.begin()
     try:

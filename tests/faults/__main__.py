@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 
 from absl import app, flags
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -136,7 +137,7 @@ def run(faults: Sequence[Fault], tree: Copy, console: Console) -> list[str]:
             progress.update(task, advance=1, description=fault.name)
             began = time.monotonic()
             found = tree.find(fault)
-            table.add_row(fault.name, found, f"{time.monotonic() - began:.0f}")
+            table.add_row(fault.name, escape(found), f"{time.monotonic() - began:.0f}")
             if "::" not in found:
                 missed.append(fault.name)
                 console.print(f"{fault.name}: {found}")

@@ -8,7 +8,10 @@ no flag. Its environment, folder and standard streams are the caller's. What a f
 variable, a path of packages) is started in the ordinary way, and so is everything where forks cannot be watched.
 
 Protocol, on a Unix socket, a connection a start: a JSON object with the three streams as file descriptors; the answers
-are {"pid": n} and, at its end, {"code": n, "cpu_seconds": x}. Closing the connection leaves the process alone.
+are {"pid": n} and, at its end, {"code": n, "cpu_seconds": x}. Closing the connection leaves the process alone, or
+kills it where "ends_with_connection" is in the request.
+
+A program that a fork runs, such as a trainer that starts servers, has forked_python.py for its sys.executable.
 """
 
 import contextlib
@@ -20,12 +23,15 @@ import os
 import pathlib
 import runpy
 import selectors
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Self
 
@@ -40,11 +46,12 @@ _IMPORTED_FIRST = (
     "pytest", "hypothesis.strategies", "math_verify", "matplotlib.backends.backend_agg", "rich.progress", "grpc.aio",
     "scalerl_jax.environments.load", "scalerl_jax.hosts.enter", "scalerl_jax.learner.step",
     "scalerl_jax.report.summary", "scalerl_jax.rollouts.fleet", "scalerl_jax.run.evaluations", "launch.local",
-    "scalerl_jax.run.live_forecast",
-    "scalerl_jax.scaling.commands.results", "rollout_server.service", "rollout_server.engines.jax.engine",
+    "scalerl_jax.run.live_forecast", "scalerl_jax.scaling.commands.results", "rollout_server.service",
+    "rollout_server.engines.jax.engine", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker",
 )  # fmt: skip
 # Of Python's own and JAX's variables a fork follows these; another one in the caller's environment needs a new process.
-_FOLLOWED = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "JAX_PLATFORMS"}
+_FOLLOWED = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "JAX_PLATFORMS", "PYTHONHASHSEED"}
+HASH_SEED = "0"  # of the server, and so of all forks; a program that asks for another is started in the ordinary way
 _LARGEST_REQUEST = 2**17  # bytes
 _STREAMS = 3
 
@@ -73,6 +80,9 @@ class ForkServer:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(path)
         self._listening.listen(64)
+        self._stand_in = os.path.join(os.path.dirname(path), "python")
+        _write_stand_in(self._stand_in)
+        self._cpu_seconds: Counter[int] = Counter()  # of forks that have ended, by the fork that started them
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
@@ -126,16 +136,44 @@ class ForkServer:
         if not data:
             connection.close()
             return
+        request = json.loads(data)
+        parent = _parent_of_peer(connection)
 
         def ended(code: int, cpu_seconds: float) -> None:
+            if request.get("ends_with_connection") and connection in self.selector.get_map():
+                self.selector.unregister(connection)
+            cpu_seconds += self._cpu_seconds.pop(pid, 0.0)
+            self._cpu_seconds[parent] += cpu_seconds
             with contextlib.suppress(OSError), connection:  # the one who asked may be gone
                 connection.send(json.dumps({"code": code, "cpu_seconds": cpu_seconds}).encode())
 
-        pid = self.fork(lambda: _become(json.loads(data), streams, connection), ended)
+        def closed(_: socket.socket) -> None:
+            self.selector.unregister(connection)
+            os.kill(pid, signal.SIGKILL)
+
+        pid = self.fork(lambda: _become(request, streams, connection, self._stand_in), ended)
         for stream in streams:
             os.close(stream)
         with contextlib.suppress(OSError):
             connection.send(json.dumps({"pid": pid}).encode())
+        if request.get("ends_with_connection"):
+            self.selector.register(connection, selectors.EVENT_READ, closed)
+
+
+def _parent_of_peer(connection: socket.socket) -> int:
+    """Of forked_python.py: the fork that started it."""
+    peer = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    try:
+        return int(pathlib.Path(f"/proc/{peer}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it is gone
+        return 0
+
+
+def _write_stand_in(path: str) -> None:
+    source = (ROOT / "tests" / "support" / "forked_python.py").read_text()
+    with open(path, "w") as file:
+        file.write(f"#!{sys.executable} -IS\n" + source.replace("REAL PYTHON", sys.executable))
+    os.chmod(path, 0o700)
 
 
 def _exit_code(leaving: SystemExit) -> int:
@@ -159,7 +197,7 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.socket) -> None:
+def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.socket, stand_in: str) -> None:
     """In the fork: the program that is asked for."""
     connection.close()
     if request["new_session"]:
@@ -182,6 +220,7 @@ def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.
         faulthandler.enable()
     sys.path[0] = request["folder"]
     sys.orig_argv = command
+    sys.executable = stand_in
     _, kind, program, *arguments = command
     if kind == "-m":
         sys.argv = [program, *arguments]
@@ -201,7 +240,8 @@ def _can_follow(environment: Mapping[str, str]) -> bool:
         }
 
     paths = environment.get("PYTHONPATH", str(ROOT)).split(os.pathsep)
-    return others(environment) == others(os.environ) and set(paths) <= {str(ROOT), ""}
+    same_hashes = environment.get("PYTHONHASHSEED", HASH_SEED) == HASH_SEED
+    return same_hashes and others(environment) == others(os.environ) and set(paths) <= {str(ROOT), ""}
 
 
 # ---- the client ------------------------------------------------------------------------------------------------------
@@ -313,7 +353,7 @@ def _begin() -> str:
     path = str(pathlib.Path(tempfile.mkdtemp(prefix="scalerl-fork-")) / "socket")
     _own = subprocess.Popen(
         [sys.executable, "-m", "tests.support.fork_server", path],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": HASH_SEED}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert _own.stdout is not None and _own.stdout.readline() == b"ready\n"
     os.environ[ADDRESS] = path
@@ -323,12 +363,11 @@ def _begin() -> str:
 def _serve_until_stdin_ends(path: str) -> None:
     import_all()
     server, ends = ForkServer(path), []
-    server.selector.register(sys.stdin, selectors.EVENT_READ, ends.append)
+    server.selector.register(os.dup(0), selectors.EVENT_READ, ends.append)
     print("ready", flush=True)
     while not ends:
         server.poll(None)
-    os.unlink(path)
-    os.rmdir(os.path.dirname(path))
+    shutil.rmtree(os.path.dirname(path))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Hosts:
                 *self._flags,
                 *self._rank(index, port),
                 log=pathlib.Path(f"{self.workdir}-{self._starts}-{index}.log"),
-                variables={"XLA_FLAGS": flags},
+                variables={"XLA_FLAGS": flags, "PYTHONHASHSEED": str(index + 1)},  # each with orders of its own
             ).start()
             for index in range(self.count)
         ]

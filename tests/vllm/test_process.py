@@ -70,7 +70,9 @@ def shared_memory(family: list[psutil.Process]) -> list[pathlib.Path]:
     """What these processes have mapped of it, by name. Others of this machine may make and remove some meanwhile."""
     lines = [line for one in family for line in pathlib.Path(f"/proc/{one.pid}/maps").read_text().splitlines()]
     paths = {line.split(maxsplit=5)[-1] for line in lines if " /dev/shm/" in line}
-    return [pathlib.Path(path) for path in sorted(paths) if os.path.exists(path)]
+    named = [pathlib.Path(path) for path in sorted(paths) if os.path.exists(path)]
+    assert named, "what is never there cannot be left"
+    return named
 
 
 def left(named: list[pathlib.Path]) -> list[pathlib.Path]:
