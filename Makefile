@@ -42,12 +42,10 @@ SEED ?=
 NAME ?=
 RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 
-# Most of a test's time is compiling; these make it a third shorter and change no result beyond rounding.
-COMPILE_LIGHTLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 RUNNER_FLAGS := $(if $(ORDER),--order=$(ORDER)) $(if $(KEEP_DURATIONS),--keep_durations)
-TESTS := $(COMPILE_LIGHTLY) $(BIN)/python -m tests.runner --workers=$(WORKERS) $(RUNNER_FLAGS)
+TESTS := $(BIN)/python -m tests.runner --workers=$(WORKERS) $(RUNNER_FLAGS)
 # An engine of vLLM has a core to itself, and its workers the other.
-TESTS_VLLM := $(COMPILE_LIGHTLY) VENV=$(VENV) $(VENV_VLLM)/bin/python -m tests.runner --workers=1 $(RUNNER_FLAGS)
+TESTS_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m tests.runner --workers=1 $(RUNNER_FLAGS)
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs# mkdocs-material's word on a later mkdocs, which setup.py excludes
 

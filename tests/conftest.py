@@ -3,7 +3,6 @@
 import os
 import signal
 
-import pytest
 from hypothesis import settings
 
 from tests.support import compiled

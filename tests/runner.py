@@ -250,10 +250,11 @@ def _test(target: str, files: list[str], folder: pathlib.Path, order: int | None
 def files_of(target: str, wanted: Sequence[str]) -> list[str]:
     """Test files, as paths from the root. A target of slow tests needs only files with such a mark in them."""
     marks, places = TARGETS[target]
-    found = list[str]()
+    found, other = list[str](), "tests/vllm/" if places == ["tests"] and not wanted else "-"
     for place in wanted or places:
         path = ROOT / place
         found += [str(p.relative_to(ROOT)) for p in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+    found = [file for file in found if not file.startswith(other)]
     if marks == "not slow":
         return found
 
@@ -314,6 +315,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "tests.runner", *sys.argv[1:]])
     known = durations().get(arguments.target, {})
     folder = compiled.begin()
+    os.environ["XLA_FLAGS"] = f"{compiled.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     try:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("NPROC", str(max(1, cores // arguments.workers)))

@@ -12,7 +12,6 @@ from tests.support.paths import ROOT
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_every_part_of_the_small_form_runs(tmp_path) -> None:
     pytest.importorskip("torch")
     done = subprocess.run(

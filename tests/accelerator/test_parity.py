@@ -32,7 +32,6 @@ async def sample(engine: JaxEngine, prompts: list[np.ndarray], tokens: int) -> l
     return [pair for part in await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))) for pair in part]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probs_agree(device, sizes, dtype, tmp_path):
     """With the weights of the folder, and with those of an update that the engine is given while it serves."""

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from tests.support.paths import ROOT
 
@@ -33,7 +32,6 @@ def run(command: str, sizes, *flags: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(900)
 def test_the_quickstart_learns_here(device, sizes, tmp_path):
     dtypes = [f"--config.model.{name}=bfloat16" for name in ("compute_dtype", "sync_dtype")]
     run(

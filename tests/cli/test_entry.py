@@ -13,8 +13,6 @@ from scalerl_jax.cli import command_help, compare_flags, entry
 from scalerl_jax.scaling.fit import SEED_MARGIN
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 COMMANDS = {
     "train": "--workdir",
     "sft": "--workdir",

@@ -9,8 +9,6 @@ from scalerl_jax.config import Config
 from tests.support.chat_folders import chat_folder
 from tests.support.processes import run_python
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 def run(folder, *arguments):
     return run_python("-c", "from launch.commands import verify; verify()", *arguments, folder=folder)

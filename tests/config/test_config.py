@@ -16,8 +16,6 @@ from scalerl_jax.config_names import RENAMED, ConfigError
 from scalerl_jax.contract.limits import MAXIMUM_CHUNK_BYTES, TEMPERATURES
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 def write(tmp_path, *lines: str) -> str:
     """A config file whose get_config() has these lines between making the config and returning it."""

@@ -113,7 +113,6 @@ def runs() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("changes", runs())
 def test_it_starts_trains_and_goes_on(tmp_path: pathlib.Path, flags, start, changes: dict[str, Any]) -> None:  # noqa: F811
     given = [*flags, *(f"--config.{field}={value}" for field, value in changes.items())]

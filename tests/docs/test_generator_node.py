@@ -38,8 +38,6 @@ from tests.support.runs import CONFIG, Run
 from tests.support.servers import ServerProcess
 from tests.support.tiny_task import write_model, write_task
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 FOLDER = ROOT / "docs" / "how_to" / "generator_node"
 PAGE = ROOT / "docs" / "how_to" / "write_a_generator.md"
 PROTO = ROOT / "scalerl_jax" / "contract" / "rollout.proto"

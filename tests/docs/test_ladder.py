@@ -14,8 +14,6 @@ from requirements import install
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 PAGE = pathlib.Path(ROOT) / "docs" / "start" / "ladder.md"
 RUNGS = [step for step in run_page.parse(PAGE.read_text()) if isinstance(step, run_page.Command)]
 SHELL_SECONDS = 600.0  # of a loaded machine

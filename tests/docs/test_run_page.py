@@ -16,8 +16,6 @@ from tests.support.paths import ROOT
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 VENV = pathlib.Path(sys.prefix)
 RUNNER = str(pathlib.Path(ROOT) / "docs" / "run_page.py")
 

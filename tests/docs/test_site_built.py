@@ -20,7 +20,7 @@ from tests.docs import pages
 from tests.report.conftest import browser  # noqa: F401  a fixture
 from tests.report.screens import DESK, SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 REPO = "https://example.org/scalerl-jax"
 PHONE = {"width": 390, "height": 844}

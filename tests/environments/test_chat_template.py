@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from scalerl_jax.environments.chat_template import read_chat_template
 from tests.support.chat_folders import STYLES, chat_folder
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 transformers = pytest.importorskip("transformers")
 ARGUMENTS = {
     "qwen2_5": [{}, {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"é": "<>&"}}}]}],

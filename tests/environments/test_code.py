@@ -18,8 +18,6 @@ from scalerl_jax.environments.sandbox_check import check
 from scalerl_jax.environments.scorer_pool import ScorerPool
 from tests.environments.sandboxes import SMALL, needs_bubblewrap
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 TESTS = [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}, {"input": "0 0\n", "output": "0\n"}]
 RIGHT = "print(sum(map(int, input().split())))"
 

@@ -19,7 +19,7 @@ from tests.environments.hostile_programs import CALL_TESTS, CALLS, PROGRAMS, TES
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
 from tests.support.paths import ROOT
 
-pytestmark = [needs_bubblewrap, pytest.mark.timeout(1800)]  # programs start slowly on a busy machine
+pytestmark = needs_bubblewrap
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,6 @@ from scalerl_jax.environments.judge import Judge, judged
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import ScorerPool
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 LATE = "after everything else"
 
 

@@ -11,8 +11,6 @@ from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.scorer_pool import ScorerPool
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 CLASSES = """
 from scalerl_jax.environments import Row
 

@@ -13,8 +13,6 @@ from scalerl_jax.environments.load import make_environment, make_environments
 from scalerl_jax.environments.reasoning_gym import answer_in
 from scalerl_jax.environments.scorer_pool import ScorerPool
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 def config_of(name, *, train=6, held_out=3, **options):
     config = Config()
@@ -61,7 +59,6 @@ def test_its_own_answers_are_right_and_others_are_not():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a process for the rows of each
 @pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.long), 24], ids=["all 106", "one of 24"])
 def test_data_sets_call_their_own_answers_right(each):
     from reasoning_gym.factory import DATASETS  # takes seconds

@@ -10,8 +10,6 @@ from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.load import make_environment, make_environments
 from scalerl_jax.environments.scorer_pool import ScorerPool
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 FUNCTIONS = """
 from helper import LENGTH
 from scalerl_jax.environments import Score

@@ -20,8 +20,6 @@ from scalerl_jax.environments.sandbox_check import check
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 LIMITS = Limits.of(SMALL)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -6,14 +6,11 @@ import subprocess
 import sys
 
 import psutil
-import pytest
 
 from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
-
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 TRAINER = """
 import os, sys, time

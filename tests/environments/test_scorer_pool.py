@@ -21,8 +21,6 @@ from tests.environments import odd
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 class Verifier(ScorerPool):
     """Of mathematics, asked in texts; its scores are right or wrong."""

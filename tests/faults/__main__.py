@@ -52,9 +52,7 @@ class Copy:
     def __init__(self, root: pathlib.Path, tree: pathlib.Path):
         copy(tree, root)
         self.root = root
-        lightly = re.search(r'COMPILE_LIGHTLY := XLA_FLAGS="(.*)"', (ROOT / "Makefile").read_text())
-        assert lightly is not None
-        self._environment = {**os.environ, "PYTHONPATH": str(root), "XLA_FLAGS": lightly[1]}
+        self._environment = {**os.environ, "PYTHONPATH": str(root), "XLA_FLAGS": compiled.XLA_FLAGS}
         said = self._run([sys.executable, "-c", IMPORTED], "/")[1]
         assert all(path.startswith(f"{root}{os.sep}") for path in said.split()), said
 

@@ -21,7 +21,7 @@ from tests.support.runs import Run, config_of
 from tests.support.servers import serve
 from tests.train.chaos import check_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "max_steps": 1_000_000,  # each run is interrupted when it has shown what it has to

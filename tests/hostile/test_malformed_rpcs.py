@@ -27,7 +27,7 @@ from tests.hostile.rpc_generator import CANCEL, FIRST, READ, UNREAD, Call, Gener
 from tests.hostile.rpc_sender import CUT_SHORT, LAST, SECONDS, Outcome, Sender, send_all
 from tests.support.servers import CalledServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 VERSION = codec.Version(1000, 5)
 CALLS = 6_000  # to each engine

@@ -21,7 +21,7 @@ from tests.hostile.random_faults import PipedRun
 from tests.support.runs import config_of
 from tests.support.servers import ServerProcess, tiny_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3)))
 UPDATES, LAST_EVENT, EVENTS = 30, 18, 5  # it must not be over before all has happened

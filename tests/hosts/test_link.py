@@ -18,8 +18,6 @@ from tests.support.ports import hold, port_of
 from tests.support.processes import SECONDS as ENDS
 from tests.support.waiting import SECONDS, eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 GREETING = {"key": "k", "config": "c"}
 PATIENCE = link.SILENCE_SECONDS
 

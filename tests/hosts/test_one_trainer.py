@@ -19,7 +19,7 @@ from tests.support.servers import serve
 from tests.train.comparing import REPLAY, UNPROBED, check_rows, damage, groups, last_checkpoint, saved
 from tests.train.conftest import flags, model, rollouts, start, task  # noqa: F401  fixtures
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

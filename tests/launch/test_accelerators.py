@@ -14,8 +14,6 @@ from scalerl_jax.config_names import ConfigError
 from scalerl_jax.system import platforms
 from tests.launch.test_local import STAND_IN, ask
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 

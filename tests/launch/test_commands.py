@@ -11,8 +11,6 @@ from launch.commands import with_tuned_malloc
 from tests.support.processes import SECONDS
 from tests.support.servers import ServerProcess
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 OURS = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=6"
 
 

@@ -17,8 +17,6 @@ from scalerl_jax.hosts import rank
 from tests.launch.launched import LAUNCHES, by_kind, documents, flags_of, launch
 from tests.launch.manifests import faults
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:

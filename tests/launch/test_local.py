@@ -22,8 +22,6 @@ from tests.support.paths import ROOT
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 STAND_IN = [sys.executable, str(pathlib.Path(__file__).with_name("stand_in_server.py"))]
 
 

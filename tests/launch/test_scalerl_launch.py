@@ -13,8 +13,6 @@ from scalerl_jax.config import Config
 from scalerl_jax.rollouts.requests import Requests
 from tests.launch.launched import KUBERNETES, SLURM, launch
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.mark.parametrize(
     ("flags", "said"),

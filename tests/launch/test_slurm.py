@@ -17,8 +17,6 @@ from tests.support.paths import ROOT
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 FULL = (
     "--target=slurm", f"--config={SCALERL_8B}", "--trainer=h200:2x8", "--generator=h100:2", "--generators=16",
     "--partition=big", "--generator_partition=small", "--account=lab", "--time=12:00:00", "--grace_seconds=240",

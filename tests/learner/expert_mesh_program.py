@@ -15,8 +15,9 @@ from scalerl_jax.learner.packing import Segment
 from scalerl_jax.learner.step import Layout
 from scalerl_jax.model import Precision
 from scalerl_jax.model.sharding import make_mesh
-from tests.learner.mesh_program import LENGTH, LENGTHS, ROWS, XLA_FLAGS, Results, arranged
+from tests.learner.mesh_program import LENGTH, LENGTHS, ROWS, Results, arranged
 from tests.learner.segments import make_segments
+from tests.support.compiled import on_devices
 from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
@@ -76,5 +77,5 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = XLA_FLAGS  # read when the devices are first asked for
+    os.environ["XLA_FLAGS"] = on_devices(8)  # read when the devices are first asked for
     main(sys.argv[1])

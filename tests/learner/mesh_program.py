@@ -26,6 +26,7 @@ from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import policy_loss
 from tests.learner.segments import make_segments
+from tests.support.compiled import on_devices
 from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
@@ -50,11 +51,6 @@ TOGETHER = {
 }
 MICRO_BATCHES = (1, 2, 4)
 ORDERS = 2
-# Nearly all of the time goes into compiling, and nothing here needs fast code.
-XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
 
 
 def mesh_of(name: str):
@@ -211,5 +207,5 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = XLA_FLAGS  # read when the devices are first asked for
+    os.environ["XLA_FLAGS"] = on_devices(8)  # read when the devices are first asked for
     main(sys.argv[1])

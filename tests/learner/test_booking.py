@@ -17,8 +17,6 @@ from tests.support.learners import learner_of
 from tests.support.params import DECODER
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 LAYOUT = Layout(seq_len=64, rows=2, max_segment=20, logprob_chunk=16, remat="none")
 
 
@@ -150,7 +148,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.timeout(900)  # processes start slowly on a busy machine
+@pytest.mark.slow
 @pytest.mark.skipif(not memory.peak_resident(), reason="the system tells no peak")
 def test_the_forecast_is_what_updates_then_take():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -25,8 +25,6 @@ from scalerl_jax.learner.checkpoint import Checkpoints, read_newest
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 def make_state(seed, width=24, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
@@ -246,7 +244,8 @@ def test_kill_in_the_middle_of_a_save(tmp_path):
 
 MESHES = """
 import os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+from tests.support.compiled import on_devices
+os.environ["XLA_FLAGS"] = on_devices(8)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from scalerl_jax.learner.checkpoint import Checkpoints

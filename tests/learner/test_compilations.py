@@ -17,8 +17,6 @@ from tests.learner.segments import make_segments
 from tests.support.learners import learner_of
 from tests.support.params import DECODER, relative
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
-
 LENGTH, ROWS = 32, 2
 
 

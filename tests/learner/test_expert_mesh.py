@@ -11,8 +11,6 @@ from tests.learner.mesh_program import LENGTHS
 from tests.learner.test_mesh import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, compare, tree
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

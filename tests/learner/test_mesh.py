@@ -14,8 +14,6 @@ from tests.learner import mesh_program
 from tests.learner.mesh_program import DECODER, LENGTHS, MESHES, MICRO_BATCHES, ORDERS
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 FLOAT32_TOLERANCE = 1e-5  # norm of the difference over norm, of the whole gradient and of each leaf
 # The same in bf16. However rows are cut, packed and summed, a row is computed the same way, and all sums over rows are
 # of float32 cotangents: nothing is lost. Cut along heads and columns, the output of each block is itself a sum of

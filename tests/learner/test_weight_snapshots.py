@@ -10,8 +10,6 @@ from tests.learner.wire_program import DECODER, MESHES, VERSIONS, versions
 from tests.support.params import from_hf
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model.decoder import param_shardings
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.model.tensor_layout import hf_tensors
-from tests.learner.mesh_program import XLA_FLAGS
+from tests.support.compiled import on_devices
 from tests.support.models import toy_decoder
 
 # The width divides over 8, the vocabulary over neither: embedding and head stay whole along it. `output` is square.
@@ -90,5 +90,5 @@ def keep(arrays: dict[str, np.ndarray], key: str, delta: WeightDelta) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = XLA_FLAGS  # read when the devices are first asked for
+    os.environ["XLA_FLAGS"] = on_devices(8)  # read when the devices are first asked for
     main(sys.argv[1])

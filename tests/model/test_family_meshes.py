@@ -7,14 +7,10 @@ import pytest
 
 from scalerl_jax.model.families import FAMILIES
 from tests.model import family_meshes
+from tests.support.compiled import on_devices
 from tests.support.processes import run_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiles each family five times
-
-XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
+pytestmark = pytest.mark.slow
 
 
 IN_FULL = ("qwen3", "llama4_text")  # one without experts and one with; the others are long
@@ -24,7 +20,7 @@ IN_FULL = ("qwen3", "llama4_text")  # one without experts and one with; the othe
     "family", [name if name in IN_FULL else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )
 def test_loss_and_gradient_are_those_of_one_device(family: str) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": on_devices(8)}
     done = run_command("tests.model.family_meshes", family, environment=environment)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]

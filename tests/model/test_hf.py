@@ -24,6 +24,7 @@ from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.safetensors_folder import INDEX, SINGLE, Tensors
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.model import loading_program
+from tests.support.compiled import on_devices
 from tests.support.families import CASES, decoder
 from tests.support.models import in_files, random_tensors, read_tensors, toy_decoder, write_folder
 from tests.support.params import from_hf
@@ -272,12 +273,11 @@ def test_a_folder_that_is_replaced_meanwhile(model: Any, tmp_path: pathlib.Path)
         np.testing.assert_array_equal(tensors[name], value)
 
 
-@pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 def test_each_host_reads_what_its_devices_hold(tmp_path: pathlib.Path) -> None:
     """Two processes with two devices each, over which the width is cut."""
     write_folder(tmp_path, loading_program.DECODER, random_tensors(loading_program.DECODER, 0))
     address = f"127.0.0.1:{free_port()}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": on_devices(2)}
     commands = [
         [sys.executable, "-m", "tests.model.loading_program", address, str(rank), str(tmp_path)] for rank in range(2)
     ]

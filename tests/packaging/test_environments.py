@@ -15,8 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.packaging.environments import environment, run, wheel
 from tests.packaging.sources import ROOT
 
-pytestmark = pytest.mark.timeout(1800)
-
 LOCK = ROOT / "requirements" / f"train-py{sys.version_info.major}.{sys.version_info.minor}.lock"
 # The oldest that setup.py allows, and the newest that are locked for any Python.
 PROTOBUFS = {

@@ -9,8 +9,6 @@ import pytest
 
 from tests.packaging.sources import modules, others, reached_from
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 # Import name -> what provides it, where the two differ.
 PROVIDERS = {
     "absl": "absl-py",

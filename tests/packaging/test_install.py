@@ -9,8 +9,6 @@ import pytest
 
 from tests.packaging.sources import ROOT
 
-pytestmark = pytest.mark.timeout(1800)
-
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 SETUP = "from setuptools import setup\nsetup(name='small', version='1', py_modules=['small'])\n"
 

@@ -5,12 +5,8 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from tests.packaging.sources import ROOT
 from tests.packaging.test_imports import declared
-
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 LOCK = ROOT / "requirements" / "accelerator-py3.12.lock"
 # Of jax[cuda] and torch; and what only draws, logs and renders chats, which the tests there do without.

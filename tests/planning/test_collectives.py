@@ -3,13 +3,10 @@
 import json
 import os
 
-import pytest
-
 from scalerl_jax.planning.collectives import IN_FLOAT32, axes_of, by_axes, collectives, group_of, pairs_of
 from tests.planning.axes_program import ROUNDS, WIDTH
+from tests.support.compiled import on_devices
 from tests.support.processes import run_command
-
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 HLO = """
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -103,7 +100,7 @@ def test_axes_are_those_along_which_partners_differ():
 
 
 def test_a_compiled_program_sends_along_its_axes_what_it_was_written_to_send():
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": on_devices(8)}
     done = run_command("tests.planning.axes_program", environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     size = 4 * WIDTH

@@ -16,8 +16,6 @@ from tests.planning.test_generators import written
 from tests.support.paths import ROOT
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 CONFIG = str(ROOT / "configs" / "scalerl_8b.py")
 LLAMA_8B = 8_030_261_248  # parameters
 

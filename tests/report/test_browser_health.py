@@ -9,8 +9,6 @@ from scalerl_jax.report.page import write_report
 from tests.report import run_folders
 from tests.report.screens import DESK, SECONDS, drawn
 
-pytestmark = pytest.mark.timeout(900)  # several waits of a busy machine
-
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_every_chart_of_health_says_what_it_means_and_what_to_do(open_page, name):

@@ -23,8 +23,6 @@ from tests.support.paths import ROOT
 from tests.support.processes import SECONDS, run_command
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 ASSETS = ROOT / "scalerl_jax" / "report" / "assets"
 
 

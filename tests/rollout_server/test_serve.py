@@ -30,8 +30,6 @@ from tests.rollout_server.conftest import CONFIG, jax_engine, replay_engine
 from tests.support import processes
 from tests.support.servers import CalledServer
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.fixture
 def replay(tmp_path: pathlib.Path) -> Iterator[CalledServer]:

@@ -7,7 +7,6 @@ import sys
 import urllib.request
 
 import grpc
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server import server_metrics
@@ -16,8 +15,6 @@ from tests.rollout_server.certificates import Authority
 from tests.rollout_server.client import SECONDS
 from tests.support import processes
 from tests.support.servers import CalledServer, ServerProcess
-
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 FIELDS = {**server_metrics.GAUGES, **server_metrics.COUNTERS}
 

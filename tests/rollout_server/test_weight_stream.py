@@ -29,8 +29,6 @@ from tests.rollout_server.engine_weights import weight_bits
 from tests.rollout_server.record_run import EMPTY, UPDATES, Recorded
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1800)  # the recorded run is a process that starts and compiles
-
 MakeEngine = Callable[..., Engine]
 CHUNK_BYTES = 300  # several in a delta, hundreds in a dense version
 

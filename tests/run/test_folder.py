@@ -21,8 +21,6 @@ from scalerl_jax.run.metrics import samples_of
 from tests.support.evaluations import counted
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 COMPUTE = {"device_hours": 0.5, "model_flops": 1e12}
 
 

@@ -13,8 +13,6 @@ from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
-
 UPDATES = 6400
 HOURS = 2.5  # of one update
 
@@ -53,6 +51,7 @@ def test_the_end_that_is_planned():
     assert 0 < forecast_of_end(mixed, updates=UPDATES)["end_score"] < 1
 
 
+@pytest.mark.slow
 def test_evaluations_that_come_compile_nothing_more():
     # Compiled programs stay in the trainer's memory, and a run may have a thousand evaluations.
     compiled = []

@@ -67,7 +67,6 @@ def test_a_key_without_a_meaning_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 def test_the_rows_of_a_run_are_explained(tmp_path) -> None:
     """With experts, router replay, a KL to the start, two rewards: the keys that most runs have not."""
     model = write_model(str(tmp_path / "model"), **EXPERTS)
@@ -98,7 +97,6 @@ def test_the_rows_of_a_run_are_explained(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_rows_of_a_warm_start_are_explained(tmp_path) -> None:
     command = [sys.executable, "-m", "scalerl_jax.sft", "--config=configs/quickstart.py"]
     command += [f"--workdir={tmp_path / 'warm-start'}", "--config.sft.max_steps=2", "--config.sft.log_every=1"]

@@ -15,8 +15,6 @@ from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.shape import Shape
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
-
 COMPUTE = np.linspace(0, 8000, 17)
 LATER = np.linspace(8500, 16_000, 9)
 NONE = (0.0,) * len(SCALES)
@@ -211,6 +209,7 @@ def test_many_places_are_what_each_is_alone():
     np.testing.assert_allclose((low[-100:], high[-100:]), true[:, -100:], atol=0.005)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_as_noisy_whether_it_is_told_alone_or_in_bins():
     rng, compute = np.random.default_rng(0), np.linspace(0, 8000, 2101)
     passes = rng.binomial(64, curve(compute, *TABLE_1["ScaleRL"]))

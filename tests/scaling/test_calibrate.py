@@ -10,8 +10,6 @@ from scalerl_jax.scaling.calibration import SCALES, Calibration
 from scalerl_jax.scaling.laws import LAWS
 from tests.scaling.simulated import TABLE_1, curve
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
-
 TRIALS = 4000
 COMPUTE = np.linspace(0, 16_000, 25)
 
@@ -44,6 +42,7 @@ def test_cases_are_all_fractions_of_all_runs(on_the_law):
         assert len(case.before.compute) + len(case.later.compute) == 24
 
 
+@pytest.mark.slow
 def test_runs_that_leave_the_law_widen_it(on_the_law):
     sure = calibrate.calibrate(calibrate.Densities(on_the_law))
     unsure = calibrate.calibrate(calibrate.Densities(calibrate.cases(law_runs(bend=1.0))))
@@ -93,6 +92,7 @@ def test_a_record_is_what_the_forecast_computes_for_itself(on_the_law):
         np.testing.assert_allclose(one.log_density(0.75).mean(axis=1), by_itself[name], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_has_no_say_in_its_own_judgement(on_the_law):
     """What the runs of a recipe did later changes how they are judged, and by nothing they are foretold."""
     scores = calibrate.leave_one_out(on_the_law)
@@ -135,6 +135,7 @@ def test_one_recipe_cannot_be_judged(on_the_law):
         calibrate.calibrate(calibrate.Densities([]))
 
 
+@pytest.mark.slow
 def test_of_a_run_that_has_fallen_the_random_walk_alone_speaks(on_the_law):
     scores = np.where(COMPUTE < 5000, curve(COMPUTE, *TABLE_1["ScaleRL"]), 0.15)
     fallen = calibrate.cases([*law_runs(), run_of("fallen", "recipe 3", scores, 0)])[-2]
@@ -159,6 +160,7 @@ def test_crps_is_its_integral():
         assert found == pytest.approx(np.trapezoid((below - (grid >= value)) ** 2, grid), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_judged_in_a_table(on_the_law):
     even = Calibration(dict.fromkeys(LAWS, (0.05,) * len(SCALES)), growth=1.0, rate=2.0)
     three = on_the_law[: 3 * len(calibrate.FRACTIONS)]

@@ -13,8 +13,6 @@ from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.points import check_points
 from tests.scaling.simulated import LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
-
 # B with A fixed at 0.605, as the paper prints it beside its leave-one-out curves.
 PUBLISHED_SLOPES = {
     "ScaleRL": 2.01, "plan": 1.82, "lp": 1.75, "batch": 1.69, "8op": 1.89, "fp32": 1.97, "savg": 1.84, "npr": 1.62,

@@ -11,8 +11,6 @@ from scalerl_jax.scaling import fit_sigmoid, identify
 from tests.scaling import many
 from tests.scaling.simulated import TABLE_1
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
-
 PARAMETERS = ("asymptote", "exponent", "midpoint")
 LONG = pytest.mark.long
 IN_FULL = ("ScaleRL", "bs2048")  # the other rows of the table are long

@@ -10,8 +10,6 @@ from scipy.optimize import least_squares
 from scalerl_jax.scaling import fit_sigmoid, paper_grid
 from tests.scaling.simulated import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 PUBLISHED = {
     **{f"Table 1 {name}": row for name, row in TABLE_1.items()},
     **{f"leave one out {name}": row for name, row in LEAVE_ONE_OUT.items()},

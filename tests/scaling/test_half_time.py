@@ -10,8 +10,6 @@ from scalerl_jax.scaling.half_time import half_time_forecast
 from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine computes slowly
-
 COMPUTE = np.linspace(0, 16_000, 21)
 
 

@@ -17,8 +17,6 @@ from tests.support.runs import read
 from tests.support.waiting import eventually
 from tests.train.conftest import model, task  # noqa: F401  fixtures
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 STEPS = 40
 
 

@@ -13,8 +13,6 @@ from scalerl_jax.study.members import Study
 from scalerl_jax.study.results import _noise, results
 from tests.study.studies import TINY, study, write_run, write_studies
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 FINALS = {"plain": 0.9, "slow": 0.6, "seed_6": 0.9, "seed_7": 0.9}
 
 

@@ -8,6 +8,7 @@ and reports a program that it finds there as compiled all the same, so tests tha
 
 import contextlib
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -26,8 +27,24 @@ def _processor() -> str:
     return "any"
 
 
+def _xla_flags() -> str:
+    """Most of a test's time is compiling; these make it a third as long and change no result beyond rounding."""
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags += " --xla_cpu_parallel_codegen_split_count=1"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have none of these emitters to leave
+            flags += " --xla_cpu_use_fusion_emitters=false"
+    return flags
+
+
+XLA_FLAGS = _xla_flags()
 KEPT = ROOT / "build" / "compiled-for-tests" / _processor()
 MOST_BYTES = 2**30  # a run of all tests makes about a tenth
+
+
+def on_devices(count: int) -> str:
+    """XLA_FLAGS of a process with so many virtual devices."""
+    return f"{XLA_FLAGS} --xla_force_host_platform_device_count={count}"
 
 
 def begin() -> pathlib.Path:

@@ -12,8 +12,6 @@ import pytest
 from scalerl_jax.system import files
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.fixture
 def limited():

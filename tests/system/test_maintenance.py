@@ -13,8 +13,6 @@ from tests.support.ports import nowhere
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 PROGRAM = """
 import sys, time
 from scalerl_jax.system import maintenance, signals

@@ -12,8 +12,6 @@ from scalerl_jax.system.metrics_endpoint import MetricsEndpoint
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 def families():
     yield "a_tokens", "Tokens.", "counter", ("kind",), {("x",): 3.0, ("y",): 4.0}

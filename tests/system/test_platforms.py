@@ -11,8 +11,6 @@ from scalerl_jax.system import platforms
 from tests.scaling.simulated import curve
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 ROWS = ["x,y"] + [f"{x},{curve(x, 300.0, 1.5, 0.6, 0.2):.6f}" for x in range(0, 4000, 200)]
 
 

@@ -11,8 +11,6 @@ from scalerl_jax.system import signals
 from tests.support.paths import ROOT
 from tests.support.processes import SECONDS
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 # "ready" is printed in each state; what comes after it must not be needed.
 COMMAND = """
 import hashlib, sys, threading, time

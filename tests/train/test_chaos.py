@@ -10,7 +10,7 @@ from tests.support.processes import run_command, single_threaded
 from tests.support.runs import Run, config_of
 from tests.train.chaos import Chaos, check
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 QUICKSTART = os.path.join(ROOT, "configs", "quickstart.py")
 FLEET = {

@@ -8,7 +8,7 @@ from tests.support.runs import config_of, read
 from tests.support.servers import serve
 from tests.train.comparing import REPLAY, UNPROBED, compare, last_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
+pytestmark = pytest.mark.slow
 
 
 def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, model, rollouts, start):

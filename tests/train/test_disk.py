@@ -14,7 +14,7 @@ from tests.support.runs import CONFIG, Run, read
 from tests.support.servers import serve
 from tests.train.comparing import REPLAY, UNPROBED, compare, saved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
+pytestmark = pytest.mark.slow
 
 UPDATES = 8
 

@@ -14,9 +14,6 @@ from tests.support.processes import run_command, single_threaded
 from tests.support.servers import serve
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
-
 MISTAKES = (
     ("", "--model or --workdir: one of them says what is evaluated"),
     ("--model={model}", "--environment: says what to evaluate on"),

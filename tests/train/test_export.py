@@ -26,8 +26,6 @@ from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.system import files
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 32,

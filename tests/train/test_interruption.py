@@ -12,7 +12,7 @@ from tests.support.runs import Run, read
 from tests.support.servers import serve
 from tests.train.comparing import UNPROBED, compare, saved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes start slowly on a busy machine
+pytestmark = pytest.mark.slow
 
 UPDATES = 14
 

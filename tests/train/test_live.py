@@ -20,8 +20,6 @@ from scalerl_jax.run.jsonl import read_rows
 from tests.support.runs import Run, config_of
 from tests.support.servers import serve
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 def held(address: str) -> pb.Version:
     """The version a server decodes with."""

@@ -10,8 +10,6 @@ from scalerl_jax.rollouts.parity.logprob_parity import GROSS
 from tests.support.runs import Run, config_of
 from tests.support.servers import serve
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 AFTER = 120  # completions: the probe, the evaluation of step 0, and some groups
 
 # What each lie does to what is trained on: where it is gross, no group of it is.

@@ -15,8 +15,6 @@ from tests.support.processes import SECONDS
 from tests.support.runs import Run
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 def scraped(run: Run) -> dict[tuple[str, ...], float]:
     """(name, label values...) -> value."""

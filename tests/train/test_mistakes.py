@@ -16,8 +16,6 @@ from tests.support.servers import serve
 from tests.support.tiny_task import write_model
 from tests.train.comparing import damage
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.fixture
 def refused(start):

@@ -4,14 +4,12 @@ import json
 import re
 
 import numpy as np
-import pytest
 
 from tests.support.servers import serve
 from tests.support.tiny_task import prompts
 
 # A replay server's log-probs are nobody's: the probe must let them pass.
 UNPROBED = ("--config.parity.mean_limit=100", "--config.parity.p99_limit=100")
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
 
 
 def test_a_run_without_a_right_answer_says_what_is_wrong(tmp_path, flags, model, rollouts, start):

@@ -12,16 +12,11 @@ import random
 import signal
 import time
 
-import pytest
-
 from tests.rollout_server.certificates import Authority
 from tests.support.runs import config_of, read
 from tests.support.servers import serve
 from tests.support.waiting import eventually
 from tests.train.comparing import REPLAY, UNPROBED, check_cut, check_rows, compare, saved
-
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 # Whoever begins to make a checkpoint whole says so, and never does.
 HOLDS = """

@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.tiny_task import EXPERTS, write_model
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> str:

@@ -19,8 +19,6 @@ from scalerl_jax.traces import built_in, example, files
 from tests.support.processes import run_command
 from tests.train.killed_warm_start import kill_at_a_checkpoint
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 CONFIG_FILE = """
 from scalerl_jax.config import Config
 def get_config():

@@ -22,8 +22,6 @@ from tests.train.killed_warm_start import kill_at_a_checkpoint
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 CONFIG_FILE = """
 from scalerl_jax.config import Config
 def get_config():

@@ -11,8 +11,6 @@ from tests.support.transformers_reference import alone
 from tests.vllm.asking import ask, collect
 from tests.vllm.models import config, reference_of, started
 
-pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
-
 SLOTS, LENGTH = 8, 1000
 
 

@@ -17,8 +17,6 @@ from tests.vllm import asking
 from tests.vllm.asking import LONG, PROMPT, HostCopy, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, reference_of, started
 
-pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
-
 TOLERANCE = 1e-4
 CASES = [
     ("qwen3", True),

@@ -22,8 +22,6 @@ from tests.support.models import random_tensors, toy_decoder, write_folder
 from tests.support.servers import CalledServer
 from tests.vllm.models import config
 
-pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
-
 SECONDS = 150.0
 
 

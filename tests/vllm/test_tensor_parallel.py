@@ -15,7 +15,7 @@ from tests.support.transformers_reference import alone, swapped
 from tests.vllm.asking import LONG, PROMPT, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, reference_of, started
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # two processes more, which start twice
+pytestmark = pytest.mark.slow
 
 WORKERS = 2
 TOLERANCE = 1e-4

@@ -10,8 +10,6 @@ from tests.rollout_server import test_weight_stream as stream
 from tests.rollout_server.record_run import Recorded
 from tests.vllm.models import SLOTS, config, started
 
-pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:

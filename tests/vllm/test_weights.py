@@ -16,8 +16,6 @@ from tests.support.models import random_tensors
 from tests.vllm.asking import LONG, HostCopy, ask, collect, tokens_seen
 from tests.vllm.models import SLOTS, config, started
 
-pytestmark = pytest.mark.timeout(1800)  # vLLM starts slowly on a busy machine
-
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 

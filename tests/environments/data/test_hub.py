@@ -12,8 +12,6 @@ from pyarrow import parquet
 from scalerl_jax.environments.data import hub
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 REVISION = 40 * "a"
 CARD = """---
 configs:

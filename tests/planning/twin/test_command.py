@@ -10,8 +10,6 @@ from tests.planning.twin.test_calibrate import config, truth
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 COMMAND = "from launch.commands import plan; plan()"
 SPEEDS = ["--tokens_per_second=2000", "--step_seconds=20", "--lengths_quantiles=0:200,0.5:4000,1:14000"]
 CONFIG = f"--config={ROOT}/configs/quickstart.py"

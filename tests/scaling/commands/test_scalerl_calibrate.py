@@ -13,8 +13,6 @@ from scalerl_jax.scaling.laws import LAWS
 from tests.scaling.simulated import TABLE_1, curve
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 COMPUTE = np.linspace(0, 16_000, 17)
 TRIALS = 4000
 calibrate = functools.partial(run_command, "scalerl_jax.scaling.commands.scalerl_calibrate")

@@ -14,8 +14,6 @@ from scalerl_jax.scaling.commands import scalerl_compare
 from tests.scaling.simulated import FIGURE_2, LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 COMPUTE = np.concatenate([[0.0], np.arange(256, 16_001, 256.0)])
 LOO = {"ScaleRL": TABLE_1["ScaleRL"], **LEAVE_ONE_OUT}
 command = functools.partial(run_command, "scalerl_jax.scaling.commands.scalerl_compare")

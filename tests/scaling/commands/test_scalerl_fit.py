@@ -15,8 +15,6 @@ from scalerl_jax.scaling.commands import scalerl_fit
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 from tests.support.processes import run_command
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 COMPUTE = np.concatenate([[0.0], np.linspace(250, 16_000, 64)])
 command = functools.partial(run_command, "scalerl_jax.scaling.commands.scalerl_fit")
 
@@ -220,6 +218,7 @@ def test_what_was_done_to_the_rows_is_said(tmp_path, monkeypatch, capsys):
     assert "run.csv: 10 rows repeat a value of 'compute'; the last of each is kept (--duplicates=last)\n" in said
 
 
+@pytest.mark.slow
 def test_more_rows_held_out_than_can_be_told_apart_are_judged_in_bins(tmp_path, monkeypatch, capsys):
     compute = np.linspace(0, 16_000, 20_001)
     passes = np.random.default_rng(0).binomial(8, curve(compute, *TABLE_1["ScaleRL"]))

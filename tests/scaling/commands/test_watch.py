@@ -21,8 +21,6 @@ from tests.scaling.simulated import TABLE_1, curve
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(1800)  # processes start slowly on a busy machine
-
 COMPUTE = np.concatenate([[0.0], np.linspace(500, 16_000, 32)])
 
 
