@@ -2,12 +2,10 @@
 
     python -m tests.runner TARGET [FILES...] [--workers=3] [--order=SEED] [--keep_durations]
 
-TARGET is a row of TARGETS, which says what its tests are marked. Files that took longest come first, short ones share a
-fork; how long they took is in durations.json, and --keep_durations rewrites what it has of them. --order shuffles
-files, and the tests of each. A progress line tells how far it is; a failure is shown when its fork ends. The last lines
-say what was left out and which command runs it, and how many tests passed.
-
-Each fork has a JAX of its own, so no file can lean on what another has left behind.
+TARGET is a row of TARGETS, which says what its tests are marked. Files of a folder share a fork, and what takes longest
+comes first; how long they took is in durations.json, and --keep_durations rewrites what it has of them. --order
+shuffles files, and the tests of each. A progress line tells how far it is; a failure is shown when its fork ends. The
+last lines say what was left out and which command runs it, and how many tests passed.
 """
 
 import argparse
@@ -39,7 +37,7 @@ VLLM = ["tests/vllm", "tests/rollout_server/test_conformance.py", "tests/rollout
 TARGETS |= {f"{name}-vllm": (marks, VLLM) for name, (marks, _) in TARGETS.items()}
 
 DURATIONS = ROOT / "tests" / "durations.json"
-FORK_SECONDS = 8.0  # short files share a fork up to so many, since each fork sets pytest up
+FORK_SECONDS = 40.0  # files of a folder share a fork up to so many: what one has traced, another need not trace again
 UNKNOWN_SECONDS = 2.0  # that a file which is not in durations.json is taken to need
 LINE_EVERY = 30.0  # seconds between progress lines where they do not replace each other
 _CLOCK = time.monotonic
@@ -265,21 +263,21 @@ def files_of(target: str, wanted: Sequence[str]) -> list[str]:
 
 
 def batches_of(files: list[str], known: dict[str, list[float]], order: int | None) -> list[list[str]]:
-    """Files that share a fork; what takes longest comes first."""
+    """Files of one folder that share a fork; what takes longest comes first."""
 
     def seconds(file: str) -> float:
         return known.get(file, [0, UNKNOWN_SECONDS])[1]
 
-    files = sorted(files, key=seconds, reverse=True)
-    if order is not None:
-        random.Random(order).shuffle(files)
-    batches, last = list[list[str]](), 0.0
-    for file in files:
-        if not batches or last + seconds(file) > FORK_SECONDS:
+    batches = list[list[str]]()
+    for file in sorted(files, key=lambda file: (os.path.dirname(file), -seconds(file))):
+        last = batches[-1] if batches else [""]
+        full = sum(map(seconds, last)) + seconds(file) > FORK_SECONDS
+        if full or os.path.dirname(last[0]) != os.path.dirname(file):
             batches.append([])
-            last = 0.0
         batches[-1].append(file)
-        last += seconds(file)
+    if order is None:
+        return sorted(batches, key=lambda batch: -sum(map(seconds, batch)))
+    random.Random(order).shuffle(batches)
     return batches
 
 

@@ -28,6 +28,7 @@ def rows_of(config):
     return environment, list(environment.rows("train")), list(environment.rows("validation"))
 
 
+@pytest.mark.slow
 def test_its_own_answers_are_right_and_others_are_not():
     """Of one whose questions depend on the order of Python's sets, one that makes all entries at once, one without an
     answer."""
@@ -135,6 +136,7 @@ def test_what_stands_in_the_last_answer_tags():
     assert answer_in(" 3 ") == "3"
 
 
+@pytest.mark.slow
 def test_what_a_data_set_prints_is_no_part_of_its_rows():
     _, train, held_out = rows_of(config_of("bf", train=2, held_out=1))
     assert len(train) == 2 and len(held_out) == 1

@@ -132,6 +132,7 @@ def test_the_limit_counts_the_time_of_the_worker_and_not_the_clock(hasty):
     assert hasty._workers[0]._running.process is process
 
 
+@pytest.mark.slow
 def test_a_worker_that_stays_stuck_is_replaced_and_the_question_asked_again():
     with Verifier(processes=1, seconds=60.0, stuck_seconds=2.0) as verifier:
         assert at_last(verifier, "</think>1", "1")
@@ -143,6 +144,7 @@ def test_a_worker_that_stays_stuck_is_replaced_and_the_question_asked_again():
             os.kill(first, 0)  # and not left behind
 
 
+@pytest.mark.slow
 def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path, monkeypatch):
     """One step of a computation in C: no Python handler runs before it is over."""
     program = (
@@ -218,6 +220,7 @@ def test_a_killed_worker_is_replaced_and_the_question_asked_again(verifier):
     assert verifier.restarts == restarts + 1
 
 
+@pytest.mark.slow
 def test_many_at_once_each_get_their_own_score():
     with Verifier(processes=2, seconds=60.0) as verifier:
         futures = [verifier.submit(f"</think>{i % 50}", str(i % 40)) for i in range(400)]
@@ -314,6 +317,7 @@ EATERS = (
 )
 
 
+@pytest.mark.slow
 def test_what_eats_memory_or_time_costs_its_worker_at_most():
     """The address space is bounded, so no machine pays for it; right answers after it are right."""
     with Verifier(processes=1, seconds=1.0) as verifier:

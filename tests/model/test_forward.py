@@ -23,7 +23,7 @@ def test_packed_rows_equal_separate_rows():
     ones = np.ones_like(single)
     alone = np.asarray(run(params, DECODER, single, np.arange(22, dtype=np.int32)[None].repeat(5, 0), ones))
     for i, (row, start, length) in enumerate(places):
-        np.testing.assert_allclose(hidden[row, start : start + length], alone[i, :length], atol=2e-6)
+        np.testing.assert_allclose(hidden[row, start : start + length], alone[i, :length], atol=4e-6)
 
 
 def test_no_token_sees_a_later_one():

@@ -34,6 +34,7 @@ def installed(python: pathlib.Path) -> dict[str, str]:
     return json.loads(run([str(python), "-c", program], where=python.parent))
 
 
+@pytest.mark.slow
 def test_the_fitter_installs_alone_and_fits(built: pathlib.Path, tmp_path: pathlib.Path) -> None:
     python = environment(tmp_path / "fit", [f"{built}[fit]"], lock=LOCK)
     names = {name.lower().replace("_", "-") for name in installed(python)}
@@ -53,6 +54,7 @@ def test_the_fitter_installs_alone_and_fits(built: pathlib.Path, tmp_path: pathl
     assert run([str(python), "-c", program], where=tmp_path).split() == []
 
 
+@pytest.mark.slow
 def test_the_wheel_brings_the_parts_of_the_report(built: pathlib.Path) -> None:
     parts = [path for path in (ROOT / "scalerl_jax" / "report").rglob("*") if path.suffix not in ("", ".pyc")]
     with zipfile.ZipFile(built) as packed:
@@ -81,6 +83,7 @@ def served(
             server.terminate()
 
 
+@pytest.mark.slow
 def test_the_base_install_serves_under_both_protobufs(served: tuple[str, pathlib.Path]) -> None:
     """A server of one protobuf, called from this environment's and from its own."""
     address, python = served

@@ -75,6 +75,7 @@ def test_every_declared_package_of_the_trainer_is_imported() -> None:
     assert declared("train") - used - indirectly == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [

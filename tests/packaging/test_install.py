@@ -43,6 +43,7 @@ def imports(project: pathlib.Path, *names: str) -> bool:
     return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_once_is_enough_until_a_lock_changes_or_a_set_up_is_broken_off(project: pathlib.Path) -> None:
     said = install(project)
     assert "making" in said

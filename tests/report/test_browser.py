@@ -8,6 +8,8 @@ from scalerl_jax.report.page import write_report
 from tests.report import run_folders
 from tests.report.screens import PHONE, SECONDS, drawn
 
+pytestmark = pytest.mark.slow
+
 # Of the element with the focus: tag, id, class, and whether a ring can be seen around it.
 FOCUSED = """() => {
     const one = document.activeElement;

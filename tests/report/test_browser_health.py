@@ -9,6 +9,8 @@ from scalerl_jax.report.page import write_report
 from tests.report import run_folders
 from tests.report.screens import DESK, SECONDS, drawn
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_every_chart_of_health_says_what_it_means_and_what_to_do(open_page, name):

@@ -204,10 +204,7 @@ def test_importing_the_server_needs_no_engine() -> None:
 
 def complaint(*flags: str) -> str:
     """The one line that a server with these flags says before it ends with exit code 2."""
-    command = [sys.executable, "-m", "rollout_server.serve", *flags]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=processes.SECONDS, stdin=subprocess.PIPE
-    )
+    result = processes.run_python("-m", "rollout_server.serve", *flags)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("scalerl-serve: ")

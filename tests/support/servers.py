@@ -10,7 +10,7 @@ from typing import Self
 import grpc
 
 from scalerl_jax.contract import rollout_pb2_grpc
-from tests.support import fork_server
+from tests.support import fork_server, ports
 from tests.support.processes import SECONDS, single_threaded
 from tests.support.waiting import eventually
 
@@ -30,7 +30,8 @@ class ServerProcess:
     ):
         """program: Python's arguments before the flags of scalerl-serve; `folder`/`name`.log: what it says."""
         self.log, self.port_file = folder / f"{name}.log", folder / f"{name}.port"
-        self.port = 0  # any that is free; the same one ever after
+        self._held = ports.hold()  # also between its end and its next start
+        self.port = ports.port_of(self._held)
         self._command, self._flags, self._environment = program, flags, environment
         self.start()
 
@@ -49,7 +50,6 @@ class ServerProcess:
 
     def wait(self, *, seconds: float = SECONDS) -> Self:
         self.until_written(self.port_file, seconds=seconds)
-        self.port = int(self.port_file.read_text())
         return self
 
     def until_written(self, file: pathlib.Path, *, seconds: float = SECONDS) -> None:
@@ -79,6 +79,7 @@ class ServerProcess:
 
     def close(self) -> None:
         self.kill()
+        self._held.close()
 
 
 class CalledServer(ServerProcess):

@@ -14,6 +14,7 @@ from tests.support.paths import ROOT
 ROWS = ["x,y"] + [f"{x},{curve(x, 300.0, 1.5, 0.6, 0.2):.6f}" for x in range(0, 4000, 200)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["scalerl_fit", "scalerl_compare"])
 def test_a_fit_is_made_on_the_cpu_alone(tmp_path: pathlib.Path, command: str) -> None:
     """Where JAX_PLATFORMS names an accelerator, JAX would start it, or fail where it cannot be had."""

@@ -101,6 +101,7 @@ def test_an_exported_model_gives_the_last_row_with_servers_that_are_there(run, t
             assert row["passes"] == read_rows(str(workdir / "evals.jsonl"))[-1]["passes"]
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_goes_on(run, tmp_path):
     workdir, _ = run
     out = tmp_path / "out"

@@ -32,6 +32,7 @@ def saved_steps(run: Run) -> list[int]:
     return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
 
 
+@pytest.mark.slow
 def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model, start):
     last = 160
     flags = [

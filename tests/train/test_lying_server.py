@@ -90,6 +90,7 @@ def finish_once(run: Run, condition: Callable[[list[dict]], bool], what: str) ->
     assert run.wait() == 143, run.output()
 
 
+@pytest.mark.slow
 def test_honest_servers_are_left_alone(tmp_path, flags, model, start):
     """With a learning rate at which this policy moves as far in an update as another one in a hundred."""
     flags = [*flags, "--config.max_steps=100000", "--config.parity.every=2", "--config.parity.share=0.5"]

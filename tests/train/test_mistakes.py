@@ -151,6 +151,7 @@ def test_a_workdir_of_another_config(tmp_path, flags, refused):
     assert changed <= {"lock"}
 
 
+@pytest.mark.slow
 def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, start):
     """One flipped bit in the newest: the run goes on from the one before, and says so."""
     flags = [*flags, "--config.checkpoint.every=2", "--config.parity.mean_limit=100", "--config.parity.p99_limit=100"]
@@ -203,6 +204,7 @@ def test_the_data_have_changed_since_the_checkpoint(tmp_path, flags, model, roll
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_every_prompt_is_retired_and_all_come_back(tmp_path, flags, model, rollouts, start):
     flags = [
         *flags,
@@ -217,6 +219,7 @@ def test_every_prompt_is_retired_and_all_come_back(tmp_path, flags, model, rollo
     assert retired[6] == 14 and retired[7] < 14 and len(retired) == 12
 
 
+@pytest.mark.slow
 def test_no_verifier_can_be_started(tmp_path, flags, model, rollouts, start):
     """It is first started in the middle of the run, by a thread that nobody looks at."""
     hindered = tmp_path / "hindered"

@@ -12,6 +12,8 @@ import random
 import signal
 import time
 
+import pytest
+
 from tests.rollout_server.certificates import Authority
 from tests.support.runs import config_of, read
 from tests.support.servers import serve
@@ -128,6 +130,7 @@ def test_ctrl_c(tmp_path, flags, model, rollouts, start):
     eventually(is_gone, "all that the run has started ends")
 
 
+@pytest.mark.slow
 def test_phased_run(tmp_path, flags, model, rollouts, start):
     """k = 2: two batches from one frozen version, then two updates. The servers are found in a file, behind TLS."""
     flags = [

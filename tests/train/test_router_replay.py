@@ -12,6 +12,7 @@ def mixture(tmp_path_factory) -> str:
     return write_model(str(tmp_path_factory.mktemp("policy") / "model"), **EXPERTS)
 
 
+@pytest.mark.slow
 def test_a_run_with_its_own_servers(tmp_path, flags, mixture, start):
     """Tokens sampled by an older version were routed by its router: some of its choices are no longer the trainer's."""
     options = [f"--config.model.path={mixture}", "--config.optimizer.learning_rate=2e-3", "--config.max_steps=100000"]

@@ -231,6 +231,7 @@ def test_a_slip_in_allow_is_told_at_the_first_start(config, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config_file, tmp_path):
     kill_at_a_checkpoint(tmp_path, f"--config={config_file}")
     done = run_command("scalerl_jax.sft", f"--config={config_file}", f"--workdir={tmp_path}")
@@ -241,6 +242,7 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(finished, config
     assert steps == list(range(2, 61, 2))
 
 
+@pytest.mark.slow
 def test_traces_of_a_file_are_learnt_also_from_a_given_model(config, finished, tmp_path):
     answers = {"capital of France?": "Paris", "two and two?": "4", "colour of snow?": "white"}
     rows = [{"prompt": p, "completion": f"<think>known</think>{a}"} for p, a in answers.items()]

@@ -95,6 +95,7 @@ def test_what_has_been_downloaded_is_read_offline(cache):
     assert [row[1:] for row in named] == [[f"main test {n}?", f"So #### {n}"] for n in range(3)]
 
 
+@pytest.mark.slow
 def test_what_is_not_there_gets_the_command_that_fetches_it(cache):
     absent, polaris, split, config, none = read(
         cache,
@@ -145,6 +146,7 @@ def test_a_release_is_its_files_and_those_of_the_releases_before_it(cache):
     assert split.endswith("code_generation_lite@release_v2#test: #test says nothing of it: it has one split")
 
 
+@pytest.mark.slow
 def test_each_split_is_read_of_the_configs_that_have_it(cache):
     train, validation, test, one = read(
         cache,

@@ -18,6 +18,8 @@ from scalerl_jax.planning.twin.simulation import Scenario, Simulation
 from scalerl_jax.planning.twin.speeds import Machine, ServerSpeed, TrainerSpeed
 from tests.planning.twin.run_folder import write_simulated_run
 
+pytestmark = pytest.mark.slow
+
 TRAINER = TrainerSpeed(
     update_seconds=0.5,
     spread=(0.7, 0.9, 1.0, 1.1, 1.3),

@@ -10,6 +10,8 @@ from tests.planning.twin.test_calibrate import config, truth
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
+pytestmark = pytest.mark.slow
+
 COMMAND = "from launch.commands import plan; plan()"
 SPEEDS = ["--tokens_per_second=2000", "--step_seconds=20", "--lengths_quantiles=0:200,0.5:4000,1:14000"]
 CONFIG = f"--config={ROOT}/configs/quickstart.py"
