@@ -36,6 +36,7 @@ TARGETS = {
 VLLM = ["tests/vllm", "tests/rollout_server/test_conformance.py", "tests/rollout_server/test_conformance_weights.py"]
 TARGETS |= {f"{name}-vllm": (marks, VLLM) for name, (marks, _) in TARGETS.items()}
 
+FITS = ("tests/report", "tests/run", "tests/scaling", "tests/study")  # folders whose computing is fits
 DURATIONS = ROOT / "tests" / "durations.json"
 FORK_SECONDS = 40.0  # files of a folder share a fork up to so many: what one has traced, another need not trace again
 UNKNOWN_SECONDS = 2.0  # that a file which is not in durations.json is taken to need
@@ -52,6 +53,7 @@ class Outcome:
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     failures: list[str] = dataclasses.field(default_factory=list)
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # file: CPU, wall
+    tests: dict[str, float] = dataclasses.field(default_factory=dict)  # CPU seconds
     running: str = ""
 
     def read(self, path: pathlib.Path) -> None:
@@ -71,6 +73,7 @@ class Outcome:
                 if row["outcome"] == "failed":
                     self.failures.append(row["test"])
                 spent = self.seconds.setdefault(row["test"].partition("::")[0], [0.0, 0.0])
+                self.tests[row["test"]] = row["cpu"]
                 spent[0] += row["cpu"]
                 spent[1] += row["wall"]
 
@@ -222,8 +225,8 @@ class Run:
             print(f"left out of these files: {', '.join(left_out)}")
         for line in (*outcome.failures, *self.died):
             print(f"FAILED {line}")
-        longest = sorted(outcome.seconds.items(), key=lambda row: -row[1][1])[:5]
-        print("longest: " + ", ".join(f"{file.removeprefix('tests/')} {wall:.0f} s" for file, (_, wall) in longest))
+        longest = sorted(outcome.tests.items(), key=lambda row: -row[1])[: 100 if self._arguments.keep_durations else 5]
+        print("most CPU: " + ",\n          ".join(f"{seconds:.0f} s {test}" for test, seconds in longest))
         counts = outcome.counts
         print(f"in {_minutes(_CLOCK() - self._begun)} with {self._arguments.workers} workers")
         print(
@@ -239,6 +242,8 @@ def _test(target: str, files: list[str], folder: pathlib.Path, order: int | None
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
+    if files[0].startswith(FITS):
+        os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(compiled.XLA_FLAGS, compiled.FITS_XLA_FLAGS)
     options = ["-q", "-rfE", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     options += [f"--basetemp={folder / 'tmp'}", "-m", TARGETS[target][0]]
     sys.argv = ["pytest", *options, *files]
