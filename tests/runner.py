@@ -106,12 +106,13 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._write(begins=item.nodeid)
+        name = f"{os.path.relpath(item.path, ROOT)}::{item.nodeid.partition('::')[2]}"
+        self._write(begins=name)
         self._outcome, self._reason = "passed", ""
         cpu, wall = _cpu_seconds(), _CLOCK()
         result = yield
         self._write(
-            test=item.nodeid, outcome=self._outcome, reason=self._reason,
+            test=name, outcome=self._outcome, reason=self._reason,
             cpu=round(_cpu_seconds() - cpu, 3), wall=round(_CLOCK() - wall, 3),
         )  # fmt: skip
         return result
@@ -245,7 +246,8 @@ def _test(target: str, files: list[str], folder: pathlib.Path, order: int | None
     if files[0].startswith(FITS):
         os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(compiled.XLA_FLAGS, compiled.FITS_XLA_FLAGS)
     options = ["-q", "-rfE", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
-    options += [f"--basetemp={folder / 'tmp'}", "-m", TARGETS[target][0]]
+    options += [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", f"--basetemp={folder / 'tmp'}"]
+    options += ["-m", TARGETS[target][0]]
     sys.argv = ["pytest", *options, *files]
     raise SystemExit(pytest.main([*options, *files], plugins=[Recorder(folder / "record.jsonl", order)]))
 
@@ -256,7 +258,7 @@ def files_of(target: str, wanted: Sequence[str]) -> list[str]:
     found, other = list[str](), "tests/vllm/" if places == ["tests"] and not wanted else "-"
     for place in wanted or places:
         path = ROOT / place
-        found += [str(p.relative_to(ROOT)) for p in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+        found += [os.path.relpath(p, ROOT) for p in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
     found = [file for file in found if not file.startswith(other)]
     if marks == "not slow":
         return found

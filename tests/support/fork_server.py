@@ -154,8 +154,6 @@ class ForkServer:
         pid = self.fork(lambda: _become(request, streams, connection, self._stand_in), ended)
         for stream in streams:
             os.close(stream)
-        with contextlib.suppress(OSError):
-            connection.send(json.dumps({"pid": pid}).encode())
         if request.get("ends_with_connection"):
             self.selector.register(connection, selectors.EVENT_READ, closed)
 
@@ -199,9 +197,11 @@ def _end(code: int) -> None:
 
 def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.socket, stand_in: str) -> None:
     """In the fork: the program that is asked for."""
-    connection.close()
     if request["new_session"]:
         os.setsid()
+    with contextlib.suppress(OSError):  # the one who asked may be gone
+        connection.send(json.dumps({"pid": os.getpid()}).encode())  # not before it leads its session
+    connection.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.closerange(_STREAMS, 256)
