@@ -199,6 +199,8 @@ def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.
     """In the fork: the program that is asked for."""
     if request["new_session"]:
         os.setsid()
+    if "cores" in request:
+        os.sched_setaffinity(0, request["cores"])
     with contextlib.suppress(OSError):  # the one who asked may be gone
         connection.send(json.dumps({"pid": os.getpid()}).encode())  # not before it leads its session
     connection.close()

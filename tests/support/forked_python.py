@@ -24,7 +24,7 @@ def main() -> None:
     connection.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
     request = {
         "arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(), "new_session": True,
-        "ends_with_connection": True,
+        "ends_with_connection": True, "cores": sorted(os.sched_getaffinity(0)),
     }  # fmt: skip
     socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
     null = os.open(os.devnull, os.O_RDWR)
