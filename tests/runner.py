@@ -135,22 +135,24 @@ def _cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system + fork_server.cpu_seconds()
 
 
+def _expected(files: Sequence[str], known: dict[str, list[float]]) -> float:
+    """Seconds that the files take together, as durations.json has it."""
+    return sum(known.get(file, [0, UNKNOWN_SECONDS])[1] for file in files)
+
+
 class Run:
     """The forks of one target, at most `workers` at a time."""
 
     def __init__(self, target: str, batches: list[list[str]], known: dict[str, list[float]], arguments: Any):
         self.outcome, self.died = Outcome(), list[str]()
         self._target, self._waiting, self._known, self._arguments = target, batches, known, arguments
-        self._expected = sum(self._seconds(file) for files in batches for file in files)
+        self._expected = sum(_expected(files, known) for files in batches)
         self._done = 0.0
         self._running: dict[pathlib.Path, list[str]] = {}  # folder of a fork: its files
         self._begun = self._shown = _CLOCK()
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="scalerl-tests-"))
         self._server = fork_server.ForkServer(str(self._folder / "socket"))
         os.environ[fork_server.ADDRESS] = str(self._folder / "socket")
-
-    def _seconds(self, file: str) -> float:
-        return self._known.get(file, [0, UNKNOWN_SECONDS])[1]
 
     def run(self) -> bool:
         """Whether all tests passed."""
@@ -180,7 +182,7 @@ class Run:
 
     def _ended(self, files: list[str], folder: pathlib.Path, code: int) -> None:
         del self._running[folder]
-        self._done += sum(map(self._seconds, files))
+        self._done += _expected(files, self._known)
         before = len(self.outcome.failures)
         self.outcome.read(folder / "record.jsonl")
         if code not in (0, 1, pytest.ExitCode.NO_TESTS_COLLECTED) or (
@@ -204,7 +206,7 @@ class Run:
             before = Outcome()
             before.read(folder / "record.jsonl")
             so_far.counts += before.counts
-            done += min(sum(wall for _, wall in before.seconds.values()), sum(map(self._seconds, files)))
+            done += min(sum(wall for _, wall in before.seconds.values()), _expected(files, self._known))
         line = f"{self._target}: {done / max(self._expected, 1e-9):4.0%} in {_minutes(now - self._begun)}"
         line += f", {so_far.counts['passed']:,} passed" + f", {so_far.counts['failed']} failed" * bool(
             so_far.counts["failed"]
@@ -271,19 +273,15 @@ def files_of(target: str, wanted: Sequence[str]) -> list[str]:
 
 def batches_of(files: list[str], known: dict[str, list[float]], order: int | None) -> list[list[str]]:
     """Files of one folder that share a fork; what takes longest comes first."""
-
-    def seconds(file: str) -> float:
-        return known.get(file, [0, UNKNOWN_SECONDS])[1]
-
     batches = list[list[str]]()
-    for file in sorted(files, key=lambda file: (os.path.dirname(file), -seconds(file))):
+    for file in sorted(files, key=lambda file: (os.path.dirname(file), -_expected([file], known))):
         last = batches[-1] if batches else [""]
-        full = sum(map(seconds, last)) + seconds(file) > FORK_SECONDS
+        full = _expected([*last, file], known) > FORK_SECONDS
         if full or os.path.dirname(last[0]) != os.path.dirname(file):
             batches.append([])
         batches[-1].append(file)
     if order is None:
-        return sorted(batches, key=lambda batch: -sum(map(seconds, batch)))
+        return sorted(batches, key=lambda batch: -_expected(batch, known))
     random.Random(order).shuffle(batches)
     return batches
 

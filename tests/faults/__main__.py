@@ -26,13 +26,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tests.faults.faults import FAULTS, Fault
+from tests.runner import TARGETS
 from tests.support import compiled
 from tests.support.paths import ROOT
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("tree", str(ROOT), "the checkout whose tests are asked")
 
-MARKS = {"test": "not slow", "test-full": "slow and not long"}  # of the Makefile's targets
 SECONDS = 900.0  # of one fault: what hangs is ended then
 IMPORTED = "import launch as a, rollout_server as b, scalerl_jax as c; print(a.__file__, b.__file__, c.__file__)"
 
@@ -80,7 +80,7 @@ class Copy:
         return test if path.is_file() and f"def {name}(" in path.read_text() else file
 
     def test(self, tests: Iterable[str], target: str) -> tuple[int | None, str]:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", MARKS[target]]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", TARGETS[target][0]]
         return self._run([*command, *sorted(set(map(self.named, tests)))], str(self.root))
 
     def find(self, fault: Fault) -> str:
@@ -126,7 +126,7 @@ def run(faults: Sequence[Fault], tree: Copy, console: Console) -> list[str]:
     table, missed = Table("fault", "found by", "seconds", title=f"{len(faults)} faults in {FLAGS.tree}"), []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("the tests without a fault", total=len(faults) + 1)
-        for target in MARKS:
+        for target in sorted({fault.target for fault in faults}):
             tests = [fault.test for fault in faults if fault.target == target]
             code, said = tree.test(tests, target) if tests else (0, "")
             if code != 0:

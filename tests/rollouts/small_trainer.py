@@ -4,7 +4,6 @@ import concurrent.futures
 import json
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.parity.handshake import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.replay_server import hold_file, read_dump
-from tests.support.ports import hold, port_of
 from tests.support.servers import ServerProcess
 from tests.support.waiting import SECONDS, eventually
 
@@ -59,16 +57,14 @@ class ReplayServer(ServerProcess):
         self._options = options
         self.dump = os.path.join(folder, name + ".npz")
         self.touched = False  # killed or frozen at some time
-        self._held = hold()  # so that nobody else has its port while it is away
         super().__init__(pathlib.Path(folder), name=name)
 
-    def command(self) -> list[str | pathlib.Path]:
+    def command(self) -> list[str]:
         options = {"port": self.port, "port_file": str(self.port_file), "dump": self.dump, "shapes": SHAPES}
-        return [sys.executable, "-m", "tests.rollouts.replay_server", json.dumps(options | self._options)]
+        return ["-m", "tests.rollouts.replay_server", json.dumps(options | self._options)]
 
     def start(self, **changes: Any) -> None:
         self._options |= changes
-        self.port = port_of(self._held)
         super().start()
 
     def held(self):
@@ -94,10 +90,6 @@ class ReplayServer(ServerProcess):
     def kill(self) -> None:
         self.touched = True
         super().kill()
-
-    def close(self) -> None:
-        super().close()
-        self._held.close()
 
     def reserve(self) -> "ReplayServer":
         """Kills it: nobody listens at its port."""
