@@ -45,7 +45,7 @@ RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 RUNNER_FLAGS := $(if $(ORDER),--order=$(ORDER)) $(if $(KEEP_DURATIONS),--keep_durations)
 TESTS := $(BIN)/python -m tests.runner --workers=$(WORKERS) $(RUNNER_FLAGS)
 # An engine of vLLM has a core to itself, and its workers the other.
-TESTS_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m tests.runner --workers=1 $(RUNNER_FLAGS)
+TESTS_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m tests.runner --workers=2 $(RUNNER_FLAGS)
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs# mkdocs-material's word on a later mkdocs, which setup.py excludes
 

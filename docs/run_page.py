@@ -40,7 +40,8 @@ _NOT_RUN = re.compile(r"<!--\s*not run(.*)$")
 _REASON = re.compile(r":\s*(\S.*?)\s*-->\s*$")
 _SHELLS_NOT_RUN = ("bash", "shell", "console", "shell-session", "zsh")
 _ID = re.compile(r"\b[0-9a-f]{32}\b")
-_NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?")
+_NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+|[kMG]\b)?")
+_SCALES = {"k": 1e3, "M": 1e6, "G": 1e9}
 _REST = "..."
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _LEFT_SECONDS = 10.0  # that processes which a command left behind get for their end
@@ -157,7 +158,8 @@ def parts(line: str) -> list[str]:
 
 
 def numbers(line: str) -> list[float]:
-    return [float(number.replace(",", "")) for number in _NUMBER.findall(_ID.sub("0", line))]
+    found = [number.replace(",", "") for number in _NUMBER.findall(_ID.sub("0", line))]
+    return [float(number.rstrip("kMG")) * _SCALES.get(number[-1], 1) for number in found]
 
 
 def says(printed: str, shown: str, near: Near | None = None) -> bool:

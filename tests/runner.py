@@ -1,6 +1,6 @@
 """Runs the tests of one target: forks of one process that has the imports, each with a pytest of a few files.
 
-    python -m tests.runner TARGET [FILES...] [--workers=3] [--order=SEED] [--keep_durations]
+    python -m tests.runner TARGET [FILES...] [--workers=4] [--order=SEED] [--keep_durations]
 
 TARGET is a row of TARGETS, which says what its tests are marked. Files of a folder share a fork, and what takes longest
 comes first; how long they took is in durations.json, and --keep_durations rewrites what it has of them. --order
@@ -10,6 +10,7 @@ last lines say what was left out and which command runs it, and how many tests p
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -76,6 +77,7 @@ class Outcome:
                 self.tests[row["test"]] = row["cpu"]
                 spent[0] += row["cpu"]
                 spent[1] += row["wall"]
+                open("/tmp/log/rows.jsonl", "a").write(line)
 
 
 class Recorder:
@@ -245,6 +247,7 @@ def _test(target: str, files: list[str], folder: pathlib.Path, order: int | None
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
+    gc.set_threshold(100_000, 50, 100)  # tracing makes many objects that stay
     if files[0].startswith(FITS):
         os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(compiled.XLA_FLAGS, compiled.FITS_XLA_FLAGS)
     options = ["-q", "-rfE", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
@@ -309,19 +312,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.runner", description=__doc__.partition("\n")[0])
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("files", nargs="*", help="files or folders instead of the target's")
-    parser.add_argument("--workers", type=int, default=3, help="forks at a time")
+    parser.add_argument("--workers", type=int, default=4, help="forks at a time")
     parser.add_argument("--order", type=int, help="a seed: files and tests in a random order")
     parser.add_argument("--keep_durations", action="store_true", help="rewrite durations.json")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != fork_server.HASH_SEED:
         os.environ["PYTHONHASHSEED"] = fork_server.HASH_SEED
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        for name in ("NPROC", "OMP_NUM_THREADS"):  # JAX's threads; torch's and numpy's, which spin while they wait
+            os.environ.setdefault(name, str(max(1, cores // arguments.workers)))
         os.execv(sys.executable, [sys.executable, "-m", "tests.runner", *sys.argv[1:]])
     known = durations().get(arguments.target, {})
     folder = compiled.begin()
     os.environ["XLA_FLAGS"] = f"{compiled.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     try:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ.setdefault("NPROC", str(max(1, cores // arguments.workers)))
         fork_server.import_all()
         files = files_of(arguments.target, arguments.files)
         run = Run(arguments.target, batches_of(files, known, arguments.order), known, arguments)

@@ -113,6 +113,7 @@ def test_what_follows_the_thinking(text, how, parts):
     assert verify.split(text, Config(), thinking=how) == parts
 
 
+@pytest.mark.slow
 def test_with_a_config_the_prompt_says_whether_thinking_is_open(folder):
     """As the run's own scorer has it: a template that opens thinking is the same as a text that does."""
     jsonl(

@@ -118,6 +118,9 @@ def test_what_counts_as_printed() -> None:
     assert missing("2 rows: 2 correct (100.0%)", "2 rows: 1 correct (50.0%)", (0.9, 0.0))
     assert missing("A 0.630", "A 0.606", (0.003, 0.02)) == ["A 0.606"]
     assert not missing("A 0.607", "A 0.606", (0.003, 0.02))
+    assert not missing("train 853 tok/s", "train 9.5k tok/s")
+    assert not missing("9,480 tok/s", "9.5k tok/s", (0.0, 0.01))
+    assert missing("9.5M tok/s", "9.5k tok/s", (0.0, 0.01))
     assert missing("b\na", "a\nb") == ["b"]
     assert missing("one\n", "one\none\n") == ["one"]
     assert not missing("│ rate   │ 0.5 │\n", "│ rate │ 0.75 │\n")

@@ -13,7 +13,6 @@ from tests.support.ports import free_port
 FOLDER = pathlib.Path(ROOT) / "docs" / "tutorials"
 PORT = re.compile(r"--port=(\d{4,5})\b")  # of servers that a page starts
 BLOCK_SECONDS = 900.0  # of a loaded machine
-IN_TEST_FULL = ("own_reward",)  # every page takes minutes
 
 
 def commands(page: pathlib.Path) -> list[run_page.Command]:
@@ -31,7 +30,7 @@ def free_ports(page: pathlib.Path) -> dict[str, str]:
 
 
 def test_the_pages_that_run_are_here() -> None:
-    assert {"own_data", "own_environment", "chat_model", *IN_TEST_FULL} <= set(PAGES)
+    assert {"own_data", "own_environment", "own_reward", "chat_model"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -42,10 +41,9 @@ def test_a_page_shows_what_its_commands_print(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    "name", [name if name in IN_TEST_FULL else pytest.param(name, marks=pytest.mark.long) for name in PAGES]
-)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs_whole(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     page, venv = PAGES[name], pathlib.Path(sys.prefix)

@@ -86,6 +86,7 @@ def test_a_file_beside_this_process_is_not_seen(tmp_path):
     assert verdict.kind == "ok", verdict
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="these are the tests above, where they are not run by root")
 def test_the_same_by_a_user_who_is_not_root():
     """All of them in one process: the machine's own Python, which that user may read."""

@@ -91,6 +91,7 @@ def test_a_seed_has_training_prompts_of_its_own_and_the_held_out_ones_stay():
     assert {row.text for row in train}.isdisjoint(row.text for row in others)
 
 
+@pytest.mark.slow
 def test_a_held_out_prompt_is_no_training_prompt_though_there_are_few():
     config = config_of("chain_sum", train=5000, held_out=20, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     environment = make_environment(config)
@@ -119,6 +120,7 @@ def test_what_cannot_be_is_one_line(name, options, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_fault_where_prompts_are_made_is_the_same_line():
     with pytest.raises(ValueError, match=r"^config\.environment\.name=reasoning_gym:chain_sums: reasoning-gym has no"):
         list(make_environment(config_of("chain_sums")).rows("train"))

@@ -224,6 +224,7 @@ for step in range(first, first + 50):
 """
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_a_save(tmp_path):
     """Killed with a save in flight, three times: each start finds the newest whole one and saves the lost step anew."""
     reached = 0

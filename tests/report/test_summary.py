@@ -178,6 +178,7 @@ def test_a_damaged_config_is_told_where_the_report_would_be(tmp_path):
     assert last.startswith(f"no report.html: {workdir}/config.json: is not JSON")
 
 
+@pytest.mark.slow
 def test_each_environment_of_a_mixture_is_told_and_drawn(tmp_path):
     path = run_folders.write_run(tmp_path / "run", parts=("math", "code"))
     said = shown(path)

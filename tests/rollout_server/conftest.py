@@ -122,6 +122,13 @@ def shared_vllm(model_folder: pathlib.Path) -> Iterator[Any]:
     shared.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def vllm_before_all_else(request: pytest.FixtureRequest) -> None:
+    """It starts in seconds while this process has no other thread (shared_vllm.py)."""
+    if any("[vllm" in item.name for item in request.session.items):
+        request.getfixturevalue("shared_vllm")
+
+
 ENGINES: dict[str, Callable[..., Engine]] = {"replay": replay_engine, "jax": jax_engine, "external": external_engine}
 # Those that sample from a model, where they are installed.
 MODEL_ENGINES = [name for name in ("jax", "vllm") if importlib.util.find_spec(name) is not None]

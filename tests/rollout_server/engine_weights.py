@@ -1,5 +1,6 @@
 """The weights that an engine decodes with, bit by bit, for tests."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -38,12 +39,10 @@ async def _jax(engine: Any) -> Mapping[str, np.ndarray]:
 
 
 async def _vllm(engine: Any) -> Mapping[str, np.ndarray]:
-    # Of one worker, which holds all of every tensor.
-    weights = {}
-    for name, shape in engine.info.tensors.items():
-        (part,) = await engine._vllm.engine.collective_rpc("scalerl_held", args=(name,))
-        weights[name] = np.frombuffer(part, np.uint16).reshape(shape)
-    return weights
+    # Of one worker, which holds all of every tensor. Asked for together: vLLM answers between two steps.
+    shapes = engine.info.tensors
+    held = await asyncio.gather(*(engine._vllm.held(name) for name in shapes))
+    return {name: np.frombuffer(part, np.uint16).reshape(shapes[name]) for name, (part,) in zip(shapes, held)}
 
 
 # By the engine's name; bfloat16, or its bits.

@@ -4,11 +4,13 @@ Each test gets a VllmEngine of its own, at version (0, 0), on the weights of the
 """
 
 import asyncio
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from vllm import envs
 
 from rollout_server.engines.engine import EngineOptions
 from rollout_server.engines.vllm.adapter import Vllm
@@ -29,6 +31,12 @@ class Shared:
 
     async def _start(self, options: dict[str, Any]) -> "Lent":
         workers = options.pop("workers", 1)
+        if len(os.listdir("/proc/self/task")) == 1:
+            # Each of vLLM's processes would import for ten seconds what is here already. A fork is sound while this is
+            # the only thread, as it is in a file's first tests: others may hold locks.
+            envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
+        else:
+            envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "spawn"
         vllm = Lent(EngineOptions(str(self._folder), **{"queue": 0, **options}), workers=workers)
         await vllm.prepare()
         return vllm

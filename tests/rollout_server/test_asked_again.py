@@ -21,14 +21,14 @@ class SlowToLetGo:
 
     def __init__(self, engine: ReplayEngine):
         self._engine, self.letting_go, self.may = engine, asyncio.Event(), asyncio.Event()
-        self._requests = 0
+        self.requests = 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
     async def generate(self, request: GroupRequest) -> AsyncGenerator[Completion, None]:
-        self._requests += 1
-        first = self._requests == 1
+        self.requests += 1
+        first = self.requests == 1
         async with contextlib.aclosing(self._engine.generate(request)) as completions:
             try:
                 async for completion in completions:
@@ -52,7 +52,7 @@ async def test_both_of_two_at_once_end(make_replay: Callable[..., ReplayEngine])
             for _ in range(2)
         )
         await engine.letting_go.wait()
-        await eventually_async(lambda: len(served.server.service._calls) == 3)  # the others are there
+        await eventually_async(lambda: engine.requests == 3)  # the others are there
         engine.may.set()
         assert await ended(first) == []
         assert await first.code() is grpc.StatusCode.ABORTED

@@ -35,6 +35,7 @@ def on_the_law():
     return calibrate.cases(law_runs())
 
 
+@pytest.mark.slow
 def test_cases_are_all_fractions_of_all_runs(on_the_law):
     assert [(case.run.name, case.fraction) for case in on_the_law[:3]] == [("run 0", f) for f in calibrate.FRACTIONS]
     for case in on_the_law:

@@ -156,6 +156,7 @@ def test_runs_whose_end_is_not_told_are_not_compared_further():
     assert pair.sentence.endswith("is not identified yet") and "bs2048" in pair.sentence.split(";")[-1]
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_difference_holds_the_true_one():
     """95 % and 90 % in 60 simulated pairs: at least 51 and 47 hold it, which a fair interval misses once in 1,000."""
     rng = np.random.default_rng(3)

@@ -166,6 +166,7 @@ def test_chances_are_those_of_the_drawn_curves(passes):
     assert by_seeds.wrong == found.wrong
 
 
+@pytest.mark.slow
 def test_the_simulated_chance_is_what_comes(passes):
     """What the plan expects of an extension, averaged over curves that could be true, is what extending them gives."""
     rng = np.random.default_rng(0)

@@ -40,6 +40,7 @@ def test_too_few_evaluations_are_said():
         half_time_forecast([0, 1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4, 0.5])
 
 
+@pytest.mark.slow
 def test_many_runs_in_one_picture(tmp_path):
     rng = np.random.default_rng(0)
     curves = []

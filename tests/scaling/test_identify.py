@@ -27,6 +27,7 @@ def test_each_condition_counts(changed, identified):
     np.testing.assert_array_equal(together, [identified] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "end"), [("ScaleRL", 4600), ("bs2048", 16_000)])
 def test_the_compute_said_to_tell_does(name, end):
     """Half of the runs that go on as far are identified there, and hardly any well before."""

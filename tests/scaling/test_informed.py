@@ -90,6 +90,7 @@ def by_grid(points, shapes):
     return np.interp([0.05, 0.25, 0.5, 0.75, 0.95], cumulative / cumulative[-1], values[order])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", [Shape(5.0, 2.5, 0.93), Shape(2.0, 1.0, 0.61)], ids=["as the others", "another"])
 def test_draws_are_the_posterior_of_both_halves(truth):
     points = points_of(truth, 5000.0)

@@ -62,6 +62,7 @@ def test_the_papers_procedure_tests_nothing():
     assert fit_sigmoid(COMPUTE, scores, grid="paper").misfit == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["prompts", "none"])
 def test_hardly_ever_said_of_a_sigmoid(told):
     """At 1 % each, and less because a fit follows its points: at most 3 of 100."""

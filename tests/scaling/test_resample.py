@@ -84,7 +84,8 @@ def test_population_interval_moves_all_evaluations_together(passes):
         resample.bootstrap(totals, data, cells, estimate, count=3, seed=0, population=True)
 
 
-@pytest.mark.parametrize("runs", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_population_intervals_hold_the_populations_a(runs):
     """Where every run draws prompts of its own, only intervals that draw them too hold the population's A."""
     rng = np.random.default_rng(11)

@@ -141,6 +141,7 @@ def test_a_mistake_is_one_line(run, model, tmp_path):
     assert os.listdir(tmp_path) == []  # nothing was made
 
 
+@pytest.mark.slow
 def test_published_rows_beside_a_made_environment(model, tmp_path):
     rows = [{"question": f"What is {n}?", "answer": f"It is {n}.\n#### {n}"} for n in range(1, 4)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -157,6 +158,7 @@ def test_published_rows_beside_a_made_environment(model, tmp_path):
     assert next(name for name in row["environments"] if "gsm8k" in name) in said and "arithmetic" in said
 
 
+@pytest.mark.slow
 def test_another_evaluation_is_not_mixed_in(run, tmp_path):
     arguments = [f"--workdir={run[0]}", "--steps=0", "--prompts=2", f"--out={tmp_path}"]
     evaluate(*arguments)

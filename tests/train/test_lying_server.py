@@ -20,11 +20,7 @@ LIES = {
     "random_tokens": "gross",
     "noisy_logprobs:1": "subtle",
 }
-MARKS: dict[str, list[pytest.MarkDecorator]] = {
-    "shifted_logprobs:-0.5": [],
-    "shifted_logprobs:0.5": [pytest.mark.slow],
-    "noisy_logprobs:1": [pytest.mark.slow],
-}
+IN_TEST_FULL = ("shifted_logprobs:-0.5", "noisy_logprobs:1")
 
 
 def fault(lie: str) -> str:
@@ -45,8 +41,9 @@ def large_flags(flags) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "lie", [pytest.param(lie, marks=MARKS.get(lie, [pytest.mark.slow, pytest.mark.long])) for lie in LIES]
+    "lie", [lie if lie in IN_TEST_FULL else pytest.param(lie, marks=pytest.mark.long) for lie in LIES]
 )
 def test_a_server_that_begins_to_lie_is_sent_away(tmp_path, large_flags, model, start, lie):
     engine = ("--engine=jax", f"--model={model}")

@@ -168,6 +168,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path, flags, model, rollouts, s
     assert again.metrics[1]["incarnation"] < again.metrics[2]["incarnation"]
 
 
+@pytest.mark.slow
 def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
     """The task is solved before the run is over: it ends whole, and the same command says the same once more."""
     flags = [
@@ -187,6 +188,7 @@ def test_every_prompt_is_retired(tmp_path, flags, model, rollouts, start):
             assert newest_step(run.path("checkpoints")) == 7
 
 
+@pytest.mark.slow
 def test_the_data_have_changed_since_the_checkpoint(tmp_path, flags, model, rollouts, start):
     """The history of each prompt is by its place in the data: with others it would be taken for theirs."""
     train = next(flag for flag in flags if flag.startswith("--config.environment.train=")).partition("=")[2]

@@ -4,6 +4,7 @@ import json
 import re
 
 import numpy as np
+import pytest
 
 from tests.support.servers import serve
 from tests.support.tiny_task import prompts
@@ -12,6 +13,7 @@ from tests.support.tiny_task import prompts
 UNPROBED = ("--config.parity.mean_limit=100", "--config.parity.p99_limit=100")
 
 
+@pytest.mark.slow
 def test_a_run_without_a_right_answer_says_what_is_wrong(tmp_path, flags, model, rollouts, start):
     for name, rows in zip(("train", "validation"), prompts()):
         path = tmp_path / f"{name}.jsonl"

@@ -87,6 +87,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_evaluations_are_written_beside_the_losses_and_fall(finished):
     rows = rows_of(finished)
     assert [row["step"] for row in rows] == [0, 4, 8, 10, 12, 16, 20, 24, 28, 30, 32, 36]

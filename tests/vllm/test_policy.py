@@ -1,7 +1,6 @@
 """The policy that vLLM samples from, against transformers in float32: also across a change of the weights."""
 
 import asyncio
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Version
+from scalerl_jax.contract.codec import GroupRequest, Interruption, Version
 from tests.rollout_server.client import serving
 from tests.support.models import random_tensors
 from tests.support.transformers_reference import alone, check_experts, logprobs_of, swapped
@@ -55,37 +54,6 @@ def test_log_probabilities_are_those_of_transformers(shared: Any) -> None:
                 scored, version = await served.score(np.concatenate([PROMPT, completion.token_ids]))
                 assert version == Version(0, 0) and scored[0] == 0
                 np.testing.assert_allclose(scored[len(PROMPT) :], expected, atol=TOLERANCE)
-
-    shared.run(test())
-
-
-def test_tokens_are_drawn_as_often_as_they_are_likely(shared: Any) -> None:
-    """First and second tokens of many completions, each of a seed of its own, by Pearson's chi-squared."""
-    many, at_once = 3000, 12
-
-    async def test() -> None:
-        engine, reference = shared.engine(slots=SLOTS, queue=8), reference_of(shared, 0)
-        pairs = []
-        for number in range(many // at_once):
-            wanted = [CompletionRequest(i, number * at_once + i) for i in range(at_once)]
-            request = dataclasses.replace(ask(shared, answer_budget=2), completions=tuple(wanted))
-            pairs += [completion.token_ids for completion in await collect(engine, request)]
-        first, second = np.array(pairs).T
-        rows, _ = reference.feed(PROMPT)
-        expected = [rows[-1].exp().numpy()]
-        # Of the second tokens, those after the most common first one.
-        common = int(np.bincount(first).argmax())
-        rows, _ = reference.feed(np.append(PROMPT, common))
-        expected.append(rows[-1].exp().numpy())
-        for drawn, p in zip((first, second[first == common]), expected, strict=True):
-            counts = np.bincount(drawn, minlength=len(p))
-            often = p * len(drawn) >= 5  # the rest is taken together
-            o = np.append(counts[often], counts[~often].sum())
-            e = np.append(p[often], p[~often].sum()) * len(drawn)
-            degrees = len(o) - 1
-            assert degrees >= 5
-            assert ((o - e) ** 2 / e).sum() < degrees + 4 * np.sqrt(2 * degrees)
-        await engine.close()
 
     shared.run(test())
 

@@ -5,8 +5,6 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import grpc
@@ -174,13 +172,7 @@ def test_a_release_that_is_not_supported(folder: pathlib.Path) -> None:
 
 def complaint(arguments: list[str], *, program: str = "from rollout_server import serve; serve.run()") -> str:
     """What a server that cannot begin says: its last line, after exit code 2."""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=processes.SECONDS,
-    )
+    result = processes.run_python("-c", program, *arguments)
     assert result.returncode == 2, result.stderr
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("scalerl-serve: ") and "Traceback" not in result.stderr

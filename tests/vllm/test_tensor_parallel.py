@@ -37,8 +37,8 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 async def assert_held(shared: Any, views: Mapping[str, np.ndarray]) -> None:
     places = [pieces(shared.vllm.config, rank, WORKERS) for rank in range(WORKERS)]
-    for name, view in views.items():
-        held = await shared.vllm.held(name)
+    parts = await asyncio.gather(*(shared.vllm.held(name) for name in views))
+    for (name, view), held in zip(views.items(), parts, strict=True):
         assert held == [np.ascontiguousarray(view[place[name].source]).tobytes() for place in places], name
 
 

@@ -19,7 +19,7 @@ from tests.vllm.models import SLOTS, config, started
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     model = config(request.param, tied=False)
     yield from started(tmp_path_factory.mktemp("model"), model, compute_dtype="bfloat16", sync_dtype="bfloat16")
@@ -30,8 +30,8 @@ def bfloat16(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 async def assert_held(shared: Any, views: Mapping[str, np.ndarray]) -> None:
-    for name, view in views.items():
-        (held,) = await shared.vllm.held(name)
+    parts = await asyncio.gather(*(shared.vllm.held(name) for name in views))
+    for (name, view), (held,) in zip(views.items(), parts, strict=True):
         assert held == view.tobytes(), name
 
 

@@ -79,6 +79,7 @@ def read(cache, *asked, **variables):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_what_has_been_downloaded_is_read_offline(cache):
     train, test, other, named, mine = read(
         cache,

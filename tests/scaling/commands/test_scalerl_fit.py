@@ -91,6 +91,7 @@ def run_here(monkeypatch, folder, paths, **given):
     return {one["run"]: one for one in json.loads((folder / given["out"] / "fit.json").read_text())["fits"]}
 
 
+@pytest.mark.slow
 def test_seeds_are_those_of_one_folder(tmp_path, monkeypatch):
     """Folders of one name in two places are two runs, and a seed's label does not make two runs one."""
     for sweep, row in (("old", "ScaleRL"), ("new", "8gen")):
@@ -108,6 +109,7 @@ def test_seeds_are_those_of_one_folder(tmp_path, monkeypatch):
         assert entry["asymptote"] == pytest.approx(TABLE_1[row][2], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_one_scale_for_all_runs_of_a_call(tmp_path, monkeypatch):
     """A run whose rewards all lie above 0 is still on the scale of the one beside it."""
     for name, asymptote, initial in (("low", 0.6, 0.4), ("high", 0.9, 0.55)):
@@ -118,6 +120,7 @@ def test_one_scale_for_all_runs_of_a_call(tmp_path, monkeypatch):
     assert fits["high"]["asymptote"] == pytest.approx(0.9, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_bootstrap_over_the_prompts_too(tmp_path, monkeypatch):
     passes = sampled_passes(np.random.default_rng(0), curve(COMPUTE, *TABLE_1["ScaleRL"]), runs=1, prompts=100)[0]
     rows = [{"x": c, "y": p.mean() / 16, "passes": p.tolist(), "samples": 16} for c, p in zip(COMPUTE, passes)]
