@@ -31,7 +31,7 @@ VENV_VLLM ?= .venv-vllm
 PYTHON_VLLM ?= $(shell for python in $(VENV_VLLM)/bin/python $(BIN)/python python3.11 python3; do \
 	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
-WORKERS ?= 3# test files at a time: on two cores, since tests wait as well as compute
+WORKERS ?= 4# test files at a time: on two cores, since tests wait as well as compute
 ORDER ?=# a number: files and tests in the random order of this seed
 TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
 ACCELERATOR_PYTHON ?= python3
@@ -44,7 +44,7 @@ RUN := runs/quickstart$(if $(SEED),-seed$(SEED))
 
 RUNNER_FLAGS := $(if $(ORDER),--order=$(ORDER)) $(if $(KEEP_DURATIONS),--keep_durations)
 TESTS := $(BIN)/python -m tests.runner --workers=$(WORKERS) $(RUNNER_FLAGS)
-# An engine of vLLM has a core to itself, and its workers the other.
+# A vLLM takes GBs, so fewer at a time.
 TESTS_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m tests.runner --workers=2 $(RUNNER_FLAGS)
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs# mkdocs-material's word on a later mkdocs, which setup.py excludes

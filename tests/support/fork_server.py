@@ -51,7 +51,7 @@ _IMPORTED_FIRST = (
 )  # fmt: skip
 # Of Python's own and JAX's variables a fork follows these; another one in the caller's environment needs a new process.
 _FOLLOWED = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "JAX_PLATFORMS", "PYTHONHASHSEED"}
-HASH_SEED = "0"  # of the server, and so of all forks; a program that asks for another is started in the ordinary way
+HASH_SEED = "0"  # of all forks but those that ask for another, which have a server of their own
 _LARGEST_REQUEST = 2**17  # bytes
 _STREAMS = 3
 
@@ -233,6 +233,10 @@ def _become(request: dict[str, Any], streams: Sequence[int], connection: socket.
         exec(compile(program, "<string>", "exec"), vars(main))
 
 
+def _seed(environment: Mapping[str, str]) -> str:
+    return environment.get("PYTHONHASHSEED", HASH_SEED)
+
+
 def _can_follow(environment: Mapping[str, str]) -> bool:
     def others(names: Mapping[str, str]) -> dict[str, str]:
         return {
@@ -242,7 +246,7 @@ def _can_follow(environment: Mapping[str, str]) -> bool:
         }
 
     paths = environment.get("PYTHONPATH", str(ROOT)).split(os.pathsep)
-    same_hashes = environment.get("PYTHONHASHSEED", HASH_SEED) == HASH_SEED
+    same_hashes = _seed(environment) == _seed(os.environ)
     return same_hashes and others(environment) == others(os.environ) and set(paths) <= {str(ROOT), ""}
 
 
@@ -310,7 +314,7 @@ def cpu_seconds() -> float:
     return sum(_spent)
 
 
-_own: subprocess.Popen[bytes] | None = None  # the server of a pytest that runs without `make`
+_own: dict[str, tuple[subprocess.Popen[bytes], str]] = {}  # hash seed: a server that this process has begun, its path
 
 
 def start(
@@ -335,7 +339,7 @@ def start(
             stderr=stderr, start_new_session=new_session,
         )  # fmt: skip
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(os.environ.get(ADDRESS) or _begin())
+    connection.connect(_address(_seed(environment)))
     request = {"arguments": given, "environment": environment, "folder": str(folder), "new_session": new_session}
     writing = None
     if stdin == subprocess.PIPE:
@@ -349,17 +353,21 @@ def start(
     return Forked(connection, None if writing is None else os.fdopen(writing, "wb", buffering=0), given)
 
 
-def _begin() -> str:
-    """Starts a server for this process and those that it starts; it ends with this process."""
-    global _own
-    path = str(pathlib.Path(tempfile.mkdtemp(prefix="scalerl-fork-")) / "socket")
-    _own = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server", path],
-        cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": HASH_SEED}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert _own.stdout is not None and _own.stdout.readline() == b"ready\n"
-    os.environ[ADDRESS] = path
-    return path
+def _address(seed: str) -> str:
+    """Of the runner's server, or of one for this process and those that it starts, which ends with this process."""
+    if seed == HASH_SEED and ADDRESS in os.environ:
+        return os.environ[ADDRESS]
+    if seed not in _own:
+        path = str(pathlib.Path(tempfile.mkdtemp(prefix="scalerl-fork-")) / "socket")
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_server", path],
+            cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+        _own[seed] = server, path
+        if seed == HASH_SEED:
+            os.environ[ADDRESS] = path
+    return _own[seed][1]
 
 
 def _serve_until_stdin_ends(path: str) -> None:

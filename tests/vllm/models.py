@@ -1,6 +1,6 @@
 """Tiny models on disk, and a vLLM on them.
 
-A vLLM takes seconds to start and GBs to run, so the tests of a file share one, and one runs at a time.
+A vLLM takes seconds to start and GBs to run, so the tests of a file share one.
 """
 
 import pathlib
