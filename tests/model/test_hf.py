@@ -227,6 +227,7 @@ def test_what_is_no_weight_of_the_decoder_is_no_mistake(model: Any, tmp_path: pa
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_hf(str(folder))[1]), from_hf(named, config))
 
 
+@pytest.mark.slow
 def test_the_text_model_beside_one_for_images(tmp_path: pathlib.Path) -> None:
     config = toy_decoder(family="llama4_text", rope_theta=5e5)
     named = all_bits(config)
@@ -273,6 +274,7 @@ def test_a_folder_that_is_replaced_meanwhile(model: Any, tmp_path: pathlib.Path)
         np.testing.assert_array_equal(tensors[name], value)
 
 
+@pytest.mark.slow
 def test_each_host_reads_what_its_devices_hold(tmp_path: pathlib.Path) -> None:
     """Two processes with two devices each, over which the width is cut."""
     write_folder(tmp_path, loading_program.DECODER, random_tensors(loading_program.DECODER, 0))

@@ -54,6 +54,7 @@ def run(tmp_path_factory, flags) -> tuple[pathlib.Path, list[str]]:
     return folder / "run", flags
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_a_run_give_its_own_rows(run, tmp_path):
     workdir, _ = run
     said = evaluate(f"--workdir={workdir}", f"--out={tmp_path / 'out'}")

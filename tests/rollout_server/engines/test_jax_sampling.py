@@ -36,7 +36,6 @@ def draw(logits, seeds, temperature, top_k, top_p):
     return sample(rows, full(temperature, "float32"), full(top_k, "int32"), full(top_p, "float32"), u)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1, 0, 1), (0.6, 0, 1), (1.7, 5, 1), (1, 0, 0.8), (0.8, 20, 0.9), (1, 1, 1)]
 )

@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_half_of_published_runs_tells_their_end(folder):
     done = command(
         "table.csv", "--x=gpu_hours", "--y=accuracy", "--run_column=recipe", "--burn_in=1500", "--fit_until=half",
@@ -68,6 +69,7 @@ def test_half_of_published_runs_tells_their_end(folder):
     assert sorted(os.listdir(folder / "out/table")) == ["fit.json", "fit.png", "fit.svg"]
 
 
+@pytest.mark.slow
 def test_rewards_units_and_bootstrap(folder):
     done = command(
         "rewards.tsv", "--x=seconds", "--x_unit=s:h", "--y=reward", "--burn_in=1500", "--bootstrap=20",
@@ -186,6 +188,7 @@ def test_every_mistake_is_named(folder, monkeypatch, paths, given, said):
     assert not (folder / "out/never").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_rise_is_named_as_what_it_is(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
     noise = 0.004 * rng.standard_normal(len(COMPUTE))
