@@ -80,7 +80,10 @@ class Settings:
 def check_name(name: str) -> None:
     """Raises ValueError where nothing in a cluster can be called so."""
     if len(name) > LONGEST_NAME or not _NAME.fullmatch(name):
-        raise ValueError(f"--name={name}: lower-case letters, digits and - are possible, at most {LONGEST_NAME}")
+        raise ValueError(
+            f"--name={name}: a name begins with a letter, and lower-case letters, digits and - are possible, "
+            f"at most {LONGEST_NAME}"
+        )
 
 
 def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:

@@ -266,7 +266,7 @@ def main(given: GivenConfig) -> None:
         found = [row for row in folder.rows() if row["step"] in steps]
 
     # ---- 3. What came of it ------------------------------------------------------------------------------------------
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 160  # a log is not folded
     console.print(evaluation_table(found, workdir or name))

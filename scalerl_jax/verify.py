@@ -43,7 +43,7 @@ from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.thinking import opening, split_as_run, split_thinking
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.run.progress import ProgressLine, rounded
 from scalerl_jax.system import files, signals
 
 COMPLETION, ENVIRONMENT = "completion", "environment"  # columns
@@ -70,7 +70,7 @@ def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[st
             except Malformed as error:
                 malformed.skip(name, str(error))
     for line in malformed.said():
-        Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config]) -> Row:
@@ -144,7 +144,7 @@ def _rendered(config: Config) -> Callable[[Row], str]:
         return _as_it_is  # thinking ends at the marker, whoever opened it
     if not os.path.isfile(file):
         line = f"{file}: no such file, so prompts are not rendered: whether they open thinking is told by their texts"
-        Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
         return _as_it_is
     tokenizer, prompts = Tokenizer(config.model.path), dict[str, tuple[Prompts, bool]]()
     for part, alone in parts.configs(config).items():
@@ -194,13 +194,13 @@ def totals(found: Sequence[Judged]) -> Iterator[str]:
     """Lines on all rows."""
     correct = sum(each.score.correct for each in found)
     reward = statistics.fmean(each.score.reward for each in found)
-    yield f"{len(found)} rows: {correct} correct ({correct / len(found):.1%}), mean reward {reward:.3f}"
+    yield f"{len(found)} rows: {correct} correct ({correct / len(found):.1%}), mean reward {rounded(reward)}"
     metrics: dict[str, list[float]] = {}
     for each in found:
         for name, value in each.score.metrics.items():
             metrics.setdefault(name, []).append(value)
     for name, values in sorted(metrics.items()):
-        yield f"  {name}: {statistics.fmean(values):.3f} (of {len(values)} rows)"
+        yield f"  {name}: {rounded(statistics.fmean(values))} (of {len(values)} rows)"
     slowest = max(found, key=lambda each: each.seconds)
     mean = statistics.fmean(each.seconds for each in found)
     yield f"time of a row: {mean:.3f} s on average, the slowest {slowest.seconds:.3f} s ({slowest.row.name})"
@@ -243,7 +243,7 @@ def main(config: Config, arguments: list[str]) -> None:
             found = judge(rows, config, thinking=thinking, line=line)
     if values.out is not None:
         files.write_whole(values.out, as_jsonl(found))
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 140  # a log is not folded
     show(found, console, most=values.show)

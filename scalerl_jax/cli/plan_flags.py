@@ -7,8 +7,8 @@ from absl import flags
 VALUES = flags.FlagValues()
 
 TOPOLOGY = flags.DEFINE_string(
-    "topology", "", "Chips to plan for: v5e:8x8, v5p:4x4x4 or v6e:8x8 as a TPU slice is named; h100:8, h200:8x2 or "
-    "b200:8 for GPUs of a node x nodes.", flag_values=VALUES
+    "topology", "", "Chips to plan for: v5e:8x8, v5p:4x4x4 or v6e:8x8 as a TPU slice is named; h100:8, h200:2x8 or "
+    "b200:8 for nodes x GPUs of each.", flag_values=VALUES
 )  # fmt: skip
 SLICES = flags.DEFINE_integer(
     "slices", 1, "TPU slices, joined by the data center's network.", lower_bound=1, flag_values=VALUES

@@ -1,5 +1,7 @@
 """Sizes and intervals that both ends of a connection must agree on."""
 
+import os
+
 # A chunk of weights: 1 to 2 MiB is the fastest over gRPC; the bound keeps one message from holding up the event loop.
 MAXIMUM_CHUNK_BYTES = 16 * 2**20
 
@@ -46,9 +48,14 @@ _BOTH_ENDS = (
 # started it may kill it. vLLM gives its own processes 5 s and their workers as long, one after the other.
 STOP_SECONDS = {"jax": 5.0, "replay": 5.0, "vllm": 30.0}
 
+# http_proxy and https_proxy are meant for the web; gRPC would dial servers of this machine through them too. Only
+# grpc_proxy is meant for us.
+PROXY = ("grpc.enable_http_proxy", int("grpc_proxy" in os.environ))
+
 # Options for grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS).
 CHANNEL_OPTIONS = (
     *_BOTH_ENDS,
+    PROXY,
     ("grpc.max_receive_message_length", MAXIMUM_MESSAGE_BYTES),
     # A server that was away is dialled again soon: gRPC's own back-off grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 250),

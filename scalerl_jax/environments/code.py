@@ -6,7 +6,8 @@ The program is the last fenced block that is marked as Python, or the only one t
     print(int(input()) * 2)
     ```
 
-Where its first line is indented, as in a list, that much is no part of the program.
+A fence is of backticks or of tildes. Where its first line is indented, as in a list, that much is no part of the
+program.
 
 Rows are those of the config's sources (data/), with their tests in the column that config.environment.columns.tests
 names or in those of a published layout (code_tests.py).
@@ -26,7 +27,7 @@ from scalerl_jax.environments.code_judge import judge
 from scalerl_jax.environments.data.reader import Reader
 from scalerl_jax.environments.sandbox_check import check
 
-_FENCE = re.compile(r"([ \t]*)(`{3,})[ \t]*([\w+-]*)[^`\n]*")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)")
 _PYTHON = ("python", "python3", "py")
 _NOT_KEPT = (*code_tests.COLUMNS, "solutions")  # columns that no score looks at, and that are long
 
@@ -110,11 +111,13 @@ def find_program(completion: str) -> str | None:
     indent, fence, kind = "", "", ""
     lines: list[str] = []
     for line in completion.split("\n"):
-        found = _FENCE.fullmatch(line.rstrip())
+        found = _FENCE.match(line)
+        if found and found[2][0] == "`" and "`" in line[found.end() :]:  # code within a line
+            found = None
         if not fence:
             if found:
                 indent, fence, kind, lines = found[1], found[2], found[3].lower(), []
-        elif found and len(found[2]) >= len(fence) and not found[3]:
+        elif found and found[2].startswith(fence) and not found[3]:
             text, fence = "\n".join(lines), ""
             if kind in _PYTHON:
                 marked.append(text)

@@ -3,7 +3,7 @@
 Standard output, line by line; lines at the beginning and end with nothing on them do not count:
     a line is right if its words are the wanted ones, each of them alike
     words are alike if they are the same, or numbers of the same value; where the wanted one has a decimal point or an
-    exponent, within 1e-6 of it, absolute or relative
+    exponent, within 1e-6 of it, absolute or relative; a wanted 010101 is a text
 
 Values, after both went through JSON (a tuple is a list, keys are texts):
     lists and objects part by part; numbers by value, within 1e-6 where the wanted one is a float (5.0 is the integer 5,
@@ -17,6 +17,7 @@ from typing import Any
 TOLERANCE = 1e-6
 LONGEST_NUMBER = 1_000  # characters; longer ones are compared as words
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
+_TEXT = re.compile(r"0\d+", re.ASCII)
 
 
 def same_output(wanted: str, given: str) -> bool:
@@ -44,7 +45,7 @@ def _alike(wanted: str, given: str) -> bool:
         return True
     if max(len(wanted), len(given)) > LONGEST_NUMBER:
         return False
-    if not _NUMBER.fullmatch(wanted) or not _NUMBER.fullmatch(given):
+    if not _NUMBER.fullmatch(wanted) or not _NUMBER.fullmatch(given) or _TEXT.fullmatch(wanted):
         return False
     if re.search(r"[.eE]", wanted):
         return _near(float(wanted), float(given))

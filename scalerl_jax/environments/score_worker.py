@@ -2,16 +2,17 @@
 
     read                                           written
     {"config": "{...}", "parent"}, the first       {"ready": true}
-    {"prepare": [part, ...]}                       {"ready": true}: these are made
-    {"part", "row", "completion",                  {"score": {...}, "complaint": [kind, line], "last": true}
-     "thinking", "tokens"}                         {"out_of_time": true, "last": true}
-                                                   {"error": line}: nothing can be scored
+    {"id", "prepare": [part, ...]}                 {"id", "ready": true}: these are made
+    {"id", "part", "row", "completion",            {"id", "score": {...}, "complaint": [kind, line], "last": true}
+     "thinking", "tokens"}                         {"id", "out_of_time": true, "last": true}
+                                                   {"id", "error": line}: nothing can be scored
 
-A part is made when it is first asked of. A complaint is of a score function that failed, whose completion is wrong.
-`last`: it took so much memory that the next question needs a new process. Where it cannot even interrupt itself (a
-computation in C), the kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It ends at the end of its input,
-whatever threads a score has left behind, and on Linux the kernel kills it with the thread that started it, also amid a
-score that catches everything. The config comes by stdin, since everybody can read a command line.
+A reply has its question's id: a process that a score function started may write into the same pipe. A part is made when
+it is first asked of. A complaint is of a score function that failed, whose completion is wrong. `last`: it took so much
+memory that the next question needs a new process. Where it cannot even interrupt itself (a computation in C), the
+kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It ends at the end of its input, whatever threads a score has
+left behind, and on Linux the kernel kills it with the thread that started it, also amid a score that catches
+everything. The config comes by stdin, since everybody can read a command line.
 """
 
 import contextlib
@@ -193,8 +194,12 @@ def main() -> None:
         environments = Parts(config)
         replies.write('{"ready": true}\n')
         os.dup2(nowhere.fileno(), 2)
+    itself = os.getpid()
     for line in questions:
-        reply = reply_to(json.loads(line), environments, limit)
+        question = json.loads(line)
+        reply = {"id": question["id"], **reply_to(question, environments, limit)}
+        if os.getpid() != itself:  # a fork that a score function made, and let return
+            os._exit(0)
         if _address_space() > (memory + environments.size) / 2:  # the next question would have less room than this one
             reply["last"] = True
         replies.write(json.dumps(reply) + "\n")

@@ -11,7 +11,8 @@ The limit of a score is CPU time of its worker, so that it does not depend on wh
     stuck_seconds, by clock   of a worker that sleeps or is stopped: it is killed as one that died; what a score may
                               wait for others comes on top
 
-The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. Every
+The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. So is it
+where a reply does not have the question's id, since a second writer would shift all scores by one. Every
 score is remembered, and a completion that is being scored is not scored a second time beside that: what is remembered
 goes by digests of the row, made once, and of the completion. A worker whose memory has grown is replaced before its
 next question.
@@ -171,7 +172,7 @@ class ScorerPool:
             line = f'{json.dumps(said)[:-1]}, "row": {row_json(row)}}}'
             reply = self._ask(line, self._stuck_seconds[part], part)
             if reply is None:
-                why, reply = "the process that scored it ended, or was stuck, twice", {}
+                why, reply = "the process that scored it ended, was stuck or was not alone in answering, twice", {}
             elif "out_of_time" in reply:
                 why = f"no score within {self._seconds[part]:g} s of CPU time (verifier_seconds)"
             if found := reply.get("score"):
@@ -237,6 +238,7 @@ class _Worker:
         self._first, self._closing = first, closing  # the first line to it
         self._running: _Running | None = None
         self._made: set[str] = set()  # parts, by the one that runs
+        self._asked = 0  # questions; each has its number for an id
         self._lock = threading.Lock()  # no process is started once it closes
 
     def ask(self, line: str, seconds: float, part: str | None = None) -> dict[str, Any]:
@@ -250,11 +252,11 @@ class _Worker:
             raise _WorkerDied
         try:
             if part is not None and part not in self._made:
-                ready: dict[str, Any] = json.loads(running.exchange(json.dumps({"prepare": [part]}), START_SECONDS))
+                ready = self._reply(running, json.dumps({"prepare": [part]}), START_SECONDS)
                 if "error" in ready:
                     return ready
                 self._made.add(part)
-            reply: dict[str, Any] = json.loads(running.exchange(line, seconds))
+            reply = self._reply(running, line, seconds)
         except _WorkerDied as death:
             self._running = None
             code = running.end(by_itself=death.ended)
@@ -266,6 +268,19 @@ class _Worker:
             raise
         if "last" in reply:
             self.end()
+        return reply
+
+    def _reply(self, running: "_Running", line: str, seconds: float) -> dict[str, Any]:
+        """To this question and no other. Raises _WorkerDied where something else was written: whose is what follows?"""
+        self._asked += 1
+        said = running.exchange(f'{{"id": {self._asked}, {line[1:]}', seconds)
+        try:
+            reply: dict[str, Any] = json.loads(said)
+            own = reply.pop("id") == self._asked
+        except (ValueError, AttributeError, LookupError, TypeError):
+            own = False
+        if not own:
+            raise _WorkerDied(ended=False)
         return reply
 
     def interrupt(self) -> None:

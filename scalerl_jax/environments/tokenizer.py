@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from scalerl_jax.model.hf_fields import stops
 from scalerl_jax.system.json_values import read_object
 
 THINK, END_OF_THINKING, END_OF_TEXT = "<think>", "</think>", "<|endoftext|>"
@@ -102,9 +103,16 @@ class Tokenizer:
     def _read_stop_ids(self) -> tuple[int, ...]:
         # Where Hugging Face's own generate looks, in its order: generation_config.json, config.json, the tokenizer.
         for name in ("generation_config.json", "config.json"):
-            ids = _read_json(os.path.join(self.path, name)).get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
+            file = os.path.join(self.path, name)
+            told = _read_json(file).get("eos_token_id")
+            try:
+                ids = stops(told)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from None
+            if unknown := [one for one in ids if self._tokenizer.id_to_token(one) is None]:
+                raise ValueError(f"{file}: eos_token_id has {unknown[0]}, and the tokenizer has no such token")
+            if ids:
+                return ids
         file = os.path.join(self.path, "tokenizer_config.json")
         token = _read_json(file).get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token

@@ -54,6 +54,8 @@ def joined(rank: Rank, config: Config, workdir: str) -> Iterator[FirstHost | Oth
 
 
 def _initialize(address: str, rank: Rank, bind: str | None = None) -> None:
+    if "grpc_proxy" not in os.environ:  # as limits.PROXY has it; JAX's own channel has no option for it
+        os.environ["no_grpc_proxy"] = address.rpartition(":")[0]  # noqa: SIM112 (gRPC's own spelling)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us (system/signals.py)
     jax.distributed.initialize(
         address,

@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 from safetensors import SafetensorError
 
-from scalerl_jax.contract.limits import KEEPALIVE_SECONDS
+from scalerl_jax.contract.limits import KEEPALIVE_SECONDS, PROXY
 from scalerl_jax.contract.peer_text import said
 from scalerl_jax.hosts.frames import Frame
 from scalerl_jax.system import signals
@@ -45,6 +45,7 @@ GOES_ON = "the run ends; the same command on all hosts goes on from the checkpoi
 
 _METHOD = ("scalerl.Hosts", "Join")
 _OPTIONS = (
+    PROXY,
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.so_reuseport", 0),

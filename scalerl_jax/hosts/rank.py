@@ -4,7 +4,7 @@
     jobset    Kubernetes JobSet: JOBSET_NAME, JOBSET_REPLICATED_JOB_NAME, JOBSET_JOB_INDEX, JOBSET_REPLICAS,
               JOBSET_COMPLETIONS, JOB_COMPLETION_INDEX; the first host is NAME-JOB-0-0.NAME
     lws       Kubernetes LeaderWorkerSet: LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX
-    slurm     SLURM_STEP_NUM_TASKS, SLURM_PROCID, SLURM_STEP_NODELIST, as srun sets them in each task
+    slurm     SLURM_STEP_NUM_TASKS and _NODES, SLURM_PROCID, SLURM_STEP_NODELIST, as srun sets them in each task
     tpu       TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, else the instance's metadata; with several slices
               MEGASCALE_NUM_SLICES, MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS
 
@@ -125,6 +125,9 @@ def _slurm(environment: Mapping[str, str]) -> Rank:
     first, ports = _SLURM_PORTS
     port = first + _number(read, "SLURM_JOB_ID") % ports
     index, count = _number(read, "SLURM_PROCID"), _number(read, "SLURM_STEP_NUM_TASKS")
+    nodes = _number(read, "SLURM_STEP_NUM_NODES")
+    if count != nodes:
+        raise ValueError(f"Slurm started {count} tasks on {nodes} nodes: a host is a whole node, --ntasks-per-node=1")
     return Rank(index, count, f"{first_node(read('SLURM_STEP_NODELIST'))}:{port}", "Slurm")
 
 

@@ -64,6 +64,8 @@ class DecoderConfig:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
         if self.head_dim % 2:
             raise ValueError(f"head size {self.head_dim} is odd: rotary positions need pairs")
+        if beyond := [stop for stop in self.stop_token_ids if stop >= self.vocab_size]:
+            raise ValueError(f"eos_token_id has {beyond[0]}, beyond the vocabulary of {self.vocab_size}")
         if self.experts_per_token > self.experts:
             raise ValueError(f"{self.experts_per_token} experts per token cannot be chosen of {self.experts}")
 
@@ -86,7 +88,7 @@ class DecoderConfig:
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
-        own, only = getattr(family, "FIELDS", {}), getattr(family, "ONLY", {})
+        own, only = getattr(family, "FIELDS", {}), getattr(family, "ONLY", {}) | getattr(family, "SAID", {})
         if hasattr(family, "plain"):
             config = family.plain(config)
         for other, key in getattr(family, "ALIASES", {}).items():
@@ -107,7 +109,7 @@ class DecoderConfig:
             family=kind,
             tied_embeddings=hf_fields.flag(config, "tie_word_embeddings", False),
             max_positions=hf_fields.size({"max_position_embeddings": 32_768, **config}, "max_position_embeddings"),
-            stop_token_ids=_stops(config.get("eos_token_id")),
+            stop_token_ids=hf_fields.stops(config.get("eos_token_id")),
         )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
@@ -161,14 +163,6 @@ def _own_field(config: Mapping[str, Any], field: str, key: str) -> Any:
         return hf_fields.number(config, key, 0.0)
     assert kind in (bool, "bool"), f"{field}: {kind}"
     return hf_fields.flag(config, key, False)
-
-
-def _stops(value: Any) -> tuple[int, ...]:
-    stops = [] if value is None else value if isinstance(value, list) else [value]
-    for stop in stops:
-        if isinstance(stop, bool) or not isinstance(stop, int) or stop < 0:
-            raise ValueError(f"{hf_fields.shown('eos_token_id', value)} is not a token id or a list of them")
-    return tuple(stops)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:

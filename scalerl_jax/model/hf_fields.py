@@ -79,6 +79,14 @@ def number(config: Json, key: str, default: float) -> float:
     return float(value)
 
 
+def stops(value: Any) -> tuple[int, ...]:
+    """Of eos_token_id: a token id, a list of them, or nothing."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if value == [] or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+        raise ValueError(f"{shown('eos_token_id', value)} is not a token id or a list of them")
+    return tuple(ids)
+
+
 def flag(config: Json, key: str, default: bool) -> bool:
     value = config.get(key, default)
     if not isinstance(value, bool):

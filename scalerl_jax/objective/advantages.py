@@ -46,7 +46,9 @@ def advantages(
     kept = counted & survives[:, None]
     rewards = np.where(kept, correct if normalization == "maxrl" else rewards, 0.0).astype(np.float64)
     mean = rewards.sum(axis=1, keepdims=True) / np.maximum(count, 1)[:, None]
-    centred = np.where(kept, rewards - mean, 0.0)
+    # Of equal rewards the mean is off by rounding, which a division by its own size would make of order 1.
+    differ = np.where(kept, rewards, -np.inf).max(axis=1) > np.where(kept, rewards, np.inf).min(axis=1)
+    centred = np.where(kept & differ[:, None], rewards - mean, 0.0)
     if normalization == "batch" and kept.any():
         scale = np.sqrt((centred**2).sum() / kept.sum())
         centred = centred / scale if scale > 0 else centred

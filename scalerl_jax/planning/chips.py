@@ -1,7 +1,7 @@
 """Accelerators and how they are joined: what a plan is measured against.
 
     v5p:4x4x4      TPUs: chips along each dimension of the torus, as their maker names a slice
-    h200:8x2       GPUs: of one node, and nodes
+    h200:2x8       GPUs: nodes, and those of each; h200:8 is one node
 
 Figures are the makers' own, one direction at a time. A TPU's memory is what its compiler lets a program have; a GPU's
 what JAX may take of it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Rates are of dense bfloat16 products.
@@ -66,7 +66,7 @@ class Machine:
     def __str__(self) -> str:
         if self.chip.is_tpu:
             return self.topology + (f", {self.parts} slices" if self.parts > 1 else "")
-        return self.topology + (f"x{self.parts}" if self.parts > 1 else "")
+        return f"{self.chip.name}:{self.parts}x{self.sizes[0]}" if self.parts > 1 else self.topology
 
 
 def parse(topology: str, slices: int = 1) -> Machine:
@@ -75,7 +75,7 @@ def parse(topology: str, slices: int = 1) -> Machine:
     if name not in CHIPS:
         raise ValueError(f"--topology={topology}: {name!r} is not one of {', '.join(CHIPS)}")
     chip = CHIPS[name]
-    example = f"{name}:{'x'.join(['4'] * chip.dimensions)}" if chip.is_tpu else f"{name}:8 or {name}:8x2"
+    example = f"{name}:{'x'.join(['4'] * chip.dimensions)}" if chip.is_tpu else f"{name}:8 or {name}:2x8"
     if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise ValueError(f"--topology={topology}: chips are missing, as in {example}")
     sizes = tuple(map(int, shape.split("x")))
@@ -84,7 +84,7 @@ def parse(topology: str, slices: int = 1) -> Machine:
             raise ValueError(f"--topology={topology}: a {name} slice has {chip.dimensions} dimensions, as in {example}")
         return Machine(chip, sizes, slices)
     if len(sizes) > 2:
-        raise ValueError(f"--topology={topology}: GPUs of a node and nodes, as in {example}")
+        raise ValueError(f"--topology={topology}: nodes and the GPUs of each, as in {example}")
     if slices != 1:
-        raise ValueError(f"--slices={slices}: is for TPUs; GPU nodes stand in --topology, as in {name}:8x{slices}")
-    return Machine(chip, sizes[:1], sizes[1] if len(sizes) == 2 else 1)
+        raise ValueError(f"--slices={slices}: is for TPUs; GPU nodes stand in --topology, as in {name}:{slices}x8")
+    return Machine(chip, sizes[-1:], sizes[0] if len(sizes) == 2 else 1)

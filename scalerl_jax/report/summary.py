@@ -27,7 +27,7 @@ from scalerl_jax.system import files
 def show(workdir: str, console: Console | None = None) -> None:
     """Prints the table and three completions of the latest sample, and writes curve.png and report.html."""
     if console is None:
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)
         if not console.is_terminal:
             console.width = 140  # a log is not folded
     evals = read_rows(os.path.join(workdir, "evals.jsonl"))

@@ -17,10 +17,15 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
+def rounded(number: float, sign: str = "") -> str:
+    """To a thousandth; of what would be a long row of digits, a few."""
+    return f"{number:{sign}.3f}" if abs(number) < 1e6 else f"{number:{sign}.3g}"
+
+
 # What stands in the line, in this order; what has not come yet is left out.
 _PARTS: dict[str, Callable[[Any], str]] = {
     "pass_rate": "pass {:.3f}".format,  # of the latest batch
-    "reward": "reward {:+.3f}".format,  # mean, in [-1, 1]
+    "reward": lambda mean: f"reward {rounded(mean, '+')}",  # in [-1, 1] where no reward is the user's own
     "staleness": "staleness {:.1f}".format,  # mean of the trained tokens, in updates
     "trained_per_second": lambda tokens: f"train {_short(tokens)} tok/s",
     "sampled_per_second": lambda tokens: f"sample {_short(tokens)} tok/s",  # of all servers
@@ -42,7 +47,7 @@ class ProgressLine:
         stream: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._what, self._updates, self._every, self._clock = what, updates, every_seconds, clock
         self._shown: dict[str, Any] = {"step": step}
         self._printed_at: float | None = None

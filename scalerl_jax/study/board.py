@@ -32,7 +32,7 @@ class Board:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._tasks, self._parallel, self._clock = tasks, parallel, clock
-        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = console or Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._looked = self._told = clock()
         for task in tasks:

@@ -201,7 +201,9 @@ def main(given: GivenConfig) -> None:
     if not failed or any(task.state == FINISHED for task in tasks if task.is_run):
         one.tell()
     for task in failed:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"{task.name}: {task.why}", markup=False)
+        Console(stderr=True, highlight=False, emoji=False, soft_wrap=True).print(
+            f"{task.name}: {task.why}", markup=False
+        )
     if failed:
         raise SystemExit(f"error: {len(failed)} of {len(tasks)} failed; the same command tries them again")
 

@@ -1,5 +1,6 @@
 """An environment as a user would write it, whose scores are odd: what is asked for is in the completion."""
 
+import contextlib
 import os
 import pathlib
 import time
@@ -40,6 +41,12 @@ class Odd:
                 file.with_suffix(".new").rename(file)
             time.sleep(600)
             os._exit(3)
+        if completion == "forks" and os.fork() == 0:
+            return Score(-2.0, False)  # of the fork, which goes on as if it were the worker
+        if completion == "answers twice":
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    os.write(int(name), b'{"score": {"reward": 1.0, "correct": true}}\n')
         if completion == "computes":
             while True:
                 time.process_time()

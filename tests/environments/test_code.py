@@ -64,10 +64,19 @@ def row_of(tests=TESTS):
         ("text ```python\nx\n```", None),
         ("```python\r\nx\r\n```\r\n", "x\r"),
         ("```python\n```", ""),
+        ("~~~python\nx = 1\n~~~", "x = 1"),
+        ("~~~python\n1\n```\n2\n~~~~", "1\n```\n2"),
+        ("```python\nx\n~~~\n```", "x\n~~~"),
+        ("```x = `1`\n```python\nx\n```", "x"),  # code within a line is no fence
     ],
 )
 def test_the_program_of_a_completion(completion, program):
     assert find_program(completion) == program
+
+
+def test_a_long_line_is_read_once():
+    """Of 2 MB: what is quadratic in a line would take hours."""
+    assert find_program("```" + "a" * 1_000_000 + "`" + " " * 1_000_000 + "\n" + block("x")) == "x"
 
 
 def test_imports_that_are_left_out():
@@ -107,6 +116,13 @@ class TestScores:
         score = make_environment(config_of(sandbox=QUICK)).score(row_of(), block("import time\ntime.sleep(600)"))
         assert not score.correct and score.metrics == {"tests_passed": 0.0}
         assert score.why == "test 1 of 3: timeout: no end after 0.5 s"
+
+    def test_integers_of_any_length(self, environment):
+        row = row_of([{"input": "", "output": "1" + "0" * 5000}])
+        assert environment.score(row, block("print(10**5000)")).correct
+        assert (
+            judge("def f(x): return x", {"function": "f", "cases": [[[int("9" * 4000)], [1]]]}, SMALL).kind == "wrong"
+        )
 
     def test_a_row_with_the_columns_of_its_tests(self, environment):
         """As a file of answers has them."""

@@ -282,7 +282,8 @@ def test_a_score_is_what_the_environment_says_of_row_and_completion():
         ("eats", "failed: MemoryError (odd.py line"),
         ("reads and prints", "failed: EOFError"),
         ("sleeps", "took longer than config.environment.reward_seconds=1"),
-        ("crashes", "ended, or was stuck, twice"),
+        ("crashes", "ended, was stuck or was not alone in answering, twice"),
+        ("answers twice", "was not alone in answering"),
         ("computes", "no score within 1 s of CPU time"),
     ],
 )
@@ -299,11 +300,24 @@ def test_what_goes_wrong_in_a_score_costs_that_answer_only_and_is_said_once(comp
             assert said in score.why
         right = Score(1.0, True, {"length": 1.0})
         assert eventually(lambda: pool.submit(next(rows), Completion("1")).result(600) == right, seconds=SECONDS)
-        assert pool.restarts == 4 * (completion == "crashes")
+        assert pool.restarts == 4 * (completion in ("crashes", "answers twice"))
     finally:
         pool.close()
     (logged,) = [record.getMessage() for record in caplog.records]
     assert said in logged and "counts as wrong" in logged and "\n" not in logged
+
+
+def test_a_fork_that_returns_has_no_say():
+    """Else its answer would be taken for that of the next completion, and so on for ever."""
+    pool = odd_pool()
+    try:
+        for number in range(3):
+            row = Row(f"{number}?", "1", extra={"bonus": number / 4})
+            assert pool.submit(row, Completion("forks")).result(600) == Score(number / 4, False, {"length": 5.0})
+            assert pool.submit(row, Completion("1")).result(600) == Score(number / 4, True, {"length": 1.0})
+        assert pool.restarts == 0
+    finally:
+        pool.close()
 
 
 EATERS = (

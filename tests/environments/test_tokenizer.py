@@ -147,6 +147,16 @@ def test_stop_ids_come_from_where_hugging_face_looks(folder, tmp_path):
     assert Tokenizer(str(tmp_path / "t")).stop_ids == (1, 2)
 
 
+@pytest.mark.parametrize("ids", [[], [0, None], ["2"], 2.0, True, -1, 10**6])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_stop_ids_that_cannot_be_are_one_line(folder, tmp_path, name, ids):
+    shutil.copytree(folder, tmp_path / "t")
+    (tmp_path / "t" / name).write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match=rf"{name}: eos_token_id") as error:
+        Tokenizer(str(tmp_path / "t"))
+    assert "\n" not in str(error.value)
+
+
 def test_unusable_folders_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json: no such file"):
         Tokenizer(str(tmp_path))

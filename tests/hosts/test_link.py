@@ -32,6 +32,8 @@ def nobody_leaves() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link, "SILENCE_SECONDS", 600.0)
         patch.setattr(link, "leave", lambda line, code: None)
+        patch.setenv("http_proxy", "http://127.0.0.1:9")  # for the web: nobody listens there, and none of us asks
+        patch.delenv("no_proxy", raising=False)
         yield
 
 

@@ -16,7 +16,8 @@ JOBSET = {
 }  # fmt: skip
 LWS = {"LWS_LEADER_ADDRESS": "run-0.run.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}
 SLURM = {
-    "SLURM_JOB_ID": "123456", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[07-09]"
+    "SLURM_JOB_ID": "123456", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_PROCID": "0",
+    "SLURM_STEP_NODELIST": "n[07-09]",
 }  # fmt: skip
 TPU = {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", "TPU_WORKER_ID": "1"}
 SLICES = {
@@ -58,7 +59,7 @@ def test_flags_tell() -> None:
     [
         ("auto", {}),
         ("one", SLURM),
-        ("auto", {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}),
+        ("auto", {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}),
         ("auto", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}),  # in a batch script, outside of any step
         ("auto", {**LWS, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}),
     ],
@@ -80,6 +81,7 @@ def test_one_host(how: str, environment) -> None:
         ("given", {"coordinator": "a:99999", "count": 2, "index": 1}, {}, "not host:port"),
         ("jobset", {}, {"JOBSET_NAME": "run"}, "--hosts=jobset: the environment has no JOBSET_REPLICATED_JOB_NAME"),
         ("lws", {}, {**LWS, "LWS_WORKER_INDEX": "two"}, "LWS_WORKER_INDEX=two: not a number"),
+        ("auto", {}, {**SLURM, "SLURM_STEP_NUM_TASKS": "24"}, "Slurm started 24 tasks on 3 nodes"),
         ("slurm", {}, {**SLURM, "SLURM_STEP_NODELIST": "[1-2]"}, r"SLURM_STEP_NODELIST=\[1-2\]: not a list of nodes"),
     ],
 )

@@ -26,7 +26,7 @@ from tests.launch.launched import KUBERNETES, SLURM, launch
         ((*KUBERNETES, "--generator=h100:2x8"), "--generator=h100:2x8: the devices of an engine are on one host"),
         ((*KUBERNETES, "--trainer="), "--trainer: not given"),
         ((*KUBERNETES, "--trainer_image="), "--trainer_image: no image given"),
-        ((*KUBERNETES, "--name=Eight_B"), "--name=Eight_B: lower-case letters"),
+        ((*KUBERNETES, "--name=Eight_B"), "--name=Eight_B: a name begins with a letter"),
         ((*KUBERNETES, "--partition=gpu"), "--partition: goes with --target=slurm"),
         ((*SLURM, "--namespace=x"), "--namespace: goes with --target=kubernetes"),
         ((*SLURM, "--trainer=v5e:4x4"), "--trainer=v5e:4x4: TPUs are in Kubernetes clusters"),

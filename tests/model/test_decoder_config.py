@@ -88,6 +88,7 @@ def test_published_files_are_read() -> None:
     assert (qwen2.head_dim, qwen2.kv_heads, qwen2.rope_theta, qwen2.tied_embeddings) == (64, 2, 1e6, True)
     qwen3 = DecoderConfig.from_hf(QWEN3_0_6B)
     assert (qwen3.head_dim, qwen3.rope_theta, qwen3.rope_scaling, qwen3.stop_token_ids) == (128, 1e6, None, (151645,))
+    assert DecoderConfig.from_hf(QWEN3_0_6B | {"use_qk_norm": True}) == qwen3
 
 
 def test_the_text_model_of_scout() -> None:
@@ -231,6 +232,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN3_0_6B, {"num_key_value_heads": ...}, "num_key_value_heads is missing"),
     (LLAMA_3_2_1B, {"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not true or false"),
     (LLAMA_3_2_1B, {"eos_token_id": "</s>"}, 'eos_token_id="</s>" is not a token id'),
+    (LLAMA_3_2_1B, {"eos_token_id": []}, "eos_token_id=[] is not a token id"),
+    (LLAMA_3_2_1B, {"eos_token_id": [0, None]}, "eos_token_id=[0, null] is not a token id"),
+    (LLAMA_3_2_1B, {"eos_token_id": 2.0}, "eos_token_id=2.0 is not a token id"),
+    (LLAMA_3_2_1B, {"eos_token_id": True}, "eos_token_id=true is not a token id"),
+    (LLAMA_3_2_1B, {"eos_token_id": [1, 128256]}, "eos_token_id has 128256, beyond the vocabulary of 128256"),
+    (QWEN3_0_6B, {"use_qk_norm": False}, "use_qk_norm=false is not supported: only true is"),
     (LLAMA_3_2_1B, {"model_type": "mistral"}, "model_type 'mistral' is not one of llama"),
     (LLAMA_3_2_1B, {"model_type": ["llama"]}, "model_type ['llama'] is not one of llama"),
     (LLAMA_3_2_1B, {"num_key_value_heads": 7}, "32 query heads cannot share 7"),

@@ -105,6 +105,17 @@ def test_right_is_the_verifiers_word_and_not_the_reward():
     assert not got.any()  # equal rewards: nothing to learn, and no division by zero
 
 
+@pytest.mark.parametrize("normalization", ["batch", "prompt", "none"])
+@given(value=st.floats(-1e6, 1e6), group=st.integers(2, 40), prompts=st.integers(1, 5))
+def test_equal_rewards_have_no_advantage_at_all(normalization, value, group, prompts):
+    """Their mean is off by rounding, which a division by its own size would make of order 1."""
+    right = np.zeros((prompts, group), bool)
+    right[:, 0] = True
+    rewards = np.full((prompts, group), value)
+    got, survives = advantages(rewards, right, np.ones_like(right), normalization=normalization)
+    assert survives.all() and not got.any()
+
+
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_nothing_survives(normalization, filtered):

@@ -54,7 +54,7 @@ def test_a_run_on_gpus_from_the_command_line(tmp_path):
 
 def test_two_nodes_send_the_rest_over_the_network(capsys, tmp_path):
     out = str(tmp_path / "plan.json")
-    run(capsys, topology="h200:8x2", out=out)
+    run(capsys, topology="h200:2x8", out=out)
     (along,) = json.loads((tmp_path / "plan.json").read_text())["plan"]["received_by_formula"].values()
     assert along["bytes_over_network"] == pytest.approx(along["bytes"] / 15)
 

@@ -20,7 +20,7 @@ def seconds(machine, mesh, devices, size=10**9, kind="all-gather"):
 
 @pytest.mark.parametrize(
     ("topology", "slices", "devices", "shown"),
-    [("v5p:4x4x8", 1, 128, "v5p:4x4x8"), ("v5e:8x8", 2, 128, "v5e:8x8, 2 slices"), ("h200:8x2", 1, 16, "h200:8x2"),
+    [("v5p:4x4x8", 1, 128, "v5p:4x4x8"), ("v5e:8x8", 2, 128, "v5e:8x8, 2 slices"), ("h200:2x8", 1, 16, "h200:2x8"),
      ("b200:8", 1, 8, "b200:8")],
 )  # fmt: skip
 def test_a_machine_by_its_name(topology, slices, devices, shown):
@@ -35,8 +35,8 @@ def test_a_machine_by_its_name(topology, slices, devices, shown):
         ("v5p:4x4", 1, "--topology=v5p:4x4: a v5p slice has 3 dimensions, as in v5p:4x4x4"),
         ("v5e", 1, "--topology=v5e: chips are missing, as in v5e:4x4"),
         ("v5e:0x4", 1, "--topology=v5e:0x4: chips are missing, as in v5e:4x4"),
-        ("h100:8x2x2", 1, "--topology=h100:8x2x2: GPUs of a node and nodes, as in h100:8 or h100:8x2"),
-        ("h100:8", 2, "--slices=2: is for TPUs; GPU nodes stand in --topology, as in h100:8x2"),
+        ("h100:2x8x2", 1, "--topology=h100:2x8x2: nodes and the GPUs of each, as in h100:8 or h100:2x8"),
+        ("h100:8", 2, "--slices=2: is for TPUs; GPU nodes stand in --topology, as in h100:2x8"),
     ],
 )
 def test_no_such_machine(topology, slices, said):
@@ -68,7 +68,7 @@ def test_what_crosses_slices_goes_over_the_network():
     assert (inside.over_network, inside.network_seconds) == (0, 0)
     both = seconds(two, mesh, range(32))
     assert both.over_network == pytest.approx(1e9 / 31)
-    nodes = parse("h200:8x2")
+    nodes = parse("h200:2x8")
     assert seconds(nodes, {"fsdp": 16}, range(16)).over_network == pytest.approx(1e9 / 15)
     assert seconds(nodes, {"fsdp": 2, "tensor": 8}, range(8)).network_seconds == 0
 

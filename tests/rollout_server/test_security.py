@@ -111,6 +111,16 @@ async def test_whom_it_turns_away_learns_why(ours, others) -> None:
         assert await told(address, client(ours)) == "it speaks without TLS"
 
 
+async def test_a_proxy_for_the_web_is_not_asked(ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with serving(Access()) as address:
+        assert await told(address, Credentials()) == "replay"
+    async with serving(tls(ours)) as address:
+        assert await told(address, client(ours)) == "replay"
+
+
 async def test_the_name_in_the_certificate(ours) -> None:
     async with serving(tls(ours, hosts="DNS:generators.example")) as address:
         assert "for another name than the one dialled" in await told(address, client(ours))

@@ -41,10 +41,17 @@ def test_plain_lines_every_few_seconds():
 def test_long_lines_and_brackets_stay_as_they_are():
     stream = io.StringIO()
     with ProgressLine("train", updates=9, stream=stream) as line:
-        text = "waiting for [red]dns:///a[0] " + "x" * 300
+        text = "waiting for [red]dns:///a[0] :ok: " + "x" * 300
         line.update(waiting=text)
         line.say(text)
     assert stream.getvalue() == f"train 0/9  {text}\n{text}\n"
+
+
+def test_a_reward_of_any_size_is_short():
+    stream = io.StringIO()
+    with ProgressLine("train", updates=9, stream=stream) as line:
+        line.update(reward=-1e300)
+    assert stream.getvalue() == "train 0/9  reward -1e+300\n"
 
 
 SHOWS = """

@@ -36,7 +36,12 @@ class Hosts:
                 *self._rank(index, port),
                 log=pathlib.Path(f"{self.workdir}-{self._starts}-{index}.log"),
                 # Sets of a host and of the next one have orders of their own.
-                variables={"XLA_FLAGS": flags, "PYTHONHASHSEED": str(1 + index % 2)},
+                # And a proxy for the web, where nobody listens: hosts do not ask it.
+                variables={
+                    "XLA_FLAGS": flags,
+                    "PYTHONHASHSEED": str(1 + index % 2),
+                    "http_proxy": "http://127.0.0.1:9",
+                },
             ).start()
             for index in range(self.count)
         ]

@@ -19,7 +19,7 @@ WIDE = 160  # columns that a table with its intervals beside the values takes
 
 
 def make_console() -> Console:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, WIDE)  # a log is not folded
     return console
