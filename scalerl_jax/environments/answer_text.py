@@ -28,6 +28,7 @@ TEXT_COMMAND = (
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc)?|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|operatorname\*?|rm|bf)"
 )
 _TEXT_GROUP = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
+_UPRIGHT = re.compile(TEXT_COMMAND + r"\s*\{\s*([a-fijknopqrtuvwxyz])\s*\}")  # letters that are no unit
 _DELIMITERS = re.compile(r"(?<!\\)\$\$?|\\[()\[\]]")
 _MONEY = re.compile(r"(?<![\\$\w])\$(?=-?\s*\d)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
@@ -86,7 +87,7 @@ def plain(text: str) -> str:
     s = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", s)
     s = re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", s)
     s = re.sub(r"\\neq(?![a-zA-Z])", r"\\ne", s)
-    s = re.sub(r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset", s)
+    s = re.sub(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset ", s)
     s = re.sub(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])", r"^\\circ ", s)
     s = re.sub(r"\\l?r?brack(?![a-zA-Z])", lambda m: "[" if "l" in m[0] else "]", s)
     s = re.sub(r"\\l?r?brace(?![a-zA-Z])", lambda m: r"\{" if "l" in m[0] else r"\}", s)
@@ -95,8 +96,23 @@ def plain(text: str) -> str:
     s = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", s)
     s = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", s)
     s = re.sub(r"\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~", " ", s)
+    s = re.sub(r"\\(?:text)?color\s*\{[^{}]*\}", " ", s)
+    s = _UPRIGHT.sub(r" \1 ", s)
+    s = re.sub(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}", s)
+    s = re.sub(r"\\(?:pmod|bmod)\s*\{?\s*(\w+)\s*\}?|\(\s*" + TEXT_COMMAND + r"\s*\{\s*mod\s*\}\s*(\w+)\s*\)",
+               lambda m: f"\\pmod{{{m[1] or m[2]}}}", s)  # fmt: skip
+    s = re.sub(r"(\d*)\.(\d*)\s*\\(?:overline|bar|dot)\s*\{\s*(\d+)\s*\}", _repeating, s)
     s = s.replace("**", "^") if re.search(r"[\w)]\*\*[\w(]", s) else s.replace("**", " ")  # a power, or bold print
     return re.sub(r"\s+", " ", s.replace(_NEW_ROW, "\\\\ ")).strip()
+
+
+def _repeating(decimal: re.Match[str]) -> str:
+    """0.1\\overline{6} as a fraction."""
+    whole, once, again = decimal[1], decimal[2], decimal[3]
+    if len(decimal[0]) > 100:
+        return decimal[0]
+    above = int(f"{whole}{once}{again}") - int(f"{whole}{once}" or "0")
+    return f"\\frac{{{above}}}{{{'9' * len(again)}{'0' * len(once)}}}"
 
 
 def _grouped(s: str) -> bool:
@@ -170,7 +186,7 @@ def is_mathematics(text: str) -> bool:
             _short_product([run for run in runs if run not in ("by", "mg")])
             and re.search(_OPERATION.pattern + r"|^-[\w(]", s) is not None
         )
-    if _OPERATION.search(s) or re.search(r"^-\s*[\w(]|\w!$|\w'", s):
+    if _OPERATION.search(s) or re.search(r"^-\s*[\w(]|\w!$|\w'|^\|.+\|$", s):
         return True
     if s[:1] in ("(", "[") and s[-1:] in (")", "]") and "," in s:
         return True

@@ -2,8 +2,10 @@
 
     gold and answer the same text         right
     gold is a choice or words             the words must be the same; mathematics is not asked
+    gold only looks like numbers          an address, a date, a ratio, a formula: a text as well
     both are numbers, perhaps with units  compared exactly: 1/2, 0.5, 50\\%, \\$1,000; units only where both have them
-    gold is mathematics                   math-verify on what is mathematics in the answer
+    gold is mathematics                   math-verify on what is mathematics in the answer, unless values say otherwise
+                                          (expressions.py)
 
 A text that names several answers gives none of them, except as a list where the gold is one.
 """
@@ -14,14 +16,17 @@ from typing import Any
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import And, Basic, Set, Union
+from sympy.core.relational import Relational
 
-from scalerl_jax.environments import answer_text
+from scalerl_jax.environments import answer_text, expressions
 from scalerl_jax.environments.answer_text import (
     bare,
     final_answers,
     is_mathematics,
     operators,
     same_text,
+    squeezed,
     unwrapped,
     words,
 )
@@ -36,7 +41,8 @@ _LATEX = LatexExtractionConfig(
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<money>\\\$|[€£¥])?\s*(?P<inner>[+-]?)\s*(?:"
-    rf"(?:(?P<whole>\d+)(?:\s*(?=\\frac)|\s+(?=\d+\s*/)))?(?:\\frac\s*\{{\s*(?P<up>-?\d+)\s*\}}\s*\{{\s*(?P<down>\d+)\s*\}}"
+    rf"(?:(?P<whole>\d+)(?:\s*(?=\\frac)|\s+(?=\d+\s*/)))?"
+    r"(?:\\frac\s*\{\s*(?P<up>-?\d+(?:\.\d*)?)\s*\}\s*\{\s*(?P<down>\d+(?:\.\d*)?)\s*\}"
     rf"|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
     rf"|(?:(?P<integer>{_DIGITS})(?P<decimals>\.\d*)?|(?P<fraction>\.\d+))"
     r"(?:[eE](?P<tens>[+-]?\d{1,3})(?!\d)|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*(?P<power>[+-]?\d{1,3})\s*\}?(?!\d))?)"
@@ -96,6 +102,19 @@ _POWERS = {"square": "2", "sq": "2", "sq.": "2", "cubic": "3", "cu": "3"}
 _OF_THE_UNIT = frozenset("long tall wide high deep old apart away each total altogether exactly".split())
 _PLURALS = {"people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot"}
 _CHOICE = re.compile(r"[A-Za-z]")
+# Addresses, dates, scores and telephone numbers, hexadecimal numbers, formulas, ratios: texts, whatever they hold.
+_LOOKS_LIKE_NUMBERS = re.compile(
+    r"\d+(?:\.\d+){2,}|\d+-\d+(?:-\d+)*|0[xX][0-9a-fA-F]+|\d+(?::\d+)+|(?:[A-Z][a-z]?\d*)*[A-Z][a-z]?\d+(?:[A-Z][a-z]?\d*)+"
+    r"|(?:[A-Z][a-z]?){2,}\d+"
+)
+_LABEL = re.compile(r"\s*(?:\\text\s*\{[^{}]*\}|\\lim(?![a-zA-Z])[^=]*?|[a-zA-Z]\(-?\d+\))\s*=\s*(?=[^=]+$)")
+_UNIT_BEHIND = re.compile(r"\s*" + answer_text.TEXT_COMMAND + r"\s*\{[A-Za-z /.°]+\}\s*(?:\^\s*\{?\s*[23]\s*\}?\s*)?$")
+_OR = re.compile(
+    answer_text.TEXT_COMMAND + r"\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-zA-Z])|\\vee(?![a-zA-Z])"
+)
+_BUILDER = re.compile(
+    r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:|\\colon)(?P<condition>.*)\\\}", re.DOTALL
+)
 
 
 def right(text: str, answer: str) -> bool:
@@ -112,19 +131,31 @@ def right(text: str, answer: str) -> bool:
 
 
 def _gives(said: str, gold: str) -> bool:
+    if _LABEL.match(gold) and "=" not in said:
+        gold = _LABEL.sub("", gold)
     if several := letters(gold):
-        return letters(said) == several
+        return (letters(said) or sorted(squeezed(said))) == several
+    if re.fullmatch(r"[A-H]{2,}", squeezed(gold)) and letters(said):
+        return letters(said) == sorted(squeezed(gold))
     one = letter(gold)
     if one is not None:
         return names_choice(said, one)
+    if _LOOKS_LIKE_NUMBERS.fullmatch(squeezed(gold)):
+        return _subscripts_gone(said) == _subscripts_gone(gold)
     number = measure(gold)
+    if number is None:
+        (gold, unit), (said, other) = _units_apart(gold), _units_apart(said)
+        if unit and other and unit != other:
+            return False
     if number is None and not is_mathematics(gold):
         return words(said) == words(gold) != () and operators(said) == operators(gold) and not is_mathematics(said)
     given = measure(said)
     if number is not None and given is not None:
         return number.equals(given)
-    if _in_bases(said) != _in_bases(gold):  # math-verify does not look
+    if _in_bases(said) != _in_bases(gold) or not _as_many(gold, said):  # math-verify does not look
         return False
+    if _same_sets(_as_set(gold), _as_set(said)):
+        return True
     if not is_mathematics(said) and given is None:
         return _found_in_prose(said, gold, number)
     return _same(_parsed(_without_units(gold, number)), _parsed(_without_units(said, given)))
@@ -178,6 +209,8 @@ class Measure:
 
     def equals(self, other: "Measure") -> bool:
         """Whether `other`, of the text, is this one, of the gold."""
+        if {self.unit, other.unit} == {"$", "cent"}:
+            return self.value * (100 if self.unit == "$" else 1) == other.value * (100 if other.unit == "$" else 1)
         if self.unit and other.unit and self.unit != other.unit and not _degrees(self.unit, other.unit):
             return False
         if self.variable and other.variable and self.variable != other.variable:
@@ -210,6 +243,8 @@ def _endless(value: Fraction) -> bool:
 def measure(text: str) -> Measure | None:
     """The number that all of `text` is, with its unit; None where it is something else."""
     s = bare(text)
+    if wrapped := re.fullmatch(answer_text.TEXT_COMMAND + r"\s*\{\s*(-?\d[^{}]*?)\s*\}", s):  # \text{7 apples}
+        s = wrapped[1]
     variable = re.match(r"([a-zA-Z])\s*=\s*", s)  # x = 5
     match = _NUMBER.fullmatch(s, variable.end() if variable else 0)
     if match is None or len(s) > _LONGEST_NUMBER or (match["sign"] and match["inner"]):
@@ -223,7 +258,8 @@ def measure(text: str) -> Measure | None:
     places = None
     try:
         if match["down"] or match["under"]:
-            value = Fraction(int(match["up"] or match["over"]), int(match["down"] or match["under"]))
+            up, down = match["up"] or match["over"], match["down"] or match["under"]
+            value = Fraction(up.rstrip(".")) / Fraction(down.rstrip("."))
             if match["whole"]:  # 1 1/2
                 if not 0 < value < 1:
                     return None
@@ -276,6 +312,9 @@ def _unit(rest: str) -> str | None:
     spaced = rest[0].isspace() or marked
     if not re.fullmatch(r"[A-Za-z°$€£¥¢%][A-Za-z ./°]*", s):
         return None
+    single = [name for name in s.split() if len(name) == 1 and name.isalpha() and name.casefold() not in _UNITS]
+    if single and s[0] != "°" and not (marked and all(map(str.isupper, single))):  # K and N are units, x is none
+        return None
     names = s.casefold().split()
     if len(names) > 3 or any(name.rstrip(".") in _NO_UNITS or name in answer_text.FUNCTIONS for name in names):
         return None
@@ -287,7 +326,7 @@ def _unit(rest: str) -> str | None:
     name = re.sub(r"^(?:° ?|degrees? )(?:(c)|f)(?:elsius|ahrenheit)?$", lambda m: "°c" if m[1] else "°f",
                   " ".join(names).rstrip("."))  # fmt: skip
     known: str | None = _UNITS.get(name) or _UNITS.get(_singular(name))
-    if len(name) == 1 and not marked and name.isalpha() and (known is None or not spaced):
+    if len(name) == 1 and not marked and name.isalpha() and not spaced:
         return None  # a variable
     if known is None and not spaced:
         return None
@@ -301,10 +340,86 @@ def _without_units(text: str, found: Measure | None) -> str:
     s = bare(text)
     s = re.sub(r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ",", s)
     s = re.sub(r"(?:" + answer_text.TEXT_COMMAND + r"\s*\{\s*[A-Za-z /.]{2,}\s*\}\s*(?:\^\s*\{?[23]\}?)?\s*)$", "", s)
+    if re.search(r"(?<![a-zA-Z])(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])", s):
+        s = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\\frac{\1\\pi}{180})", s)
+    s = re.sub(r"(?<![\w.])1\s*(?=i(?![a-zA-Z]))", "", s)  # 14 - 1i
+    # (4!)^{10}10! is read as (4!)^{10} times 1 times 0!.
+    s = re.sub(r"(\\[a-zA-Z]+\s*)?(\^\s*\{[^{}]*\})\s*(?=\d)", lambda m: m[0] if m[1] else f"{m[2]}\\cdot ", s)
     s = re.sub(r"\^\\circ\s*$", "", s)
     s = re.sub(r"\\\$", "", s)
     s = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", s) if re.fullmatch(r"\D*\d{1,3}(?:,\d{3})+\D*", s) else s
     return _NAMES.sub(r"\\\1 ", s)
+
+
+def _subscripts_gone(text: str) -> str:
+    """CO_2 is CO2."""
+    return re.sub(r"[_{}]", "", squeezed(text))
+
+
+def _units_apart(text: str) -> tuple[str, str]:
+    """Mathematics that is no plain number, and the unit in a text command behind it: \\sqrt{2}\\text{ cm}."""
+    s = bare(text)
+    match = _UNIT_BEHIND.search(s)
+    if match is None or not match.start() or not is_mathematics(s[: match.start()]):
+        return text, ""
+    unit = _unit(f" {s[match.start() :].lstrip()}")
+    return (s[: match.start()], unit) if unit else (text, "")
+
+
+def _items(text: str) -> list[str]:
+    """Of a list that stands in no brackets, or in those of a set: what is between its commas."""
+    s = bare(text)
+    s = s[2:-2] if s.startswith("\\{") and s.endswith("\\}") else s
+    depth, items = 0, [""]
+    for character in s:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += character
+    return items if len(items) > 1 else []
+
+
+def _as_many(gold: str, said: str) -> bool:
+    """Whether lists have each of their numbers as often; and a pair in parentheses is no set in braces."""
+    kinds = {bare(text)[:1] for text in (gold, said) if bare(text)[-1:] in (")", "}")}
+    if kinds == {"(", "\\"} and all("," in text for text in (gold, said)):
+        return "\\{" not in (bare(gold)[:2], bare(said)[:2])
+    lists = [[measure(item) for item in _items(text)] for text in (gold, said)]
+    if not all(lists) or any("\\{" in text for text in (gold, said)) or None in (*lists[0], *lists[1]):
+        return True
+    values = [sorted(found.value for found in each if found is not None) for each in lists]
+    repeated = any(len(set(each)) < len(each) for each in values)
+    return values[0] == values[1] if repeated else len(values[0]) == len(values[1])
+
+
+def _as_set(text: str) -> Any:
+    """The set of what is written as conditions: x < 1 or x > 2, {x | x > 2}; None where it is neither."""
+    s = bare(text)
+    builder = _BUILDER.fullmatch(s)
+    if builder is None and not re.search(r"\\le|\\ge|<|>|\\cup|\\infty", s):
+        return None
+    found = []
+    for part in _OR.split(builder["condition"] if builder else s):
+        parsed = _parsed(part)
+        if not parsed or not isinstance(parsed[0], Basic):
+            return None
+        one = expressions.set_of(parsed[0])
+        if isinstance(one, Relational | And):
+            try:
+                one = one.as_set()
+            except (NotImplementedError, ValueError, TypeError, AttributeError):
+                return None
+        if not isinstance(one, Set):
+            return None
+        found.append(one)
+    return Union(*found)
+
+
+def _same_sets(wanted: Any, found: Any) -> bool:
+    if wanted is None or found is None:
+        return False
+    return wanted == found or wanted.symmetric_difference(found).is_empty is True
 
 
 def _in_bases(text: str) -> set[tuple[str, str]]:
@@ -324,10 +439,12 @@ def _parsed(text: str, *, prose: bool = False) -> list[Any]:
 
 
 def _same(wanted: list[Any], given: list[Any]) -> bool:
-    """math-verify's word on two pieces of mathematics."""
+    """math-verify's word on two pieces of mathematics, where their values do not say otherwise."""
     if not wanted or not given:
         return False
-    return bool(verify([wanted[0]], [given[0]], allow_set_relation_comp=True, timeout_seconds=None))
+    if verify([wanted[0]], [given[0]], allow_set_relation_comp=True, timeout_seconds=None):
+        return not expressions.denied(wanted[0], given[0])
+    return expressions.identical(wanted[0], given[0])
 
 
 def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
