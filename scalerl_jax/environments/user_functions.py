@@ -25,6 +25,7 @@ from scalerl_jax.environments.base import Score, ScoreFailed, ScorerError
 
 CLOSING_SECONDS = 1.0  # by clock, for what an interrupted coroutine still does
 AGAIN_SECONDS = 0.1  # between two interruptions, should a bare `except:` swallow one
+SIGNAL = signal.SIGUSR2  # SIGALRM is the function's own: most published rewards with a limit of time use it
 _FIELDS = tuple(field.name for field in dataclasses.fields(Score))
 
 
@@ -38,20 +39,30 @@ def within(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    armed = True
+    armed, over, this_thread = True, threading.Event(), threading.get_ident()
 
     def interrupt(*_: object) -> None:
         if armed:
             raise TookTooLong
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    def watch() -> None:
+        pause = seconds
+        while not over.wait(pause):
+            signal.pthread_kill(this_thread, SIGNAL)
+            pause = AGAIN_SECONDS
+
+    before, alarm = signal.signal(SIGNAL, interrupt), signal.getsignal(signal.SIGALRM)
+    watching = threading.Thread(target=watch, name="time limit", daemon=True)
+    watching.start()
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
         yield
     finally:
         armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        over.set()
+        watching.join()
+        signal.setitimer(signal.ITIMER_REAL, 0)  # one that it has left behind would end this process
+        signal.signal(SIGNAL, before)
+        signal.signal(signal.SIGALRM, alarm)
 
 
 class UserFunction:
@@ -115,7 +126,7 @@ class UserFunction:
 def to_score(value: Any, *, correct_at: float) -> Score:
     """Raises TypeError or ValueError, one line, for what is no score."""
     if isinstance(value, Score):
-        return value
+        return _checked(value)
     if isinstance(value, Mapping):
         unknown = [str(key) for key in value if key not in _FIELDS]
         if unknown or "reward" not in value:
@@ -127,7 +138,7 @@ def to_score(value: Any, *, correct_at: float) -> Score:
         correct = rest.pop("correct", plain.correct)
         if type(correct).__name__ not in ("bool", "bool_"):
             raise TypeError(f"'correct' is {correct!r}, not true or false")
-        return dataclasses.replace(plain, correct=bool(correct), **rest)
+        return _checked(dataclasses.replace(plain, correct=bool(correct), **rest))
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # an array of one number
         value = value.item()
     if isinstance(value, bool):
@@ -143,3 +154,24 @@ def to_score(value: Any, *, correct_at: float) -> Score:
     if not math.isfinite(reward):
         raise ValueError(f"{reward}, not a finite number")
     return Score(reward, reward >= correct_at - 1e-9)  # weights like 0.7, 0.2 and 0.1 add up to a little less than 1
+
+
+def _checked(score: Score) -> Score:
+    """With a number as its answer written out."""
+    answer, metrics = score.answer, score.metrics
+    if isinstance(answer, numbers.Real):
+        score = dataclasses.replace(score, answer=str(answer))
+    elif not isinstance(answer, str | None):
+        raise TypeError(f"'answer' is {type(answer).__name__}, not a text")
+    if not isinstance(score.why, str):
+        raise TypeError(f"'why' is {type(score.why).__name__}, not a text")
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"'metrics' is {type(metrics).__name__}, not a dict")
+    for name, value in metrics.items():
+        try:
+            is_number = math.isfinite(float(value))
+        except (TypeError, ValueError):
+            is_number = False
+        if not is_number:
+            raise TypeError(f"metric {str(name)[:40]!r} is {str(value)[:40]!r}, not a finite number")
+    return score

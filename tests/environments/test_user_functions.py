@@ -3,6 +3,7 @@
 import asyncio
 import fractions
 import math
+import signal
 import threading
 import time
 
@@ -101,13 +102,59 @@ async def awaits():
     await asyncio.sleep(600)
 
 
-@pytest.mark.parametrize("function", [sleeps, awaits])
+def with_an_alarm():
+    """As published rewards with a limit of time have it."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(1000)
+    signal.alarm(0)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("function", [sleeps, awaits, with_an_alarm])
 def test_what_takes_too_long_is_ended_and_the_next_call_goes_well(function):
     asked = of(function, seconds=0.2)
     for _ in range(2):
         with pytest.raises(ScoreFailed, match=r"took longer than config\.environment\.reward_seconds=0\.2"):
             asked.score()
     assert of(lambda: True).score().correct
+
+
+def test_an_alarm_of_its_own_is_its_own():
+    def limited():
+        def late(*_):
+            raise TimeoutError
+
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            time.sleep(600)
+        except TimeoutError:
+            signal.alarm(1000)  # left behind
+            return 0.25
+
+    before = signal.getsignal(signal.SIGALRM)
+    assert of(limited).score() == Score(0.25, False)
+    assert signal.alarm(0) == 0 and signal.getsignal(signal.SIGALRM) is before
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"reward": 1, "metrics": {"length": "long"}}, "metric 'length' is 'long', not a finite number"),
+        ({"reward": 1, "metrics": {"length": math.inf}}, "metric 'length' is 'inf', not a finite number"),
+        ({"reward": 1, "metrics": [1]}, "'metrics' is list, not a dict"),
+        ({"reward": 1, "answer": ["a"]}, "'answer' is list, not a text"),
+        ({"reward": 1, "why": 3}, "'why' is int, not a text"),
+        (Score(1.0, True, {"length": None}), "metric 'length' is 'None', not a finite number"),
+    ],
+)
+def test_a_field_that_cannot_be_names_the_function(value, said):
+    with pytest.raises(ScoreFailed, match=rf"^FLAG=f\.py:f: returned what is no score: {said}"):
+        of(lambda: value).score()
+
+
+def test_a_number_may_be_the_answer():
+    assert of(lambda: {"reward": 1, "answer": 5}).score().answer == "5"
 
 
 def test_off_the_main_thread_there_is_no_limit():
