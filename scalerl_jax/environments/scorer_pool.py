@@ -12,10 +12,10 @@ The limit of a score is CPU time of its worker, so that it does not depend on wh
                               wait for others comes on top
 
 The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. So is it
-where a reply does not have the question's id, since a second writer would shift all scores by one. Every
-score is remembered, and a completion that is being scored is not scored a second time beside that: what is remembered
-goes by digests of the row, made once, and of the completion. A worker whose memory has grown is replaced before its
-next question.
+where a reply does not have the question's id, since a second writer would shift all scores by one. Every score that is
+no failure is remembered, and a completion that is being scored is not scored a second time beside that: what is
+remembered goes by digests of the row, made once, and of the completion. A worker whose memory has grown is replaced
+before its next question.
 
 What waits for a worker has no bound here: it is what the groups in flight and an evaluation have, which are bounded. A
 row may hold megabytes of tests: it is written out when a worker is free, not while it waits.
@@ -187,7 +187,9 @@ class ScorerPool:
             with self._lock:
                 self.scored += 1
                 self.given_up += not found
-                self._scores[key] = score
+                # A judge that was away for a moment is asked again; what used up its CPU time would do so again.
+                if "complaint" not in reply and (found or "out_of_time" in reply):
+                    self._scores[key] = score
                 if len(self._scores) > CACHE:
                     self._scores.popitem(last=False)
             return score

@@ -41,6 +41,12 @@ class Odd:
                 file.with_suffix(".new").rename(file)
             time.sleep(600)
             os._exit(3)
+        if completion.startswith("fails once, see "):
+            seen = pathlib.Path(completion.removeprefix("fails once, see "))
+            if not seen.exists():
+                seen.touch()
+                raise ConnectionError("no judge there")
+            return Score(0.75, False)
         if completion == "forks" and os.fork() == 0:
             return Score(-2.0, False)  # of the fork, which goes on as if it were the worker
         if completion == "answers twice":

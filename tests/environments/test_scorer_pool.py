@@ -307,6 +307,17 @@ def test_what_goes_wrong_in_a_score_costs_that_answer_only_and_is_said_once(comp
     assert said in logged and "counts as wrong" in logged and "\n" not in logged
 
 
+def test_a_failure_is_not_remembered(tmp_path):
+    pool = odd_pool()
+    try:
+        row, completion = Row("?", "1", extra={"bonus": 1.0}), Completion(f"fails once, see {tmp_path / 'seen'}")
+        assert "ConnectionError: no judge there" in pool.submit(row, completion).result(600).why
+        assert pool.submit(row, completion).result(600) == Score(0.75, False)
+        assert pool.submit(row, completion).result(600) == Score(0.75, False) and pool.scored == 2
+    finally:
+        pool.close()
+
+
 def test_a_fork_that_returns_has_no_say():
     """Else its answer would be taken for that of the next completion, and so on for ever."""
     pool = odd_pool()
