@@ -60,15 +60,20 @@ class Warm:
     after: dict
 
 
+def on_host(state: dict) -> dict:
+    """Copies: what is only looked at cannot be overwritten, and whoever has it keeps the next update from doing so."""
+    return jax.tree.map(np.array, state)
+
+
 @pytest.fixture(scope="module")
 def warm() -> Warm:
     learner = learner_of(DECODER, Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16), warmup_steps=2)
     learner.start(init_params(DECODER, jax.random.key(0), learner.mesh))
-    before = jax.device_get(learner.state)
+    before = on_host(learner.state)
     with counted() as work:
         learner.compile()
         learner.rehearse()
-        return Warm(learner, work.take(), before, jax.device_get(learner.state))
+        return Warm(learner, work.take(), before, on_host(learner.state))
 
 
 @pytest.fixture
