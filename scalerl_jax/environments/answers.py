@@ -408,7 +408,7 @@ def _as_set(text: str) -> Any:
         if isinstance(one, Relational | And):
             try:
                 one = one.as_set()
-            except (NotImplementedError, ValueError, TypeError, AttributeError):
+            except expressions.NO_VALUE:  # of several variables, or of a kind that sympy does not solve
                 return None
         if not isinstance(one, Set):
             return None

@@ -6,7 +6,8 @@ and it does not find 1/sqrt(n) in sqrt(1/n).
     denied(a, b)       what math-verify calls equal is not: a value differs, or no side of a relation is the other's
     identical(a, b)    equal wherever both are real, to 60 digits
 
-Values are taken at points that depend on names alone. What has no value there, such as a text, is neither.
+Values are taken at points that depend on names alone. What has no value there, such as a text, is neither, and so is
+what sympy gives up on: math-verify's word holds.
 """
 
 import zlib
@@ -40,11 +41,19 @@ DIGITS = 200  # that a difference is computed to at most
 EQUAL = 1e-60  # of the largest term: above it a difference is one
 ROUNDED = 1e-3  # the same where a decimal number is among them, as six decimals of a small number have few digits
 POINTS = (1, -1, 2, -2, 3)  # a salt of the values, and their sign
-_OPAQUE = (AppliedUndef, Derivative, Integral)  # f(2), dy/dx: as a variable each, and no two are the same
+# Raised by sympy amid what it cannot compute: there is no value then, and nothing is said.
+NO_VALUE = (ValueError, TypeError, AttributeError, NotImplementedError, ArithmeticError)
 
 
 def denied(gold: Any, given: Any) -> bool:
     """Of two that math-verify calls equal."""
+    try:
+        return _denied(gold, given)
+    except NO_VALUE:
+        return False
+
+
+def _denied(gold: Any, given: Any) -> bool:
     if gold == given or not isinstance(gold, Basic | MatrixBase) or not isinstance(given, Basic | MatrixBase):
         return False
     gold, given = set_of(gold), set_of(given)
@@ -74,10 +83,13 @@ def identical(gold: Any, given: Any) -> bool:
     if isinstance(gold, Relational | And) or isinstance(given, Relational | And):
         return False
     seen, variables = 0, bool(_variables(gold, given))
-    for equal in _at_points(gold, given, POINTS if variables else POINTS[:1], real=variables):
-        if not equal:
-            return False
-        seen += 1
+    try:
+        for equal in _at_points(gold, given, POINTS if variables else POINTS[:1], real=variables):
+            if not equal:
+                return False
+            seen += 1
+    except NO_VALUE:
+        return False
     return seen >= (2 if variables else 1)
 
 
@@ -127,13 +139,22 @@ def _differ(gold: Any, given: Any) -> bool:
 
 def _solutions(equation: Any) -> list[dict[Any, Any]]:
     """In one order; f(2) and dy/dx are unknowns as well."""
-    unknown = {atom: Symbol(str(atom)) for atom in equation.atoms(*_OPAQUE)}
+    unknown = {atom: Symbol(str(atom)) for atom in _opaque(equation)}
     plain = equation.xreplace(unknown)
     return list(ordered(solve(plain, *ordered(plain.free_symbols), dict=True)))
 
 
+def _opaque(expression: Any) -> set[Any]:
+    """f(2), dy/dx, the integral of f: as a variable each, and no two are the same."""
+    return {
+        atom
+        for atom in expression.atoms(AppliedUndef, Derivative, Integral)
+        if atom.has(AppliedUndef) or (isinstance(atom, Derivative) and not atom.expr.has(*atom.variables))
+    }
+
+
 def _variables(*expressions: Any) -> set[Any]:
-    found = {atom for one in expressions for atom in one.free_symbols | one.atoms(*_OPAQUE)}
+    found = {atom for one in expressions for atom in one.free_symbols | _opaque(one)}
     return set() if {str(atom) for atom in found} == {"i"} else found  # alone it is the imaginary unit
 
 
@@ -160,7 +181,7 @@ def _value(expression: Any, salt: int) -> Any:
         imaginary = {atom: I for atom in expression.free_symbols if str(atom) == "i" and not points}
         value = expression.xreplace(opaque).xreplace({**points, **imaginary}).doit()
         return value if value.is_number and value.is_finite is not False else None
-    except (ValueError, TypeError, AttributeError, NotImplementedError, ArithmeticError):
+    except NO_VALUE:
         return None
 
 
@@ -169,7 +190,8 @@ def _point(name: str, salt: int) -> Rational:
 
 
 def _small(difference: Any, terms: list[Any], limit: float = EQUAL) -> bool:
-    """Whether it is nothing beside the largest term."""
-    size = Abs(difference.evalf(15, maxn=DIGITS))
-    largest = max((Abs(term.evalf(15, maxn=DIGITS)) for term in terms), default=0)
-    return bool(size <= limit * largest)
+    """Whether it is nothing beside the largest term. Raises ValueError where one of them cannot be computed."""
+    sizes = [Abs(number.evalf(15, maxn=DIGITS)) for number in (difference, *terms)]
+    if not all(size.is_Number and size.is_finite for size in sizes):
+        raise ValueError(f"no value: {sizes}")
+    return bool(sizes[0] <= limit * max(sizes[1:]))

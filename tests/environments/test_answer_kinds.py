@@ -5,6 +5,7 @@ import pytest
 from scalerl_jax.environments.answers import right
 
 RIGHT = [
+    (r"\int_0^1 x dx", r"\frac{1}{2}"), (r"\frac{d}{dx} x^2", r"2x"),
     (r"1,2,2", r"2,1,2"), (r"\{1,2\}", r"1,2"), (r"\{1,2\}", r"\{2,1\}"), (r"(1,2)", r"(1,2)"),
     (r"192.168.0.1", r"192.168.0.1"), (r"CO2", r"CO_2"), (r"6:1", r"6 : 1"), (r"H2O", r"H_2O"),
     (r"3+4i", r"3+4\mathrm{i}"), (r"25\pi", r"25\pi\text{ cm}^2"), (r"\frac{14}{3}", r"4.666667"),
