@@ -382,11 +382,13 @@ def _items(text: str) -> list[str]:
 
 def _as_many(gold: str, said: str) -> bool:
     """Whether lists have each of their numbers as often; and a pair in parentheses is no set in braces."""
-    kinds = {bare(text)[:1] for text in (gold, said) if bare(text)[-1:] in (")", "}")}
-    if kinds == {"(", "\\"} and all("," in text for text in (gold, said)):
-        return "\\{" not in (bare(gold)[:2], bare(said)[:2])
-    lists = [[measure(item) for item in _items(text)] for text in (gold, said)]
-    if not all(lists) or any("\\{" in text for text in (gold, said)) or None in (*lists[0], *lists[1]):
+    texts = [bare(text) for text in (gold, said)]
+    in_braces = [text.startswith("\\{") and text.endswith("\\}") for text in texts]
+    in_parentheses = [text.startswith("(") and text.endswith(")") for text in texts]
+    if all("," in text for text in texts) and any(in_braces) and any(in_parentheses):
+        return False
+    lists = [[measure(item) for item in _items(text)] for text in texts]
+    if not all(lists) or any(in_braces) or None in (*lists[0], *lists[1]):
         return True
     values = [sorted(found.value for found in each if found is not None) for each in lists]
     repeated = any(len(set(each)) < len(each) for each in values)

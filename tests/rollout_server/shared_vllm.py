@@ -31,12 +31,10 @@ class Shared:
 
     async def _start(self, options: dict[str, Any]) -> "Lent":
         workers = options.pop("workers", 1)
-        if len(os.listdir("/proc/self/task")) == 1:
-            # Each of vLLM's processes would import for ten seconds what is here already. A fork is sound while this is
-            # the only thread, as it is in a file's first tests: others may hold locks.
-            envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
-        else:
-            envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "spawn"
+        # Each of vLLM's processes would import for ten seconds what is here already. A fork is sound while this is the
+        # only thread, as it is in a file's first tests: others may hold locks.
+        method = "fork" if len(os.listdir("/proc/self/task")) == 1 else "spawn"
+        envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: method
         vllm = Lent(EngineOptions(str(self._folder), **{"queue": 0, **options}), workers=workers)
         await vllm.prepare()
         return vllm
