@@ -97,6 +97,10 @@ class Environment:
     in_processes: bool = True
     # It looks at a completion's thinking or tokens. False: where two say the same after it they are scored once.
     reads_thinking: bool = False
+    # Whether `score` says the same of the same row and completion whenever it is asked; asked once it is prepared. Only
+    # then is a score in those processes remembered for the run. A model that judges, a function that draws at random
+    # and a program with a limit of time do not.
+    deterministic: Callable[[], bool] = bool
     # Called once in each such process, before the first row; ValueError there ends the start.
     prepare: Callable[[], None] | None = None
     # How long a score may take by clock beside the CPU time, where it waits for others: programs, a judge.

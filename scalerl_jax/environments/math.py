@@ -9,7 +9,10 @@ from scalerl_jax.environments.data.reader import Reader
 
 def make(config: Config) -> Environment:
     reader = Reader(config)
-    return Environment(reader.rows, score, prepare=prepare, weights=reader.weights, said=reader.said, filters=True)
+    return Environment(
+        reader.rows, score, prepare=prepare, deterministic=lambda: True, weights=reader.weights, said=reader.said,
+        filters=True,
+    )  # fmt: skip
 
 
 # What compares answers brings sympy, which the processes that score need and the trainer does not.

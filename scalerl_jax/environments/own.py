@@ -7,6 +7,7 @@
         def prepare(self): ...                         # optional: once in each process, before its first row
         weights = {}                                   # the rest is optional too, as in base.py
         waits_seconds = 0.0
+        deterministic = False                          # True: scores of equal completions are remembered
 
 A row that is a dict has a prompt, text or messages, and what else the scorer wants: "answer" and "task" have their
 places, other keys are in row.extra. Where there are weights, "source" of each training row is one of them. A function
@@ -80,7 +81,7 @@ def make(config: Config) -> Environment:
         return function.score(row, completion)
 
     options: dict[str, Any] = {}
-    kinds = {"weights": Mapping, "waits_seconds": (int, float)}
+    kinds = {"weights": Mapping, "waits_seconds": (int, float), "deterministic": bool}
     for option, kind in kinds.items():
         if hasattr(environment, option):
             options[option] = value = getattr(environment, option)
@@ -98,9 +99,11 @@ def make(config: Config) -> Environment:
             "processes, where its limits of time hold; leave it out"
         )
     options.setdefault("waits_seconds", config.environment.reward_seconds)
+    deterministic = options.pop("deterministic", False)
     return Environment(
-        rows, scored, prepare=prepare if hasattr(environment, "prepare") else None, reads_thinking=True, **options
-    )
+        rows, scored, prepare=prepare if hasattr(environment, "prepare") else None, reads_thinking=True,
+        deterministic=lambda: deterministic, **options,
+    )  # fmt: skip
 
 
 def _takes_one(made: Callable) -> bool:

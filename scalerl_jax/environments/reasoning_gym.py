@@ -57,7 +57,7 @@ def make(config: Config) -> Environment:
     def score(row: Row, completion: Completion) -> Score:
         return _score(row, completion, config)
 
-    return Environment(rows, score, prepare=prepare)
+    return Environment(rows, score, prepare=prepare, deterministic=lambda: True)
 
 
 def _score(row: Row, completion: str, config: Config) -> Score:

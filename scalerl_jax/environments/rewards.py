@@ -7,7 +7,8 @@
 
 A function gets by keyword what it names: prompt (what the user says last), messages, completion (what follows the
 thinking), thinking, tokens (sampled), answer, task, and the row's other columns; with **row all of them. A class is
-made once in each process and called. What it may give and what becomes of its failures: user_functions.py. It runs in
+made once in each process and called. `reward.deterministic = True` says that it gives the same for the same, so that it
+need not be asked twice. What it may give and what becomes of its failures: user_functions.py. It runs in
 the processes that score, whose limits are config.environment.reward_seconds by clock and verifier_seconds of CPU time;
 what it prints is not shown.
 
@@ -40,7 +41,7 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
     weights = _weights(config.environment)
     if not weights:
         return environment
-    names, functions = _names(weights), dict[str, ScoreFunction]()
+    names, functions, deterministic = _names(weights), dict[str, ScoreFunction](), list[bool]()
     waits = environment.waits_seconds + len(weights) * config.environment.reward_seconds
     asks = judge.Judge(config) if JUDGE in weights else None
     if asks is not None:
@@ -52,12 +53,16 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
         for given in weights:
             if given == OWN:
                 functions[given] = environment.score
+                deterministic.append(environment.deterministic())
             elif given == JUDGE:
                 assert asks is not None
                 asks.prepare()
                 functions[given] = asks.score
+                deterministic.append(False)
             else:
-                functions[given] = _UsersReward(given, names[given], _field(config.environment), config).score
+                own = _UsersReward(given, names[given], _field(config.environment), config)
+                functions[given] = own.score
+                deterministic.append(own.deterministic)
 
     def score(row: Row, completion: Completion) -> Score:
         assert functions, "prepare comes first"
@@ -65,8 +70,9 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
         return _sum(scores, weights, names, correct_at=config.environment.correct_at)
 
     return dataclasses.replace(
-        environment, score=score, prepare=prepare, in_processes=True, reads_thinking=True, waits_seconds=waits
-    )
+        environment, score=score, prepare=prepare, in_processes=True, reads_thinking=True, waits_seconds=waits,
+        deterministic=lambda: all(deterministic),
+    )  # fmt: skip
 
 
 def _field(environment: EnvironmentConfig) -> str:
@@ -151,6 +157,9 @@ class _UsersReward:
         self._needs = {p.name for p in parameters if p.name in self._takes and p.default is p.empty}
         if not self._takes_all and not self._takes & {"completion", "thinking", "tokens"}:
             raise ValueError(f"{self._said}: takes none of completion, thinking, tokens, so it cannot tell them apart")
+        self.deterministic: bool = getattr(function, "deterministic", False)
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"{self._said}: deterministic is {self.deterministic!r}, not True or False")
         self._function = UserFunction(
             function, said=self._said, name=name, seconds=config.environment.reward_seconds,
             correct_at=config.environment.correct_at,

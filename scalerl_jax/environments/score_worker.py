@@ -2,7 +2,7 @@
 
     read                                           written
     {"config": "{...}", "parent"}, the first       {"ready": true}
-    {"id", "prepare": [part, ...]}                 {"id", "ready": true}: these are made
+    {"id", "prepare": [part, ...]}                 {"id", "deterministic": [part, ...]}: all are made, and these are
     {"id", "part", "row", "completion",            {"id", "score": {...}, "complaint": [kind, line], "last": true}
      "thinking", "tokens"}                         {"id", "out_of_time": true, "last": true}
                                                    {"id", "error": line}: nothing can be scored
@@ -113,10 +113,8 @@ def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> 
     """Raises nothing for any text."""
     part = question.get("part", "")
     try:
-        for part in question.get("prepare", ()):
-            environments[part]
         if "prepare" in question:
-            return {"ready": True}
+            return {"deterministic": [part for part in question["prepare"] if environments[part].deterministic()]}
         environment = environments[part]
         said = Completion(question["completion"], thinking=question["thinking"], tokens=question["tokens"])
         with limit.of(environments.seconds(part)):

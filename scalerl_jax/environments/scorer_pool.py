@@ -12,10 +12,10 @@ The limit of a score is CPU time of its worker, so that it does not depend on wh
                               wait for others comes on top
 
 The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. So is it
-where a reply does not have the question's id, since a second writer would shift all scores by one. Every score that is
-no failure is remembered, and a completion that is being scored is not scored a second time beside that: what is
-remembered goes by digests of the row, made once, and of the completion. A worker whose memory has grown is replaced
-before its next question.
+where a reply does not have the question's id, since a second writer would shift all scores by one. Of an environment
+that is deterministic every score that is no failure is remembered, and a completion that is being scored is not scored
+a second time beside that: what is remembered goes by digests of the row, made once, and of the completion. A worker
+whose memory has grown is replaced before its next question.
 
 What waits for a worker has no bound here: it is what the groups in flight and an evaluation have, which are bounded. A
 row may hold megabytes of tests: it is written out when a worker is free, not while it waits.
@@ -96,6 +96,7 @@ class ScorerPool:
         self._scores: collections.OrderedDict[Key, Score] = collections.OrderedDict()
         self._asked: dict[Key, Future[Score]] = {}  # not scored yet
         self._rows = RowDigests()
+        self._deterministic: set[str] = set()  # parts
         self._complaints = complaints or Complaints()
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -116,13 +117,17 @@ class ScorerPool:
             for _ in range(len(self._workers) if everywhere else 1)
         ]
         for done in asked:
-            if done.result() is None:
+            reply = done.result()
+            if reply is None:
                 raise ScorerError("the verifier's worker ended, or was stuck, when it made the environments")
+            self._deterministic.update(reply["deterministic"])
 
     def submit(self, row: Row, completion: Completion) -> "Future[Score]":
         """What `completion` is worth. The result raises ScorerError where it cannot be scored."""
         assert not self._closing.is_set() and row.environment in self._environments
         said = self._said(row, completion)
+        if row.environment not in self._deterministic:
+            return self._on_thread(self._answer, None, row, said)
         try:
             key = hashlib.blake2b(self._rows[row] + json.dumps(said).encode(), digest_size=20).digest()
         except ScorerError as error:
@@ -165,8 +170,8 @@ class ScorerPool:
         for worker in self._workers:
             worker.end()
 
-    def _answer(self, key: Key, row: Row, said: Mapping[str, Any]) -> Score:
-        """On a thread, of which there is one for each worker: one is free now."""
+    def _answer(self, key: Key | None, row: Row, said: Mapping[str, Any]) -> Score:
+        """On a thread, of which there is one for each worker: one is free now. key: None: it is not remembered."""
         part = row.environment
         try:
             line = f'{json.dumps(said)[:-1]}, "row": {row_json(row)}}}'
@@ -188,14 +193,15 @@ class ScorerPool:
                 self.scored += 1
                 self.given_up += not found
                 # A judge that was away for a moment is asked again; what used up its CPU time would do so again.
-                if "complaint" not in reply and (found or "out_of_time" in reply):
+                if key is not None and "complaint" not in reply and (found or "out_of_time" in reply):
                     self._scores[key] = score
                 if len(self._scores) > CACHE:
                     self._scores.popitem(last=False)
             return score
         finally:
             with self._lock:
-                self._asked.pop(key, None)
+                if key is not None:
+                    self._asked.pop(key, None)
 
     def _ask(self, line: str, seconds: float, part: str | None = None) -> dict[str, Any] | None:
         """The reply to `line` of the next worker that is free (_Worker.ask); None: no worker has one.

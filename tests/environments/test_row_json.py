@@ -18,6 +18,7 @@ from tests.environments import odd
 def pool():
     config = odd.config(verifier_seconds=60.0)
     with contextlib.closing(ScorerPool(config, {"": make_environment(config)})) as made:
+        made.prepare()
         yield made
 
 

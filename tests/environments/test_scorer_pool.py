@@ -1,6 +1,7 @@
 """The verifier against answers whose worth is known, and against what may happen to its workers."""
 
 import concurrent.futures
+import contextlib
 import errno
 import itertools
 import os
@@ -46,6 +47,7 @@ class Verifier(ScorerPool):
         return score.correct
 
     def __enter__(self):
+        self.prepare()
         return self
 
     def __exit__(self, *_):
@@ -164,7 +166,7 @@ def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path,
 
 
 def test_a_worker_that_cannot_be_started_is_said_in_one_line(monkeypatch):
-    with Verifier(processes=1, seconds=60.0) as verifier:
+    with contextlib.closing(Verifier(processes=1, seconds=60.0)) as verifier:
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", "/nowhere/python")
             with pytest.raises(ScorerError, match="the verifier's worker cannot be started") as caught:
@@ -310,12 +312,52 @@ def test_what_goes_wrong_in_a_score_costs_that_answer_only_and_is_said_once(comp
 def test_a_failure_is_not_remembered(tmp_path):
     pool = odd_pool()
     try:
+        pool.prepare()
         row, completion = Row("?", "1", extra={"bonus": 1.0}), Completion(f"fails once, see {tmp_path / 'seen'}")
         assert "ConnectionError: no judge there" in pool.submit(row, completion).result(600).why
         assert pool.submit(row, completion).result(600) == Score(0.75, False)
         assert pool.submit(row, completion).result(600) == Score(0.75, False) and pool.scored == 2
     finally:
         pool.close()
+
+
+def test_what_does_not_say_that_it_is_deterministic_is_asked_each_time(tmp_path):
+    (tmp_path / "dice.py").write_text(DICE)
+    for name, times in (("rolls", 3), ("counts", 1), ("JudgeOfBoth", 3)):
+        pool = rewarded_pool(f"{tmp_path}/dice.py:{name}")
+        try:
+            pool.prepare()
+            found = {pool.submit(Row("?", "1"), Completion("1")).result(600).reward for _ in range(3)}
+            assert (len(found), pool.scored) == (times, times), name
+        finally:
+            pool.close()
+
+
+DICE = """
+calls = []
+
+def rolls(completion):
+    calls.append(completion)
+    return len(calls)
+
+def counts(completion):
+    return rolls(completion)
+
+counts.deterministic = True
+
+class JudgeOfBoth:
+    deterministic = False
+
+    def __call__(self, completion):
+        return rolls(completion)
+"""
+
+
+def rewarded_pool(reward):
+    config = Config()
+    config.environment.reward = reward
+    config.environment.verifier_processes = 1
+    return ScorerPool(config, {"": make_environment(config)})
 
 
 def test_a_fork_that_returns_has_no_say():
