@@ -43,6 +43,11 @@ def asked(row: Row) -> str:
     return next((m["content"] for m in reversed(row.messages) if m.get("role") == "user"), row.text)
 
 
+def said_by(messages: Iterable[Mapping[str, str]]) -> str:
+    """What messages say, as one text."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
 class Completion(str):
     """What a completion says after its thinking, with what else of it a score may look at."""
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.system.json_values import read_object
 
 Messages = Sequence[Mapping[str, Any]]  # {"role", "content", ...}
@@ -26,6 +27,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 # What the rendering itself is told by these names.
 _TAKEN = {"conversations", "messages", "chat_template", "add_generation_prompt", "continue_final_message"}
 _TAKEN |= {"return_assistant_tokens_mask", "strftime_now", "raise_exception"}
+_ANSWER = "answered"  # what no template writes of itself behind an answer
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -58,6 +60,29 @@ class ChatTemplate:
     def render_turns(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole chat, and which parts of it the template marks as the assistant's (`marks_turns`)."""
         return self._render(messages, generation_prompt=False, turns=True)
+
+    def behind_answer(self, asked: Messages = ({"role": "user", "content": "?"},)) -> str:
+        """What the template writes behind what the assistant says last. Raises ValueError as `render`."""
+        whole = self.render([*asked, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        return whole.rpartition(_ANSWER)[2]
+
+    def unknown_end(self, tokenizer: Tokenizer) -> str:
+        """A line where the template ends the assistant's turns with a token that is no stop token of the folder's, as
+        of many base models: completions would go on behind it. "": it does not."""
+        try:
+            behind = tokenizer.encode(self.behind_answer())
+        except ValueError:  # one that renders prompts alone ends no turns
+            return ""
+        end = next((token for token in behind if tokenizer.is_added(token)), None)
+        if end is None or set(behind) & set(tokenizer.stop_ids):
+            return ""
+        stops = ", ".join(f"{tokenizer.decode([stop])!r} ({stop})" for stop in tokenizer.stop_ids)
+        return (
+            f"the chat template in {self.file} ends the assistant's turns with {tokenizer.decode([end])!r} ({end}), at "
+            f"which no completion stops: the stop tokens are {stops}; "
+            f'"eos_token_id": {[*tokenizer.stop_ids, end]} in '
+            f"{os.path.join(tokenizer.path, 'generation_config.json')} would stop there, too"
+        )
 
     def _render(self, messages: Messages, *, generation_prompt: bool, turns: bool) -> tuple[str, list[tuple[int, int]]]:
         try:
@@ -111,6 +136,8 @@ def read_chat_template(folder: str, arguments: Mapping[str, Any] | None = None) 
         return None
     if not isinstance(found, str):
         raise ValueError(f"{file}: chat_template is neither a text nor a list of named ones")
+    if not found.strip():
+        raise ValueError(f"{file}: the chat template is empty; config.environment.chat_template=never does without it")
     return ChatTemplate(file=file, template=found, tokens=_special_tokens(folder, config), arguments=arguments)
 
 

@@ -69,15 +69,18 @@ def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
     Raises ValueError naming the config field, or the file and row, at fault.
     """
     configs, environments = parts.configs(config), make_environments(config)
-    problems = _read(configs, environments, train=True)
+    problems, known = _read(configs, environments, tokenizer, train=True)
     # Each environment's own, in their order; in it, those of a source that has a weight stand together.
     train: list[Row] = []
     held: list[Row] = []
     strata: list[Stratum] = []
     said: list[str] = []
+    for name in environments:
+        with _named(name):
+            held += _numbered(problems[name].held_out(known), name, first=len(held))
     for name, environment in environments.items():
         with _named(name):
-            asked, kept = problems[name].settle(tokenizer)
+            kept = problems[name].train(known)
             for source, share in _shares(environment.weights).items():
                 rows = [row for row in kept if row.source == source] if environment.weights else kept
                 if not rows:
@@ -92,7 +95,6 @@ def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
                     )
                 )
                 train += _numbered(rows, name, first=len(train))
-            held += _numbered(asked, name, first=len(held))
         said += _told(name, environment, problems[name])
     return Rows(train, held, strata, said)
 
@@ -105,29 +107,36 @@ def load_held_out(config: Config, tokenizer: Tokenizer, *, apart: bool = False) 
     environments = make_environments(config)
     held: list[Row] = []
     said: list[str] = []
-    for name, problems in _read(parts.configs(config), environments, train=False, apart=apart).items():
+    problems, known = _read(parts.configs(config), environments, tokenizer, train=False, apart=apart)
+    for name in environments:
         with _named(name):
-            asked, _ = problems.settle(tokenizer, train=False)
+            asked = problems[name].held_out(Known() if apart else known)
             held += _numbered(asked, name, first=len(held))
-        said += _told(name, environments[name], problems)
+        said += _told(name, environments[name], problems[name])
     if not held:
         raise ValueError("config.evaluation.prompts: there is no held-out prompt, and so nothing to evaluate on")
     return held, said
 
 
 def _read(
-    configs: Mapping[str, Config], environments: Mapping[str, Environment], *, train: bool, apart: bool = False
-) -> dict[str, Problems]:
+    configs: Mapping[str, Config],
+    environments: Mapping[str, Environment],
+    tokenizer: Tokenizer,
+    *,
+    train: bool,
+    apart: bool = False,
+) -> tuple[dict[str, Problems], Known]:
     """The rows of each environment, what is held out first: a training prompt that is there too is known by it."""
-    problems, known = {name: Problems(config) for name, config in configs.items()}, Known()
+    problems, known = dict[str, Problems](), Known()
     for name, environment in environments.items():
         with _named(name):
+            problems[name] = Problems(configs[name], tokenizer)
             problems[name].read_held_out(environment, Known() if apart else known)
     if train or any(one.takes_out for one in problems.values()):
         for name, environment in environments.items():
             with _named(name):
                 problems[name].read_train(environment, known)
-    return problems
+    return problems, known
 
 
 def place_of(text: str) -> tuple[str, str]:

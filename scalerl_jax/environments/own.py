@@ -23,7 +23,7 @@ from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.base import Completion, Environment, Row, Score
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, said_by
 from scalerl_jax.environments.user_functions import UserFunction
 
 _FIELD = "config.environment.name"
@@ -165,4 +165,4 @@ def _prompt(prompt: Any, where: str) -> tuple[str, tuple[Mapping[str, str], ...]
         for m in messages
     ):
         raise ValueError(f"{where}: 'prompt' is neither a text nor messages, [{{'role': 'user', 'content': '...'}}]")
-    return "\n\n".join(message["content"] for message in messages), messages
+    return said_by(messages), messages

@@ -114,6 +114,8 @@ class Prompts:
                 f"{counts['rendered']:,} prompts are rendered by the chat template in {self._template.file}"
                 f"{f' with {given}' if given else ''}"
             )
+            if unknown := self._template.unknown_end(self._tokenizer):
+                lines.append(unknown)
             if self._template.dated:
                 lines.append(
                     "the chat template writes today's date into them: tomorrow they are others, unless "

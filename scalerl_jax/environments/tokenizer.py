@@ -88,6 +88,10 @@ class Tokenizer:
         parts[-1] += whole[len(said) :]
         return parts
 
+    def is_added(self, token: int) -> bool:
+        """Whether it is one of its own, beside those of the model's vocabulary: a control token or a marker."""
+        return token in self._tokenizer.get_added_tokens_decoder()
+
     def decode_completion(self, ids: Sequence[int]) -> str:
         """The text of a completion without the stop token it ends with."""
         ids = [int(i) for i in ids]

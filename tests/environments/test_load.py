@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from scalerl_jax.config import PHRASE, Config, EnvironmentConfig
 from scalerl_jax.environments import arithmetic, made_problems
 from scalerl_jax.environments.base import Row, Stratum, asked
 from scalerl_jax.environments.load import digest, load_rows, make_environment, place_of
-from scalerl_jax.environments.tokenizer import make_tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from tests.environments import odd
 
 
@@ -171,6 +172,43 @@ def test_a_training_prompt_that_is_held_out_is_left_out(tokenizer, tmp_path):
         f"training rows left out since their prompt is held out: 2, as {config.environment.train} row 3 that of "
         f"{config.environment.validation} row 1"
     )
+
+
+@pytest.mark.parametrize("validation", [True, False])
+@pytest.mark.parametrize(
+    ("system_prompt", "template"),
+    [
+        ("Be brief.", "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"),
+        ("", "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"),
+    ],
+)
+def test_prompts_are_the_same_by_what_is_asked(tokenizer, tmp_path, system_prompt, template, validation):
+    """The system message differs, and is replaced by the config's, or not shown by the template."""
+    shutil.copytree(tokenizer.path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+
+    def row(said, asked):
+        messages = [{"role": "system", "content": said}, {"role": "user", "content": f"{asked}?"}]
+        return {"prompt": messages if said else f"{asked}?", "answer": "1"}
+
+    held_out = [row("You are kind.", n) for n in range(8)]
+    config = file_config(
+        tmp_path, [row(f"Be {n}.", n % 16) for n in range(32)] + ([] if validation else held_out), held_out * validation
+    )
+    config.environment.system_prompt, config.environment.chat_template = system_prompt, "always"
+    config.environment.decontaminate = jsonl(tmp_path / "tests.jsonl", [row("Test!", 15), row("", 14)])
+    config.evaluation.prompts = 4
+    if not validation:
+        config.environment.validation = ""
+    rows = load_rows(config, Tokenizer(str(tmp_path)))
+    asked = [row.messages[-1]["content"] for row in rows.held_out]
+    trained = [row.messages[-1]["content"] for row in rows.train]
+    assert len(set(asked)) == len(asked) == 4 and len(set(trained)) == len(trained)
+    assert not set(asked) & set(trained)
+    if system_prompt and validation:  # those that are not asked this time are no training prompts either
+        assert set(trained) <= {f"{n}?" for n in range(8, 16)}
+    if system_prompt:
+        assert not {"14?", "15?"} & set(trained)
 
 
 def test_without_rows_for_validation_the_lowest_are_taken_out_of_the_training_rows(tokenizer, tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scalerl_jax.config import ColumnsConfig
-from scalerl_jax.environments.base import Row
+from scalerl_jax.environments.base import Row, said_by
 from scalerl_jax.environments.data.malformed import Malformed
 
 MISSING = object()
@@ -119,8 +119,3 @@ def read_messages(value: list[Any], name: str) -> tuple[Mapping[str, str], ...]:
     if messages[-1]["role"] == "assistant":
         raise Malformed(f"the last message of {name!r} is the assistant's: there is nothing left to answer")
     return tuple(messages)
-
-
-def said_by(messages: Iterable[Mapping[str, str]]) -> str:
-    """What messages say: by this text a prompt is known."""
-    return "\n\n".join(message["content"] for message in messages)

@@ -83,8 +83,8 @@ def grams(prompt: Gram) -> Iterator[Gram]:
 def read(config: Config) -> Evaluations:
     """The sets of config.environment.decontaminate. Raises ValueError naming the field, or the file and row."""
     field = "config.environment.decontaminate"
-    names, malformed = (
-        config.environment.columns,
+    environment, malformed = (
+        config.environment,
         MalformedRows(field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows),
     )
     sets: dict[str, list[str]] = {}
@@ -95,10 +95,10 @@ def read(config: Config) -> Evaluations:
         for name, columns in source.read(held_out=True, malformed=malformed):
             try:
                 if source.layout:
-                    layout = dataclasses.replace(layouts.LAYOUTS[source.layout], answers=())
-                    texts.append(layouts.make_row(columns, layout).text)
+                    row = layouts.make_row(columns, dataclasses.replace(layouts.LAYOUTS[source.layout], answers=()))
                 else:
-                    texts.append(columns_lib.make_row(columns, names, needs=()).text)
+                    row = columns_lib.make_row(columns, environment.columns, needs=())
+                texts.append(held_out.question(row, environment))
             except ValueError as error:
                 malformed.skip(name, str(error))
         if not texts:

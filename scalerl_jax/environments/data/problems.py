@@ -16,10 +16,13 @@ _LONGEST = 80  # characters of an answer in messages
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """The prompts that a run has so far, each under its key: the first row with it."""
+    """The prompts that a run has so far: the first row with each, under the key of its question and of what is asked
+    when it is rendered. A template may drop what two questions differ in."""
 
     held_out: dict[bytes, Row] = dataclasses.field(default_factory=dict)
     train: dict[bytes, Row] = dataclasses.field(default_factory=dict)
+    held_out_asked: dict[bytes, Row] = dataclasses.field(default_factory=dict)
+    train_asked: dict[bytes, Row] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -39,32 +42,30 @@ class Counted:
 class Problems:
     """Of one environment; `config` has it as config.environment. Its methods are called in their order here."""
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        self._config, self._prompts = config, Prompts(config, tokenizer)
         self._filter = Filter(config.environment.filter, "config.environment.filter")
         self._held_out: dict[bytes, Row] = {}
         self._train: dict[bytes, Row] = {}
         self._filtered, self._repeated, self._differing = Counted(), Counted(), Counted()
         self._shared, self._long = Counted(), Counted()
         self._contaminated: list[str] = []
-        self._rendered: list[str] = []
+        self._asked: list[Row] = []
+        self._taken_out = False
         self._counts = ""
 
     def read_held_out(self, environment: Environment, known: Known) -> None:
         """The rows for validation, if there are any. Raises ValueError naming the field, or the file and row."""
         for row in self._rows(environment, "validation"):
-            key = held_out.key(row.text)
+            key = self._key(row)
             if not self._repeats(row, known.held_out.get(key)):
                 self._held_out[key] = known.held_out[key] = row
 
     def read_train(self, environment: Environment, known: Known) -> None:
         """The training rows, without those whose prompts are held out. Raises ValueError likewise."""
         for row in self._rows(environment, "train"):
-            key = held_out.key(row.text)
-            asked = known.held_out.get(key)
-            if asked is not None:
-                self._shared.add(f"{row.name} that of {asked.name}")
-            elif not self._repeats(row, known.train.get(key)):
+            key = self._key(row)
+            if not self._is_held_out(row, known.held_out.get(key)) and not self._repeats(row, known.train.get(key)):
                 self._train[key] = known.train[key] = row
 
     @property
@@ -72,43 +73,54 @@ class Problems:
         """Whether held-out rows are taken out of the training rows: it has none for validation."""
         return not self._held_out
 
-    def settle(self, tokenizer: Tokenizer, *, train: bool = True) -> tuple[list[Row], list[Row]]:
-        """(held-out rows, the lowest by key first; training rows in their order), as token ids.
+    def held_out(self, known: Known) -> list[Row]:
+        """The held-out rows, the lowest by key first, as token ids.
 
-        train: False: no training row is asked for. Raises ValueError where a prompt is too long, or none is left.
+        Raises ValueError where a prompt is too long, or none is left.
         """
         if self._config.environment.validation and not self._held_out:
             raise ValueError("config.environment.validation: no prompt is left")
-        prompts = Prompts(self._config, tokenizer)
-        asked: list[Row] = []
-        taken_out = self.takes_out
-        candidates = self._train if taken_out else self._held_out
+        self._taken_out = self.takes_out
+        candidates = self._train if self._taken_out else self._held_out
         for key in sorted(candidates):
-            if len(asked) == self._config.evaluation.prompts:
+            if len(self._asked) == self._config.evaluation.prompts:
                 break
             # One that is too long is not trained on either, and the next one is held out in its place.
-            asked += self._render([candidates[key]], prompts)
-            if taken_out:
+            for row in self._render([candidates[key]]):
+                asked = held_out.key(row.text)
+                if not self._repeats(row, known.held_out_asked.get(asked)):
+                    known.held_out_asked[asked] = row
+                    self._asked.append(row)
+            if self._taken_out:
                 del candidates[key]
-        self._rendered, self._counts = prompts.said, f"{len(asked):,} prompts held out"
-        if not train:
-            return asked, []
-        if taken_out and asked and not self._train:
+        self._counts = f"{len(self._asked):,} prompts held out"
+        return self._asked
+
+    def train(self, known: Known) -> list[Row]:
+        """The training rows in their order, as token ids; after held_out of all environments. Raises ValueError."""
+        if self._taken_out and self._asked and not self._train:
             raise ValueError(
-                f"config.evaluation.prompts={self._config.evaluation.prompts}: there are {len(asked)} prompts in all, "
-                "and none is left to train on; config.environment.validation names prompts of its own"
+                f"config.evaluation.prompts={self._config.evaluation.prompts}: there are {len(self._asked)} prompts in "
+                "all, and none is left to train on; config.environment.validation names prompts of its own"
             )
         clean: Iterable[Row] = self._train.values()
         if self._config.environment.decontaminate:
             evaluations = decontamination.read(self._config)
-            clean = [row for row in clean if not evaluations.has(row.text, row.name)]
+            environment = self._config.environment
+            clean = [row for row in clean if not evaluations.has(held_out.question(row, environment), row.name)]
             self._contaminated = evaluations.said()
-        kept = list(self._render(clean, prompts))
-        self._rendered = prompts.said
-        self._counts = f"{len(kept):,} training prompts, {len(asked):,} held out"
-        if taken_out:
+        kept = []
+        for row in self._render(clean):
+            asked = held_out.key(row.text)
+            if self._is_held_out(row, known.held_out_asked.get(asked)):
+                continue
+            if not self._repeats(row, known.train_asked.get(asked)):
+                known.train_asked[asked] = row
+                kept.append(row)
+        self._counts = f"{len(kept):,} training prompts, {len(self._asked):,} held out"
+        if self._taken_out:
             self._counts += " of the same rows"
-        return asked, kept
+        return kept
 
     def said(self) -> list[str]:
         """Lines on what was left out, and on what there is."""
@@ -120,7 +132,7 @@ class Problems:
             *self._shared.line("training rows left out since their prompt is held out"),
             *self._contaminated,
             *self._long.line(f"prompts left out since they are longer than config.rollout.max_prompt_tokens={limit}"),
-            *self._rendered,
+            *self._prompts.said,
             self._counts,
         ]
 
@@ -134,6 +146,14 @@ class Problems:
             else:
                 self._filtered.add(row.name)
 
+    def _key(self, row: Row) -> bytes:
+        return held_out.key(held_out.question(row, self._config.environment))
+
+    def _is_held_out(self, row: Row, asked: Row | None) -> bool:
+        if asked is not None:
+            self._shared.add(f"{row.name} that of {asked.name}")
+        return asked is not None
+
     def _repeats(self, row: Row, first: Row | None) -> bool:
         if first is None:
             return False
@@ -142,10 +162,10 @@ class Problems:
             self._differing.add(f"{row.name} ({_short(row.answer)}) and {first.name} ({_short(first.answer)})")
         return True
 
-    def _render(self, rows: Iterable[Row], prompts: Prompts) -> Iterator[Row]:
+    def _render(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Those that are not too long, as they are asked."""
         limit = self._config.rollout.max_prompt_tokens
-        for row in prompts.render_all(rows):
+        for row in self._prompts.render_all(rows):
             if len(row.token_ids) <= limit:
                 yield row
                 continue

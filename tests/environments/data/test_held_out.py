@@ -26,11 +26,11 @@ def chosen(tmp_path_factory):
         config = Config()
         config.evaluation.prompts = count
         rows = [Row(text) for text in some]
-        problems, known = Problems(config), Known()
+        problems, known = Problems(config, tokenizer), Known()
         environment = Environment(lambda split: rows if split == "train" else (), lambda row, completion: RIGHT)
         problems.read_held_out(environment, known)
         problems.read_train(environment, known)
-        return [row.text for row in problems.settle(tokenizer, train=False)[0]]
+        return [row.text for row in problems.held_out(known)]
 
     return of
 
