@@ -68,7 +68,10 @@ class BuiltInTraces:
         ]
         weights = np.asarray([environment.weight for environment in self._environments])
         self._weights = weights / weights.sum()
-        self.said: list[str] = []  # lines on what was left out: nothing
+        # Lines on what was left out: nothing; and on how they end.
+        rendered = [one for one, part in zip(self._prompts, found) if part.environment.chat_template == "always"]
+        unknown = [prompts.template().unknown_end(tokenizer) for prompts in rendered]
+        self.said = list(dict.fromkeys(filter(None, unknown)))
         self.longest = config.sft.seq_len + 1  # tokens; no more than that
         if [environment.name for environment in self._environments] == ["arithmetic"]:
             self.longest = self._longest_chain(self._environments[0])
@@ -103,7 +106,9 @@ class BuiltInTraces:
 
     def _tokenize(self, asked: Row, pieces: Sequence[Piece], end_of_turn: str) -> Example:
         encode, end = self._tokenizer.encode, self._config.rollout.end_of_thinking
-        texts = [continued(asked.text, pieces[0].text, end), *(piece.text for piece in pieces[1:])]
+        texts = [piece.text for piece in pieces]
+        whole = "".join(texts)
+        texts[0] = texts[0][len(whole) - len(continued(asked.text, whole, end)) :]  # the marker is in the first
         texts[-1] += end_of_turn
         trained = [piece.trained for piece in pieces]
         return join(asked.token_ids.tolist(), [encode(text) for text in texts], trained, self._tokenizer)

@@ -3,7 +3,9 @@
     {"prompt", "completion"}   the prompt as a row's (environments/prompts.py), the completion behind it; where the chat
                                template renders the prompt they are a chat's question and answer
     {"messages"}               a chat through the model's template; all turns of the assistant are trained on that the
-                               whole chat has as the policy would write them
+                               whole chat has as the policy would write them, but for those with "weight": 0, as
+                               OpenAI's files have it ("train" or "training": false in others); what comes after the
+                               last turn that is trained on is left out
 
 A turn begins where the messages before it end, rendered with the generation prompt, and ends where the messages up to
 it do; a template that marks turns ({% generation %}) says so itself. Both renderings begin the whole chat's, or the
@@ -27,8 +29,8 @@ from scalerl_jax.environments.thinking import opening, split_thinking, thinking_
 from scalerl_jax.environments.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-_ANSWER = "answered"  # what no template writes of itself behind an answer
 _ABSENT = (0, 0)  # the place of a turn that is not found
+_WEIGHTS = ("weight", "train", "training")  # of a message, 0 or false: it is context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +44,13 @@ class Trace:
 def continued(prompt: str, completion: str, end: str) -> str:
     """The completion without the marker that its prompt has opened thinking with already.
 
-    Raises ValueError where the prompt has closed thinking, and the completion thinks.
+    Raises ValueError where the prompt has closed thinking, and the completion thinks; or it has opened thinking, and
+    the completion never ends it, which would teach never to answer.
     """
     at_end = thinking_at_end(prompt, end)
     if at_end == "closed" and end in completion:
         raise ValueError(f"the prompt ends in {end}, and the completion thinks all the same")
+    _check_ended(prompt, completion, end)
     bare = completion.lstrip()
     if at_end == "opened" and bare.startswith(opening(end)):
         bare = bare.removeprefix(opening(end))
@@ -55,11 +59,18 @@ def continued(prompt: str, completion: str, end: str) -> str:
     return completion
 
 
+def _check_ended(prompt: str, completion: str, end: str) -> None:
+    if thinking_at_end(prompt, end) == "opened" and end not in completion:
+        raise ValueError(
+            f"the prompt has opened thinking ({opening(end)}), and the completion has no {end}: it would teach never "
+            "to answer"
+        )
+
+
 def end_of_turn(prompts: Prompts, tokenizer: Tokenizer) -> str:
     """The stop token that the chat template writes behind what the assistant says, as text; "": it writes none."""
     asked = prompts.complete([{"role": "user", "content": "?"}])
-    whole = prompts.template().render([*asked, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
-    behind = tokenizer.encode(whole.rpartition(_ANSWER)[2])
+    behind = tokenizer.encode(prompts.template().behind_answer(asked))
     return next((tokenizer.decode([token]) for token in behind if token in tokenizer.stop_ids), "")
 
 
@@ -98,10 +109,15 @@ class Conversations:
         return Trace(row.token_ids.tolist(), [Piece(continued(row.text, completion, self._end))])
 
     def turns(self, messages: Messages) -> Trace:
-        """Of a chat; what comes after the assistant's last turn is left out. Raises ValueError, one line."""
-        said = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
+        """Of a chat; what comes after the last turn that is trained on is left out. Raises ValueError, one line."""
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
+        said = [at for at in answers if _trained(messages[at])]
         if not said:
-            raise ValueError("none of the messages is an answer of the assistant")
+            raise ValueError(
+                "each answer of the assistant has weight 0"
+                if answers
+                else "none of the messages is an answer of the assistant"
+            )
         if not _text(messages[said[-1]], self._end).strip():
             raise ValueError("the assistant's last message is empty")
         # The prompt of the last turn has the system prompt and the suffix where a prompt of RL has them.
@@ -110,6 +126,7 @@ class Conversations:
         template, begin = self._prompts.template(), self._prompts.ask(before)
         if template.marks_turns:
             whole, spans = template.render_turns(chat)
+            spans = self._weighted(spans, chat)
         else:
             whole = template.render(chat, generation_prompt=False)
             spans = self._spans(chat, whole, begin)
@@ -123,7 +140,9 @@ class Conversations:
             completion += self._turn_end()
         pieces: list[Piece] = []
         done = 0
+        _check_ended(begin, completion, self._end)
         for start, stop in earlier:
+            _check_ended(text[:start], text[start:stop], self._end)
             pieces += [Piece(text[done:start], trained=False), Piece(text[start:stop])]
             done = stop
         return Trace([], [*pieces, Piece(text[done:end], trained=False), Piece(completion)])
@@ -150,6 +169,8 @@ class Conversations:
             if message["role"] != "assistant" or at == 0:
                 continue
             last = at == len(chat) - 1
+            if not _trained(message):
+                continue
             begin = last_begin if last else template.render(chat[:at])
             until = whole if last else template.render(chat[: at + 1], generation_prompt=False)
             self._counts["turns"] += 1
@@ -160,6 +181,19 @@ class Conversations:
             else:
                 self._counts["context"] += 1
         return spans
+
+    @staticmethod
+    def _weighted(spans: Sequence[tuple[int, int]], chat: Messages) -> list[tuple[int, int]]:
+        """Those that are trained on of the turns that the template marks. Raises ValueError, one line."""
+        turns = [_trained(message) for message in chat if message["role"] == "assistant"]
+        if all(turns):
+            return list(spans)
+        if len(turns) != len(spans):
+            raise ValueError(
+                f"the chat template marks {len(spans)} parts as the assistant's, which has {len(turns)} turns: which "
+                "of them have weight 0 is not clear"
+            )
+        return [span for span, trained in zip(spans, turns) if trained]
 
     def _as_given(self, message: Mapping[str, Any], written: str) -> bool:
         """Whether a turn's part of the chat's text has the thinking that the message has, and its answer."""
@@ -176,6 +210,11 @@ def _text(message: Mapping[str, Any], end: str) -> str:
     if not isinstance(thought, str) or not thought:
         return str(message["content"])
     return f"{opening(end)}\n{thought.strip()}\n{end}\n\n{message['content']}"
+
+
+def _trained(message: Mapping[str, Any]) -> bool:
+    """Whether a message is trained on, as far as it says so itself."""
+    return not any(name in message and message[name] == 0 for name in _WEIGHTS)
 
 
 def read_messages(value: Any) -> Messages:
@@ -203,6 +242,9 @@ def read_messages(value: Any) -> Messages:
             raise ValueError(
                 f"message {number} has no text as its role and its content ({', '.join(given) or 'no keys'})"
             )
+        for name in _WEIGHTS:
+            if message.get(name, 1) not in (0, 1):
+                raise ValueError(f"message {number} has {name}={message[name]!r}: only 0 and 1 (false and true) are")
         try:
             "".join(part for part in message.values() if isinstance(part, str)).encode("utf-8")
         except UnicodeEncodeError as error:

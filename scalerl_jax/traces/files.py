@@ -42,7 +42,7 @@ from scalerl_jax.traces.conversations import Conversations, Messages, Trace, rea
 from scalerl_jax.traces.example import Example, fill, join
 
 ASKING = ("chat_template", "template_arguments", "system_prompt", "prompt_suffix")  # how prompts are rendered
-_FORM = 2  # of the folder: one more where other tokens or another split come of the same files
+_FORM = 3  # of the folder: one more where other tokens or another split come of the same files
 _STREAM = 3  # of random numbers, as built_in.py's
 _AT_ONCE = 256  # traces that are tokenized together
 _SAID_EVERY = 5.0  # seconds

@@ -176,6 +176,15 @@ def test_a_file_that_is_no_text(tmp_path):
         read_chat_template(str(tmp_path))
 
 
+@pytest.mark.parametrize("in_config", [True, False])
+def test_an_empty_template_is_refused(tmp_path, in_config):
+    chat_folder(tmp_path, "qwen3", in_config=in_config, config={})
+    file = tmp_path / ("tokenizer_config.json" if in_config else "chat_template.jinja")
+    file.write_text('{"chat_template": ""}' if in_config else "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"^{file}: the chat template is empty"):
+        read_chat_template(str(tmp_path))
+
+
 def test_arguments_that_do_nothing_are_refused(folders):
     path = folders["qwen3"][0].path
     with pytest.raises(ValueError, match=r"the chat template in .*qwen3.* does not read 'enable_thinkin'"):

@@ -8,7 +8,8 @@ import pytest
 from scalerl_jax.config import Config
 from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.prompts import Prompts
-from tests.support.chat_folders import chat_folder
+from scalerl_jax.environments.tokenizer import Tokenizer
+from tests.support.chat_folders import chat_folder, two_stops
 
 ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CHAT = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "+3?"})
@@ -167,6 +168,19 @@ def test_how_prompts_are_rendered_is_said(folders):
     dated = said_of(folders["llama3"], row_of(chat=True))
     assert dated[1].startswith("the chat template writes today's date into them")
     assert len(said_of(folders["llama3"], row_of(chat=True), template_arguments={"date_string": "1 Jan 2030"})) == 1
+
+
+def test_a_template_whose_end_of_turn_stops_nothing_is_said(tmp_path):
+    tokenizer = two_stops(tmp_path, "qwen3")
+    assert len(said_of(tokenizer, row_of(chat=True))) == 1
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {tokenizer.eos_id}}}', encoding="utf-8")
+    base = Tokenizer(tokenizer.path)
+    (_, line) = said_of(base, row_of(chat=True))
+    assert "ends the assistant's turns with '<|im_end|>'" in line and "generation_config.json" in line
+    assert len(said_of(base, row_of())) == 1  # prompts that stand as they are: nothing of the template counts
+    # A template that renders prompts alone has no such end.
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}:", encoding="utf-8")
+    assert len(said_of(base, row_of(chat=True))) == 1
 
 
 def test_many_rows_at_once_are_the_same_as_each_by_itself(folders):

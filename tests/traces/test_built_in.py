@@ -6,7 +6,7 @@ import pytest
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import arithmetic
-from scalerl_jax.environments.tokenizer import make_tokenizer
+from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.traces import built_in
 from tests.support.chat_folders import chat_folder, two_stops
 
@@ -53,9 +53,15 @@ def test_traces_end_as_the_chat_template_ends_a_turn(tmp_path):
     config = Config(environment=chains(2, 3, chat_template="always"))
     found = texts(built_in.BuiltInTraces(config, tokenizer), (0,), tokenizer)
     assert {text.endswith("<|eot_id|>") for text in found} == {True}
+    stops = tmp_path / "generation_config.json"
+    both = stops.read_text(encoding="utf-8")
+    stops.write_text(f'{{"eos_token_id": {tokenizer.eos_id}}}', encoding="utf-8")
+    (line,) = built_in.BuiltInTraces(config, Tokenizer(str(tmp_path))).said
+    assert "ends the assistant's turns with '<|eot_id|>'" in line
+    stops.write_text(both, encoding="utf-8")
     config.environment.chat_template = "never"
-    found = texts(built_in.BuiltInTraces(config, tokenizer), (0,), tokenizer)
-    assert {text.endswith("<|endoftext|>") for text in found} == {True}
+    found = texts(traces := built_in.BuiltInTraces(config, tokenizer), (0,), tokenizer)
+    assert {text.endswith("<|endoftext|>") for text in found} == {True} and not traces.said
 
 
 def test_a_mixture_gives_traces_by_weight(tokenizer):

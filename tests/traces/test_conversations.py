@@ -4,6 +4,7 @@ import pytest
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments.prompts import Prompts
+from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.traces.conversations import Conversations, continued, read_messages
 from scalerl_jax.traces.example import join
 from tests.support.chat_folders import chat_folder, two_stops
@@ -157,8 +158,13 @@ def test_two_texts(folders):
         assert text == "<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜><think>\na</think>4<｜end▁of▁sentence｜>"
 
 
-@pytest.mark.parametrize("style", ["llama3", "qwen2_5", "qwen3", "deepseek_r1", "marked"])
-@pytest.mark.parametrize("completion", ["4", "<think>\nTwo.\n</think>\n\n4"])
+@pytest.mark.parametrize(
+    ("style", "completion"),
+    [
+        *((style, "<think>\nTwo.\n</think>\n\n4") for style in STYLES),
+        *((style, "4") for style in STYLES if style != "deepseek_r1"),  # its prompt opens thinking
+    ],
+)
 def test_two_texts_are_a_chat_s_question_and_answer(tmp_path, style, completion):
     """Where the template asks: they end as it ends a turn, which need not be the first of the stop tokens."""
     tokenizer = two_stops(tmp_path, style)
@@ -202,6 +208,56 @@ def test_a_chat_without_a_turn_to_learn(folders, messages, said):
         trained_of(folders["qwen2_5"], messages)
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize("style", ["qwen2_5", "marked"])
+def test_turns_of_weight_0_are_context(folders, style, mark):
+    learnt = {"weight": 1}
+    for first, last, expected in ((mark, learnt, "7<|im_end|>"), (learnt, mark, "4<|im_end|>")):
+        chat = read_messages([QUESTION, {**PLAIN, **first}, MORE, {**SEVEN, **last}])
+        text, trained, _ = trained_of(folders[style], chat)
+        assert trained == [expected] and text.endswith(expected)  # what follows the last one is left out
+    chat = read_messages([QUESTION, {**PLAIN, **mark}, MORE, {**SEVEN, **mark}])
+    with pytest.raises(ValueError, match="^each answer of the assistant has weight 0$"):
+        trained_of(folders[style], chat)
+
+
+def test_the_turn_of_weight_0_among_thoughts(folders):
+    """Qwen3's template drops the thinking of a turn once the chat goes on: the last that counts is written as last."""
+    text, trained, _ = trained_of(folders["qwen3"], [QUESTION, THOUGHT, MORE, {**THOUGHT, "weight": 0}])
+    assert trained == ["<think>\nTwo and two.\n</think>\n\n4<|im_end|>"] and "+3?" not in text
+
+
+@pytest.mark.parametrize("completion", ["4", "<think>\n4"])
+def test_traces_that_never_end_the_thinking_that_their_prompt_opens(folders, completion):
+    said = r"^the prompt has opened thinking \(<think>\), and the completion has no </think>: it would teach never"
+    conversations = Conversations(config_of(chat_template="always"), folders["deepseek_r1"])
+    with pytest.raises(ValueError, match=said):
+        conversations.answered("2+2?", completion)
+    with pytest.raises(ValueError, match=said):
+        conversations.turns([QUESTION, {**PLAIN, "content": completion}])
+    with pytest.raises(ValueError, match=said):
+        continued("2+2? <think>", completion, "</think>")
+    folder = folders["qwen2_5"]
+    assert Conversations(config_of(), folder).turns([QUESTION, {**PLAIN, "content": completion}]).pieces
+
+
+def test_an_end_of_turn_that_stops_nothing_is_said(tmp_path):
+    """As of base models: the first of these folders stops at <|endoftext|> alone."""
+    tokenizer = two_stops(tmp_path, "qwen2_5")
+    said = trained_of(tokenizer, [QUESTION, PLAIN])[2]
+    assert not [line for line in said if "no completion stops" in line]
+    first, second = tokenizer.stop_ids
+    stops = tmp_path / "generation_config.json"
+    stops.write_text(f'{{"eos_token_id": {first}}}', encoding="utf-8")
+    (line,) = [
+        line
+        for line in trained_of(Tokenizer(str(tmp_path)), [QUESTION, PLAIN])[2]
+        if line.startswith("the chat template in")
+    ]
+    assert f"ends the assistant's turns with '<|im_end|>' ({second}), at which no completion stops" in line
+    assert line.endswith(f'"eos_token_id": [{first}, {second}] in {stops} would stop there, too')
+
+
 def test_how_data_sets_write_messages():
     ours = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     assert read_messages(ours) == ours
@@ -224,6 +280,8 @@ def test_how_data_sets_write_messages():
         ),
         ([{"role": "user", "content": [{"type": "image"}]}], "message 1 has no text"),
         ([{"from": "human"}], "message 1 has no text"),
+        ([QUESTION, {**PLAIN, "weight": 0.5}], r"message 2 has weight=0\.5: only 0 and 1"),
+        ([QUESTION, {**PLAIN, "train": "no"}], r"message 2 has train='no': only 0 and 1"),
     ],
 )
 def test_what_is_no_chat(cell, said):
