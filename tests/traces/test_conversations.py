@@ -217,7 +217,7 @@ def test_turns_of_weight_0_are_context(folders, style, mark):
         text, trained, _ = trained_of(folders[style], chat)
         assert trained == [expected] and text.endswith(expected)  # what follows the last one is left out
     chat = read_messages([QUESTION, {**PLAIN, **mark}, MORE, {**SEVEN, **mark}])
-    with pytest.raises(ValueError, match="^each answer of the assistant has weight 0$"):
+    with pytest.raises(ValueError, match=r"^each answer of the assistant has weight 0$"):
         trained_of(folders[style], chat)
 
 
