@@ -63,12 +63,12 @@ GENERATOR_NODES = flags.DEFINE_list("generator_nodes", [], "LABEL=VALUE,... of t
 TRAINER_RESOURCES = flags.DEFINE_list("trainer_resources", [], "cpu=8,memory=64Gi of each host; default: no request.")
 GENERATOR_RESOURCES = flags.DEFINE_list("generator_resources", [], "cpu=8,memory=64Gi of each; default: no request.")
 AUTOSCALE = flags.DEFINE_enum(
-    "autoscale", "none", ["none", "hpa", "keda"], "Generators come and go with the completions that queue at them."
+    "autoscale", "none", ["none", "hpa", "keda"], "Generators come and go, so that most of their slots are busy."
 )
 MAXIMUM_GENERATORS = flags.DEFINE_integer("maximum_generators", 0, "With --autoscale; --generators is the least.", 0)
-QUEUE_TARGET = flags.DEFINE_integer(
-    "queue_target", 0, "With --autoscale: queued completions of a generator from which on more are wanted; default: "
-    "half of config.fleet.slots.", 0
+BUSY_TARGET = flags.DEFINE_float(
+    "busy_target", None, "With --autoscale: the share of the generators' slots that is to be busy; default: 0.8.", 0.1,
+    0.9,
 )  # fmt: skip
 PROMETHEUS = flags.DEFINE_string(
     "prometheus", "http://prometheus-server.monitoring.svc", "With --autoscale=keda: where the metrics are asked for."
@@ -90,7 +90,7 @@ ONLY = {
     "kubernetes": (
         TRAINER_IMAGE, GENERATOR_IMAGE, NAMESPACE, TRAINER_KIND, SLICES, STORAGE_CLASS, STORAGE_SIZE,
         MODELS_SIZE, RUNS_CLAIM, MODELS_CLAIM, HUB_MODEL, HUB_DATASET, ISSUER, TRAINER_NODES, GENERATOR_NODES,
-        TRAINER_RESOURCES, GENERATOR_RESOURCES, AUTOSCALE, MAXIMUM_GENERATORS, QUEUE_TARGET, PROMETHEUS,
+        TRAINER_RESOURCES, GENERATOR_RESOURCES, AUTOSCALE, MAXIMUM_GENERATORS, BUSY_TARGET, PROMETHEUS,
     ),
     "slurm": (
         PARTITION, GENERATOR_PARTITION, ACCOUNT, TIME, SETUP, GENERATOR_SETUP, TLS_CERTIFICATE, TLS_KEY, TLS_NAME,

@@ -20,12 +20,17 @@ import shlex
 from collections.abc import Sequence
 
 from launch.rendered import RenderedFile, comment
-from launch.settings import READS_JSON, Settings, generator_command, train_command
+from launch.settings import (
+    COLLAPSED,
+    LEFT_ON_SIGTERM,
+    READS_JSON,
+    USERS_MISTAKE,
+    Settings,
+    generator_command,
+    train_command,
+)
 from scalerl_jax import config_io
 
-LEFT_ON_SIGTERM = 143  # 128 + SIGTERM, as scalerl_jax/system/signals.py ends a command
-USERS_MISTAKE = 2  # a flag or a file: the same again would do the same
-COLLAPSED = 3  # as scalerl_jax/run/going_back.py ends a run, which is then for a person to look at
 _GENERATOR_GRACE_SECONDS = 60  # before the time limit: what it samples is asked of others, nothing is to be saved
 # The number alone may be that of the whole array.
 _ELEMENT = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"

@@ -6,6 +6,16 @@ from typing import Any
 
 from launch.kubernetes import pods
 from launch.settings import Settings
+from scalerl_jax.config import Config
+
+TOLERANCE = 0.1  # of a HorizontalPodAutoscaler: so near to its target it leaves things as they are
+BUSY_SHARE = 0.8  # of the generators' slots; 1 / BUSY_SHARE must be beyond the tolerance
+
+
+def most_in_flight(config: Config) -> int:
+    """Completions of training that are asked for at once at most, by rollouts/pacing.py."""
+    batches = config.pacing.max_off_policy_steps + (config.pacing.kind == "pipeline")
+    return batches * config.rollout.prompts_per_step * config.rollout.group_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Cluster:
     generator_resources: dict[str, str] = dataclasses.field(default_factory=dict)
     autoscale: str = "none"
     maximum_generators: int = 0
-    queue_target: int = 0
+    busy_target: float | None = None
     prometheus: str = ""
 
     def check(self, settings: Settings) -> None:
@@ -47,14 +57,7 @@ class Cluster:
             raise ValueError(f"--slices={self.slices}: goes with a --trainer that is a TPU slice")
         if self.slices > 1 and self.trainer_kind == "lws":
             raise ValueError(f"--slices={self.slices}: goes with --trainer_kind=jobset")
-        if self.autoscale == "none" and (self.maximum_generators or self.queue_target):
-            flag = "maximum_generators" if self.maximum_generators else "queue_target"
-            raise ValueError(f"--{flag}: goes with --autoscale=hpa or --autoscale=keda")
-        if self.autoscale != "none" and self.maximum_generators <= settings.generators:
-            raise ValueError(
-                f"--maximum_generators={self.maximum_generators}: with --autoscale={self.autoscale} it must be above "
-                f"--generators={settings.generators}"
-            )
+        self._check_autoscaling(settings)
         if self.hub_dataset and not self.hub_model:
             raise ValueError(f"--hub_dataset={self.hub_dataset}: goes with --hub_model")
         if settings.insecure:
@@ -69,6 +72,30 @@ class Cluster:
             raise ValueError(f"--tls_authority={self.tls_authority}: goes with --part=trainer; cert-manager makes it")
         if self.issuer and self.issuer.partition("/")[0] not in ("Issuer", "ClusterIssuer"):
             raise ValueError(f"--issuer={self.issuer}: is not Issuer/NAME or ClusterIssuer/NAME")
+
+    @property
+    def busy_share(self) -> float:
+        return self.busy_target or BUSY_SHARE
+
+    def _check_autoscaling(self, settings: Settings) -> None:
+        if self.autoscale == "none":
+            for flag in ("maximum_generators", "busy_target"):
+                if getattr(self, flag):
+                    raise ValueError(f"--{flag}: goes with --autoscale=hpa or --autoscale=keda")
+            return
+        generators, slots = settings.generators, settings.config.fleet.slots
+        if self.maximum_generators <= generators:
+            raise ValueError(
+                f"--maximum_generators={self.maximum_generators}: with --autoscale={self.autoscale} it must be above "
+                f"--generators={generators}"
+            )
+        most = most_in_flight(settings.config)
+        if most <= generators * slots * self.busy_share * (1 + TOLERANCE):
+            raise ValueError(
+                f"--generators={generators}: the run has at most {most:,} completions under way "
+                "(config.pacing.max_off_policy_steps), which never keep so many busy (config.fleet.slots="
+                f"{slots} each): no more would ever be started"
+            )
 
 
 class Launch:

@@ -6,7 +6,15 @@ from typing import Any
 from launch.kubernetes import pods
 from launch.kubernetes.cluster import Launch
 from launch.rendered import RenderedFile, manifest
-from launch.settings import GENERATOR_PORT, READS_JSON, TRAINER_METRICS_PORT, train_command
+from launch.settings import (
+    COLLAPSED,
+    GENERATOR_PORT,
+    LEFT_ON_SIGTERM,
+    READS_JSON,
+    TRAINER_METRICS_PORT,
+    USERS_MISTAKE,
+    train_command,
+)
 from scalerl_jax import config_io
 
 _WAIT_SECONDS = 7200  # for the first generator
@@ -90,28 +98,41 @@ def _until_there_is_a_server(servers: str) -> str:
 def job_set(launch: Launch, template: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     assert launch.settings.trainer is not None
     hosts, slices = launch.settings.trainer.hosts, launch.cluster.slices
-    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
+    ended = {"containerName": "trainer", "operator": "In"}
+    # The first that fits counts. What a Job says of itself ends with the rule's place, all that JobSet can tell by.
+    rules = [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": {**ended, "values": [LEFT_ON_SIGTERM]}},
+        {"action": "FailJob", "onExitCodes": {**ended, "values": [USERS_MISTAKE, COLLAPSED]}},
+    ]
     job = {
         "parallelism": hosts,
         "completions": hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onPodConditions": disrupted}]},
+        "podFailurePolicy": {"rules": rules},
         "template": template,
     }
-    again = {
+    over = {
+        "name": "over",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"matching FailJob rule at index {len(rules) - 1}$"],
+    }
+    preempted = {
         "name": "preempted",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": launch.settings.max_restarts, "rules": [again]},
+        "failurePolicy": {"maxRestarts": launch.settings.max_restarts, "rules": [over, preempted]},
         "replicatedJobs": [{"name": "trainer", "replicas": slices, "template": {"spec": job}}],
     }
     document = launch.document("JobSet", launch.name, api="jobset.x-k8s.io/v1alpha2", spec=spec)
     above = f"""One host that fails ends its Job, and the JobSet starts all hosts again: {launch.settings.max_restarts}
-    times, and as often as they are preempted."""
+    times, and as often as they are preempted or leave at a SIGTERM ({LEFT_ON_SIGTERM}). A mistake of the user's
+    ({USERS_MISTAKE}) and a policy that has collapsed ({COLLAPSED}) end it: the same again would end the same."""
     if hosts * slices > 1:
         above += f"""
 
@@ -136,6 +157,7 @@ def worker_set(launch: Launch, template: dict[str, Any]) -> tuple[str, dict[str,
     }
     spec = {"replicas": 1, "leaderWorkerTemplate": group}
     above = """One host that fails makes all start again, also after the end of the run: it then shows what came of it,
-    until this is deleted. --hosts=lws reads LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and LWS_WORKER_INDEX, which every
+    until this is deleted. It knows no exit codes: a mistake of the user's and a policy that has collapsed start again
+    too, where a JobSet ends. --hosts=lws reads LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and LWS_WORKER_INDEX, which every
     container of a LeaderWorkerSet has."""
     return above, launch.document("LeaderWorkerSet", launch.name, api="leaderworkerset.x-k8s.io/v1", spec=spec)

@@ -31,9 +31,9 @@ LAUNCHES = {
     "tiny_insecure": ("--insecure",),
     "tiny_hosts": ("--trainer=cpu:4", "--generators=3", "--name=four-hosts", "--namespace=research"),
     "8b_tpu": (
-        f"--config={SCALERL_8B}", "--trainer=v5p:4x4x4", "--generator=h100:2", "--generators=64",
+        f"--config={SCALERL_8B}", "--trainer=v5p:4x4x4", "--generator=h100:2", "--generators=16",
         "--trainer_resources=cpu=64,memory=300Gi", "--hub_model=Qwen/Qwen3-8B",
-        "--hub_dataset=POLARIS-Project/Polaris-Dataset-53K", "--autoscale=keda", "--maximum_generators=96",
+        "--hub_dataset=POLARIS-Project/Polaris-Dataset-53K", "--autoscale=keda", "--maximum_generators=32",
         "--generator_env=NCCL_DEBUG=WARN,A=b=c",
     ),
     "8b_slices": (
@@ -41,7 +41,7 @@ LAUNCHES = {
     ),
     "8b_gpu": (
         f"--config={SCALERL_8B}", "--trainer=h200:2x8", "--generator=h200", "--generators=16", "--autoscale=hpa",
-        "--maximum_generators=32", "--queue_target=100", "--issuer=ClusterIssuer/company",
+        "--maximum_generators=32", "--busy_target=0.75", "--issuer=ClusterIssuer/company",
         "--trainer_nodes=pool=big,zone=a", "--generator_nodes=pool=small", "--runs_claim=filestore",
         "--models_claim=filestore",
     ),

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import math
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,12 +12,22 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
+from launch import machines
 from launch.kubernetes import pods
+from launch.kubernetes.autoscaling import autoscaling
+from launch.kubernetes.cluster import Cluster, Launch, most_in_flight
+from launch.settings import Settings
 from scalerl_jax.config_io import load_file, parse_argv, read_argv
 from scalerl_jax.hosts import rank
+from scalerl_jax.rollouts.servers.room import room
 from tests.launch.launched import LAUNCHES, by_kind, documents, flags_of, launch
 from tests.launch.manifests import faults
+from tests.support.paths import ROOT
+
+# ablations.py is a study of others.
+CONFIGS = [path for path in sorted((pathlib.Path(ROOT) / "configs").rglob("*.py")) if path.stem != "ablations"]
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +233,41 @@ def test_a_pod_of_hosts_knows_who_it_is(folders: dict[str, pathlib.Path]) -> Non
     assert budget["spec"]["minAvailable"] == 16
 
 
+def after(jobset: dict[str, Any], code: int, disrupted: bool) -> str:
+    """What a JobSet does when a pod of it ends so, as the controllers of Job and JobSet find it."""
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
+        assert rule["action"] == "FailJob"
+        if "onPodConditions" in rule:
+            assert rule["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+            fits, said = disrupted, "has condition DisruptionTarget"
+        else:
+            wanted = rule["onExitCodes"]
+            assert (wanted["operator"], wanted["containerName"]) == ("In", container["name"])
+            fits, said = code in wanted["values"], f"failed with exit code {code}"
+        if fits:
+            reason, message = "PodFailurePolicy", f"Pod default/it-0 {said} matching FailJob rule at index {index}"
+            break
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+@pytest.mark.parametrize("name", ["tiny", "8b_slices", "trainer"])
+def test_a_jobset_starts_again_where_that_helps(folders: dict[str, pathlib.Path], name: str) -> None:
+    (jobset,) = by_kind(folders[name])["JobSet"]
+    assert after(jobset, 2, False) == after(jobset, 3, False) == "FailJobSet"
+    assert after(jobset, 1, False) == after(jobset, 137, False) == "RestartJobSet"
+    uncounted = "RestartJobSetAndIgnoreMaxRestarts"
+    assert [after(jobset, code, True) for code in (1, 2, 137, 143)] == [uncounted] * 4
+    assert after(jobset, 143, False) == uncounted  # another host of it was preempted
+
+
 def test_every_pod_finds_its_place_among_the_hosts(folders: dict[str, pathlib.Path]) -> None:
     """What the controllers put into labels and variables, by --hosts."""
     (jobset,) = by_kind(folders["8b_slices"])["JobSet"]
@@ -269,7 +316,56 @@ def test_the_user_has_the_last_word_on_nodes(folders: dict[str, pathlib.Path]) -
     assert "replicas" not in deployment["spec"]  # the autoscaler's
     (scaler,) = by_kind(folders["8b_gpu"])["HorizontalPodAutoscaler"]
     assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (16, 32)
-    assert scaler["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "100"
+    assert scaler["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "192.0"
+
+
+def asked_for(rule: dict[str, Any], *, generators: int, sampling: float) -> int:
+    """Generators that a HorizontalPodAutoscaler asks for where so many completions are sampled on all together."""
+    spec = rule["spec"]
+    if rule["kind"] == "ScaledObject":
+        (trigger,) = spec["triggers"]
+        assert "sum(scalerl_generator_busy_slots{" in trigger["metadata"]["query"]
+        target, least, most = trigger["metadata"]["threshold"], spec["minReplicaCount"], spec["maxReplicaCount"]
+    else:
+        (metric,) = spec["metrics"]
+        assert metric["pods"]["metric"]["name"] == "scalerl_generator_busy_slots"
+        target, least, most = metric["pods"]["target"]["averageValue"], spec["minReplicas"], spec["maxReplicas"]
+    ratio = sampling / (float(target) * generators)
+    wanted = generators if abs(ratio - 1) <= 0.1 else math.ceil(sampling / float(target))
+    return min(max(wanted, least), most)
+
+
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_generators_come_where_they_are_the_slower_side_and_go_where_they_wait(path: pathlib.Path, kind: str) -> None:
+    config = load_file(str(path))
+    fleet, group = config.fleet, config.rollout.group_size
+    # What the trainer asks of one server at most: all slots are taken, whatever waits behind them.
+    held, _ = room(
+        slots=fleet.slots, queue=fleet.queue, in_flight=0, finishes=[], typical_seconds=0, now=0, allowance=None,
+        group_size=group,
+    )  # fmt: skip
+    assert held >= fleet.slots
+    machine = machines.parse("cpu")
+    settings = Settings(
+        name="it", config=config, part="all", workdir="/runs/it", trainer=machine, generator=machine, generators=1,
+        engine="jax", servers="", grace_seconds=300, max_restarts=20, insecure=True,
+    )  # fmt: skip
+    cluster = Cluster(trainer_image="t", generator_image="g", autoscale=kind, maximum_generators=6)
+    cluster.check(settings)
+    rule = yaml.safe_load(autoscaling(Launch(settings, cluster)).text)
+    most = most_in_flight(config)
+    for now in range(1, 6):
+        full = min(now * fleet.slots, most)
+        if full == now * fleet.slots:  # all slots are busy: the trainer waits for them
+            assert asked_for(rule, generators=now, sampling=full) > now
+        assert asked_for(rule, generators=now + 1, sampling=0.35 * (now + 1) * fleet.slots) < now + 1
+    # A trainer that keeps two and a half busy gets three or four, from either side, and they stay.
+    enough = 2.5 * fleet.slots
+    for now in (1, 2, 3, 5, 6):
+        for _ in range(5):
+            now = asked_for(rule, generators=now, sampling=min(enough, now * fleet.slots))
+        assert now in (3, 4)
 
 
 def test_no_secret_is_in_a_file(folders: dict[str, pathlib.Path]) -> None:

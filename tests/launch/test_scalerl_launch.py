@@ -34,7 +34,12 @@ from tests.launch.launched import KUBERNETES, SLURM, launch
         ((*SLURM, "--token_file=/no/such"), "--token_file=/no/such: no such file"),
         ((*KUBERNETES, "--slices=2"), "--slices=2: goes with a --trainer that is a TPU slice"),
         ((*KUBERNETES, "--autoscale=keda"), "--maximum_generators=0: with --autoscale=keda it must be above"),
-        ((*KUBERNETES, "--queue_target=5"), "--queue_target: goes with --autoscale"),
+        ((*KUBERNETES, "--busy_target=0.5"), "--busy_target: goes with --autoscale"),
+        ((*KUBERNETES, "--autoscale=keda", "--maximum_generators=2", "--busy_target=0.95"), "busy_target"),
+        (
+            (*KUBERNETES, "--autoscale=hpa", "--generators=64", "--maximum_generators=96"),
+            "--generators=64: the run has at most ",
+        ),
         ((*KUBERNETES, "--part=trainer"), "--generator=cpu: does not go with --part=trainer"),
         ((*KUBERNETES, "--servers=a:1"), "--servers=a:1: goes with --part=trainer"),
         ((*KUBERNETES, "--workdir=/scratch/run"), "--workdir=/scratch/run: is not under /runs"),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from launch import slurm
+from launch import settings
 from scalerl_jax.config_io import load_file, parse_argv
 from scalerl_jax.run.going_back import Collapsed
 from tests.launch.launched import SCALERL_8B, SLURM, launch
@@ -147,7 +147,7 @@ def test_failures_are_counted_and_preemptions_are_not(tmp_path: pathlib.Path) ->
 
 
 def test_codes_are_those_of_the_trainer() -> None:
-    assert (slurm.LEFT_ON_SIGTERM, slurm.COLLAPSED) == (128 + signal.SIGTERM, Collapsed.EXIT_CODE)
+    assert (settings.LEFT_ON_SIGTERM, settings.COLLAPSED) == (128 + signal.SIGTERM, Collapsed.EXIT_CODE)
 
 
 @pytest.mark.parametrize(("flags", "relay"), [(["--insecure"], False), (["--tls_name=generators"], False), ([], True)])
