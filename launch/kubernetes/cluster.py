@@ -114,3 +114,16 @@ class Launch:
         labels = {"app.kubernetes.io/name": "scalerl", "app.kubernetes.io/instance": self.name}
         metadata = {"name": name, "namespace": self.cluster.namespace, "labels": labels}
         return {"apiVersion": api, "kind": kind, "metadata": metadata, **parts}
+
+    def ingress(self, name: str, component: str, rules: list[dict[str, Any]]) -> dict[str, Any]:
+        """A NetworkPolicy: what may come in at the pods of a component, and nothing else."""
+        spec = {
+            "podSelector": {"matchLabels": pods.labels(self.name, component)},
+            "policyTypes": ["Ingress"],
+            "ingress": rules,
+        }
+        return self.document("NetworkPolicy", name, api="networking.k8s.io/v1", spec=spec)
+
+    @property
+    def from_trainer(self) -> list[dict[str, Any]]:
+        return [{"podSelector": {"matchLabels": pods.labels(self.name, "trainer")}}]

@@ -68,8 +68,12 @@ def generators(launch: Launch) -> RenderedFile:
         ),
     ]  # fmt: skip
     if settings.part == "all":
+        rules = [
+            {"from": launch.from_trainer, "ports": [{"port": GENERATOR_PORT}]},
+            {"ports": [{"port": GENERATOR_METRICS_PORT}]},
+        ]
         documents.append(("Nobody but the trainer reaches their port, and everybody their metrics.",
-                          policy(launch, labels)))  # fmt: skip
+                          launch.ingress(launch.fleet, "generator", rules)))  # fmt: skip
     says = f"Generators of {launch.name}: {settings.engine} on {settings.generator.said}."
     return manifest("generators.yaml", says, *documents)
 
@@ -91,16 +95,3 @@ def probes(launch: Launch) -> dict[str, Any]:
         "readinessProbe": {**probe, "periodSeconds": 15, "failureThreshold": 2},
         "livenessProbe": {**probe, "periodSeconds": 60, "failureThreshold": 5},
     }
-
-
-def policy(launch: Launch, labels: dict[str, str]) -> dict[str, Any]:
-    trainer = {"podSelector": {"matchLabels": pods.labels(launch.name, "trainer")}}
-    spec = {
-        "podSelector": {"matchLabels": labels},
-        "policyTypes": ["Ingress"],
-        "ingress": [
-            {"from": [trainer], "ports": [{"port": GENERATOR_PORT}]},
-            {"ports": [{"port": GENERATOR_METRICS_PORT}]},
-        ],
-    }
-    return launch.document("NetworkPolicy", launch.fleet, api="networking.k8s.io/v1", spec=spec)

@@ -76,12 +76,18 @@ def trainer(launch: Launch) -> RenderedFile:
     SIGTERM (preemption, kubectl delete) makes it save and leave within terminationGracePeriodSeconds; started again,
     it goes on from there."""
     budget = {"minAvailable": hosts * cluster.slices, "selector": {"matchLabels": pods.labels(launch.name, "trainer")}}
+    rules: list[dict[str, Any]] = [{"ports": [{"port": TRAINER_METRICS_PORT}]}]
+    reached = "Nothing of it is reached but the metrics, by everybody."
+    if several:  # on ports that JAX, the accelerators' libraries and the link between hosts choose
+        rules.append({"from": launch.from_trainer})
+        reached = "Nobody but its own hosts reaches a host of it, on any port, and everybody the metrics."
     documents = [
         worker_set(launch, template) if lws else job_set(launch, template),
         (
             "A node of the trainer is not emptied while it runs: one host less stops them all.",
             launch.document("PodDisruptionBudget", f"{launch.name}-trainer", api="policy/v1", spec=budget),
         ),
+        (reached, launch.ingress(f"{launch.name}-trainer", "trainer", rules)),
     ]
     return manifest("trainer.yaml", says, *documents)
 

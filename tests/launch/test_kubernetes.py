@@ -295,6 +295,30 @@ def test_every_pod_finds_its_place_among_the_hosts(folders: dict[str, pathlib.Pa
     }
 
 
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_only_what_must_come_in_comes_in(folders: dict[str, pathlib.Path], name: str) -> None:
+    found = {
+        policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: policy["spec"]
+        for policy in by_kind(folders[name]).get("NetworkPolicy", [])
+    }
+    # Where the generators are launched alone nobody knows from where the trainer calls.
+    wanted = {"generators": set(), "trainer": {"trainer"}}.get(name, {"trainer", "generator"})
+    assert found.keys() == wanted
+    run = "four-hosts" if name == "tiny_hosts" else by_kind(folders[name])["PodDisruptionBudget"][0]["metadata"][
+        "labels"]["app.kubernetes.io/instance"]  # fmt: skip
+    trainer = [{"podSelector": {"matchLabels": pods.labels(run, "trainer")}}]
+    for component, spec in found.items():
+        assert spec["policyTypes"] == ["Ingress"]
+        open_to_all = [rule for rule in spec["ingress"] if "from" not in rule]
+        assert open_to_all == [{"ports": [{"port": {"trainer": 9401, "generator": 9400}[component]}]}]
+        others = [rule for rule in spec["ingress"] if "from" in rule]
+        several = name not in ("tiny", "tiny_insecure", "trainer", "moe")
+        if component == "generator":
+            assert others == [{"from": trainer, "ports": [{"port": 8500}]}]
+        else:
+            assert others == ([{"from": trainer}] if several else [])
+
+
 def test_one_host_needs_no_others(folders: dict[str, pathlib.Path]) -> None:
     (jobset,) = by_kind(folders["tiny"])["JobSet"]
     assert not [argument for argument in arguments(jobset) if argument.startswith("--hosts")]
