@@ -16,6 +16,7 @@ from launch.settings import (
     train_command,
 )
 from scalerl_jax import config_io
+from scalerl_jax.environments import parts, sandbox_command
 
 _WAIT_SECONDS = 7200  # for the first generator
 
@@ -55,6 +56,7 @@ def trainer(launch: Launch) -> RenderedFile:
         fleet=fleet,
     )
     environment = {"HF_HOME": f"{pods.MODELS}/huggingface", "HF_HUB_OFFLINE": "1", **settings.trainer_env}
+    judges = any(part.environment.name in ("code", "programs") for part in parts.configs(settings.config).values())
     template = pods.pod(
         "trainer",
         labels=pods.labels(launch.name, "trainer"),
@@ -69,12 +71,15 @@ def trainer(launch: Launch) -> RenderedFile:
         grace_seconds=settings.grace_seconds,
         restart="Always" if lws else "Never",
         before=_until_there_is_a_server(servers),
+        security=sandbox_command.POD_SECURITY if judges else {},
     )
     says = f"""Trainer of {launch.name} on {settings.trainer.said}{f" x {cluster.slices}" * (cluster.slices > 1)}:
     {hosts * cluster.slices} {"hosts" if several else "host"}, each with the same command.
 
     SIGTERM (preemption, kubectl delete) makes it save and leave within terminationGracePeriodSeconds; started again,
     it goes on from there."""
+    if judges:
+        says += f"""\n\nPrograms are judged in it: {sandbox_command.POD_NEEDS}."""
     budget = {"minAvailable": hosts * cluster.slices, "selector": {"matchLabels": pods.labels(launch.name, "trainer")}}
     rules: list[dict[str, Any]] = [{"ports": [{"port": TRAINER_METRICS_PORT}]}]
     reached = "Nothing of it is reached but the metrics, by everybody."

@@ -8,6 +8,16 @@ from launch.machines import Machine
 TLS, TOKEN, CONFIG, RUNS, MODELS = "/etc/scalerl/tls", "/etc/scalerl/token", "/etc/scalerl/config", "/runs", "/models"
 HEALTH_SERVICE = "scalerl.v1.Rollout"  # of rollout.proto, as grpc.health.v1 knows it
 
+# Nodes of GKE have NVIDIA's driver there, and a process finds it by these two alone. As variables of the pod they would
+# take the place of the image's own.
+DRIVERS = """\
+if [[ -d /usr/local/nvidia/lib64 ]]; then
+    export PATH="$PATH:/usr/local/nvidia/bin"
+    export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64"
+fi
+exec "$0" "$@"
+"""
+
 # The label of JobSet and Job -> the variable that scalerl-train --hosts=jobset reads.
 _OF_JOBSET = {
     "JOBSET_NAME": "jobset.sigs.k8s.io/jobset-name",
@@ -85,19 +95,21 @@ def pod(
     restart: str,
     probes: Mapping[str, Any] = {},
     before: str = "",
+    security: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """A pod template of one container. ports: "metrics" is where Prometheus finds it. before: a shell command
-    that must have ended well before it starts; "": none."""
+    that must have ended well before it starts; "": none. security: the container's context."""
     container: dict[str, Any] = {
         "name": name,
         "image": image,
         "workingDir": "/",
-        "command": [command[0]],
+        "command": [*(("bash", "-euc", DRIVERS) if machine.kind == "gpu" else ()), command[0]],
         "args": list(command[1:]),
         "env": [dict(variable) for variable in environment],
         "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
         **resources(machine, asked),
         **probes,
+        **({"securityContext": dict(security)} if security else {}),
         "volumeMounts": [mount for _, mount in volumes],
     }
     spec: dict[str, Any] = {

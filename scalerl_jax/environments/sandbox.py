@@ -3,7 +3,8 @@
     own namespaces    processes, network (none), IPC, host name, cgroups; user too, where we are not root
     files             Python and the C library, read-only; an empty scratch folder /tmp; no /proc, no /dev but null,
                       zero and urandom
-    rights            no capability; no new privileges; as root: a user of its own who is nobody on this machine
+    rights            no capability; no new privileges; as root: a user of its own who is nobody on this machine, and
+                      who makes the namespaces too where root may not (a container)
     system calls      system_calls.py
     limits            the clock, CPU time, memory, processes, open files, output, size and number of files
 
@@ -128,15 +129,15 @@ class Sandbox:
             "program": self._program,
             "names": self._names,
             "function": self._function,
-            "limits": self._limits_inside(user),
-            "user": user,
+            "limits": self._limits_inside(user.runs),
+            "user": user.runs,
         }
         why = ""
         for attempt in range(START_TRIES):
             if attempt:
                 time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             try:
-                return _Running(marshal.dumps(setup), scratch_bytes=self._limits.output_bytes, as_root=user != 0)
+                return _Running(marshal.dumps(setup), scratch_bytes=self._limits.output_bytes, user=user)
             except _NotStarted as error:
                 why = str(error)
             except OSError as error:
@@ -170,7 +171,7 @@ class _NotStarted(Exception):
 class _Running:
     """A started sandbox, spoken to over a socket; see sandbox_inside.py."""
 
-    def __init__(self, setup: bytes, *, scratch_bytes: int, as_root: bool):
+    def __init__(self, setup: bytes, *, scratch_bytes: int, user: sandbox_command.User):
         self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen | None = None
         files = contextlib.ExitStack()
@@ -180,7 +181,7 @@ class _Running:
             files.callback(os.close, setup_file)
             files.callback(os.close, filter_file)
             errors = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-            command = sandbox_command.command(filter_file, scratch_bytes, as_root=as_root)
+            command = sandbox_command.command(filter_file, scratch_bytes, as_root=user.runs != 0)
             command += [str(inside.fileno()), str(setup_file)]
             self._process = subprocess.Popen(
                 command,
@@ -190,6 +191,7 @@ class _Running:
                 pass_fds=(inside.fileno(), setup_file, filter_file),
                 env={},
                 start_new_session=True,
+                **({"user": user.makes, "group": user.makes, "extra_groups": ()} if user.makes else {}),
             )
             inside.close()
             self._control.settimeout(START_SECONDS)

@@ -1,6 +1,7 @@
 """The command that starts a sandbox: bubblewrap's options, the Python in there, and who runs a program."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
@@ -12,12 +13,23 @@ import sys
 import sysconfig
 
 OLDEST = (0, 8)  # bubblewrap's, with all options that are used here
-# What makes the kernel refuse user namespaces, where we are not root: the value with which it does.
+# What makes the kernel refuse user namespaces: the value with which it does.
 _SWITCHES = {
     "kernel/unprivileged_userns_clone": "0",
     "kernel/apparmor_restrict_unprivileged_userns": "1",
     "user/max_user_namespaces": "0",
 }
+# What a pod must have for a sandbox. Its default profiles (RuntimeDefault) refuse namespaces and mounts without a
+# capability that would open the node; unconfined, a process without any makes them within a user namespace of its own.
+POD_SECURITY = {"seccompProfile": {"type": "Unconfined"}, "appArmorProfile": {"type": "Unconfined"}}
+POD_NEEDS = (
+    "in a pod the sandbox needs securityContext.seccompProfile.type and .appArmorProfile.type Unconfined in its "
+    "container, and a node with user namespaces: sysctl user.max_user_namespaces above 0 and "
+    "kernel.apparmor_restrict_unprivileged_userns 0"
+)
+# Bits of CapEff: with these root makes namespaces by itself (the second for the loopback device of a network)...
+_ALONE = 1 << 21 | 1 << 12  # CAP_SYS_ADMIN, CAP_NET_ADMIN
+_ANOTHER = 1 << 7 | 1 << 6 | 1 << 5  # ... with CAP_SETUID, CAP_SETGID and CAP_KILL it has another user do it
 
 
 def version() -> tuple[int, ...]:
@@ -29,24 +41,46 @@ def version() -> tuple[int, ...]:
 
 def forbidden() -> str:
     """What may be in the way, for the end of a message; "": nothing that is known."""
-    if os.geteuid() == 0:
-        return " (root needs CAP_SYS_ADMIN for it: a container that was given --cap-add=SYS_ADMIN)"
+    if os.geteuid() == 0 and _has(_ALONE):
+        return ""
     for name, value in _SWITCHES.items():
         with contextlib.suppress(OSError):
             if pathlib.Path("/proc/sys", name).read_text().strip() == value:
                 return f" (sysctl {name.replace('/', '.')} is {value})"
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return f" ({POD_NEEDS})"
+    if os.geteuid() == 0:
+        return " (in a container: docker run --security-opt=seccomp=unconfined --security-opt=apparmor=unconfined)"
     return ""
 
 
-def user() -> int:
-    """Who runs a program if we are root: a number that is nobody's, another for every sandbox. 0: we are not."""
+@dataclasses.dataclass(frozen=True)
+class User:
+    """Who makes a sandbox and who runs a program in it; 0: as whom we are."""
+
+    makes: int  # without any right, in a user namespace
+    runs: int  # is changed to in there
+
+
+def user() -> User:
+    """If we are root, somebody who is nobody, another for every sandbox: the kernel counts processes by it."""
     if os.geteuid() != 0:
-        return 0
+        return User(0, 0)
     with open("/proc/self/uid_map") as file:
         ranges = [(int(first), int(count)) for first, _, count in (line.split() for line in file)]
     first, count = max(ranges, key=lambda pair: pair[0] + pair[1])
-    # The upper half: accounts are numbered from below. The kernel counts processes by it.
-    return first + count // 2 + random.SystemRandom().randrange(max(1, count // 2 - 2)) if count >= 60_000 else 0
+    count = min(count, 2**31 - first)  # bwrap writes it as a signed number
+    if count < 60_000 or not _has(_ANOTHER):
+        return User(0, 0)
+    # The upper half: accounts are numbered from below.
+    nobody = first + count // 2 + random.SystemRandom().randrange(max(1, count // 2 - 2))
+    return User(0, nobody) if _has(_ALONE) else User(nobody, 0)
+
+
+def _has(capabilities: int) -> bool:
+    with open("/proc/self/status") as file:
+        (held,) = (int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    return held & capabilities == capabilities
 
 
 @functools.cache
@@ -80,12 +114,14 @@ def command(filter_file: int, scratch_bytes: int, *, as_root: bool) -> list[str]
     bwrap = shutil.which("bwrap")
     assert bwrap is not None
     python, mounts = _python()
-    # Root needs no user namespace, and drops everything in there by becoming another user.
+    # Root that may do so needs no user namespace, and drops everything in there by becoming another user.
     rights = ["--cap-drop", "ALL"]
     if as_root:
         rights += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
-        rights += ["--unshare-user", "--disable-userns"]
+        rights += ["--unshare-user"]
+        if not os.statvfs("/proc/sys").f_flag & os.ST_RDONLY:  # in a container it is, and the filter does the same
+            rights += ["--disable-userns"]
     devices = [
         option for name in ("null", "zero", "urandom") for option in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")
     ]

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.config import SandboxConfig
-from scalerl_jax.environments import sandbox
+from scalerl_jax.environments import sandbox, sandbox_command
 from scalerl_jax.environments.sandbox import Limits, Sandbox
 from scalerl_jax.environments.sandbox_check import check
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
@@ -31,6 +32,13 @@ def run(program, given=b"", **changes):
     limits = Limits(**{**vars(LIMITS), **changes})
     with Sandbox(program, limits) as box:
         return box.run(given)
+
+
+def _shown(folder):
+    """Options of bubblewrap for a folder of the machine."""
+    if os.path.islink(folder):
+        return ["--symlink", os.readlink(folder), folder]
+    return ["--ro-bind", folder, folder] if os.path.isdir(folder) else []
 
 
 @needs_bubblewrap
@@ -262,6 +270,55 @@ class TestCheck:
         with pytest.raises(ValueError, match=said) as raised:
             check(LIMITS)
         assert "\n" not in str(raised.value)
+
+    def test_a_pod_that_may_not_is_told_what_it_needs(self, monkeypatch, tmp_path):
+        """The words that scalerl-launch writes above the trainer, too."""
+        refused = "bwrap: Creating new namespace failed: Operation not permitted"
+        self.make(tmp_path, monkeypatch, f'[ "$1" = --version ] && echo bubblewrap 0.9.0 && exit\necho {refused} >&2')
+        monkeypatch.setattr(sandbox, "PAUSE_SECONDS", 0.01)
+        monkeypatch.setattr(sandbox_command, "_SWITCHES", {})
+        monkeypatch.setattr(sandbox_command, "_has", lambda capabilities: False)
+        with pytest.raises(ValueError, match=rf"{refused} \(in a container: docker run --security-opt=seccomp"):
+            check(LIMITS)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+        with pytest.raises(ValueError) as raised:
+            check(LIMITS)
+        assert str(raised.value).endswith(f"{refused} ({sandbox_command.POD_NEEDS})")
+
+    @needs_bubblewrap
+    @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, and setpriv")
+    def test_root_of_a_container(self):
+        """With the capabilities that a container has, and /proc/sys as it has it: another user makes the namespaces."""
+        kept = "chown,dac_override,fowner,fsetid,kill,setgid,setuid,setpcap,net_bind_service,sys_chroot,mknod"
+        rights = ",".join(["-all", *(f"+{name}" for name in kept.split(","))])
+        names = ("python3.12", "python3.11")
+        python = next(filter(None, (shutil.which(name, path="/usr/bin:/usr/local/bin") for name in names)), None)
+        if python is None:
+            pytest.skip("no Python that others may read")
+        libraries = [option for folder in ("/usr", "/lib", "/lib64") for option in _shown(folder)]
+        program = (
+            "import sys\nfrom scalerl_jax.environments import sandbox_command\n"
+            "from scalerl_jax.environments.sandbox import Limits, Sandbox\n"
+            "from scalerl_jax.environments.sandbox_check import check\n"
+            # One that every user may read: this one may be below /root.
+            f"sandbox_command._python = lambda: ({python!r}, {tuple(libraries)!r})\n"
+            "made = sandbox_command.user()\nassert made.makes and not made.runs, made\n"
+            f"limits = Limits(**{vars(LIMITS)!r})\ncheck(limits)\n"
+            "with Sandbox('import os; print(os.getuid() == int(input()))', limits) as box:\n"
+            "    sandbox_command.user = lambda: made\n    outcome = box.run(b'%d' % made.makes)\n"
+            "assert (outcome.kind, outcome.output) == ('ended', b'True\\n'), outcome\n"
+            "with Sandbox('import time; time.sleep(600)', limits) as box:\n"
+            "    assert box.run(b'', seconds=0.3).kind == 'timeout'\nprint('held')\n"
+        )
+        script = (
+            "mount --bind /proc/sys /proc/sys && mount -o remount,ro,bind /proc/sys && "
+            f'exec setpriv --bounding-set={rights} --inh-caps=-all "$@"'
+        )
+        before = others()
+        command = ["unshare", "--mount", "bash", "-c", script, "_", sys.executable, "-c", program]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stdout) == (0, "held\n"), result.stderr
+        assert others() - before == set()
 
     @needs_bubblewrap
     def test_where_it_works(self):

@@ -50,6 +50,10 @@ LAUNCHES = {
         f"--config={ROOT}/configs/quickstart_moe.py", "--engine=jax", "--generator=l4",
         "--config.rollout.router_replay=true",
     ),
+    "judging": (
+        "--trainer=cpu", "--config.environment.name=programs", "--config.environment.minimum_terms=1",
+        "--config.environment.maximum_terms=2",
+    ),
     "generators": ("--part=generators", "--token_file=TOKEN", "--trainer="),
     "trainer": (
         "--part=trainer", "--token_file=TOKEN", "--tls_authority=AUTHORITY", "--generator=",

@@ -20,6 +20,7 @@ from launch.kubernetes.autoscaling import autoscaling
 from launch.kubernetes.cluster import Cluster, Launch, most_in_flight
 from launch.settings import Settings
 from scalerl_jax.config_io import load_file, parse_argv, read_argv
+from scalerl_jax.environments import sandbox_command
 from scalerl_jax.hosts import rank
 from scalerl_jax.rollouts.servers.room import room
 from tests.launch.launched import LAUNCHES, by_kind, documents, flags_of, launch
@@ -312,11 +313,53 @@ def test_only_what_must_come_in_comes_in(folders: dict[str, pathlib.Path], name:
         open_to_all = [rule for rule in spec["ingress"] if "from" not in rule]
         assert open_to_all == [{"ports": [{"port": {"trainer": 9401, "generator": 9400}[component]}]}]
         others = [rule for rule in spec["ingress"] if "from" in rule]
-        several = name not in ("tiny", "tiny_insecure", "trainer", "moe")
+        several = name not in ("tiny", "tiny_insecure", "trainer", "moe", "judging")
         if component == "generator":
             assert others == [{"from": trainer, "ports": [{"port": 8500}]}]
         else:
             assert others == ([{"from": trainer}] if several else [])
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_profiles_are_lifted_where_programs_are_judged_alone(folders: dict[str, pathlib.Path], name: str) -> None:
+    """And nothing else of a pod's rights."""
+    for workload in workloads(folders[name]):
+        spec = template(workload)["spec"]
+        (container,) = spec["containers"]
+        judges = name == "judging" and workload["kind"] == "JobSet"
+        assert container.get("securityContext", {}) == (sandbox_command.POD_SECURITY if judges else {})
+        assert not [key for key in spec if key.startswith("host") or key == "securityContext"]
+    if name != "generators":
+        text = (folders[name] / "trainer.yaml").read_text()
+        said = " ".join(line.removeprefix("#").strip() for line in text.splitlines())
+        assert (sandbox_command.POD_NEEDS in said) == (name == "judging")
+
+
+def test_the_driver_is_added_to_what_the_image_has(folders: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    for name in LAUNCHES:
+        for workload in workloads(folders[name]):
+            (container,) = template(workload)["spec"]["containers"]
+            gpus = "nvidia.com/gpu" in container.get("resources", {}).get("limits", {})
+            assert (container["command"][:-1] == ["bash", "-euc", pods.DRIVERS]) == gpus
+            assert container["command"][-1] in ("scalerl-train", "scalerl-serve")
+            assert not {variable["name"] for variable in container["env"]} & {"LD_LIBRARY_PATH", "PATH"}
+    driver = tmp_path / "nvidia"
+    script = pods.DRIVERS.replace("/usr/local/nvidia", str(driver))
+    shown = "import os, sys; print(os.environ.get('LD_LIBRARY_PATH'), os.environ['PATH'], sys.argv[1:])"
+    program = [sys.executable, "-c", shown]
+
+    def found(**variables: str) -> str:
+        command = ["bash", "-euc", script, *program, "--a=b c"]
+        result = subprocess.run(
+            command, env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
+
+    assert found() == "None /usr/bin:/bin ['--a=b c']"
+    (driver / "lib64").mkdir(parents=True)
+    assert found() == f"{driver}/lib64 /usr/bin:/bin:{driver}/bin ['--a=b c']"
+    assert found(LD_LIBRARY_PATH="/opt/cuda") == f"/opt/cuda:{driver}/lib64 /usr/bin:/bin:{driver}/bin ['--a=b c']"
 
 
 def test_one_host_needs_no_others(folders: dict[str, pathlib.Path]) -> None:
