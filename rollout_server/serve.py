@@ -34,6 +34,7 @@ from rollout_server.engines.model_folder import UsageError
 from rollout_server.service import RolloutServer
 from scalerl_jax.contract.limits import STOP_SECONDS
 from scalerl_jax.contract.security import OPEN, Access
+from scalerl_jax.system import ending
 
 MakeEngine = Callable[[], Awaitable[Engine]]
 
@@ -113,7 +114,7 @@ async def serve(
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     over = failed.done()
     logging.info("stopping")
-    _exit_after(stop_seconds, 1 if over else 0)
+    ending.after(stop_seconds, 1 if over else 0)
     failed.cancel()
     await server.stop()
     if over:
@@ -125,15 +126,8 @@ def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, stop_sec
     while os.read(0, 4096):
         pass
     # The loop may be loading a model, and then hears nothing for long.
-    _exit_after(stop_seconds, 0)
+    ending.after(stop_seconds, 0)
     loop.call_soon_threadsafe(stop.set)
-
-
-def _exit_after(seconds: float, code: int) -> None:
-    """Ends the process even if something hangs until then."""
-    timer = threading.Timer(seconds, os._exit, args=(code,))
-    timer.daemon = True
-    timer.start()
 
 
 def _guards() -> tuple[Access, list[grpc.aio.ServerInterceptor]]:
@@ -219,7 +213,7 @@ def run() -> None:
     from scalerl_jax.cli import command_help
 
     command_help.print_if_asked("rollout_server.serve", config=False)
-    app.run(main, flags_parser=_parse)
+    ending.run(lambda: app.run(main, flags_parser=_parse))
 
 
 if __name__ == "__main__":

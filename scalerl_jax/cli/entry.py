@@ -13,50 +13,50 @@ from scalerl_jax.cli import command_help
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig, parse_argv, read_argv
 from scalerl_jax.config_names import ConfigError
-from scalerl_jax.system import files, signals
+from scalerl_jax.system import ending, files, signals
 
 
 class UserError(ValueError):
     """A mistake of the user's that is no config field: a folder, a file, an address. The message is one line."""
 
 
-def run_command(main: Callable[[list[str]], None]) -> None:
-    """Runs a command without a config file; main gets the arguments that are no flags.
+def run_command(main: Callable[[list[str]], None]) -> NoReturn:
+    """Runs a command without a config file, and ends the process; main gets the arguments that are no flags.
 
     A UserError or ConfigError is printed as one line; exit code 2.
     """
     command_help.print_if_asked(_module_of(main), config=False)
-    app.run(lambda argv: _guarded(lambda: main(argv[1:])), flags_parser=_parse)
+    _run(lambda argv: main(argv[1:]), sys.argv)
 
 
-def run_with_config(main: Callable[[Config], None]) -> None:
+def run_with_config(main: Callable[[Config], None]) -> NoReturn:
     """Reads --config=FILE and its overrides, then the absl flags, then runs `main(config)`."""
     command_help.print_if_asked(_module_of(main), config=True)
     try:
         config, rest = parse_argv(sys.argv[1:])
     except ConfigError as error:
         fail(str(error))
-    app.run(lambda _: _guarded(lambda: main(config)), argv=[sys.argv[0], *rest], flags_parser=_parse)
+    _run(lambda _: main(config), [sys.argv[0], *rest])
 
 
-def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Config) -> None:
+def run_with_arguments(main: Callable[[Config, list[str]], None], *, default: Config) -> NoReturn:
     """The same for a command with arguments that are no flags, which does without --config: then it is `default`."""
     command_help.print_if_asked(_module_of(main), config=True, required=False)
     try:
         config, rest = parse_argv(sys.argv[1:], default=default)
     except ConfigError as error:
         fail(str(error))
-    app.run(lambda argv: _guarded(lambda: main(config, argv[1:])), argv=[sys.argv[0], *rest], flags_parser=_parse)
+    _run(lambda argv: main(config, argv[1:]), [sys.argv[0], *rest])
 
 
-def run_with_config_later(main: Callable[[GivenConfig], None]) -> None:
+def run_with_config_later(main: Callable[[GivenConfig], None]) -> NoReturn:
     """The same for a command whose config without --config it finds itself: it gets what is said of the config."""
     command_help.print_if_asked(_module_of(main), config=True, required=False)
     try:
         given, rest = read_argv(sys.argv[1:])
     except ConfigError as error:
         fail(str(error))
-    app.run(lambda _: _guarded(lambda: main(given)), argv=[sys.argv[0], *rest], flags_parser=_parse)
+    _run(lambda _: main(given), [sys.argv[0], *rest])
 
 
 def answer_at_once(module: str, *, config: bool, default: Config | None = None, later: bool = False) -> None:
@@ -106,6 +106,11 @@ def check_out(name: str, path: str) -> None:
 def fail(message: str) -> NoReturn:
     sys.stderr.write(f"error: {message}\n")
     raise SystemExit(2)
+
+
+def _run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
+    """Runs it with what is left of the arguments when the flags are read, and ends the process."""
+    ending.run(lambda: app.run(lambda rest: _guarded(lambda: main(rest)), argv=argv, flags_parser=_parse))
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -160,7 +160,7 @@ async def test_it_ends_when_its_engine_is_over(
         raise RuntimeError("the device is gone")
 
     leave = []
-    monkeypatch.setattr("rollout_server.serve._exit_after", lambda seconds, code: leave.append(code))
+    monkeypatch.setattr("rollout_server.serve.ending.after", lambda seconds, code: leave.append(code))
     monkeypatch.setattr(engine, "status", over)
     with pytest.raises(RuntimeError, match="the device is gone"):
         await serving
@@ -193,7 +193,8 @@ def test_importing_the_server_needs_no_engine() -> None:
     program = (
         "import sys, rollout_server.serve, rollout_server.engines.replay.engine;"
         "print(*[m for m in ('jax', 'torch', 'flax', 'ml_dtypes', 'vllm') if m in sys.modules],"
-        "*[m for m in sys.modules if m.startswith('scalerl_jax.') and not m.startswith('scalerl_jax.contract')])"
+        "*[m for m in sys.modules if m.startswith('scalerl_jax.')"
+        " and not m.startswith(('scalerl_jax.contract', 'scalerl_jax.system'))])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []

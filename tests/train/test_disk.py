@@ -127,6 +127,40 @@ def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, model, rollouts
     assert line.startswith(f"--workdir={disk}/run: ") and re.search("deleted|no such file", line), line
 
 
+@pytest.mark.parametrize("how", ["read-only", "a file"])
+def test_a_folder_of_checkpoints_that_cannot_be_written_to_any_more(
+    tmp_path, flags, model, rollouts, start, small_disk, how
+):
+    """Orbax then has threads that never end: the run does all the same, and goes on when that is mended."""
+    flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
+    slowly = ("--engine=replay", "--replay_token_seconds=0.03")
+    replay = (*slowly, f"--model={model}", f"--replay_file={rollouts}")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.parent.mkdir()
+    checkpoints.symlink_to(small_disk("size=40m"))
+    with serve(tmp_path, 1, *replay) as addresses:
+        flags.append(f"--servers={addresses[0]}")
+        run = start(tmp_path / "run", *flags, log=tmp_path / "run.log")
+        run.until(lambda: "2" in saved(run), "a checkpoint is written")
+        if how == "read-only":
+            small_disk("ro")
+        else:
+            checkpoints.unlink()
+            checkpoints.write_text("")
+        line = failed(run)
+        assert line.startswith(f"--workdir={tmp_path}/run: ") and line.endswith("when that is mended"), line
+        check_whole(run)
+
+        os.remove(f"{tmp_path}/run.log")
+        if how == "read-only":
+            small_disk("rw")
+        else:
+            checkpoints.unlink()
+            checkpoints.symlink_to(tmp_path / "disk")
+        run.start().finish()
+        assert "going on from step" in run.output()
+
+
 def test_a_warm_start_on_a_full_disk(tmp_path, small_disk):
     flags = [f"--config={CONFIG}", "--config.environment.name=arithmetic"]
     flags += ["--config.sft.max_steps=3", "--config.sft.checkpoint_every=1", "--config.sft.rows_per_step=2"]
