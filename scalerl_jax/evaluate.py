@@ -234,8 +234,11 @@ def main(given: GivenConfig) -> None:
     steps = steps_of(workdir, FLAGS.steps) if workdir else [0]
     with entry.user_mistakes():
         check_folder("--model" if FLAGS.model else "config.model.path", config.model.path)
-        Tensors(config.model.path)
+        decoder = decoder_of(config)
+        Tensors(config.model.path, decoder)
         tokenizer = Tokenizer(config.model.path)
+        if decoder is not None:
+            tokenizer.check_vocabulary(decoder.vocab_size)
         rows, said = load_held_out(config, tokenizer, apart=bool(FLAGS.environment))
         rows = first_of_each(rows, FLAGS.prompts)
         compute, inputs = compute_of(workdir), digests(config, rows)

@@ -41,6 +41,7 @@ from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, config_of_fil
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.hf_hub import check_folder
+from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.objective.losses import cross_entropy
 from scalerl_jax.run import compute_dtype, continuing, jsonl
 from scalerl_jax.run.folder import RunFolder
@@ -80,7 +81,9 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
     """The decoder to train. Raises ValueError naming the field or file at fault."""
     sft = config.sft
     if sft.model_path:
-        return read_config(sft.model_path)
+        decoder = read_config(sft.model_path)
+        tokenizer.check_vocabulary(decoder.vocab_size)
+        return decoder
     if sft.model_file:
         try:
             decoder = config_of_file(sft.model_file)
@@ -222,6 +225,8 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             tokenizer_folder = settle_tokenizer(config, folder)
             tokenizer = Tokenizer(tokenizer_folder)
             decoder = decoder_config(config, tokenizer)
+            if config.sft.model_path and saved is None:
+                Tensors(config.sft.model_path, decoder)  # what is wrong there is said before traces are tokenized
             traces: built_in.BuiltInTraces | trace_files.FileTraces
             if config.sft.traces:
                 traces = trace_files.FileTraces(

@@ -166,8 +166,9 @@ def train(config: Config) -> None:
         with entry.user_mistakes():
             check_folder("config.model.path", config.model.path)
             decoder = read_config(config.model.path)
-            Tensors(config.model.path)  # a folder without weights is found before anything is started
+            Tensors(config.model.path, decoder)  # a folder without weights is found before anything is started
             tokenizer = Tokenizer(config.model.path)
+            tokenizer.check_vocabulary(decoder.vocab_size)
             rows = load_rows(config, tokenizer)
             train_rows, validation_rows = rows.train, rows.held_out
             requests = Requests(config, tokenizer)

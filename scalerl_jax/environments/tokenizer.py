@@ -38,9 +38,19 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self.path = path
         self._beginning = self._read_beginning()  # ids that the tokenizer puts before each sequence
-        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)  # ids, added tokens included
+        # One more than the largest id, added tokens included.
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.stop_ids = self._read_stop_ids()  # tuple[int, ...]
         self.eos_id = self.stop_ids[0]
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ValueError naming the file where it has tokens beyond a model's vocabulary of `size`."""
+        if self.vocabulary > size:
+            token = self._tokenizer.id_to_token(self.vocabulary - 1)
+            raise ValueError(
+                f"{os.path.join(self.path, 'tokenizer.json')}: token {self.vocabulary - 1} ({token!r}) is beyond the "
+                f"model's vocabulary of {size} (vocab_size in its config.json)"
+            )
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` and nothing else."""

@@ -23,7 +23,7 @@ SIZES = {  # field -> its key in config.json
     "head_dim": "head_dim",
     "intermediate_size": "intermediate_size",
 }
-# What a family's config.json may leave out; elsewhere transformers has a number of its own for it, which is no model's.
+# What a family's config.json may leave out or have as null; elsewhere transformers has a number of its own for it.
 _DERIVED = {"llama": ("num_key_value_heads", "head_dim"), "qwen2": ("head_dim",), "llama4_text": ("head_dim",)}
 
 
@@ -99,7 +99,7 @@ class DecoderConfig:
         derived = {"num_key_value_heads": heads, "head_dim": hf_fields.size(config, "hidden_size") // heads}
         left_out = [key for key in _DERIVED.get(kind, ()) if config.get(key) is None]
         sizes = {**config, **{key: derived[key] for key in left_out}}
-        theta, scaling = hf_fields.rope(config, default_theta=10_000.0)
+        theta, scaling = hf_fields.rope(config, default_theta=getattr(family, "DEFAULT_THETA", 10_000.0))
         return DecoderConfig(
             **{field: hf_fields.size(sizes, key) for field, key in SIZES.items()},
             **{field: _own_field(config, field, key) for field, key in own.items()},

@@ -19,7 +19,7 @@ from scalerl_jax.model.decoder_config import DecoderConfig, read_config
 from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.model.sharding import spec
-from scalerl_jax.model.tensor_layout import check_shapes, layout, stored
+from scalerl_jax.model.tensor_layout import check_shapes, layout
 
 _BLOCK_BYTES = 16 * 2**20  # of float32
 
@@ -43,12 +43,11 @@ def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tu
     """A Hugging Face folder as (config, parameters in `dtype`); on a mesh each device reads only its own part.
 
     Beyond the parameters it takes the host's memory of a few blocks of a tensor. Raises ValueError naming the folder,
-    file or tensor that is missing, unsupported, of another shape, or none of this model.
+    file or tensor that is missing, unsupported, not finite, of another shape, or none of this model.
     """
     config = read_config(path)
     tensors = Tensors(path, config)
     check_shapes(config, {name: tensors.shape(name) for name in tensors}, f"{path}: ")
-    _check_no_others(config, tensors, path)
     names: dict[str, list[str]] = {}
     for name, tensor in layout(config).items():
         names.setdefault(tensor.row.leaf, []).append(name)
@@ -66,14 +65,6 @@ def load_hf(path: str, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tu
         return jax.make_array_from_single_device_arrays(shape, sharding, held)
 
     return config, param_tree(config, make)
-
-
-def _check_no_others(config: DecoderConfig, tensors: Tensors, path: str) -> None:
-    """A bias, a norm or a layer that is in the files and not in the model would be left out of the policy."""
-    known = {part for name, parts in stored(config).items() for part in (name, *parts)}
-    for name in tensors:
-        if name.startswith("model.") and name not in known and not name.endswith("rotary_emb.inv_freq"):
-            raise ValueError(f"{path}: tensor {name} is none of a {config.family} of {config.layers} layers")
 
 
 def _load(

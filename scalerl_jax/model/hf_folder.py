@@ -97,13 +97,16 @@ def _write_rest(folder: str, decoder: DecoderConfig, tokenizer_dir: str, dtype: 
         if os.path.isfile(os.path.join(tokenizer_dir, name)):
             shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(folder, name))
     config = decoder.to_hf(dtype)
+    rope = {key: config[key] for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     generation: dict[str, Any] = {"eos_token_id": config["eos_token_id"], "do_sample": True, "temperature": 1.0}
     if os.path.isfile(os.path.join(tokenizer_dir, "config.json")):
         if read_config(tokenizer_dir).canonical_json() == decoder.canonical_json():
             # Of a model that reads images too only the text model is here.
             own = read_object(os.path.join(tokenizer_dir, "config.json"))
             config = {"architectures": config["architectures"], **text_of(own)} if "text_config" in own else own
-            config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config} or {"dtype": dtype}
+            # As both generations have it: a library that knows the other one alone would silently take its default.
+            config |= {key: value for key, value in rope.items() if not config.get(key)}
+            config |= {"torch_dtype": dtype, "dtype": dtype}
         if os.path.isfile(os.path.join(tokenizer_dir, "generation_config.json")):
             generation = read_object(os.path.join(tokenizer_dir, "generation_config.json"))
     _write_json(folder, "config.json", config)

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +26,16 @@ from scalerl_jax.model.tensor_layout import layout, stored
 from scalerl_jax.system.json_values import read_object
 
 _BESIDE_IMAGES = "language_model."  # before the names of a text model that is part of another
+_OF_IMAGES = ("vision_model.", "multi_modal_projector.")  # what is not read of that one
+_BUFFER = re.compile(r"\.rotary_emb\.(inv_freq|(cos|sin)_cached)$")  # made from config.json; old files have them
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_INFINITY = {
+    np.dtype(kind): int(np.array(np.inf, kind).view(f"u{np.dtype(kind).itemsize}")) for kind in _DTYPES.values()
+}
+_BLOCK_BYTES = 16 * 2**20
 _MOST_HEADER = 10**8  # bytes, as the format has it
 # Shorter pieces are read together with what is between them: a disk gives no less than a page.
 _PAGE = 4096
@@ -46,7 +54,8 @@ class Tensors(Mapping[str, np.ndarray]):
 
     config: of the model there; then the names are those of tensor_layout, and experts stored one by one are one tensor.
     Raises ValueError, one line that names folder or file, where there are no weights, a file or an expert is missing,
-    or a file is broken.
+    or a file is broken; with a config also where a tensor is none of that model, which would then be left out of the
+    policy, or a head is there that is not the embeddings to which the config ties it.
     """
 
     def __init__(self, path: str, config: DecoderConfig | None = None):
@@ -58,7 +67,8 @@ class Tensors(Mapping[str, np.ndarray]):
                 if tensor not in found:
                     raise ValueError(f"{os.path.join(path, INDEX)}: tensor {tensor} is not in {name}")
                 self._where[tensor] = found[tensor]
-        if any(name.startswith(_BESIDE_IMAGES) for name in self._where):
+        beside_images = any(name.startswith(_BESIDE_IMAGES) for name in self._where)
+        if beside_images:
             self._where = {name.removeprefix(_BESIDE_IMAGES): one for name, one in self._where.items()}
         # The contract's name -> the stored ones, where there are several, and where it is part of one.
         self._parts: dict[str, list[str]] = {}
@@ -72,6 +82,10 @@ class Tensors(Mapping[str, np.ndarray]):
             for part in parts if parts != [name] or columns else ():
                 if part not in self._where:
                     raise ValueError(f"{path}: tensor {part} is missing")
+        if config is not None:
+            self._check_no_others(config, beside_images)
+            if config.tied_embeddings and _HEAD in self._where and _EMBED in self._where:
+                self._check_tied()
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.read(name, (slice(None),) * len(self.shape(name)))
@@ -98,10 +112,40 @@ class Tensors(Mapping[str, np.ndarray]):
                 raise ValueError(f"tensor {part} has shape {self.shape(part)}, not {self.shape(first)}")
         return (len(parts), *self.shape(first))
 
+    def _check_no_others(self, config: DecoderConfig, beside_images: bool) -> None:
+        known = {part for name, parts in stored(config).items() for part in (name, *parts)} | {_HEAD}
+        for name, one in self._where.items():
+            of_images = beside_images and name.startswith(_OF_IMAGES)
+            if name not in known and not of_images and not _BUFFER.search(name):
+                raise ValueError(
+                    f"{one.file.name}: tensor {name} is none of a {config.family} of {config.layers} layers, and would "
+                    "be left out of the policy"
+                )
+
+    def _check_tied(self) -> None:
+        """Where both are there and differ, transformers 5 ties nothing; transformers 4 and vLLM leave the head out."""
+        head, embed = self._where[_HEAD], self._where[_EMBED]
+        same = head.shape == embed.shape
+        step = max(1, _BLOCK_BYTES // max(1, math.prod(head.shape[1:]) * 8))
+        for start in range(0, head.shape[0] if same else 0, step):
+            rows = (slice(start, start + step), *(slice(None) for _ in head.shape[1:]))
+            one, other = self._stored(_HEAD, rows), self._stored(_EMBED, rows)
+            # Bytes are compared faster, and zeros have two.
+            if one.tobytes() != other.tobytes() and not np.array_equal(one.astype(float), other.astype(float)):
+                same = False
+                break
+        if not same:
+            raise ValueError(
+                f"{head.file.name}: tensor {_HEAD} differs from {_EMBED}, and config.json has "
+                "tie_word_embeddings=true: libraries do not agree which of them the head is; tie_word_embeddings=false "
+                "takes this one"
+            )
+
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
         """Part of a tensor, one slice of step 1 per dimension, in its own dtype and memory.
 
-        Raises ValueError naming the tensor and its file, where that is no longer as long as it was, or no floats.
+        Raises ValueError naming the tensor and its file, where that is no longer as long as it was, holds no floats, or
+        one that is not finite.
         """
         if name in self._parts:
             names = self._parts[name][index[0]]
@@ -147,7 +191,16 @@ class Tensors(Mapping[str, np.ndarray]):
                 row = row * size + position
             start = (row * one.shape[last] + parts[last].start) * inner if parts else 0
             _fill(one, name, into[number * piece : (number + 1) * piece], one.begin + start)
+        if not _finite(out):
+            raise ValueError(f"{one.file.name}: tensor {name} has a NaN or an infinity")
         return out
+
+
+def _finite(array: np.ndarray) -> bool:
+    """By their bits, which costs less than to read them did: the infinities and NaNs are the largest of each sign."""
+    infinity, bits = _INFINITY[array.dtype], 8 * array.dtype.itemsize
+    signed, unsigned = array.view(f"i{array.dtype.itemsize}"), array.view(f"u{array.dtype.itemsize}")
+    return not array.size or (int(signed.max()) < infinity and int(unsigned.max()) < infinity + 2 ** (bits - 1))
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

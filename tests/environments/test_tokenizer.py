@@ -1,6 +1,7 @@
 """The tokenizer made here is one that transformers reads the same way."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -155,6 +156,21 @@ def test_stop_ids_that_cannot_be_are_one_line(folder, tmp_path, name, ids):
     with pytest.raises(ValueError, match=rf"{name}: eos_token_id") as error:
         Tokenizer(str(tmp_path / "t"))
     assert "\n" not in str(error.value)
+
+
+def test_tokens_beyond_the_model_s_vocabulary_are_named(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "t")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    size, last = len(vocabulary), max(vocabulary, key=vocabulary.get)
+    Tokenizer(str(folder)).check_vocabulary(size)
+    vocabulary[last] = size + 5  # the largest id is more than there are tokens
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(content))
+    told = rf"tokenizer\.json: token {size + 5} \({re.escape(repr(last))}\) is beyond the model's vocabulary of {size} "
+    with pytest.raises(ValueError, match=told) as error:
+        Tokenizer(str(tmp_path / "t")).check_vocabulary(size)
+    assert "\n" not in str(error.value)
+    Tokenizer(str(tmp_path / "t")).check_vocabulary(size + 6)
 
 
 def test_unusable_folders_are_named(tmp_path):

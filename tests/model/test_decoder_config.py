@@ -281,6 +281,35 @@ def test_what_is_written_is_read_back(family: str, scaling: tuple[float, float, 
     assert DecoderConfig.from_hf(changed(written, rope_scaling=..., rope_theta=...)) == model
 
 
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ("rope_theta", "rope_parameters", "rope_scaling"),
+        ("rope_theta", "rope_scaling"),  # and theta in the table
+        ("rope_theta", "rope_parameters"),
+        ("head_dim",),
+        ("attention_chunk_size", "no_rope_layer_interval", "floor_scale", "attn_scale", "use_qk_norm"),
+        ("max_position_embeddings", "rms_norm_eps", "attn_temperature_tuning"),
+    ],
+)
+def test_what_llama_4_leaves_out_is_as_transformers_has_it(left_out: tuple[str, ...]) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = toy_decoder(
+        family="llama4_text", rope_scaling=(8.0, 1.0, 4.0, 64.0), rope_theta=1e6, norm_epsilon=1e-6, max_positions=99
+    )
+    left = {key: value for key, value in model.to_hf().items() if key not in left_out}
+    if "rope_theta" in left_out and "rope_parameters" in left:
+        left["rope_parameters"] = changed(left["rope_parameters"], rope_theta=...)
+    assert DecoderConfig.from_hf(left) == DecoderConfig.from_hf(transformers.Llama4TextConfig(**left).to_dict())
+
+
+@pytest.mark.parametrize("key", ["attention_chunk_size", "use_qk_norm", "floor_scale", "attn_temperature_tuning"])
+def test_what_is_null_in_a_llama_4_is_refused(key: str) -> None:
+    """transformers has a default where the key is left out, and refuses null or computes something else."""
+    with pytest.raises(ValueError, match=key):
+        DecoderConfig.from_hf({**toy_decoder(family="llama4_text").to_hf(), key: None})
+
+
 def test_transformers_reads_both_generations_as_we_do() -> None:
     transformers = pytest.importorskip("transformers")
     for config in (LLAMA_3_2_1B, QWEN2_5_0_5B, QWEN3_0_6B):

@@ -1,5 +1,6 @@
 """Folders of safetensors: read lazily, in parts and whole; load -> export gives back every bit."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -175,6 +176,7 @@ def mistakes(folder: pathlib.Path) -> dict[str, Any]:
         return write
 
     norm, layer = "model__norm__weight", "model__layers__"
+    other_head = random_tensors(toy_decoder(family="qwen2"), 1)["lm_head.weight"]
     return {
         "no file of those that the index names": (first.unlink, f"{INDEX}: {first.name} is missing (of 3 files)"),
         "no index": ((folder / INDEX).unlink, f"no weights there (*.safetensors); {first.name} is not read without"),
@@ -198,15 +200,31 @@ def mistakes(folder: pathlib.Path) -> dict[str, Any]:
         "a layer too few": (stored(**{f"{layer}1__mlp__up_proj__weight": np.zeros(0)}), "tensor model.layers.1.mlp"),
         "a layer too many": (stored(**{f"{layer}2__mlp__up_proj__weight": np.ones((48, 32))}), "of a qwen2 of 2 la"),
         "a bias too many": (stored(**{f"{layer}0__self_attn__o_proj__bias": np.ones(32)}), "o_proj.bias is none of a"),
+        **{
+            f"{name}, unread": (stored(**{name.replace(".", "__"): np.ones(32)}), f"tensor {name} is none of a")
+            for name in ("lm_head.bias", "score.weight", "v_head.summary.weight", "layers.0.bias", "layers.0.mlp.bias")
+        },
+        "a head that is not tied": (stored(lm_head__weight=other_head), "tensor lm_head.weight differs"),
+        "a head of another size": (stored(lm_head__weight=other_head[1:]), "tensor lm_head.weight differs"),
+        **{
+            f"{value} of sign {sign} in {kind.__name__}": (
+                stored(**{norm: np.append(np.ones(31), np.copysign(value, sign)).astype(kind)}),
+                f"{SINGLE}: tensor model.norm.weight has a NaN or an infinity",
+            )
+            for value, sign in itertools.product((np.nan, np.inf), (1, -1))
+            for kind in (np.float32, np.float16, np.float64, ml_dtypes.bfloat16)
+        },
         "another shape": (stored(**{norm: np.ones(31, np.float32)}), "model.norm.weight has shape (31,), not (32,)"),
         "another dtype": (stored(**{norm: np.ones(32, np.int8)}), "model.norm.weight is of I8, not of F64, F32"),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", range(21))
+@pytest.mark.parametrize("mistake", range(44))
 def test_mistakes_are_one_line(mistake: int, model: Any, tmp_path: pathlib.Path) -> None:
     folder = copy(model, tmp_path)
-    what, (make, told) = list(mistakes(folder).items())[mistake]
+    made = mistakes(folder)
+    assert len(made) == 44
+    what, (make, told) = list(made.items())[mistake]
     make()
     with pytest.raises(ValueError) as error:
         load_hf(str(folder))
@@ -214,14 +232,14 @@ def test_mistakes_are_one_line(mistake: int, model: Any, tmp_path: pathlib.Path)
 
 
 def test_what_is_no_weight_of_the_decoder_is_no_mistake(model: Any, tmp_path: pathlib.Path) -> None:
-    """Buffers that old files hold, a head beside tied embeddings, a value head of another trainer."""
+    """Buffers that old files hold, and a head that is the tied embeddings."""
     folder, config, named = copy(model, tmp_path), model[1], model[2]
     for file in folder.glob("model*"):
         file.unlink()
     others = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
         "lm_head.weight": named["model.embed_tokens.weight"],
-        "v_head.summary.weight": np.ones(3, np.int8),
+        "model.rotary_emb.cos_cached": np.ones(4, np.float32),
     }
     save_file(named | others, folder / SINGLE)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_hf(str(folder))[1]), from_hf(named, config))

@@ -6,6 +6,7 @@ answers are right and some wrong without any warm start.
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,17 @@ def write_model(folder: str, *, words: Sequence[str] = ("time is up",), **sizes:
     params = leaning_params(decoder, lean, spread=0.5, head=0.02)
     write_model_folder(folder, params=params, decoder=decoder, tokenizer_dir=base)
     return folder
+
+
+def smaller(model: str, folder: os.PathLike[str]) -> str:
+    """A copy whose config.json has a vocabulary that the tokenizer's is larger than."""
+    shutil.copytree(model, folder)
+    file = os.path.join(folder, "config.json")
+    with open(file) as stream:
+        config = json.load(stream)
+    with open(file, "w") as stream:
+        json.dump(config | {"vocab_size": 100}, stream)
+    return str(folder)
 
 
 def prompts() -> tuple[list[dict[str, str]], list[dict[str, str]]]:

@@ -12,6 +12,7 @@ from scalerl_jax.run.jsonl import read_rows
 from tests.support import fork_server
 from tests.support.processes import run_command, single_threaded
 from tests.support.servers import serve
+from tests.support.tiny_task import smaller
 from tests.support.waiting import eventually
 
 MISTAKES = (
@@ -21,6 +22,7 @@ MISTAKES = (
     ("--model={model} --environment=no_such", "--environment: 'no_such' is none of arithmetic, "),
     ("--model={model} --environment=math", "--environment: math: of which rows? math:FILE"),
     ("--model={model} --environment=gsm8k:{tmp}/x.jsonl", "config.environment.validation={tmp}/x.jsonl: No such file"),
+    ("--model={smaller} --environment=arithmetic", "{smaller}/tokenizer.json: token "),
     ("--model={model} --steps=3 --environment=arithmetic", "--steps=3: goes with --workdir"),
     ("--workdir={tmp}", "--workdir={tmp}: no config.json there"),
     ("--workdir={run} --steps=3", "--steps=3: the run keeps no checkpoint 3; there are 0, 4, 6"),
@@ -133,8 +135,9 @@ def test_killed_and_started_again_it_goes_on(run, tmp_path):
     assert "mean@4" in evaluate(*arguments) and file.stat().st_mtime_ns == before  # nothing is left to do
 
 
-def test_a_mistake_is_one_line(run, model, tmp_path):
-    places = {"tmp": tmp_path, "run": run[0], "model": model}
+def test_a_mistake_is_one_line(run, model, tmp_path, tmp_path_factory):
+    less = smaller(model, tmp_path_factory.mktemp("less") / "smaller")
+    places = {"tmp": tmp_path, "run": run[0], "model": model, "smaller": less}
     for given, said in MISTAKES:
         told = evaluate(*(argument.format(**places) for argument in given.split()), code=2)
         assert told.splitlines()[-1].startswith(f"error: {said.format(**places)}"), told

@@ -1,5 +1,6 @@
 """A run's policy as a Hugging Face folder: transformers computes what we compute; whole, or not at all."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -36,6 +37,7 @@ SIZES = {
     "intermediate_size": 48,
 }
 QWEN3_TIED = DecoderConfig(**SIZES, family="qwen3", tied_embeddings=True, stop_token_ids=(2,))
+QWEN3_MILLION = dataclasses.replace(QWEN3_TIED, rope_theta=1e6)
 LLAMA3_UNTIED = DecoderConfig(
     **SIZES,
     family="llama",
@@ -156,6 +158,29 @@ def test_what_the_start_model_says_is_kept(tmp_path, runs, start):
     export(workdir=runs[QWEN3_TIED][0], out=str(tmp_path / "out"), model=str(start))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == 7
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_length"] == 99
+
+
+@pytest.mark.parametrize("left_out", [("rope_theta", "rope_scaling"), ("rope_parameters",)])
+@pytest.mark.parametrize("decoder", [QWEN3_MILLION, LLAMA3_UNTIED], ids=["qwen3", "llama3"])
+def test_rope_is_written_as_old_and_new_libraries_read_it(tmp_path, tokenizer_dir, decoder, left_out):
+    """transformers 4 does not know of rope_parameters, and takes a theta of 10,000 without a word."""
+    params, start, out = make_params(decoder, 0), tmp_path / "start", tmp_path / "out"
+    write_model_folder(str(start), params=params, decoder=decoder, tokenizer_dir=tokenizer_dir)
+    written = json.loads((start / "config.json").read_text())
+    own = {key: value for key, value in written.items() if key not in (*left_out, "torch_dtype")}
+    (start / "config.json").write_text(json.dumps(own | {"pad_token_id": 3}))
+    write_model_folder(str(out), params=params, decoder=decoder, tokenizer_dir=str(start))
+    found = json.loads((out / "config.json").read_text())
+    assert found == written | {"pad_token_id": 3}
+    scaled = decoder.rope_scaling is not None
+    assert found["rope_theta"] == found["rope_parameters"]["rope_theta"] == decoder.rope_theta
+    assert bool(found["rope_scaling"]) == scaled
+    if scaled:
+        assert found["rope_scaling"] | {"rope_theta": decoder.rope_theta} == found["rope_parameters"]
+    transformers = pytest.importorskip("transformers")
+    for folder in (start, out):
+        theirs = transformers.AutoConfig.from_pretrained(folder).rope_parameters
+        assert theirs == found["rope_parameters"]
 
 
 def test_whole_or_not_at_all(tmp_path, runs, start):

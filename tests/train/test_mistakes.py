@@ -13,7 +13,7 @@ from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.train import too_few
 from tests.support.runs import config_of
 from tests.support.servers import serve
-from tests.support.tiny_task import write_model
+from tests.support.tiny_task import smaller, write_model
 from tests.train.comparing import damage
 
 
@@ -62,6 +62,7 @@ def check_usable(workdir: pathlib.Path) -> None:
         ),
         ("--config.model.path=", "config.model.path: no model folder is given"),
         ("--config.model.path={}/weightless", "{}/weightless: "),
+        ("--config.model.path={}/smaller", "{}/smaller/tokenizer.json: token "),
         ("--config.rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
         ("--config.learner.seq_len=16", "config.learner.seq_len=16: "),
         ("--config.rollout.router_replay=true", "config.rollout.router_replay: the model has no experts"),
@@ -73,6 +74,7 @@ def test_a_config_that_cannot_be(tmp_path, flags, model, refused, flag, message)
     weightless.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (weightless / name).write_bytes((pathlib.Path(model) / name).read_bytes())
+    smaller(model, tmp_path / "smaller")
     line = refused(tmp_path / "run", *flags, flag.format(tmp_path), "--servers=127.0.0.1:1")
     assert line.startswith(message.format(tmp_path)), line
     check_usable(tmp_path / "run")

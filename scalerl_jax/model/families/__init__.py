@@ -10,6 +10,7 @@ A family is a module with
     ALIASES                  other name of such a key -> its name (left out: none)
     plain(config)            a config.json of the family, with what can be said in several ways said in one (left out)
     IN_VLLM                  False: vLLM keeps weights in an order that this table cannot say (left out: True)
+    DEFAULT_THETA            of RoPE, where config.json has none (left out: 10,000)
     ONLY                     key of config.json -> the one value of it that this file computes (left out: none)
 
 In `layer`, x is [..., width], `w` the weights of one layer as decoder.Layer applies them, and attend(q, k, v) takes

@@ -37,9 +37,10 @@ FIELDS = {
 ONLY: dict[str, Any] = {"attention_bias": False, "interleave_moe_layer_step": 1}
 IN_VLLM = False
 
-_DEFAULTS = {  # transformers', for keys that published files leave out
+DEFAULT_THETA = 500_000.0
+_DEFAULTS = {  # transformers', for keys that files leave out; sizes of the model it has, too, which are no model's
     "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "use_qk_norm": True, "attn_temperature_tuning": True,
-    "floor_scale": 8192, "attn_scale": 0.1, "rms_norm_eps": 1e-5,
+    "floor_scale": 8192, "attn_scale": 0.1, "rms_norm_eps": 1e-5, "head_dim": 128, "max_position_embeddings": 131_072,
 }  # fmt: skip
 _GATE_UP = "feed_forward.shared_expert.gate_up_proj.weight"
 _EXPERTS = "feed_forward.experts."
@@ -71,7 +72,7 @@ ROWS = (
 
 def plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config.json of this family with its layers' kinds as one number. Raises ValueError where it has other kinds."""
-    out = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None or key not in _DEFAULTS}}
+    out = {**_DEFAULTS, **config}
     layers, interval = out.get("num_hidden_layers"), out["no_rope_layer_interval"]
     if not isinstance(layers, int) or not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
         return out  # and this is said where all numbers are read
@@ -90,9 +91,8 @@ def plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
             raise ValueError(f"{key} has other layers than every {interval}th without RoPE, and experts in each")
     # Of layers without experts; and a number where older files have it for true.
     out.pop("intermediate_size_mlp", None)
-    out["attn_temperature_tuning"] = bool(out["attn_temperature_tuning"])
-    if not out.get("rope_parameters") and "rope_theta" not in out:
-        out["rope_theta"] = 500_000.0
+    if isinstance(out["attn_temperature_tuning"], int):
+        out["attn_temperature_tuning"] = bool(out["attn_temperature_tuning"])
     return out
 
 
