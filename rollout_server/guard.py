@@ -67,10 +67,11 @@ def handler_like(
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """To stand behind the one that looks at the token, before all others. bounds: by method, /package.Service/Name."""
+    """To stand behind the one that looks at the token, before all others."""
 
-    def __init__(self, bounds: Mapping[str, Bound]):
-        self._bounds = bounds
+    def __init__(self, bounds: Mapping[str, Bound], let_in: Callable[[str], None] = lambda peer: None):
+        """bounds: by method, /package.Service/Name. let_in: called with the peer of every call that comes so far."""
+        self._bounds, self._let_in = bounds, let_in
         self._calls: collections.Counter[str] = collections.Counter()  # now
         self._quiet = QuietLog(log)
 
@@ -98,6 +99,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler_like(handler, serve, deserialize)
 
     async def _serve(self, method: str, handler: grpc.RpcMethodHandler, request: Any, context: "_Context") -> Any:
+        self._let_in(context.peer())
         most = self._bounds.get(method, OTHERS).calls
         if self._calls[method] >= most:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} such calls are being served already")

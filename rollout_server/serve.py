@@ -29,6 +29,7 @@ from absl import app, flags, logging
 
 from rollout_server import access_flags, faults
 from rollout_server import serve_flags as given
+from rollout_server.connections import raise_file_limit
 from rollout_server.engines.engine import Engine, EngineOptions
 from rollout_server.engines.model_folder import UsageError
 from rollout_server.service import RolloutServer
@@ -85,6 +86,7 @@ async def serve(
         raise UsageError(f"--engine={given.ENGINE.value}: {error}") from error
 
     # 2. From here on it answers.
+    raise_file_limit()
     try:
         server = RolloutServer(engine, host=host, port=port, access=access, interceptors=interceptors)
     except RuntimeError as error:

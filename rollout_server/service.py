@@ -26,9 +26,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollout_server.activity import Activity
+from rollout_server.connections import Connections
 from rollout_server.engines.admission import check_places, check_score
 from rollout_server.engines.engine import AskedAgain, Engine, EngineInfo, QueueFull, WrongVersion
 from rollout_server.guard import OTHERS, Bound, Guard
+from rollout_server.quiet_log import QuietLog
 from rollout_server.reach import LOOPBACK, Reach
 from rollout_server.weight_push import WeightReceiver
 from scalerl_jax.contract import codec, limits, rollout_pb2_grpc, rpc
@@ -174,10 +176,10 @@ class RolloutServer:
         """
         self.engine, self.service = engine, RolloutService(engine, Reach(access.passing, access.beyond))
         self._watching: asyncio.Task[RuntimeError] | None = None
-        self._checker = _Health()
+        self._checker, self._quiet = _Health(), QuietLog(log)
         bounded = bounds(engine.info)
         self._server = grpc.aio.server(
-            interceptors=[*access.interceptors(), Guard(bounded), *interceptors],
+            interceptors=[*access.interceptors(), Guard(bounded, self._let_in), *interceptors],
             options=SERVER_OPTIONS,
             # Health, reflection and what comes next have the bound of others each.
             maximum_concurrent_rpcs=sum(bound.calls for bound in bounded.values()) + 4 * OTHERS.calls,
@@ -190,6 +192,10 @@ class RolloutServer:
             self.port: int = self._server.add_insecure_port(f"{host}:{port}")
         else:
             self.port = self._server.add_secure_port(f"{host}:{port}", access.credentials)
+        self._connections = Connections(self.port)
+
+    def _let_in(self, peer: str) -> None:
+        self._connections.let_in(peer)
 
     async def start(self) -> None:
         await self._checker.set(rpc.SERVICE, health_pb2.HealthCheckResponse.SERVING)
@@ -203,6 +209,8 @@ class RolloutServer:
                 self.service.activity.tick(self.engine.status())
             except RuntimeError as error:
                 return error
+            if closed := self._connections.tick():
+                self._quiet.say("unknown", logging.WARNING, "%d connections closed that showed no call", closed)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def failure(self) -> RuntimeError:
@@ -216,6 +224,7 @@ class RolloutServer:
         await self._checker.enter_graceful_shutdown()
         await self.service.stop()
         await self._server.stop(STOP_GRACE_SECONDS)
+        self._connections.close()
         await self.engine.close()
 
 

@@ -1,0 +1,142 @@
+"""The connections of a server's port, and the end of those that nobody vouches for.
+
+    let in     a call on it was: it carried the token, where there is one. It stays for as long as its client likes
+    unknown    all others: silent ones, handshakes, calls that are refused. Each is closed after UNKNOWN_SECONDS, and of
+               more than MOST_UNKNOWN the oldest are closed at once
+
+Else whoever reaches the port could take all files that this process may have open, and shut out the trainer without
+ever showing a token. A client that is closed while it has nothing to say dials again with its next call.
+
+gRPC has no word on its connections: they are found among the files of this process. Its own limits would not do: one of
+connections keeps out whoever comes last, one of age cuts streams that are in use.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import os
+import resource
+import socket
+import stat
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
+
+UNKNOWN_SECONDS = 20.0  # for a handshake over a slow network, and a first call
+MOST_UNKNOWN = 128
+MOST_FILES = 65_536  # that this process asks for at most
+_FILES = "/dev/fd"  # on Linux and macOS
+
+Peer = tuple[str, int]  # address, port
+
+
+def raise_file_limit() -> None:
+    """As many open files as this process may have: many systems give a thousand to whoever does not ask."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Connections:
+    """Lives on the service's event loop."""
+
+    def __init__(self, port: int, *, clock: Callable[[], float] = time.monotonic):
+        self._port, self._clock = port, clock
+        self._seen: dict[Peer, float] = {}  # since when; in that order
+        self._let_in: set[Peer] = set()
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
+        # Another name for the file that is looked at: it is still that one when it is closed. Made before it is needed.
+        self._name = os.dup(self._nothing)
+
+    def let_in(self, peer: str) -> None:
+        """A call on it is served. peer: as gRPC writes it."""
+        if (known := parsed(peer)) is not None:
+            self._let_in.add(known)
+
+    def tick(self) -> int:
+        """To be called about once a second. Returns how many are closed."""
+        now = self._clock()
+        there = {peer: file for file, peer in self._sockets()}
+        self._seen = {peer: since for peer, since in self._seen.items() if peer in there}
+        for peer in there:
+            self._seen.setdefault(peer, now)
+        self._let_in &= there.keys()
+        unknown = [peer for peer in self._seen if peer not in self._let_in]
+        surplus = len(unknown) - MOST_UNKNOWN
+        over = [peer for i, peer in enumerate(unknown) if i < surplus or now - self._seen[peer] > UNKNOWN_SECONDS]
+        for peer in over:
+            self._close(there[peer], peer)
+        return len(over)
+
+    def close(self) -> None:
+        os.close(self._nothing)
+        os.close(self._name)
+
+    def _sockets(self) -> Iterator[tuple[int, Peer]]:
+        """Those that have been accepted at the port: (file, its other end)."""
+        for file in _open_files():
+            with self._named(file) as found:
+                if found is not None and (peer := _other_end(found, self._port)) is not None:
+                    yield file, peer
+
+    def _close(self, file: int, peer: Peer) -> None:
+        """Both sides see the end of it; gRPC then closes the file."""
+        with self._named(file) as found, contextlib.suppress(OSError):
+            if found is not None and _other_end(found, self._port) == peer:
+                found.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _named(self, file: int) -> Iterator[socket.socket | None]:
+        """The file as a socket, which stays that one inside; None: it is none. Takes no further file."""
+        found = None
+        # Of nothing else: a lock on a file would end with the other name.
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(file).st_mode):
+                os.dup2(file, self._name, inheritable=False)
+                found = socket.socket(fileno=self._name)
+        try:
+            yield found
+        finally:
+            if found is not None:
+                found.detach()
+            os.dup2(self._nothing, self._name, inheritable=False)
+
+
+def parsed(peer: str) -> Peer | None:
+    """Of "ipv4:127.0.0.1:7000" or "ipv6:%5B::1%5D:7000"; None: it is something else."""
+    kind, _, address = urllib.parse.unquote(peer).partition(":")
+    host, _, port = address.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdecimal():
+        return None
+    return _peer(host.strip("[]"), int(port))
+
+
+def _peer(host: str, port: int) -> Peer | None:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address), port
+
+
+def _other_end(found: socket.socket, port: int) -> Peer | None:
+    """None: it is no connection that was accepted at the port."""
+    if found.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        if found.getsockname()[1] != port:
+            return None
+        return _peer(*found.getpeername()[:2])
+    except OSError:  # it listens, or is over
+        return None
+
+
+def _open_files() -> Iterable[int]:
+    try:
+        return [int(name) for name in os.listdir(_FILES)]
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # all are taken, also that to list them
