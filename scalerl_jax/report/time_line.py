@@ -10,6 +10,7 @@ nothing they may sample: the store of untrained groups is full, or the weights t
 """
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,9 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
             pause = max(0.0, began - start)
             left_out += began - start
             start = began
+        elif row["time"] < start:  # the clock was set back: as if no time had passed
+            left_out += row["time"] - start
+            start = row["time"]
         end = max(start, row["time"])
         intervals.append(interval(before, row, start - begin - left_out, end - begin - left_out, pause))
         for name, seconds in row.get("waited_for") or []:
@@ -87,11 +91,10 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
 
 
 def running_seconds(rows: Sequence[Row]) -> float:
-    """From the first row to the last of each start of the run, all starts together."""
-    ends: dict[Any, list[float]] = {}
-    for row in rows:
-        ends.setdefault(row.get("incarnation"), []).append(row["time"])
-    return float(sum(max(times) - min(times) for times in ends.values()))
+    """From row to row of each start of the run, all starts together; nothing where the clock was set back between."""
+    pairs = itertools.pairwise(rows)
+    of_one = (b["time"] - a["time"] for a, b in pairs if a.get("incarnation") == b.get("incarnation"))
+    return float(sum(max(0.0, seconds) for seconds in of_one))
 
 
 def measured_seconds(row: Row) -> float:

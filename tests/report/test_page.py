@@ -148,6 +148,16 @@ def test_a_pause_between_two_starts_is_no_time_of_the_run():
     assert [(one["start"], one["end"]) for one in drawn] == [(0, 3), (3, 7), (7, 10), (10, 14)]
 
 
+def test_a_clock_that_is_set_back_in_mid_run_takes_no_time_back():
+    rows = [
+        {"step": step, "time": when, "incarnation": 1, "waited_seconds": 1, "update_seconds": 2, "compute": {}}
+        for step, when in ((1, 1010.0), (2, 1014.0), (3, 10.0), (4, 14.0))
+    ]
+    drawn = time_line.time_line(rows, [])["intervals"]
+    assert [(one["start"], one["end"]) for one in drawn] == [(0, 3), (3, 7), (7, 7), (7, 11)]
+    assert time_line.running_seconds(rows) == 4 + 4
+
+
 def test_every_interval_is_of_one_level(data):
     assert {curve["level"] for axis in data["score"]["curves"].values() for curve in axis.values()} == {0.95}
     half = data["score"]["curves"]["device_hours"]["half"]
