@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import pickle
+import tracemalloc
 import zlib
 
 import pytest
@@ -97,9 +98,10 @@ class Runs:
         ({"private_test_cases": base64.b64encode(b"no zlib").decode()}, "neither JSON nor base64 of zlib"),
         ({"private_test_cases": base64.b64encode(zlib.compress(b"no pickle")).decode()}, "neither JSON nor base64"),
         ({"private_test_cases": base64.b64encode(zlib.compress(b"")).decode()}, "neither JSON nor base64"),
-        ({"private_test_cases": packed([1])}, "holds list, wanted: a pickled text"),
+        ({"private_test_cases": packed([1])}, "EMPTY_LIST is no part of a pickled text"),
         ({"private_test_cases": packed("5")}, "is no list of tests"),
-        ({"private_test_cases": packed(Runs())}, "it names posix.mkdir"),
+        ({"private_test_cases": packed(Runs())}, "is no part of a pickled text"),
+        ({"private_test_cases": "ä"}, "'private_test_cases' is neither JSON nor base64"),
     ],
 )  # fmt: skip
 def test_what_is_no_layout_is_one_line(columns, said, tmp_path, monkeypatch):
@@ -128,3 +130,36 @@ def test_the_longest():
     assert [case[1][0] for case in longest(tests, 3)["cases"]] == ["9", "9", "5"]
     assert [case[1][0] for case in longest(tests, 2)["cases"]] == ["9", "9"]
     assert longest(tests, 0) == longest(tests, 5) == longest(tests, 99) == tests
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("padding", [0, 300, 70_000], ids=["short", "one frame", "beyond a frame"])
+def test_a_text_of_every_protocol_is_read(protocol, padding):
+    text = json.dumps(PAIRS, ensure_ascii=False) + " " * padding + "\n"
+    data = base64.b64encode(zlib.compress(pickle.dumps(text, protocol=protocol))).decode()
+    assert find_tests({"private_test_cases": data}, "tests") == STDIN
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x8d" + (2**36).to_bytes(8, "little") + b"x.",  # BINUNICODE8
+        b"\x80\x04\x8e" + (2**36).to_bytes(8, "little") + b"x.",  # BINBYTES8
+        b"\x80\x05\x96" + (2**36).to_bytes(8, "little") + b"x.",  # BYTEARRAY8
+        b"\x80\x04\x95" + (2**36).to_bytes(8, "little") + b"x.",  # FRAME
+        b"\x80\x02\x8b\xff\xff\xff\x7fx.",  # LONG4
+        b"\x80\x02X\xff\xff\xff\xffx.",  # BINUNICODE
+        b"X\1\0\0\0xr\xff\xff\xff\x7f" + b"0.",  # LONG_BINPUT, then POP
+        b"X\1\0\0\0x" + b"q\0" * 10**6 + b".",
+    ],
+)
+def test_a_few_bytes_take_no_room(data):
+    """Nothing is made for what they name and do not hold: pickle itself takes 64 GiB for some of them."""
+    column = base64.b64encode(zlib.compress(data)).decode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="is neither JSON nor base64 of zlib of a pickled text"):
+            find_tests({"private_test_cases": column}, "tests")
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
