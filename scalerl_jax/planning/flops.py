@@ -9,7 +9,8 @@ vocabulary, D the width, and A = 4 L H h (pairs of query and key) the two produc
     reference   all of these forward once more, where the loss has a KL to a reference policy
 
 Splash and blocks skip what is later, a block at a time, and what is further back than the longest segment; segments
-that end inside this are masked, not skipped, so pairs depend on the row and not on what is packed into it.
+that end inside this are masked, not skipped, so pairs depend on the row and not on what is packed into it. Nor do they
+skip what is outside of the chunks of Llama 4's local layers, as cuDNN does.
 
 Left out: norms, softmax, rotations, the loss and the optimizer.
 """
@@ -63,7 +64,11 @@ def of_micro_batch(
         twice = 1 - 1 / group_size(decoder.layers)
     forward = 2 * weights["all"] * tokens
     not_again = 2 * weights["last"] * tokens * again
-    scores = 4.0 * decoder.layers * decoder.heads * decoder.head_dim * rows * pairs(seq_len, longest, backend, block)
+    every = pairs(seq_len, longest, backend, block)
+    local = sum(decoder.local_layers())
+    inside = pairs(seq_len, longest, backend, block, chunk=decoder.attention_chunk) if local else 0.0
+    attended = (decoder.layers - local) * every + local * inside
+    scores = 4.0 * decoder.heads * decoder.head_dim * rows * attended
     backward = 3.5 if backend == "splash" else 2.5
     return Flops(
         layers=forward * (3 + again + twice + reference) - not_again,
@@ -72,12 +77,16 @@ def of_micro_batch(
     )
 
 
-def pairs(seq_len: int, longest: int, backend: str, block: int) -> float:
+def pairs(seq_len: int, longest: int, backend: str, block: int, chunk: int = 0) -> float:
     """Of query and key in one row that are computed: whole blocks of `block` x `block` that the mask does not exclude.
 
-    cudnn skips by segments; how many come is not known here, so a row counts as one.
+    cudnn skips by segments; how many come is not known here, so a row counts as one. chunk: of a local layer, the
+    positions that attend to each other alone; 0: of another.
     """
     longest = min(seq_len, longest)
+    if backend == "cudnn" and 0 < chunk < longest:
+        chunks, rest = divmod(seq_len, chunk)
+        return chunks * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
     if backend == "cudnn":
         return longest * (longest + 1) / 2 + (seq_len - longest) * longest
     blocks = math.ceil(seq_len / block)

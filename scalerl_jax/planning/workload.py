@@ -42,13 +42,13 @@ class Workload:
         """Of a step's update, as the ledger of a run books them; all completions are taken to be of the mean length."""
         length = self.prompt_tokens + self.completion_tokens
         shape = ModelShape.of(decoder)
-        return self.completions * shape.update_flops([length], reference=self.reference)  # type: ignore[list-item]
+        return self.completions * shape.update_flops([length], reference=self.reference)
 
     def sampling_flops(self, decoder: DecoderConfig) -> float:
         """Of a step's rollouts, likewise: each token sampled once, a prompt read once a group is left out."""
         length, prompt = self.prompt_tokens + self.completion_tokens, self.prompt_tokens
-        context = (length * (length + 1) - prompt * (prompt + 1)) / 2
         shape = ModelShape.of(decoder)
+        context = shape.context(length) - shape.context(prompt)
         return self.completions * shape.forward_flops(tokens=self.completion_tokens, context=context)
 
 

@@ -10,7 +10,8 @@ Model FLOPs are counted by formula. With N the weights of the matrix products (t
 does not; tied, the table counts once; of the experts a token's own count), L layers, H heads of size h, and c the
 positions a token attends to:
 
-    forward = 2 N + 4 L H h c   a token      (c: its position + 1; the sum over a segment of t tokens is t (t + 1) / 2)
+    forward = 2 N + 4 L H h c   a token      (c: its position + 1; the sum over a segment of t tokens is t (t + 1) / 2;
+                                             of Llama 4's local layers: its position in its chunk + 1)
     update  = 3 forward                      (what remat recomputes is the hardware's work, not the model's)
 
 The trainer's segments are counted one by one. Generators report tokens without their positions, so their mean context
@@ -56,6 +57,8 @@ class ModelShape:
     layers: int
     heads: int
     head_dim: int
+    local: float = 0.0  # share of the layers in which a token attends inside its chunk alone
+    chunk: int = 1  # positions of one
 
     @staticmethod
     def of(decoder: DecoderConfig) -> "ModelShape":
@@ -67,18 +70,28 @@ class ModelShape:
             if tensor.row.leaf != lookup:
                 named = zip(tensor.row.dimensions, tensor.shape)
                 products += math.prod(decoder.experts_per_token if name == "experts" else n for name, n in named)
-        return ModelShape(products, decoder.layers, decoder.heads, decoder.head_dim)
+        shape = ModelShape(products, decoder.layers, decoder.heads, decoder.head_dim)
+        if local := decoder.local_layers():
+            shape = dataclasses.replace(shape, local=sum(local) / len(local), chunk=decoder.attention_chunk)
+        return shape
+
+    def context(self, length: float) -> float:
+        """The positions that the tokens of a segment of `length` attend to, all together, as the mean over layers."""
+        whole = length * (length + 1) / 2
+        if not self.local:
+            return whole
+        chunks, rest = divmod(length, self.chunk)
+        inside = chunks * self.chunk * (self.chunk + 1) / 2 + rest * (rest + 1) / 2
+        return (1 - self.local) * whole + self.local * inside
 
     def forward_flops(self, *, tokens: float, context: float) -> float:
-        """Of `tokens` tokens which together attend to `context` positions."""
+        """Of `tokens` tokens which together attend to `context` positions, as the mean over layers."""
         return 2.0 * self.matrix_parameters * tokens + 4.0 * self.layers * self.heads * self.head_dim * context
 
-    def update_flops(self, lengths: Sequence[int], *, reference: bool = False) -> float:
+    def update_flops(self, lengths: Sequence[float], *, reference: bool = False) -> float:
         """Of one forward and backward pass over segments of these lengths, in tokens; reference: and another policy's
         forward pass."""
-        return (3.0 + reference) * self.forward_flops(
-            tokens=sum(lengths), context=sum(t * (t + 1) / 2 for t in lengths)
-        )
+        return (3.0 + reference) * self.forward_flops(tokens=sum(lengths), context=sum(map(self.context, lengths)))
 
 
 class ServerCounters(NamedTuple):
@@ -214,9 +227,9 @@ class Ledger:
             sums = self._books["finished"]["evaluation" if evaluation else "training"]
             for length in completion_tokens:
                 sums[0] += length
-                sums[1] += length * prompt_tokens + length * (length + 1) / 2
+                sums[1] += self._shape.context(prompt_tokens + length) - self._shape.context(prompt_tokens)
             sums[2] += prompt_tokens
-            sums[3] += prompt_tokens * (prompt_tokens + 1) / 2
+            sums[3] += self._shape.context(prompt_tokens)
 
     def trained(self, lengths: Sequence[int]) -> None:
         """An update went over segments (prompt and completion) of these lengths, in tokens."""

@@ -1,5 +1,7 @@
 """The formula of the hardware's FLOPs beside the compiler's count, where nothing is in a loop."""
 
+import dataclasses
+
 import pytest
 
 from scalerl_jax.learner.step import Layout
@@ -59,6 +61,37 @@ def test_pairs_are_whole_blocks_that_the_mask_leaves():
     assert pairs(1024, 300, "splash", 128) == kept * 128 * 128
     assert pairs(1024, 1024, "splash", 1024) == 1024**2
     assert pairs(1024, 300, "cudnn", 1) == sum(map(sum, allowed))
+
+
+def test_of_llama_4_s_local_layers_what_is_outside_of_the_chunk_is_left_out():
+    decoder = toy_decoder(family="llama4_text", layers=4, nope_interval=4, attention_chunk=7)
+    prompt, length = 10, 25
+    shape = Workload(completions=3, prompt_tokens=prompt, completion_tokens=15, longest=99, row_use=1.0)
+    positions = {(layer, at): at % 7 + 1 if layer < 3 else at + 1 for layer in range(4) for at in range(length)}
+    each = 4 * decoder.heads * decoder.head_dim
+    plain = dataclasses.replace(decoder, nope_interval=0)  # as if all attended to all
+    alone = 3 * 3 * each * (sum(positions.values()) - 4 * length * (length + 1) / 2)
+    assert shape.model_flops(decoder) - shape.model_flops(plain) == pytest.approx(alone)
+    sampled = sum(seen for (_, at), seen in positions.items() if at >= prompt)
+    alone = 3 * each * (sampled - 4 * (length * (length + 1) / 2 - prompt * (prompt + 1) / 2))
+    assert shape.sampling_flops(decoder) - shape.sampling_flops(plain) == pytest.approx(alone)
+
+
+def test_who_skips_what_is_outside_of_the_chunk():
+    """cuDNN, which is given each chunk as a segment; blocks and splash mask it."""
+    inside = sum(k <= q and k // 300 == q // 300 for q in range(1024) for k in range(1024))
+    assert pairs(1024, 1024, "cudnn", 1, chunk=300) == inside
+    assert pairs(1024, 200, "cudnn", 1, chunk=300) == pairs(1024, 200, "cudnn", 1)
+    for backend in ("splash", "blocks"):
+        assert pairs(1024, 1024, backend, 128, chunk=300) == pairs(1024, 1024, backend, 128)
+    decoder = toy_decoder(family="llama4_text", layers=4, nope_interval=4, attention_chunk=32)
+    counts = [
+        of_micro_batch(one, rows=1, seq_len=128, longest=128, remat=BLOCK, backend="cudnn", block=1)
+        for one in (decoder, dataclasses.replace(decoder, nope_interval=0))
+    ]
+    triangle = 128 * 129 / 2
+    share = (triangle + 3 * 4 * 32 * 33 / 2) / (4 * triangle)
+    assert counts[0].attention == pytest.approx(counts[1].attention * share) and counts[0].layers == counts[1].layers
 
 
 def test_a_micro_batch_more_only_where_the_rows_are_full():

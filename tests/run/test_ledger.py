@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.run.ledger import Ledger, ModelShape, ServerCounters
 from scalerl_jax.run.ledger_file import read
+from tests.support.models import toy_decoder
 
 SHAPE = ModelShape.of(
     DecoderConfig(vocab_size=384, hidden_size=96, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate_size=256)
@@ -30,8 +31,8 @@ def counters(up, busy, sampled=0, forced=0, prefill=0, devices=2):
     return ServerCounters(devices, up, busy, sampled, forced, prefill)
 
 
-def make(path, clock, devices=4, wall=5000.0):
-    return Ledger(str(path), trainer_devices=devices, shape=SHAPE, clock=clock, wall=lambda: wall)
+def make(path, clock, devices=4, wall=5000.0, shape=SHAPE):
+    return Ledger(str(path), trainer_devices=devices, shape=shape, clock=clock, wall=lambda: wall)
 
 
 def hours(row, *names):
@@ -191,6 +192,26 @@ def test_flops_against_a_count_of_every_product():
     length = prompt + completion
     assert SHAPE.forward_flops(tokens=length, context=length * (length + 1) / 2) == total
     assert SHAPE.update_flops([length, length]) == 6 * total
+
+
+def test_the_context_of_llama_4_s_local_layers_is_their_chunk_s(tmp_path):
+    """By hand: three layers of four attend inside chunks of 8 positions."""
+    shape = ModelShape.of(toy_decoder(family="llama4_text", layers=4, nope_interval=4, attention_chunk=8))
+
+    def seen(start, stop):
+        return sum(3 * (at % 8 + 1) + at + 1 for at in range(start, stop)) / 4
+
+    for length in (1, 7, 8, 9, 40, 41):
+        assert shape.context(length) == seen(0, length)
+    ledger = make(tmp_path / "l", Clock(), shape=shape)
+    ledger.begin()
+    ledger.observe("a", counters(up=1, busy=1, sampled=30, prefill=7), evaluating=False)
+    ledger.finished(prompt_tokens=7, completion_tokens=[11, 19])
+    ledger.trained([18, 26])
+    row = ledger.snapshot()
+    generated = shape.forward_flops(tokens=37, context=seen(7, 18) + seen(7, 26) + seen(0, 7))
+    assert row["generator_flops"] == pytest.approx(generated)
+    assert row["trainer_flops"] == pytest.approx(3 * shape.forward_flops(tokens=44, context=seen(0, 18) + seen(0, 26)))
 
 
 def test_generators_flops_use_the_context_of_what_came_home(tmp_path):
