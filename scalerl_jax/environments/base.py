@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from scalerl_jax.config import EnvironmentConfig
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
@@ -116,6 +118,12 @@ class Environment:
     said: Callable[[], list[str]] = list
     # `rows` leaves out what config.environment.filter does: it knows a row's columns, load.py only what became of them.
     filters: bool = False
+
+
+def scores_itself(environment: EnvironmentConfig) -> bool:
+    """Whether the environment's own score is asked, and not rewards in its place alone."""
+    rewards = (environment.reward,) if environment.reward else tuple(environment.rewards)
+    return not rewards or "environment" in rewards
 
 
 @dataclasses.dataclass(frozen=True)

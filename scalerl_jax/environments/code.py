@@ -29,7 +29,7 @@ from scalerl_jax.environments.sandbox_check import check
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)")
 _PYTHON = ("python", "python3", "py")
-_NOT_KEPT = (*code_tests.COLUMNS, "solutions")  # columns that no score looks at, and that are long
+_NOT_KEPT = (*code_tests.COLUMNS, "solutions", "incorrect_solutions")  # columns no score looks at, which are long
 
 
 def make(config: Config) -> Environment:
@@ -62,7 +62,7 @@ def with_tests(row: Row, columns: Mapping[str, Any], *, environment: Environment
                 f"test {number} wants {len(wanted.encode())} bytes, "
                 f"config.environment.sandbox.output_bytes is {limits.output_bytes}"
             )
-    kept = {name: value for name, value in row.extra.items() if name not in (column, *_NOT_KEPT)}
+    kept = {name: value for name, value in row.extra.items() if name not in (column.partition(".")[0], *_NOT_KEPT)}
     return dataclasses.replace(row, extra={**kept, "unit_tests": tests})
 
 

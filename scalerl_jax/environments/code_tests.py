@@ -5,8 +5,15 @@
     LiveCodeBench    public_test_cases: JSON of a list of {"input", "output", "testtype"}; private_test_cases: the same,
                      or base64 of zlib of a pickled JSON text; metadata: JSON with func_name
     TACO, APPS       input_output: JSON of {"inputs", "outputs", "fn_name"}
+    CodeContests     public_tests, private_tests, generated_tests: {"input": [...], "output": [...]} each
+    HumanEval        test: `def check(candidate): assert ...`; entry_point, prompt
+    MBPP             test_list: asserts, behind test_setup_code or test_imports
+    KodCode          test: functions test_...() that import from `solution`
+    Skywork-OR1      one of {"inputs", "outputs", "fn_name"}, {"assert_case": asserts} and {"import_prefix",
+                     "test_code": as HumanEval's, "entry_point"}
 
-    here             {"function": "", "cases": [[input, [output]], ...]}                 a script: texts
+    here             {"asserts": true, ...}: code_asserts.py
+                     {"function": "", "cases": [[input, [output]], ...]}                 a script: texts
                      {"function": name, "cases": [[arguments, [value, ...]], ...]}       a call: values of JSON
 
 Where a function's tests are texts, an input has one argument a line, each JSON, and an output is JSON. Where they are
@@ -25,9 +32,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scalerl_jax.environments import code_asserts
+from scalerl_jax.environments.data.columns import MISSING, find
+
 MOST_BYTES = 2**28  # of one row's tests, unpacked
 PUBLIC, PRIVATE = "public_test_cases", "private_test_cases"
-COLUMNS = ("input_output", PUBLIC, PRIVATE)  # beside the one that the config names
+CONTESTS = ("public_tests", "private_tests", "generated_tests")
+COLUMNS = ("input_output", PUBLIC, PRIVATE, *CONTESTS, "test", "test_list")  # beside the one that the config names
 # Of pickle, in all its protocols.
 _TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
 _AROUND_TEXTS = ("PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP")
@@ -40,10 +51,17 @@ Tests = dict[str, Any]
 
 def find_tests(columns: Mapping[str, Any], column: str) -> Tests:
     """The tests of a row, from `column` or else from COLUMNS. Raises ValueError, one line without the row's name."""
-    if columns.get(column) is not None:
-        return read_tests(columns[column], column, _function_of(columns.get("metadata")))
+    if (found := find(columns, column)) not in (MISSING, None):
+        return read_tests(found, column, _function_of(columns.get("metadata")))
     if columns.get("input_output") is not None:
         return read_tests(columns["input_output"], "input_output", _function_of(columns.get("metadata")))
+    if columns.get("test") is not None or columns.get("test_list") is not None:
+        return _asserts(columns)
+    if contests := [_parsed(columns[name], name) for name in CONTESTS if columns.get(name) is not None]:
+        if not all(isinstance(part, Mapping) and {"input", "output"} <= part.keys() for part in contests):
+            raise ValueError(f"{CONTESTS[0]!r} is no object with lists 'input' and 'output'")
+        both = {f"{side}s": [text for part in contests for text in part[side]] for side in ("input", "output")}
+        return read_tests(both, ", ".join(CONTESTS))
     if columns.get(PUBLIC) is None and columns.get(PRIVATE) is None:
         found = ", ".join(list(columns)[:12]) or "none"
         raise ValueError(f"there are no unit tests (keys: {found}; wanted: {column}, {' or '.join(COLUMNS)})")
@@ -57,9 +75,36 @@ def find_tests(columns: Mapping[str, Any], column: str) -> Tests:
     return read_tests(cases, f"{PUBLIC} and {PRIVATE}", _function_of(columns.get("metadata")))
 
 
+def _asserts(columns: Mapping[str, Any]) -> Tests:
+    """Of HumanEval, MBPP and KodCode."""
+    if columns.get("test_list") is not None:
+        tests, setup = _parsed(columns["test_list"], "test_list"), columns.get("test_setup_code") or ""
+        if columns.get("test_imports"):
+            setup = "\n".join([*_parsed(columns["test_imports"], "test_imports"), setup])
+        if not _is_list(tests) or not tests or not all(isinstance(test, str) for test in tests):
+            raise ValueError("'test_list' is no list of texts")
+        return code_asserts.read(list(tests), setup=setup, where="'test_list'")
+    test, called = columns["test"], columns.get("entry_point")
+    if not isinstance(test, str):
+        return read_tests(test, "test")
+    if not called:
+        return code_asserts.read([test], where="'test'")
+    stub = columns.get("prompt")
+    stub = f"{stub.rstrip()}\n    pass" if isinstance(stub, str) and f"def {called}" in stub else ""
+    return code_asserts.read(code_asserts.of_check(test, called, "'test'"), stub=stub, where="'test'")
+
+
 def read_tests(value: Any, name: str, function: str = "") -> Tests:
     """From a list of tests or from {"inputs", "outputs"}, or a text of either. `function` where they name none."""
     value = _parsed(value, name)
+    if isinstance(value, Mapping) and "assert_case" in value:
+        value = value["assert_case"]
+    if isinstance(value, Mapping) and "test_code" in value:
+        called = str(value.get("entry_point", ""))
+        tests = code_asserts.of_check(str(value["test_code"]), called, repr(name))
+        return code_asserts.read(tests, setup=str(value.get("import_prefix") or ""), where=repr(name))
+    if _is_list(value) and value and all(isinstance(test, str) for test in value):
+        return code_asserts.read(list(value), where=repr(name))
     if isinstance(value, Mapping):
         inputs, outputs = value.get("inputs", 0), value.get("outputs", 0)
         if not _is_list(inputs) or not _is_list(outputs):
@@ -167,7 +212,7 @@ def _private(value: Any) -> Any:
 
 def _unpickled(data: bytes) -> str:
     """Of a pickled text, by its opcodes: pickle itself makes room for what a few bytes name. Raises ValueError."""
-    texts = []
+    texts: list[str] = []
     for number, (opcode, value, _) in enumerate(pickletools.genops(data)):
         if opcode.name not in (*_TEXTS, *_AROUND_TEXTS) or number > _MOST_OPCODES:
             raise ValueError(f"{opcode.name} is no part of a pickled text")

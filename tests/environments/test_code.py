@@ -192,7 +192,7 @@ class TestRows:
         row = {"prompt": "add", "tests": json.dumps(TESTS), "solutions": ["x"], "difficulty": "easy"}
         (read,), _ = self.read(tmp_path, row)
         assert read.text == "add" and read.name.endswith("rows.jsonl row 1")
-        assert read.extra == {"difficulty": "easy", **row_of().extra}
+        assert read.extra == {"prompt": "add", "difficulty": "easy", **row_of().extra}
 
     @pytest.mark.parametrize(
         ("layout", "columns"),

@@ -86,13 +86,16 @@ def test_files(tokenizer, tmp_path):
     assert [(p.index, p.text) for p in rows.held_out] == [(n, text) for n, (_, text) in enumerate(lowest)]
     assert {p.task for p in rows.train} == {""} and {p.task for p in rows.held_out} == {"algebra"}
     assert [p.name for p in rows.train] == [f"{config.environment.train} row {n}" for n in (1, 3)]
-    assert [p.extra for p in rows.train] == [{}, {"source": "kept"}]
+    assert [p.extra for p in rows.train] == [
+        {"prompt": "one?", "answer": "1"},
+        {"prompt": "half?", "answer": 0.5, "source": "kept"},
+    ]
 
 
 MALFORMED = [
     ("{not json\n", r"train\.jsonl row 2: is not JSON"),
     ("[1, 2]\n", r"train\.jsonl row 2: is not a JSON object"),
-    ({"prompt": "x?"}, r"train\.jsonl row 2: has no 'answer' \(keys: prompt; wanted: prompt, answer\)"),
+    ({"prompt": "x?"}, r"train\.jsonl row 2: has no 'answer' \(keys: prompt; wanted: prompt, answer; config\.environment\.col"),
     ({"question": "x?", "answer": 1}, r"train\.jsonl row 2: has no 'prompt' \(keys: question, answer; wanted: p"),
     ({"prompt": "x?", "answer": True}, r"train\.jsonl row 2: 'answer' is not a text"),
     ({"prompt": "x?", "answer": None}, r"train\.jsonl row 2: 'answer' is not a text"),
@@ -102,7 +105,7 @@ MALFORMED = [
     ('{"prompt": "x?", "answer": 1e999}\n', r"train\.jsonl row 2: 'answer' is not a text"),
     ({"prompt": "  ", "answer": "1"}, r"train\.jsonl row 2: 'prompt' is not a text, or is empty"),
     ({"prompt": "\ud83d", "answer": "1"}, r"train\.jsonl row 2: 'prompt' is no text: half of a surrogate pair"),
-    ({"prompt": "x?", "answer": "1", "task": 3}, r"train\.jsonl row 2: 'task' is not a text"),
+    ({"prompt": "x?", "answer": "1", "task": [3]}, r"train\.jsonl row 2: 'task' is not a text"),
     ({"prompt": ["x?"], "answer": "1"}, r"train\.jsonl row 2: message 1 of 'prompt' is not an object with 'role'"),
     ({"prompt": [], "answer": "1"}, r"train\.jsonl row 2: 'prompt' has no messages"),
     (

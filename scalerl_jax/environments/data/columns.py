@@ -1,9 +1,10 @@
 """Rows without a layout: which column is the prompt, the answer and the task is said in the config.
 
-A prompt is a text or a list of messages. What no part of a row was made from is kept beside it, for a reward function
-of the user's.
+A prompt is a text or a list of messages. All columns are kept beside the row, for a reward function of the user's.
 """
 
+import ast
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,11 +17,15 @@ MISSING = object()
 
 
 def find(columns: Mapping[str, Any], name: str) -> Any:
-    """The value under a dotted name ("a.b" is b inside a, "a.0" the first of the list a), or MISSING."""
+    """The value under a dotted name ("a.b" is b inside a, "a.0" the first of the list a), or MISSING.
+
+    A text on the way is read as what it writes out: JSON, or Python's own notation.
+    """
     if name in columns:
         return columns[name]
     value: Any = columns
     for part in name.split("."):
+        value = written_out(value) if isinstance(value, str) else value
         if isinstance(value, Mapping) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
@@ -28,6 +33,20 @@ def find(columns: Mapping[str, Any], name: str) -> Any:
         else:
             return MISSING
     return value
+
+
+def written_out(text: str) -> Any:
+    """The list or object that a text writes out; else the text."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, list | dict):
+            return found
+    return text
 
 
 def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterable[str] = ("answer",)) -> Row:
@@ -39,7 +58,10 @@ def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterabl
         name = getattr(names, field)
         if name and find(columns, name) is MISSING:
             wanted = [getattr(names, field) for field in ("prompt", *needs) if getattr(names, field)]
-            raise Malformed(f"has no {name!r} ({keys(columns)}; wanted: {', '.join(wanted)})")
+            none = ""
+            if field == "answer":
+                none = "; config.environment.columns.answer= says that rows have none, for a judge or a reward of your own"
+            raise Malformed(f"has no {name!r} ({keys(columns)}; wanted: {', '.join(wanted)}{none})")
     prompt = find(columns, names.prompt)
     messages: tuple[Mapping[str, str], ...] = ()
     if isinstance(prompt, list):
@@ -52,8 +74,8 @@ def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterabl
     return Row(
         text,
         read_answer(answer, names.answer) if "answer" in needs and names.answer else loose_answer(answer),
-        task="" if task in (MISSING, None, "") else read_text(task, names.task),
-        extra=without(columns, (names.prompt, names.answer, names.task)),
+        task="" if task in (MISSING, None, "") else read_text(number_text(task), names.task),
+        extra=dict(columns),
         messages=messages,
         chat=bool(messages),
     )
@@ -63,12 +85,6 @@ def keys(columns: Mapping[str, Any]) -> str:
     """Those found, for messages."""
     found = list(columns)
     return f"keys: {', '.join(found[:12])}{', ...' if len(found) > 12 else ''}" if found else "it has no keys"
-
-
-def without(columns: Mapping[str, Any], used: Iterable[str]) -> dict[str, Any]:
-    """The columns of a row that are not used up; a column of which a part is used stays."""
-    gone = set(used)
-    return {name: value for name, value in columns.items() if name not in gone}
 
 
 def read_text(value: Any, name: str) -> str:
@@ -83,8 +99,13 @@ def read_text(value: Any, name: str) -> str:
 
 
 def read_answer(value: Any, name: str) -> str:
-    """A text or a number."""
-    return read_text(number_text(value), name)
+    """A text or a number. A list in a text has its brackets from JSON: no completion would say them."""
+    inside = written_out(value) if isinstance(value, str) else value
+    if isinstance(inside, Mapping):
+        raise Malformed(f"{name!r} is an object ({keys(inside)}); {name}.KEY is what is in it")
+    if isinstance(inside, list) and (inside is value or '"' in value or "'" in value):
+        raise Malformed(f"{name!r} is a list of {len(inside)}; {name}.0 is the first of it")
+    return read_text(number_text(value), name).strip()
 
 
 def loose_answer(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Files of rows, read as streams: one object at a time, under the name that messages call it.
 
     .jsonl .ndjson    an object a line; blank lines are skipped
-    .json             a list of objects, or as .jsonl
+    .json             a list of objects, or as .jsonl; of a list of lists the columns are 0, 1, ...
     .csv .tsv         a header, then cells, all of them texts
     .parquet          pyarrow's
     ... .gz           any but Parquet
@@ -146,6 +146,8 @@ def _list(file: IO[bytes], path: str, malformed: MalformedRows) -> Iterator[Name
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error})") from error
     for number, value in enumerate(values, 1):
+        if isinstance(value, list):
+            value = {str(n): cell for n, cell in enumerate(value)}
         if isinstance(value, dict):
             yield f"{path} row {number}", value
         else:
@@ -180,8 +182,14 @@ def _cells(file: IO[bytes], path: str, separator: str, malformed: MalformedRows)
 def read_batch(batch: Any, name: Callable[[int], str], malformed: MalformedRows) -> Iterator[NamedColumns]:
     """Every row of an Arrow batch or table, the n-th under name(n).
 
-    A cell may have no Python object: a text that is not UTF-8, a time behind the year 9999. Its row is malformed.
+    A cell may have no Python object: a text that is not UTF-8, a time behind the year 9999. Its row is malformed. A
+    number of less than 64 bits is the shortest that it may have been written as: 0.1, not 0.10000000149011612.
     """
+    narrow = {field.name: field.type for field in batch.schema if "float" in str(field.type)}  # float64 is "double"
+
+    def columns_of(row: dict[str, Any]) -> dict[str, Any]:
+        return json_row({**row, **{column: _shortest(row[column], kind) for column, kind in narrow.items()}})
+
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError):  # it does not say of which row
@@ -191,10 +199,25 @@ def read_batch(batch: Any, name: Callable[[int], str], malformed: MalformedRows)
             except (ValueError, OverflowError) as error:
                 malformed.skip(name(n), f"has a cell that cannot be read: {' '.join(str(error).split())}")
             else:
-                yield name(n), json_row(columns)
+                yield name(n), columns_of(columns)
         return
     for n, columns in enumerate(rows):
-        yield name(n), json_row(columns)
+        yield name(n), columns_of(columns)
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """A cell of an Arrow type, its float32 and float16 as the float64 of their shortest texts."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if types.is_struct(kind):
+        return {field.name: _shortest(value[field.name], field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_shortest(inner, kind.value_type) for inner in value]
+    return value
 
 
 def _parquet(path: str, malformed: MalformedRows) -> Iterator[NamedColumns]:

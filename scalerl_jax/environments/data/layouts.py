@@ -28,7 +28,10 @@ class Layout:
     task: str = ""  # column
     task_text: str = "{}"  # of its value
     starter: str = ""  # column: code that a program is to go on from
-    read_answer: Callable[[str], str] = str.strip  # raises Malformed
+    tests: str = ""  # column of unit tests; "": those that code_tests.py knows
+    only: tuple[str, tuple[str, ...]] = ("", ())  # (column, its values in small letters): rows with others are left out
+    ask: Callable[[str, Mapping[str, Any]], str] | None = None  # of the prompt and the row: what is asked
+    read_answer: Callable[[Any, str], str] = columns_lib.read_answer  # of a value and its column; raises Malformed
     configs: tuple[str, ...] = ("",)  # of the hub, whose rows are all taken
     held_out_configs: tuple[str, ...] = ()  # that have the split for validation; (): those
     train: str = "train"  # split
@@ -39,12 +42,51 @@ class Layout:
     note: str = ""  # for people, where it is known that some rows lack what they should have
 
 
-def after_hashes(text: str) -> str:
+def after_hashes(value: Any, column: str) -> str:
     """GSM8K: the number behind the last ####, without the commas of thousands."""
-    _, found, answer = text.rpartition("####")
+    _, found, answer = columns_lib.read_answer(value, column).rpartition("####")
     if not found or not answer.strip():
-        raise Malformed("'answer' has nothing behind ####")
+        raise Malformed(f"{column!r} has nothing behind ####")
     return answer.strip().replace(",", "")
+
+
+def first_of_list(value: Any, column: str) -> str:
+    """Skywork-OR1: JSON of a list of ways to write the answer."""
+    found = columns_lib.written_out(value) if isinstance(value, str) else value
+    return columns_lib.read_answer(found[0] if isinstance(found, list) and found else found, column)
+
+
+def last_boxed(value: Any, column: str) -> str:
+    """What the last \\boxed{} of a solution holds."""
+    text = columns_lib.read_text(value, column)
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for end in range(start + len("\\boxed{") - 1, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return columns_lib.read_answer(text[start + len("\\boxed{") : end].strip(), "what is in \\boxed{}")
+    raise Malformed(f"{column!r} has nothing in \\boxed{{}}")
+
+
+def stub(prompt: str, _: Mapping[str, Any]) -> str:
+    """HumanEval: a function's head and docstring."""
+    return f"Write this function, with what it needs:\n\n```python\n{prompt.strip()}\n```"
+
+
+def first_test(prompt: str, columns: Mapping[str, Any]) -> str:
+    """MBPP: what the function is called, and how, is told by its tests alone. The first is shown."""
+    tests = columns.get("test_list")
+    tests = columns_lib.written_out(tests) if isinstance(tests, str) else tests
+    shown = f"\n\nIt should pass this test:\n\n```python\n{tests[0]}\n```" if isinstance(tests, list) and tests else ""
+    return prompt.rstrip() + shown
+
+
+def declared(prompt: str, columns: Mapping[str, Any]) -> str:
+    """KodCode: the function is called as its declaration says."""
+    declaration = find(columns, "test_info.0.function_declaration")
+    if not isinstance(declaration, str) or not declaration.strip():
+        return prompt
+    return f"{prompt.rstrip()}\n\nDeclare the function like this:\n\n```python\n{declaration.strip()}\n```"
 
 
 def released(release: str) -> tuple[str, ...]:
@@ -79,6 +121,146 @@ LAYOUTS = {
         answers=("reward_model.ground_truth", "solution"),
         held_out="train",
         marks=("prompt", "reward_model.ground_truth"),
+    ),
+    # {"prompt": messages, "reward_model": {"ground_truth", "style"}, "ability", "data_source", "extra_info"}: what verl
+    # trains on, in its own documentation and the card of Eurus-2.
+    "verl": Layout(
+        "PRIME-RL/Eurus-2-RL-Data",
+        "prompt",
+        answers=("reward_model.ground_truth",),
+        only=("ability", ("math",)),
+        held_out="validation",
+    ),
+    "verl_code": Layout(
+        "PRIME-RL/Eurus-2-RL-Data",
+        "prompt",
+        answers=(),
+        kind="code",
+        tests="reward_model.ground_truth",
+        only=("ability", ("code", "coding")),
+        held_out="validation",
+        marks=("prompt", "reward_model.ground_truth"),
+    ),
+    # The same; of mathematics the ground truth is JSON of a list, of code one of three kinds of tests: the card, and
+    # what scores it in the data set's own repository.
+    "skywork": Layout(
+        "Skywork/Skywork-OR1-RL-Data",
+        "prompt",
+        answers=("reward_model.ground_truth",),
+        read_answer=first_of_list,
+        train="math",
+        held_out="math",
+    ),
+    "skywork_code": Layout(
+        "Skywork/Skywork-OR1-RL-Data",
+        "prompt",
+        answers=(),
+        kind="code",
+        tests="reward_model.ground_truth",
+        train="code",
+        held_out="code",
+    ),
+    # {"prompt", "task_type", "verification_info": JSON, "metadata", "problem_id"}: the cards.
+    **{
+        f"{name}{suffix}": Layout(
+            hub,
+            "prompt",
+            answers=answers,
+            kind=kind,
+            tests="verification_info.test_cases" if kind == "code" else "",
+            only=("task_type", (f"verifiable_{kind}",)),
+            held_out="train",
+            marks=("prompt", "task_type", "verification_info") if name == "synthetic1" else (),
+        )
+        for name, hub in (
+            ("intellect2", "PrimeIntellect/INTELLECT-2-RL-Dataset"),
+            ("synthetic1", "PrimeIntellect/SYNTHETIC-1"),
+        )
+        for suffix, kind, answers in (("", "math", ("verification_info.ground_truth",)), ("_code", "code", ()))
+    },
+    # [{"from": "human", "value"}, {"from": "assistant", "ground_truth": {"value"}}]: the files of its repository.
+    "orz": Layout(
+        "Open-Reasoner-Zero/orz_math_57k_collection",
+        "0.value",
+        answers=("1.ground_truth.value",),
+        held_out="train",
+        marks=("0.value", "1.ground_truth.value"),
+    ),
+    # {"problem", "ground_truth_solution", "domain", "test_cases", "starter_code", ...} in its config "metadata": the
+    # card. Of traces its other config is read by scalerl-sft (config.sft.columns.messages=conversations).
+    "openthoughts": Layout(
+        "open-thoughts/OpenThoughts-114k",
+        "problem",
+        answers=("ground_truth_solution",),
+        read_answer=last_boxed,
+        configs=("metadata",),
+        only=("domain", ("math",)),
+        held_out="train",
+        marks=("problem", "ground_truth_solution", "domain"),
+        note="solutions without \\boxed{} have no answer: config.environment.max_malformed_rows=N leaves such rows out",
+    ),
+    "openthoughts_code": Layout(
+        "open-thoughts/OpenThoughts-114k",
+        "problem",
+        answers=(),
+        kind="code",
+        tests="test_cases",
+        starter="starter_code",
+        configs=("metadata",),
+        only=("domain", ("code",)),
+        held_out="train",
+        marks=("problem", "test_cases", "domain"),
+    ),
+    # {"task_id", "prompt", "canonical_solution", "test", "entry_point"}: the card.
+    "humaneval": Layout(
+        "openai/openai_humaneval",
+        "prompt",
+        answers=(),
+        kind="code",
+        ask=stub,
+        train="test",
+        marks=("prompt", "test", "entry_point"),
+    ),
+    # {"text", "code", "test_list", "test_setup_code", ...}; of the config "sanitized" {"prompt", "test_imports", ...}:
+    # the card.
+    "mbpp": Layout(
+        "google-research-datasets/mbpp",
+        "text",
+        answers=(),
+        kind="code",
+        ask=first_test,
+        configs=("full",),
+        marks=("text", "test_list"),
+    ),
+    "mbpp_sanitized": Layout(
+        "google-research-datasets/mbpp",
+        "prompt",
+        answers=(),
+        kind="code",
+        ask=first_test,
+        configs=("sanitized",),
+        marks=("prompt", "test_list"),
+    ),
+    # {"question", "solution", "test", "test_info": [{"function_declaration", ...}], ...}: the card.
+    "kodcode": Layout(
+        "KodCode/KodCode-V1",
+        "question",
+        answers=(),
+        kind="code",
+        ask=declared,
+        held_out="train",
+        marks=("question", "test", "test_info"),
+        note="tests of classes, and with other packages than Python's own, cannot be judged: "
+        "config.environment.max_malformed_rows=N leaves such rows out",
+    ),
+    # {"description", "public_tests", "private_tests", "generated_tests", "input_file", ...}: the card.
+    "codecontests": Layout(
+        "deepmind/code_contests",
+        "description",
+        answers=(),
+        kind="code",
+        only=("input_file", ("",)),
+        marks=("description", "public_tests"),
     ),
     # {"problem", "answer", "solution", "subject", "level": int, "unique_id"}: the card's copies.
     "math500": Layout(
@@ -150,27 +332,37 @@ def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
         raise Malformed(f"has no {missing!r} ({columns_lib.keys(columns)}; wanted: {wanted})")
     messages = columns_lib.read_messages(prompt, layout.prompt) if isinstance(prompt, list) else ()
     text = said_by(messages) if messages else columns_lib.read_text(prompt, layout.prompt)
+    if layout.ask is not None:
+        text = layout.ask(text, columns)
     starter = find(columns, layout.starter) if layout.starter else MISSING
     if isinstance(starter, str) and starter.strip():
         text = f"{text.rstrip()}\n\nGo on from this code:\n\n```python\n{starter.rstrip()}\n```"
-    right = layout.read_answer(columns_lib.read_answer(answer, layout.answers[0])) if layout.answers else ""
+    right = layout.read_answer(answer, layout.answers[0]) if layout.answers else ""
     task = find(columns, layout.task) if layout.task else MISSING
     return Row(
         text,
         right,
         task="" if task in (MISSING, None, "") else layout.task_text.format(task),
-        extra=columns_lib.without(columns, (layout.prompt, *layout.answers)),
+        extra=dict(columns),
         messages=messages,
         chat=True,
     )
 
 
-def looks_like(columns: Mapping[str, Any]) -> str:
-    """The name of the layout that has most columns of these; "": none is known by them."""
+def has(columns: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether a row is one of the layout's: a data set may have others beside them."""
+    column, values = layout.only
+    found = find(columns, column) if column else MISSING
+    return found is MISSING or str("" if found is None else found).strip().lower() in values
+
+
+def looks_like(columns: Mapping[str, Any], kind: str) -> str:
+    """The name of the layout that has most columns of these, one of that kind if there is any; "": none is known by
+    them."""
     fits = [
-        (len(layout.marks), name)
+        (layout.kind == kind, len(layout.marks), name)
         for name, layout in LAYOUTS.items()
         if layout.marks and all(find(columns, mark) is not MISSING for mark in layout.marks)
         if name != "gsm8k" or "####" in str(columns.get("answer"))
     ]
-    return max(fits, key=lambda fit: fit[0])[1] if fits else ""
+    return max(fits, key=lambda fit: fit[:2])[2] if fits else ""

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Row
+from scalerl_jax.config import ColumnsConfig, Config
+from scalerl_jax.environments.base import Row, scores_itself
 from scalerl_jax.environments.data import columns as columns_lib
 from scalerl_jax.environments.data import layouts, sources
 from scalerl_jax.environments.data.filter import Filter
@@ -32,6 +32,7 @@ class Reader:
         )
         self._filter = Filter(config.environment.filter, "config.environment.filter")
         self._filtered = 0
+        self._others: dict[str, int] = {}  # rows that are not a layout's own, by its name
         self._suspected: list[str] = []
         self.weights = sources.weights(self._sources("train"))
 
@@ -40,28 +41,49 @@ class Reader:
 
         Raises ValueError naming the config's field, or the file and row, at fault.
         """
-        given = self._sources(split)
+        given, task = self._sources(split), self._environment.columns.task
         if not given and split == "train":
             raise ValueError(f"config.environment.{split}: no file is given")
+        unanswered = [source for source in given if not source.layout] if not self._environment.columns.answer else []
+        if unanswered and "answer" in self._needs and scores_itself(self._environment):
+            raise ValueError(
+                f"config.environment.columns.answer is empty, so rows of {unanswered[0].given} have no right answers: "
+                "config.environment.reward=judge, or FILE.py:FUNCTION, scores without them"
+            )
         for source in given:
-            empty = True
+            empty, tasks, keys = True, False, ""
             for name, columns in source.read(held_out=split != "train", malformed=self._malformed):
                 empty = False
+                if source.layout and not layouts.has(columns, LAYOUTS[source.layout]):
+                    self._others[source.layout] = self._others.get(source.layout, 0) + 1
+                    continue
                 row = self._row(name, columns, source)
                 if row is None:
                     continue
+                tasks = tasks or columns_lib.find(columns, task) is not columns_lib.MISSING
+                keys = keys or columns_lib.keys(columns)
                 if split == "train":
                     if not self._keeps(row, name, columns):
                         continue
                     yield dataclasses.replace(row, name=name, source=source.text if self.weights else "")
                 else:
                     yield dataclasses.replace(row, name=name, task=_task(row, source, len(given)))
+            if not (empty or tasks or source.layout or task in ("", ColumnsConfig.task)) and (
+                split != "train" or not self._environment.validation
+            ):
+                raise ValueError(
+                    f"config.environment.columns.task={task}: no row of {source.given} has it"
+                    f"{f' ({keys})' if keys else ''}"
+                )
             if empty:
                 raise ValueError("; ".join((f"{source.given}: no prompts there", *self._malformed.said())))
 
     def said(self) -> list[str]:
         """Lines on what was left out so far."""
         said = self._malformed.said()
+        for name, count in self._others.items():
+            column, values = LAYOUTS[name].only
+            said.append(f"rows left out since their {column!r} is not {' or '.join(values)}: {count:,} ({name})")
         if self._filtered:
             said.append(f"rows left out by config.environment.filter: {self._filtered:,}")
         return said + self._suspected
@@ -82,7 +104,10 @@ class Reader:
         """None: it is malformed."""
         try:
             if source.layout:
-                row = layouts.make_row(columns, LAYOUTS[source.layout])
+                layout = LAYOUTS[source.layout]
+                row = layouts.make_row(columns, layout)
+                if layout.tests:
+                    columns = {**columns, self._environment.columns.tests: columns_lib.find(columns, layout.tests)}
             else:
                 row = columns_lib.make_row(columns, self._environment.columns, needs=self._needs)
                 self._suspect(row, name, source)
@@ -113,7 +138,7 @@ class Reader:
         if source.layout:
             note = LAYOUTS[source.layout].note
             return f" ({note})" if note else ""
-        looks = layouts.looks_like(columns)
+        looks = layouts.looks_like(columns, self._kind)
         if looks:
             return f"; that looks like {looks}: {looks}:{source.text}"
         names = self._environment.columns

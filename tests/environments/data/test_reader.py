@@ -13,6 +13,7 @@ from scalerl_jax.environments.data.malformed import MalformedRows
 from scalerl_jax.environments.data.reader import Reader
 from scalerl_jax.environments.data.sources import parse, weights
 
+INPUTS = '{"inputs": ["1"], "outputs": ["2"]}'
 ASKED = [{"role": "user", "content": "Solve: 2+2?"}]
 # A row of each, in the columns that are published, and what it is.
 PUBLISHED = {
@@ -86,7 +87,122 @@ PUBLISHED = {
         },
         ("Double it.", "", "EASY"),
     ),
+    "verl": ({"prompt": ASKED, "ability": "math", "reward_model": {"ground_truth": "4"}}, ("Solve: 2+2?", "4", "")),
+    "verl_code": (
+        {"prompt": ASKED, "ability": "code", "reward_model": {"ground_truth": INPUTS, "style": "rule"}},
+        ("Solve: 2+2?", "", ""),
+    ),
+    "skywork": (
+        {"prompt": ASKED, "ability": "math", "reward_model": {"ground_truth": '["\\\\frac{1}{2}", "0.5"]'}},
+        ("Solve: 2+2?", "\\frac{1}{2}", ""),
+    ),
+    "skywork_code": (
+        {
+            "prompt": ASKED,
+            "reward_model": {
+                "ground_truth": json.dumps(
+                    {
+                        "import_prefix": "from typing import *\n\n",
+                        "test_code": "def check(candidate):\n    assert candidate(x = 1) == 2\n"
+                        "    assert candidate(2) == 4",
+                        "entry_point": "Solution().double",
+                    }
+                )
+            },
+        },
+        ("Solve: 2+2?", "", ""),
+    ),
+    "intellect2": (
+        {"prompt": "2+2?", "task_type": "verifiable_math", "verification_info": '{"ground_truth": "4"}'},
+        ("2+2?", "4", ""),
+    ),
+    "intellect2_code": (
+        {
+            "prompt": "Double it.",
+            "task_type": "verifiable_code",
+            "verification_info": json.dumps(
+                {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}
+            ),
+        },
+        ("Double it.", "", ""),
+    ),
+    "synthetic1": (
+        {"prompt": "2+2?", "task_type": "verifiable_math", "verification_info": "{'ground_truth': '4'}"},
+        ("2+2?", "4", ""),
+    ),
+    "synthetic1_code": (
+        {
+            "prompt": "Double it.",
+            "task_type": "verifiable_code",
+            "verification_info": json.dumps({"test_cases": json.dumps({"inputs": ["1"], "outputs": ["2"]})}),
+        },
+        ("Double it.", "", ""),
+    ),
+    "orz": (
+        {"0": {"from": "human", "value": "2+2?"}, "1": {"from": "assistant", "ground_truth": {"value": "4"}}},
+        ("2+2?", "4", ""),
+    ),
+    "openthoughts": (
+        {"problem": "2+2?", "ground_truth_solution": "So $\\boxed{\\frac{8}{2}}$.", "domain": "math", "source": "amc"},
+        ("2+2?", "\\frac{8}{2}", ""),
+    ),
+    "openthoughts_code": (
+        {"problem": "Double it.", "domain": "code", "test_cases": INPUTS, "starter_code": None},
+        ("Double it.", "", ""),
+    ),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": 'import math\n\ndef double(x: int) -> int:\n    """ Twice x. """\n',
+            "canonical_solution": "    return 2 * x\n",
+            "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n"
+            "    for x in range(9):\n        assert candidate(x) == x + x\n",
+            "entry_point": "double",
+        },
+        (
+            "Write this function, with what it needs:\n\n```python\nimport math\n\ndef double(x: int) -> int:\n"
+            '    """ Twice x. """\n```',
+            "",
+            "",
+        ),
+    ),
+    "mbpp": (
+        {"text": "Double it.", "code": "x", "test_list": ["assert double(1) == 2"], "test_setup_code": ""},
+        ("Double it.\n\nIt should pass this test:\n\n```python\nassert double(1) == 2\n```", "", ""),
+    ),
+    "mbpp_sanitized": (
+        {
+            "prompt": "Double it.",
+            "code": "x",
+            "test_imports": ["import math"],
+            "test_list": ["assert math.isclose(double(1), 2)", "assert double((1, 2)) == (1, 2, 1, 2)"],
+        },
+        ("Double it.\n\nIt should pass this test:\n\n```python\nassert math.isclose(double(1), 2)\n```", "", ""),
+    ),
+    "kodcode": (
+        {
+            "question": "Double it.",
+            "solution": "x",
+            "test": "import pytest\nfrom solution import double\n\ndef test_one():\n    assert double(1) == 2\n\n"
+            "def test_none():\n    with pytest.raises(TypeError):\n        double(None)\n",
+            "test_info": [{"function_name": "double", "function_declaration": "def double(x):"}],
+        },
+        ("Double it.\n\nDeclare the function like this:\n\n```python\ndef double(x):\n```", "", ""),
+    ),
+    "codecontests": (
+        {
+            "description": "Double it.",
+            "input_file": "",
+            "public_tests": {"input": ["1"], "output": ["2"]},
+            "private_tests": {"input": [], "output": []},
+            "generated_tests": {"input": ["4"], "output": ["8"]},
+        },
+        ("Double it.", "", ""),
+    ),
 }
+# Whose columns are those of others too, or say too little.
+LOOKS = {"aime25": "", "verl": "dapo", "skywork": "dapo", "skywork_code": "verl_code", "intellect2": "synthetic1"}
+LOOKS |= {"intellect2_code": "synthetic1_code"}
 
 
 def config_of(train, **fields):
@@ -121,9 +237,8 @@ def test_a_layout(tmp_path, name, kind):
         jsonl(path, [columns])
     (row,) = rows_of(config_of(f"{name}:{path}"), kind=LAYOUTS[name].kind)
     assert (row.text, row.answer, row.task) == expected and row.chat and row.name == f"{path} row 1"
-    assert row.messages == (({"role": "user", "content": "Solve: 2+2?"},) if name == "dapo" else ())
-    used = {LAYOUTS[name].prompt, *LAYOUTS[name].answers}
-    assert row.extra == {key: value for key, value in columns.items() if key not in used}
+    assert row.messages == (({"role": "user", "content": "Solve: 2+2?"},) if columns.get("prompt") == ASKED else ())
+    assert row.extra == {**dict.fromkeys(row.extra), **columns}
 
 
 def test_open_r1s_form_of_dapo(tmp_path):
@@ -135,14 +250,82 @@ def test_open_r1s_form_of_dapo(tmp_path):
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_rows_of_a_layout_are_known_where_it_was_not_named(tmp_path, name):
     columns, _ = PUBLISHED[name]
-    looks = layouts.looks_like(columns)
-    assert looks == ("" if name == "aime25" else name)
+    assert layouts.looks_like(columns, LAYOUTS[name].kind) == LOOKS.get(name, name)
     if name in ("gsm8k", "math500", "livecodebench"):
         path = jsonl(tmp_path / "rows.jsonl", [columns])
         with pytest.raises(
             ValueError, match=rf"^{path} row 1: has no 'prompt' \(keys: .*\); that looks like {name}: {name}:{path}"
         ):
             rows_of(config_of(path))
+
+
+def test_rows_of_other_kinds_in_a_data_set_are_left_out(tmp_path):
+    rows = [PUBLISHED[name][0] for name in ("intellect2", "intellect2_code", "intellect2")]
+    path = jsonl(tmp_path / "rows.jsonl", [*rows, {**rows[0], "task_type": None}])
+    reader = Reader(config_of(f"intellect2:{path}"))
+    assert [row.name for row in reader.rows("train")] == [f"{path} row 1", f"{path} row 3"]
+    assert reader.said() == ["rows left out since their 'task_type' is not verifiable_math: 2 (intellect2)"]
+
+
+def test_a_list_of_lists_is_rows_with_numbers_for_columns(tmp_path):
+    columns, expected = PUBLISHED["orz"]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([list(columns.values())]))
+    (row,) = rows_of(config_of(f"orz:{path}"))
+    assert (row.text, row.answer, row.task) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "column", "told"),
+    [
+        ('["\\\\frac{1}{2}"]', "answer", "'answer' is a list of 1; answer.0 is the first of it"),
+        ([4, 5], "answer", "'answer' is a list of 2; answer.0 is the first of it"),
+        ('{"ground_truth": "4"}', "answer", r"'answer' is an object \(keys: ground_truth\); answer.KEY is what"),
+        ('["4"]', "answer.0", ""),
+        ("{'ground_truth': '4'}", "answer.ground_truth", ""),
+        ("[4, 5]", "answer", ""),  # an interval, as mathematics writes it
+    ],
+)
+def test_an_answer_that_no_completion_would_say_is_refused_or_read_by_its_path(tmp_path, answer, column, told):
+    config = config_of(jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": answer}]))
+    config.environment.columns.answer = column
+    if told:
+        with pytest.raises(ValueError, match=told):
+            rows_of(config)
+    else:
+        (row,) = rows_of(config)
+        assert row.answer == ("4" if "." in column else answer)
+
+
+def test_numbers_are_read_as_they_were_written(tmp_path):
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table(
+        {
+            "prompt": ["0.1?"],
+            "answer": pyarrow.array([0.1], pyarrow.float32()),
+            "in": pyarrow.array([{"a": [0.3, None]}], pyarrow.struct([("a", pyarrow.list_(pyarrow.float32()))])),
+            "half": pyarrow.array([0.1], pyarrow.float16()),
+            "level": [3],
+            "double": [0.1],
+        }
+    )
+    parquet.write_table(table, path)
+    config = config_of(str(path))
+    config.environment.columns.task = "level"
+    (row,) = rows_of(config)
+    assert (row.answer, row.task) == ("0.1", "3")
+    assert (row.extra["in"], row.extra["half"], row.extra["double"]) == ({"a": [0.3, None]}, 0.1, 0.1)
+
+
+def test_a_column_of_tasks_that_no_row_has(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": 4, "topic": "sums"}])
+    config = config_of(path)
+    config.environment.columns.task = "topik"
+    told = rf"^config\.environment\.columns\.task=topik: no row of config\.environment\.train={path} has it"
+    with pytest.raises(ValueError, match=told):
+        rows_of(config)
+    config.environment.validation = jsonl(tmp_path / "test.jsonl", [{"prompt": "3?", "answer": 3, "topik": None}])
+    assert rows_of(config) and rows_of(config, "validation")  # tasks are reported of evaluations
 
 
 def test_a_row_that_a_layout_does_not_fit(tmp_path):
@@ -193,8 +376,11 @@ def test_columns_by_name(tmp_path):
     assert (row.text, row.answer, row.task, row.chat) == ("2+2?", "4", "algebra", False)
     assert row.extra == columns  # nothing is used up whole
     names.answer = ""
+    with pytest.raises(ValueError, match=r"^config\.environment\.columns\.answer is empty, so rows of .*rows\.jsonl"):
+        rows_of(config)
+    config.environment.reward = "judge"
     (row,) = rows_of(config)
-    assert row.answer == ""
+    assert row.answer == "" and not row.extra["answer"].startswith("4")
     names.answer = "meta.wrong"
     with pytest.raises(
         ValueError, match=r"has no 'meta.wrong' \(keys: problem, meta, level, answer; wanted: problem.text"

@@ -1,0 +1,256 @@
+"""Unit tests that are Python: asserts on what a program's functions give (HumanEval, MBPP, KodCode, LeetCode).
+
+A test would be no judge in the process of the program, which may redefine what it looks at. So each has a sandbox of
+its own, and the two are never in one:
+
+    the test runs until it calls a function of the program, and says which, with which arguments
+    the program answers that call, in its sandbox
+    the test runs again from its beginning, with the answers that are known, until it has ended
+
+Arguments and answers go between them as plain values: numbers, texts, lists, tuples, sets, dicts and what is made of
+them; an iterator is the list of what it gives, and a list that a function has changed is changed in the test. An
+exception of the program is raised in the test under its name, as far as it is one of Python's own.
+
+A test has the standard library, and of pytest `raises` and `approx`. Any name that is not defined in it is a function
+of the program, a method of its class Solution too.
+"""
+
+import ast
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scalerl_jax.config import SandboxConfig
+from scalerl_jax.environments.sandbox import Limits, Outcome, Sandbox
+
+MOST_CALLS = 1000  # of one test
+_PYTEST = re.compile(r"\bpytest\.(?!raises\b|approx\b)(\w+)")
+_OURS = ("solution", "pytest")  # modules that a test may import beside the standard library
+
+# What both sides of a call are given: values as JSON has them, and back.
+_VALUES = """
+def _scalerl_pack(value):
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind.__new__(kind, value)
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return [_scalerl_pack(each) for each in value]
+    if isinstance(value, dict):
+        return {"dict": [[_scalerl_pack(key), _scalerl_pack(each)] for key, each in value.items()]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": list(value)}
+    if isinstance(value, type) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{type(value).__name__} is no plain value")
+    kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, (set, frozenset)) else ""
+    packed = [_scalerl_pack(each) for each in value]
+    return {kind: packed} if kind else packed
+"""
+
+_PROGRAM = f"""
+{_VALUES}
+def _scalerl_unpack(value):
+    if isinstance(value, list):
+        return [_scalerl_unpack(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, packed),) = value.items()
+    each = [_scalerl_unpack(one) for one in packed]
+    return {{"dict": dict, "tuple": tuple, "set": set, "bytes": bytes, "complex": lambda z: complex(*z)}}[kind](each)
+
+def _scalerl_call(name, arguments, keywords):
+    solution = globals().get("Solution")
+    function = getattr(solution(), name, None) if isinstance(solution, type) else None
+    function = globals()[name] if function is None else function
+    arguments, keywords = _scalerl_unpack(arguments), _scalerl_unpack(keywords)
+    try:
+        given = function(*arguments, **keywords)
+        return {{"gave": _scalerl_pack(given), "changed": _scalerl_pack(arguments)}}
+    except Exception as error:
+        return {{"raised": [type(error).__name__, str(error)[:200]]}}
+"""
+
+_TEST = """
+class _ScalerlAsks(BaseException):
+    pass
+
+class _ScalerlPytest:
+    class raises:
+        def __init__(self, kinds, match=None):
+            self.kinds, self.match = kinds, match
+        def __enter__(self):
+            return self
+        def __exit__(self, kind, value, trace):
+            import re
+            assert kind is not None, f"{self.kinds} was not raised"
+            self.value = value
+            return issubclass(kind, self.kinds) and (self.match is None or bool(re.search(self.match, str(value))))
+
+    class approx:
+        def __init__(self, wanted, rel=1e-6, abs=1e-12):
+            self.wanted, self.rel, self.abs = wanted, rel, abs
+        def __eq__(self, given, wanted=None):
+            import math
+            wanted = self.wanted if wanted is None else wanted
+            if isinstance(wanted, dict):
+                return wanted.keys() == given.keys() and all(self.__eq__(given[k], wanted[k]) for k in wanted)
+            if isinstance(wanted, (list, tuple)):
+                return len(wanted) == len(given) and all(map(self.__eq__, given, wanted))
+            return math.isclose(given, wanted, rel_tol=self.rel, abs_tol=self.abs)
+
+def _scalerl_test(text, known):
+    import builtins, random, sys
+    answers = iter(known)
+    random.seed(0)
+
+    def proxy(name):
+        def call(*arguments, **keywords):
+            answer = next(answers, None)
+            if answer is None:
+                asked = _ScalerlAsks()
+                asked.call = [name, _scalerl_pack(list(arguments)), _scalerl_pack(keywords)]
+                raise asked
+            if "raised" in answer:
+                kind, said = answer["raised"]
+                kind = getattr(builtins, kind, None) or type(kind, (Exception,), {})
+                raise kind(said)
+            for before, after in zip(arguments, _scalerl_unpack(answer["changed"])):
+                if isinstance(before, list):
+                    before[:] = after
+                elif isinstance(before, (dict, set)):
+                    before.clear()
+                    before.update(after)
+            return _scalerl_unpack(answer["gave"])
+        call.__name__ = name
+        return call
+
+    class Names(dict):
+        def __missing__(self, name):
+            return getattr(builtins, name) if hasattr(builtins, name) else proxy(name)
+
+    class Solution:
+        __all__ = ()
+        def __getattr__(self, name):
+            return proxy(name)
+
+    sys.modules["solution"], sys.modules["pytest"] = Solution(), _ScalerlPytest
+    names = Names(__name__="test", __builtins__=builtins)
+    exec(_scalerl_imports, names)
+    try:
+        exec(compile(text, "test.py", "exec"), names)
+        for name, test in list(names.items()):
+            if name.startswith("test_") and callable(test):
+                test()
+    except _ScalerlAsks as asked:
+        return {"call": asked.call}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+    return {"passed": True}
+"""
+_UNPACK = _PROGRAM[_PROGRAM.index("def _scalerl_unpack") : _PROGRAM.index("def _scalerl_call")]
+
+
+def read(snippets: Sequence[str], *, setup: str = "", stub: str = "", where: str) -> dict[str, Any]:
+    """Tests as scores use them (code_tests.py): each of `snippets` is one, behind `setup`.
+
+    stub: the beginning of a program that the prompt gives, with what the program may leave out. Raises ValueError where
+    a test cannot run here.
+    """
+    for number, snippet in enumerate(snippets, 1):
+        _check(f"{setup}\n{snippet}", f"test {number} of {where}")
+    return {"function": "", "setup": setup, "stub": stub, "asserts": True, "cases": [[text, [""]] for text in snippets]}
+
+
+def of_check(text: str, called: str, where: str) -> list[str]:
+    """Of `def check(candidate): assert ...` a test for each assert, where it is nothing else; else one test."""
+    end = f"check({called.rpartition('.')[2]})"
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no Python: {getattr(error, 'msg', error)}") from None
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    if len(functions) != 1:
+        raise ValueError(f"{where} defines no function check")
+    body = functions[0].body
+    if not all(isinstance(line, ast.Assert) for line in body):
+        return [f"{text}\n{end}"]
+    tests = []
+    for line in body:
+        functions[0].body = [line]
+        tests.append(f"{ast.unparse(tree)}\n{end}")
+    return tests
+
+
+def _check(text: str, where: str) -> None:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{where} is no Python: {getattr(error, 'msg', error)}") from None
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "."]
+            if node.module == "solution" and (classes := [a.name for a in node.names if a.name[:1].isupper()]):
+                raise ValueError(f"{where} is of a class, {classes[0]}: only what functions give is compared")
+        for name in names:
+            if name.partition(".")[0] not in (*_OURS, *sys.stdlib_module_names):
+                raise ValueError(f"{where} imports {name}: programs and tests have the standard library alone")
+    if found := _PYTEST.search(text):
+        raise ValueError(f"{where} uses pytest.{found[1]}: of pytest there are raises and approx")
+
+
+def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig, *, imports: str) -> tuple[str, int, str]:
+    """(kind, tests passed, why): as of code_judge.Verdict. imports: of what the program names and may leave out.
+
+    Raises SandboxLost where no sandbox can be started any more.
+    """
+    end = time.monotonic() + config.all_seconds
+    limits, count = Limits.of(config), len(tests["cases"])
+    stub = f"{tests['stub']}\n" if tests["stub"] else ""
+    with (
+        Sandbox(f"{stub}{program}\n{_PROGRAM}", limits, function="_scalerl_call", names=imports) as programs,
+        Sandbox(
+            f"{_VALUES}{_UNPACK}{_TEST}_scalerl_imports = {tests['setup']!r}", limits, function="_scalerl_test"
+        ) as judges,
+    ):
+        for number, (text, _) in enumerate(tests["cases"]):
+            kind, why = _one(text, programs, judges, end)
+            if kind != "ok":
+                return kind, number, f"test {number + 1} of {count}: {kind}: {why}"
+    return "ok", count, ""
+
+
+def _one(text: str, programs: Sandbox, judges: Sandbox, end: float) -> tuple[str, str]:
+    known: list[Any] = []
+    while len(known) <= MOST_CALLS:
+        if (left := end - time.monotonic()) <= 0:
+            return "timeout", "its tests took more than all_seconds"
+        outcome = judges.run(json.dumps([text, known]).encode(), seconds=left)
+        said, problem = _reply(outcome)
+        if said is None:
+            return "crashed" if outcome.kind == "ended" else outcome.kind, f"the test itself: {problem}"
+        if "call" not in said:
+            return ("ok", "") if said.get("passed") is True else ("wrong", str(said.get("failed")))
+        outcome = programs.run(json.dumps(said["call"]).encode(), seconds=max(end - time.monotonic(), 1e-3))
+        answer, problem = _reply(outcome)
+        if answer is None:
+            return "crashed" if outcome.kind == "ended" else outcome.kind, problem
+        known.append(answer)
+    return "wrong", f"it calls more than {MOST_CALLS} functions"
+
+
+def _reply(outcome: Outcome) -> tuple[dict[str, Any] | None, str]:
+    """(what it says, "") or (None, why not)."""
+    if outcome.kind != "ended":
+        return None, outcome.why
+    try:
+        said = json.loads(outcome.reply)
+    except (ValueError, RecursionError):
+        said = None
+    return (said, "") if isinstance(said, dict) else (None, "it ended without an answer")
