@@ -259,7 +259,8 @@ def train(config: Config) -> None:
                 learner.start(load_hf(config.model.path, learner.mesh)[1])
             else:
                 learner.state = found.state
-                curriculum.restore(found.arrays)
+                with inputs.said_of_prompts(config, folder.changes):
+                    curriculum.restore(found.arrays)
                 folder.outrank(found.manifest["incarnation"])
             if learner.layout.reference:  # the policy that the run began with, wherever it goes on
                 learner.keep_reference(load_hf(config.model.path, learner.mesh, learner.sync_dtype)[1])

@@ -15,7 +15,8 @@ begins a new history in which nothing is retired (`when_empty`).
 
 A server may sample group n as soon as version b - k exists, that is after batches 0 .. b - k - 1; a draw that looked at
 anything later would depend on timing. So the sequence of prompts is a function of (seed, the scores), whatever the
-fleet's speed, and a run resumed at batch v draws what the uninterrupted run drew.
+fleet's speed, and a run resumed at batch v draws what the uninterrupted run drew. One that goes on with another k, seed
+or size of batches draws by those from batch v on; what it knows of each prompt stays.
 
 The fleet's thread draws and the trainer's records, so each of these holds the lock.
 
@@ -38,6 +39,17 @@ _UNIFORM = 5  # a stream of random numbers, beside those of the environments
 
 class NoPromptLeft(ValueError):
     """Every prompt is retired; the message is one line."""
+
+
+class OtherPrompts(ValueError):
+    """A checkpoint's history is of `before` prompts that are not the `now` prompts there are."""
+
+    def __init__(self, before: int, now: int):
+        super().__init__(
+            "the training rows are not those that the checkpoint was made with "
+            f"({before:,} prompts then, {now:,} now), and the history of each is kept by its place"
+        )
+        self.before, self.now = before, now
 
 
 @dataclasses.dataclass
@@ -230,18 +242,14 @@ class Curriculum:
         return [self._prompts, self._k, self._groups, self._seed, self._digest]
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Goes on from `state`; the next draw is the first of its batch. Raises ValueError for another run's state."""
-        found, wanted = np.asarray(state["identity"]).tolist(), self._identity()
-        if found[:4] != wanted[:4]:
-            raise ValueError(
-                f"the checkpoint's curriculum has (prompts, k, groups, seed) = {found[:4]}, the config says "
-                f"{wanted[:4]}"
-            )
-        if found[4:] not in ([], wanted[4:]):
-            raise ValueError(
-                "the training rows are not those that the checkpoint was made with: their files have changed, so "
-                "its history is of others"
-            )
+        """Goes on from `state`; the next draw is the first of its batch.
+
+        k, groups and seed may be others: the run's config says whether they may. Raises OtherPrompts, and ValueError
+        where the prompts are the same but divided otherwise.
+        """
+        before, now = np.asarray(state["identity"]).tolist(), self._identity()
+        if before[0] != now[0] or before[4:] not in ([], now[4:]):
+            raise OtherPrompts(before[0], now[0])
         cursor = [int(value) for value in state["cursor"]]
         history = _History.new(0, prompts=self._prompts, window=self._config.window)
         history.retired_in = np.array(state["retired_in"], np.int64)
@@ -251,13 +259,14 @@ class Curriculum:
         else:
             history.start = cursor[1]
             history.groups = np.array(state["history_groups"], np.int64)
-            history.correct = np.array(state["history_correct"], np.int64)
-            history.total = np.array(state["history_total"], np.int64)
+            for name in ("correct", "total"):
+                saved = np.array(state[f"history_{name}"], np.int64)
+                setattr(history, name, _latest(saved, history.groups, self._config.window))
             place = _Place(np.array(state["epochs"], np.int64), np.array(state["credit"], np.float64))
-        if place.epochs.shape != (len(self._strata), 2) or history.correct.shape[1] != self._config.window:
+        if len(place.epochs) != len(self._strata):
             raise ValueError(
-                f"the checkpoint's curriculum draws from {len(place.epochs)} sources by their last "
-                f"{history.correct.shape[1]} groups, the config says {len(self._strata)} and {self._config.window}"
+                f"the training rows have {len(self._strata)} sources with a weight, and had {len(place.epochs)} when "
+                "the checkpoint was made: give the weights in the config to the same ones, or begin in another workdir"
             )
         self._histories, self._recorded = [history], cursor[0]
         self._begin_at(cursor[0], place)
@@ -265,3 +274,15 @@ class Curriculum:
     def _permutation(self, stratum: int, epoch: int) -> np.ndarray:
         count = len(self._strata[stratum].rows)
         return np.random.default_rng([self._seed, epoch, *([stratum] if stratum else [])]).permutation(count)
+
+
+def _latest(saved: np.ndarray, groups: np.ndarray, window: int) -> np.ndarray:
+    """The latest of [prompts, another window] values as [prompts, window], each at its group's number modulo that."""
+    if saved.shape[1] == window:
+        return saved
+    found = np.zeros((len(saved), window), np.int64)
+    for back in range(1, min(window, saved.shape[1]) + 1):
+        had = np.flatnonzero(groups >= back)
+        number = groups[had] - back
+        found[had, number % window] = saved[had, number % saved.shape[1]]
+    return found

@@ -36,12 +36,12 @@ def show(workdir: str, console: Console | None = None) -> None:
     console.print(table(evals, metrics, forecast))
     if why_not:
         console.print(f"no forecast: {why_not}", markup=False)
-    _draw(forecast, os.path.join(workdir, "curve.png"), console, samples=evals[-1]["samples"] if evals else 0)
+    _draw(forecast, os.path.join(workdir, "curve.png"), console, evals)
     for name, rows in environments_of(evals).items():
         of_part, why_not = half_time(rows)
         if why_not:
             console.print(f"no forecast of {name}: {why_not}", markup=False)
-        _draw(of_part, os.path.join(workdir, f"curve-{name}.png"), console, samples=rows[-1]["samples"])
+        _draw(of_part, os.path.join(workdir, f"curve-{name}.png"), console, rows)
     for sample in last_samples(workdir, 3):
         console.print(_completion(sample))
     console.print()
@@ -74,9 +74,10 @@ def _past_limits(workdir: str, metrics: list[dict[str, Any]]) -> list[Alarm]:
         return []
 
 
-def _draw(forecast: HalfTimeForecast | None, path: str, console: Console, *, samples: int) -> None:
+def _draw(forecast: HalfTimeForecast | None, path: str, console: Console, evals: list[dict[str, Any]]) -> None:
     if forecast is None:
         return
+    samples = " and ".join(map(str, sorted({row["samples"] for row in evals})))  # which may change at a restart
     from scalerl_jax.scaling.plot import plot_forecast  # matplotlib, which training does without
 
     try:
@@ -97,12 +98,15 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
     out.add_column()
     if evals:
         first, last = evals[0], evals[-1]
-        prompts = f"{last['prompts']} held-out prompts x {last['samples']}"
-        out.add_row("pass rate before", f"{first['pass_rate']:.3f}   ({prompts})")
-        out.add_row("pass rate after", f"{last['pass_rate']:.3f}   (step {last['step']}, {len(evals)} evaluations)")
+        after = f"step {last['step']}, {len(evals)} evaluations"
+        if _asked(first) != _asked(last):
+            after += f", {_asked(last)}"
+        out.add_row("pass rate before", f"{first['pass_rate']:.3f}   ({_asked(first)})")
+        out.add_row("pass rate after", f"{last['pass_rate']:.3f}   ({after})")
         for name, rows in environments_of(evals).items():
-            prompts = f"{rows[-1]['prompts']} held-out prompts"
-            out.add_row(f"  of {name}", f"{rows[0]['pass_rate']:.3f} to {rows[-1]['pass_rate']:.3f}   ({prompts})")
+            counts = " and ".join(dict.fromkeys(str(row["prompts"]) for row in (rows[0], rows[-1])))
+            rates = f"{rows[0]['pass_rate']:.3f} to {rows[-1]['pass_rate']:.3f}"
+            out.add_row(f"  of {name}", f"{rates}   ({counts} held-out prompts)")
     if forecast is not None:
         low, high = (float(end.mean()) for end in forecast.band)
         out.add_row(
@@ -132,6 +136,10 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
         if "repetitive" in metrics[-1]:  # a run of before has none
             out.add_row("ended in a loop", f"{_mean(metrics, 'repetitive'):.1%}")
     return out
+
+
+def _asked(evaluation: dict[str, Any]) -> str:
+    return f"{evaluation['prompts']} held-out prompts x {evaluation['samples']}"
 
 
 def last_samples(workdir: str, count: int) -> list[dict[str, Any]]:

@@ -3,20 +3,27 @@
 Their digests are kept in the run folder, so that it is said where one of them has changed.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.environments import Row, parts
+from scalerl_jax.environments.curriculum import OtherPrompts
 from scalerl_jax.environments.user_code import named
+from scalerl_jax.run.continuing import Change
 from scalerl_jax.run.jsonl import line_of
 from scalerl_jax.system import files
 from scalerl_jax.system.json_values import read_object
 
 FILE = "inputs.json"
+
+# The fields of an environment that its training prompts do not depend on.
+_NO_PROMPTS = ("weight", "reward", "correct_at", "judge", "sandbox", "verifier")
 
 
 def digests(config: Config, held_out: Sequence[Row], train: Sequence[Row] = ()) -> dict[str, str]:
@@ -60,3 +67,44 @@ def changed(path: str, now: dict[str, str], *, anew: bool = False) -> list[str]:
     before = read_object(path) if os.path.exists(path) and not anew else now
     files.write_whole(path, line_of(now))
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
+
+
+@contextlib.contextmanager
+def said_of_prompts(config: Config, changes: Sequence[Change]) -> Iterator[None]:
+    """Around what goes on with the history of a checkpoint's prompts: where they are others, a ValueError says why.
+
+    changes: of the config, since the checkpoint was made.
+    """
+    try:
+        yield
+    except OtherPrompts as error:
+        counts = f"{error.before:,} when the checkpoint was made, {error.now:,} now"
+        if causes := [change for change in changes if _chooses_prompts(change.name, config)]:
+            fields = " and ".join(f"config.{one.name} was {one.before!r} and is {one.now!r} now" for one in causes)
+            raise ValueError(
+                f"{fields}, and the training prompts are others by that ({counts}), whose history the checkpoint has: "
+                "give the old value again, or begin in another workdir"
+            ) from error
+        named = [
+            f"{parts.field(name, field)}={value}"
+            for name, part in parts.configs(config).items()
+            for field in ("train", "validation", "decontaminate")
+            if (value := getattr(part.environment, field))
+        ]
+        where = " or ".join(named) or f"config.environment.name={config.environment.name}"
+        raise ValueError(
+            f"{where}: the training rows are not those that the checkpoint was made with, whose history it has "
+            f"({counts}): put the old rows back, or begin in another workdir"
+        ) from error
+
+
+def _chooses_prompts(name: str, config: Config) -> bool:
+    """Whether training prompts may be others by this field."""
+    each = [part.environment for part in parts.configs(config).values()]
+    if name == "seed":
+        return not all(one.train for one in each)  # problems are made from it
+    if name == "evaluation.prompts":
+        return not all(one.validation for one in each)  # held-out ones are taken out of those for training
+    group, _, rest = config_check.as_environment(name).partition(".")
+    own = group == "environment" and not rest.startswith(_NO_PROMPTS)
+    return own or name in ("model.path", "rollout.max_prompt_tokens")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.config import CurriculumConfig
 from scalerl_jax.environments.base import Stratum
-from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
+from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft, OtherPrompts
 
 
 def one_stratum(prompts, *, k=1, groups=2, seed=0, digest=0, **fields):
@@ -201,18 +201,52 @@ def test_when_every_prompt_is_retired_the_message_says_so():
         curriculum.draw(4)
 
 
-def test_a_state_of_another_run_is_refused():
-    state = one_stratum(5).state()
-    with pytest.raises(ValueError, match="the config says \\[5, 1, 2, 1\\]"):
-        one_stratum(5, seed=1).restore(state)
+def test_a_run_may_go_on_with_another_k_seed_or_size_of_batches():
+    """Whether it may is for the config to say; what is known of each prompt stays."""
+    first = one_stratum(6, k=2)
+    drawn = [first.draw(n) for n in range(2)]
+    first.record(0, [(drawn[0], 4, 4), (drawn[1], 0, 4)])
+    again = one_stratum(6, k=0, seed=3, groups=5)
+    again.restore(first.state())
+    assert again.retired() == 1
+    seen = [again.draw(n) for n in range(5, 10)]  # batch 1, of 5 groups
+    assert drawn[0] not in seen
 
 
-def test_a_state_with_a_history_of_other_prompts_or_of_another_shape_is_refused():
+def test_a_state_with_a_history_of_other_prompts_or_sources_is_refused():
     state = one_stratum(5, digest=3).state()
-    with pytest.raises(ValueError, match="training rows are not those"):
+    with pytest.raises(OtherPrompts, match=r"training rows are not those .* \(5 prompts then, 5 now\)"):
         one_stratum(5, digest=4).restore(state)
-    with pytest.raises(ValueError, match="draws from 1 sources by their last 1 groups, the config says 1 and 2"):
-        one_stratum(5, digest=3, window=2).restore(state)
+    with pytest.raises(OtherPrompts, match=r"\(5 prompts then, 6 now\)"):
+        one_stratum(6, digest=3).restore(state)
+    with pytest.raises(ValueError, match="have 2 sources with a weight, and had 1 when the checkpoint was made"):
+        mixture([(3, 1.0), (2, 1.0)], digest=3).restore(state)
+
+
+def test_a_history_goes_on_with_another_window():
+    """As if that had been the window all along, as far as it is known."""
+
+    def curriculum(window):
+        return one_stratum(2, groups=1, k=20, window=window, no_positive_resampling_at=1.1)
+
+    def after(window):
+        made = curriculum(window)
+        for batch in range(9):
+            made.draw(batch)
+            made.record(batch, [(batch % 2, batch % 4, 4)])
+        return made.state()
+
+    for window in (1, 2, 3, 5):
+        again = curriculum(window)
+        again.restore(after(3))
+        for name in ("history_correct", "history_total"):
+            found, wanted = again.state()[name], after(min(window, 3))[name]
+            assert found.sum(axis=1).tolist() == wanted.sum(axis=1).tolist()
+            assert window > 3 or found.tolist() == wanted.tolist()
+        again.draw(9)
+        again.record(9, [(0, 4, 4)])  # the sixth of prompt 0, whose five before had 0, 2, 0, 2 and 0
+        wanted = {1: 4, 2: 4, 3: 6, 5: 6}[window]
+        assert again.state()["history_correct"][0].sum() == wanted
 
 
 def test_a_state_of_a_release_before_there_were_strata_goes_on():

@@ -92,6 +92,17 @@ def run(tmp_path_factory):
     return workdir, shown(workdir)
 
 
+def test_evaluations_of_other_sizes_are_each_told_of():
+    """config.evaluation may be another one after a restart."""
+    before = {"step": 0, "pass_rate": 0.3, "prompts": 100, "samples": 4}
+    after = {"step": 6, "pass_rate": 0.5, "prompts": 50, "samples": 8}
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    console.print(summary.table([before, after], [], None))
+    text = console.file.getvalue()
+    assert row_of(text, "pass rate before") == "0.300   (100 held-out prompts x 4)"
+    assert row_of(text, "pass rate after") == "0.500   (step 6, 2 evaluations, 50 held-out prompts x 8)"
+
+
 def test_the_table(run):
     _, text = run
     assert row_of(text, "pass rate before") == "0.300   (100 held-out prompts x 4)"

@@ -1,8 +1,14 @@
 """What a run depends on beside its config is known again, and said by name where it has changed."""
 
+import dataclasses
+
+import pytest
+
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import Row
-from scalerl_jax.run.inputs import changed, digests
+from scalerl_jax.environments.curriculum import OtherPrompts
+from scalerl_jax.run.continuing import changes
+from scalerl_jax.run.inputs import changed, digests, said_of_prompts
 
 
 def test_what_has_changed_is_named_once(tmp_path, monkeypatch):
@@ -29,3 +35,33 @@ def test_a_training_row_is_known_by_what_scores_it():
     name = "the other columns of the training rows"
     assert digests(Config(), [], rows)[name] != digests(Config(), [], other)[name]
     assert name not in digests(Config(), [], [Row("1?", "1")])  # there are none
+
+
+def test_other_training_prompts_are_put_down_to_a_field_or_to_a_file():
+    def said(before, now):
+        with pytest.raises(ValueError) as error, said_of_prompts(now, changes(dataclasses.asdict(before), now)):
+            raise OtherPrompts(436, 1428)
+        (line,) = str(error.value).splitlines()
+        return line
+
+    counts = "(436 when the checkpoint was made, 1,428 now)"
+    before, now = Config(), Config(seed=3)  # another seed makes no other problems of files
+    before.environment.train = now.environment.train = "train.jsonl"
+    before.evaluation.prompts = now.evaluation.prompts = 64
+    assert said(before, now) == (
+        "config.environment.train=train.jsonl: the training rows are not those that the checkpoint was made with, "
+        f"whose history it has {counts}: put the old rows back, or begin in another workdir"
+    )
+    now.environment.reward, now.evaluation.prompts = "mine.py:reward", 72
+    assert said(before, now) == (
+        "config.evaluation.prompts was 64 and is 72 now, and the training prompts are others by that "
+        f"{counts}, whose history the checkpoint has: give the old value again, or begin in another workdir"
+    )
+    before.environment.validation = now.environment.validation = "held-out.jsonl"
+    assert said(before, now).startswith(
+        "config.environment.train=train.jsonl or config.environment.validation=held-out.jsonl: the training rows are"
+    )
+    assert said(Config(), Config(seed=3)).startswith("config.seed was 0 and is 3 now, and the training prompts are")
+    before, now = (Config(mixture={"a": EnvironmentConfig(system_prompt=text)}) for text in ("", "Think."))
+    assert said(before, now).startswith("config.mixture.a.system_prompt was '' and is 'Think.' now")
+    assert said(now, now).startswith("config.environment.name=arithmetic: the training rows are not those")

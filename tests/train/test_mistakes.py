@@ -204,7 +204,11 @@ def test_the_data_have_changed_since_the_checkpoint(tmp_path, flags, model, roll
         copy.write_text(copy.read_text().replace('"a0="', '"z0="'))
         again = start(run.workdir, *flags, "--config.max_steps=4")
         assert again.wait() == 2
-    assert again.output().splitlines()[-1].startswith("error: the training rows are not those that the checkpoint")
+    assert (
+        again.output()
+        .splitlines()[-1]
+        .startswith(f"error: config.environment.train={copy} or config.environment.validation=")
+    )
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
 
 
