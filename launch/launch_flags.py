@@ -79,6 +79,20 @@ PARTITION = flags.DEFINE_string("partition", "", "Of the trainer; default: the c
 GENERATOR_PARTITION = flags.DEFINE_string("generator_partition", "", "Of the generators; default: --partition.")
 ACCOUNT = flags.DEFINE_string("account", "", "That the jobs are booked on.")
 TIME = flags.DEFINE_string("time", "24:00:00", "Limit of one job; the trainer is queued again when it is up.")
+TRAINER_CPUS = flags.DEFINE_integer(
+    "trainer_cpus", 0, "CPUs of each node of the trainer; default: all, the nodes are its alone.", lower_bound=0
+)
+TRAINER_MEMORY = flags.DEFINE_string("trainer_memory", "0", "Memory of each of its nodes, as 512G; 0: all.")
+GENERATOR_CPUS = flags.DEFINE_integer(
+    "generator_cpus", 0, "CPUs of a generator; default: the cluster's.", lower_bound=0
+)
+GENERATOR_MEMORY = flags.DEFINE_string(
+    "generator_memory", "", "Memory of a generator, as 128G; default: the cluster's."
+)
+TRAINER_SBATCH = flags.DEFINE_multi_string(
+    "trainer_sbatch", [], "An option of sbatch for the trainer, as --trainer_sbatch=--qos=long; any number of times."
+)
+GENERATOR_SBATCH = flags.DEFINE_multi_string("generator_sbatch", [], "Likewise for the generators.")
 SETUP = flags.DEFINE_string("setup", "", "Shell line before the trainer, as in 'source ~/trainer/bin/activate'.")
 GENERATOR_SETUP = flags.DEFINE_string("generator_setup", "", "Likewise before a generator.")
 TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM of the generators' certificate.")
@@ -93,6 +107,7 @@ ONLY = {
         TRAINER_RESOURCES, GENERATOR_RESOURCES, AUTOSCALE, MAXIMUM_GENERATORS, BUSY_TARGET, PROMETHEUS,
     ),
     "slurm": (
-        PARTITION, GENERATOR_PARTITION, ACCOUNT, TIME, SETUP, GENERATOR_SETUP, TLS_CERTIFICATE, TLS_KEY, TLS_NAME,
+        PARTITION, GENERATOR_PARTITION, ACCOUNT, TIME, TRAINER_CPUS, TRAINER_MEMORY, GENERATOR_CPUS, GENERATOR_MEMORY,
+        TRAINER_SBATCH, GENERATOR_SBATCH, SETUP, GENERATOR_SETUP, TLS_CERTIFICATE, TLS_KEY, TLS_NAME,
     ),
 }  # fmt: skip

@@ -111,7 +111,8 @@ def _files(settings: Settings, target: str, folder: str) -> list[rendered.Render
     if target == "kubernetes":
         return render_kubernetes(settings, _told(Cluster, **_absolute("token_file", "tls_authority")))
     paths = _absolute("token_file", "tls_authority", "tls_certificate", "tls_key")
-    return slurm.render(settings, _told(slurm.Queue, folder=os.path.abspath(folder), **paths))
+    options = {flag: tuple(_value(flag)) for flag in ("trainer_sbatch", "generator_sbatch")}
+    return slurm.render(settings, _told(slurm.Queue, folder=os.path.abspath(folder), **paths, **options))
 
 
 def _absolute(*flags: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ and so does a policy that has collapsed (code 3, checkpoint.on_collapse).
 
 import dataclasses
 import os
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -36,6 +37,14 @@ _GENERATOR_GRACE_SECONDS = 60  # before the time limit: what it samples is asked
 _ELEMENT = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
 _LOCK_SECONDS = 60  # that a generator waits for the others while it writes down where it is
 
+_OPTION = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[^\n]+)?")
+# Options that the scripts have themselves: the flag that they go by (PART: trainer or generator); "": none.
+_OURS = {
+    "job-name": "name", "partition": "partition", "account": "account", "time": "time", "nodes": "PART",
+    "gpus-per-node": "PART", "array": "generators", "mem": "PART_memory", "cpus-per-task": "PART_cpus",
+    **dict.fromkeys(("output", "open-mode", "ntasks-per-node", "ntasks", "exclusive", "requeue", "signal"), ""),
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Queue:
@@ -46,6 +55,12 @@ class Queue:
     generator_partition: str = ""
     account: str = ""
     time: str = "24:00:00"
+    trainer_cpus: int = 0
+    trainer_memory: str = "0"
+    generator_cpus: int = 0
+    generator_memory: str = ""
+    trainer_sbatch: tuple[str, ...] = ()
+    generator_sbatch: tuple[str, ...] = ()
     setup: str = ""
     generator_setup: str = ""
     token_file: str = ""
@@ -70,6 +85,23 @@ class Queue:
                     f"--{flag}: not given; without TLS and a token, where whoever is on the network may replace the "
                     "weights: --insecure"
                 )
+        for flag in ("trainer_memory", "generator_memory"):
+            if (value := getattr(self, flag)) and not re.fullmatch(r"\d+[KMGT]?", value):
+                raise ValueError(f"--{flag}={value}: is not written like 512G")
+        for flag in ("trainer_sbatch", "generator_sbatch"):
+            for option in getattr(self, flag):
+                _check_option(flag, option)
+
+
+def _check_option(flag: str, option: str) -> None:
+    """Raises ValueError where it is none, or one that the scripts rely on."""
+    found = _OPTION.fullmatch(option)
+    if found is None:
+        raise ValueError(f"--{flag}={option}: is no option of sbatch, written like --{flag}=--qos=long")
+    if (name := found["name"]) in _OURS:
+        by = _OURS[name].replace("PART", flag.removesuffix("_sbatch"))
+        why = f"goes by --{by}" if by else "is the script's own"
+        raise ValueError(f"--{flag}={option}: --{name} {why}")
 
 
 def render(settings: Settings, queue: Queue) -> list[RenderedFile]:
@@ -102,9 +134,19 @@ def _head(options: Sequence[str], says: str, setup: str, then: str) -> list[str]
     return [*lines, *([setup, ""] if setup else [])]
 
 
-def _where(queue: Queue, partition: str) -> list[str]:
-    found = {"partition": partition, "account": queue.account, "time": queue.time}
-    return [f"--{name}={value}" for name, value in found.items() if value]
+def _where(queue: Queue, part: str) -> list[str]:
+    """What of the cluster a job gets, the site's own options last. part: "trainer" | "generator"."""
+    trainer = part == "trainer"
+    cpus = queue.trainer_cpus if trainer else queue.generator_cpus
+    found = {
+        "cpus-per-task": str(cpus or ""),
+        "mem": queue.trainer_memory if trainer else queue.generator_memory,
+        "partition": queue.partition if trainer else queue.generator_partition or queue.partition,
+        "account": queue.account,
+        "time": queue.time,
+    }
+    own = queue.trainer_sbatch if trainer else queue.generator_sbatch
+    return [*(f"--{name}={value}" for name, value in found.items() if value), *own]
 
 
 def _again(condition: str, says: str, *, job: str = "$SLURM_JOB_ID") -> list[str]:
@@ -131,7 +173,7 @@ def _trainer(settings: Settings, queue: Queue) -> RenderedFile:
         "--exclusive",
         "--requeue",
         f"--signal=TERM@{settings.grace_seconds}",
-        *_where(queue, queue.partition),
+        *_where(queue, "trainer"),
     ]
     fleet = {}
     if not settings.insecure:
@@ -153,12 +195,13 @@ def _trainer(settings: Settings, queue: Queue) -> RenderedFile:
     Slurm sends SIGTERM {settings.grace_seconds} s before the time limit, and at a preemption: the trainer saves and
     leaves, and the job is queued again."""
     export = [f"export {name}={shlex.quote(value)}" for name, value in settings.trainer_env.items()]
+    cpus = f" --cpus-per-task={queue.trainer_cpus}" if queue.trainer_cpus else ""  # srun does not take over sbatch's
     lines = [
         *_head(options, says, queue.setup, "trap 'echo \"SIGTERM: the trainer is saving\" >&2' TERM"),
         *export,
         *_wait_for_servers(settings),
         "code=0",
-        f"srun --wait={settings.grace_seconds} {_broken(command)} || code=$?",
+        f"srun --wait={settings.grace_seconds}{cpus} {_broken(command)} || code=$?",
         "# Slurm's own count has preemptions and time limits in it.",
         f'failures={shlex.quote(_state(settings))}/failures-"$SLURM_JOB_ID"',
         'failed=$(cat "$failures" 2>/dev/null || echo 0)',
@@ -205,7 +248,7 @@ def _generators(settings: Settings, queue: Queue) -> RenderedFile:
         *([f"--gpus-per-node={machine.devices}"] if machine.devices else []),
         "--requeue",
         f"--signal=B:TERM@{_GENERATOR_GRACE_SECONDS}",
-        *_where(queue, queue.generator_partition or queue.partition),
+        *_where(queue, "generator"),
     ]
     access = ["--insecure"]
     if not settings.insecure:

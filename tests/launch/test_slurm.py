@@ -21,6 +21,8 @@ FULL = (
     "--target=slurm", f"--config={SCALERL_8B}", "--trainer=h200:2x8", "--generator=h100:2", "--generators=16",
     "--partition=big", "--generator_partition=small", "--account=lab", "--time=12:00:00", "--grace_seconds=240",
     "--setup=source ~/it/bin/activate", "--generator_setup=module load cuda", "--trainer_env=A=b c",
+    "--trainer_cpus=96", "--generator_cpus=12", "--generator_memory=128G", "--trainer_sbatch=--qos=long",
+    "--trainer_sbatch=--constraint=nvlink&ib", "--generator_sbatch=--reservation=us",
 )  # fmt: skip
 
 
@@ -57,15 +59,17 @@ def test_the_scripts_ask_for_what_was_given(full: pathlib.Path, tmp_path: pathli
     assert options(full / "trainer.sbatch") == {
         **common, "job-name": "scalerl-8b-trainer", "output": f"{run}-launch/logs/trainer-%j.log", "nodes": "2",
         "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "", "signal": "TERM@240", "partition": "big",
+        "cpus-per-task": "96", "mem": "0", "qos": "long", "constraint": "nvlink&ib",
     }  # fmt: skip
     assert options(full / "generators.sbatch") == {
         **common, "job-name": "scalerl-8b-generator", "output": f"{run}-launch/logs/generator-%A-%a.log",
         "array": "0-15", "nodes": "1", "ntasks": "1", "gpus-per-node": "2", "signal": "B:TERM@60",
-        "partition": "small",
+        "partition": "small", "cpus-per-task": "12", "mem": "128G", "reservation": "us",
     }  # fmt: skip
     trainer = (full / "trainer.sbatch").read_text()
     assert "export A='b c'\n" in trainer
     assert "source ~/it/bin/activate\n" in trainer
+    assert "srun --wait=240 --cpus-per-task=96 scalerl-train" in trainer
     assert "module load cuda\n" in (full / "generators.sbatch").read_text()
     assert load_file(str(full / "config.py")) == load_file(SCALERL_8B)
 
