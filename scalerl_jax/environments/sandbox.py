@@ -1,8 +1,8 @@
 """Runs a program that nobody trusts, in a sandbox of namespaces (bubblewrap), a system call filter and limits.
 
     own namespaces    processes, network (none), IPC, host name, cgroups; user too, where we are not root
-    files             Python and the C library, read-only; an empty scratch folder /tmp; no /proc, no /dev but null,
-                      zero and urandom
+    files             Python and the C library, read-only; empty scratch folders /tmp and /dev/shm; no /proc, no other
+                      /dev but null, zero and urandom. open and os.open take /dev/stdin and its like for descriptors
     rights            no capability; no new privileges; as root: a user of its own who is nobody on this machine, and
                       who makes the namespaces too where root may not (a container)
     system calls      system_calls.py
@@ -19,7 +19,8 @@ goes in, and is compared out here. So a program that takes over all that runs in
 gains nothing that it could not have printed.
 
 Of memory, each process has a limit of address space, and all together are looked at LOOK_SECONDS apart: for that long
-several processes may have more. No cgroup is needed, which a container mostly cannot make.
+several processes may have more. What is in the scratch folders counts beside it, by their sizes: output_bytes, and
+1 / SHARED_PART of the memory. No cgroup is needed, which a container mostly cannot make.
 """
 
 import contextlib
@@ -49,6 +50,7 @@ PAUSE_SECONDS = 0.5  # before a start is tried again, doubled each time
 LOOK_SECONDS = 0.05  # between two looks at how much memory is used
 ENDING_SECONDS = 10.0
 OPEN_FILES = 64  # each end of a pair of sockets holds 200 KB of kernel memory that no other limit counts
+SHARED_PART = 4  # of the memory: the size of /dev/shm, for the locks and the shared memory of multiprocessing
 ENTRIES = 10_000  # as in sandbox_inside.py
 
 Kind = Literal["ended", "timeout", "memory", "output", "crashed"]
@@ -137,7 +139,7 @@ class Sandbox:
             if attempt:
                 time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             try:
-                return _Running(marshal.dumps(setup), scratch_bytes=self._limits.output_bytes, user=user)
+                return _Running(marshal.dumps(setup), limits=self._limits, user=user)
             except _NotStarted as error:
                 why = str(error)
             except OSError as error:
@@ -151,7 +153,8 @@ class Sandbox:
         limits = {
             "RLIMIT_AS": self._limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(self._limits.seconds) + 1,
-            "RLIMIT_FSIZE": self._limits.output_bytes,
+            # The scratch folders have sizes of their own.
+            "RLIMIT_FSIZE": max(self._limits.output_bytes, self._limits.memory_bytes // SHARED_PART),
             "RLIMIT_NOFILE": OPEN_FILES,
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 0,
@@ -171,7 +174,7 @@ class _NotStarted(Exception):
 class _Running:
     """A started sandbox, spoken to over a socket; see sandbox_inside.py."""
 
-    def __init__(self, setup: bytes, *, scratch_bytes: int, user: sandbox_command.User):
+    def __init__(self, setup: bytes, *, limits: Limits, user: sandbox_command.User):
         self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen | None = None
         files = contextlib.ExitStack()
@@ -181,7 +184,12 @@ class _Running:
             files.callback(os.close, setup_file)
             files.callback(os.close, filter_file)
             errors = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-            command = sandbox_command.command(filter_file, scratch_bytes, as_root=user.runs != 0)
+            command = sandbox_command.command(
+                filter_file,
+                scratch_bytes=limits.output_bytes,
+                shared_bytes=limits.memory_bytes // SHARED_PART,
+                as_root=user.runs != 0,
+            )
             command += [str(inside.fileno()), str(setup_file)]
             self._process = subprocess.Popen(
                 command,

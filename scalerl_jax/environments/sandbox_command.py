@@ -109,7 +109,7 @@ def _python() -> tuple[str, tuple[str, ...]]:
     return python, tuple(options)
 
 
-def command(filter_file: int, scratch_bytes: int, *, as_root: bool) -> list[str]:
+def command(filter_file: int, *, scratch_bytes: int, shared_bytes: int, as_root: bool) -> list[str]:
     """bwrap and its options, and the Python in there up to its script's arguments."""
     bwrap = shutil.which("bwrap")
     assert bwrap is not None
@@ -133,6 +133,7 @@ def command(filter_file: int, scratch_bytes: int, *, as_root: bool) -> list[str]
         *mounts,
         *devices,
         *("--perms", "1777", "--size", str(max(scratch_bytes, 65_536)), "--tmpfs", "/tmp"),
+        *("--perms", "1777", "--size", str(max(shared_bytes, 65_536)), "--tmpfs", "/dev/shm"),
         *("--remount-ro", "/", "--chdir", "/"),
         *("--setenv", "PYTHONHASHSEED", "0", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
         *("--seccomp", str(filter_file)),

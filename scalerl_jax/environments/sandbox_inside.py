@@ -5,7 +5,7 @@
     when it has ended everything else that it started is killed, and "STATUS ENTRIES" goes out
     the socket ends: so does this, and with it whatever is left in the sandbox
 
-STATUS is the fork's as waitpid gives it, ENTRIES how many there are in the scratch folder afterwards.
+STATUS is the fork's as waitpid gives it, ENTRIES how many there are in the scratch folders afterwards.
 
 Each run starts from this process, in which no line of the program has ever run. What the program is to answer is not
 known here. Little is imported, as this starts once for every program.
@@ -23,9 +23,13 @@ import resource
 import sys
 
 CONTROL, SETUP = int(sys.argv[1]), int(sys.argv[2])
-SCRATCH = "/tmp"
-ENTRIES = 10_000  # in the scratch folder: names take of the kernel's memory, not of the folder's size
+SCRATCH, SHARED = "/tmp", "/dev/shm"
+ENTRIES = 10_000  # in each of the two: names take of the kernel's memory, not of the folder's size
 LOOK_SECONDS = 0.05  # between two counts of them
+# What Linux has by /proc, which is not in here: open and os.open take these for the descriptors.
+STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+STREAMS |= {f"{folder}/{number}": number for folder in ("/dev/fd", "/proc/self/fd") for number in range(3)}
+REAL_OPEN = posix.open
 
 
 def serve() -> tuple[int, int, int, int]:
@@ -60,8 +64,7 @@ def wait(child: int) -> tuple[int, int]:
             status = how
         elif not ended:
             _signal.sigtimedwait([_signal.SIGCHLD], LOOK_SECONDS)
-            space = posix.statvfs(SCRATCH)
-            most = space.f_files - space.f_ffree
+            most = max(space.f_files - space.f_ffree for space in map(posix.statvfs, (SCRATCH, SHARED)))
             if most > ENTRIES:
                 break
     try:  # noqa: SIM105 (nothing is imported)
@@ -74,7 +77,7 @@ def wait(child: int) -> tuple[int, int]:
         except ChildProcessError:
             break
         status = how if ended == child else status
-    return status or 0, most if most > ENTRIES else len(posix.listdir(SCRATCH))
+    return status or 0, most if most > ENTRIES else sum(len(posix.listdir(folder)) for folder in (SCRATCH, SHARED))
 
 
 def confine(descriptors: tuple[int, int, int, int], setup: dict) -> None:
@@ -108,6 +111,10 @@ def run(setup: dict) -> None:
     ):
         setattr(sys, name, file)
         setattr(sys, f"__{name}__", file)
+    builtins.open = sys.modules["io"].open = Opens(_io.open)
+    posix.open = Opens(REAL_OPEN, "path")
+    if "os" in sys.modules:
+        sys.modules["os"].open = posix.open
     for name in ("exit", "quit"):  # those of the module site, which is not loaded
         setattr(builtins, name, sys.exit)
     sys.argv = ["program.py"]
@@ -128,6 +135,24 @@ def run(setup: dict) -> None:
     while reply:
         reply = reply[posix.write(3, reply) :]
     posix._exit(0)  # the answer is given: threads and what else is left do not matter
+
+
+class Opens:
+    """open or os.open, with STREAMS. No function: as an attribute of a class it gets no self, like the real ones."""
+
+    def __init__(self, real, path: str = "file"):
+        """path: what the first argument is called."""
+        self.real, self.path = real, path
+
+    def __call__(self, *arguments, **named):
+        if self.path in named:
+            arguments = (named.pop(self.path), *arguments)
+        if arguments and not isinstance(arguments[0], int):
+            number = STREAMS.get(posix.fspath(arguments[0]))
+            if number is not None:
+                number = posix.dup(number)
+                return number if self.real is REAL_OPEN else self.real(number, *arguments[1:], **named)
+        return self.real(*arguments, **named)
 
 
 def encoded(value: object) -> str:

@@ -93,12 +93,13 @@ while True:
         attempt("""
 for path in ('/etc/passwd', '/etc/hostname', '/root/.bashrc', '/home', '/work', '/var', '/proc/1/environ',
              '/proc/self/root/etc/passwd', '/proc/1/root/etc/passwd', '/proc/self/mem', '/sys', '/run',
-             '/dev/mem', '/dev/sda', '/dev/vda', '/dev/shm', '/dev/kmsg', '/dev/pts'):
+             '/dev/mem', '/dev/sda', '/dev/vda', '/dev/shm/machine', '/dev/kmsg', '/dev/pts'):
     try:
         os.stat(path)
         escaped = True
     except OSError:
         pass
+escaped = escaped or os.listdir('/dev/shm') != []  # its own
 """),
         {"ok"},
     ),

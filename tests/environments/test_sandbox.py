@@ -106,6 +106,64 @@ class TestRuns:
         assert run("import decimal, fractions, numbers, sqlite3, hashlib, ctypes, bz2; print(1)").output == b"1\n"
         assert run("import subprocess, sys\nprint(subprocess.call([sys.executable, '-c', 'print(1)']))").kind == "ended"
 
+    @pytest.mark.parametrize(
+        "program",
+        [
+            "print(open('/dev/stdin').read(), end='')",
+            "import sys\nsys.stdin = open('/dev/stdin')\nprint(*map(input, ('', '')), sep='\\n')",
+            "import pathlib\nprint(pathlib.Path('/dev/stdin').read_text(), end='')",
+            "import os\nprint(os.read(os.open('/dev/stdin', os.O_RDONLY), 99).decode(), end='')",
+            "import os\ngiven = open(file='/dev/fd/0', mode='rb').read()\n"
+            "os.write(os.open(path='/dev/stdout', flags=os.O_WRONLY), given)",
+            "import fileinput\nfor line in fileinput.input('/dev/stdin'):\n    print(line, end='')",
+            "import io\nwith io.open('/dev/stdout', 'w') as out:\n    out.write(open(0).read())",
+            "import sys\nwith open('/dev/stderr', 'w') as out:\n    out.write('x')\n"
+            "sys.stdout.write(open('/proc/self/fd/0').read())",
+            "class Reader:\n    opener = open\nprint(Reader().opener('/dev/stdin').read(), end='')",
+        ],
+    )
+    def test_streams_that_have_paths(self, program):
+        with Sandbox(program, LIMITS) as box:
+            outcomes = [box.run(given) for given in (b"3 4\nfive\n", b"1\n2\n")]
+        assert [outcome.why for outcome in outcomes] == ["", ""]
+        assert [outcome.output for outcome in outcomes] == [b"3 4\nfive\n", b"1\n2\n"]
+
+    def test_paths_that_are_no_streams(self):
+        assert run("open('/tmp/a', 'w').write('b')\nprint(open('/tmp/a').read())").output == b"b\n"
+        assert run("open('/dev/fd/9')").why.startswith("FileNotFoundError")
+        assert run("open(1.5)").why.startswith("TypeError")
+
+    @pytest.mark.parametrize(
+        "program",
+        [
+            "import multiprocessing\nwith multiprocessing.Pool(2) as pool:\n    print(sum(pool.map(abs, [-3, -4])))",
+            "import concurrent.futures\nwith concurrent.futures.ProcessPoolExecutor(2) as pool:\n"
+            "    print(sum(pool.map(abs, [-3, -4])))",
+            "import multiprocessing\nlock, total = multiprocessing.Lock(), multiprocessing.Array('d', 10**5)\n"
+            "def add(number):\n    with lock:\n        total[0] += number\n"
+            "made = [multiprocessing.Process(target=add, args=(n,)) for n in (3, 4)]\n"
+            "for one in made:\n    one.start()\nfor one in made:\n    one.join()\nprint(int(total[0]))",
+            "from multiprocessing.shared_memory import SharedMemory\nmade = SharedMemory(create=True, size=2**20)\n"
+            "made.buf[0] = 7\nseen = SharedMemory(made.name)\nprint(seen.buf[0])\n"
+            "seen.close()\nmade.close()\nmade.unlink()",
+        ],
+        ids=["pool", "executor", "lock", "shared memory"],
+    )
+    def test_processes_that_share(self, program):
+        outcome = run(program)
+        assert (outcome.kind, outcome.output) == ("ended", b"7\n"), outcome
+
+    def test_what_they_share_is_bounded_and_gone(self):
+        size = LIMITS.memory_bytes // sandbox.SHARED_PART
+        program = "with open('/dev/shm/a', 'wb') as file:\n    for _ in range({}):\n        file.write(bytes(2**20))"
+        assert run(program.format(size // 2**20 - 1)).kind == "ended"
+        outcome = run(program.format(size // 2**20 + 1))
+        assert (outcome.kind, outcome.why[:7]) == ("crashed", "OSError")
+        many = "for number in range(20_000):\n    open(f'/dev/shm/{number}', 'w').close()"
+        assert run(many).why == f"more than {sandbox.ENTRIES} files"
+        with Sandbox("import os\nprint(os.listdir('/dev/shm'))\nopen('/dev/shm/a', 'w')", LIMITS) as box:
+            assert [box.run(b"").output for _ in range(2)] == [b"[]\n"] * 2
+
     def test_sets_are_in_the_same_order_every_time(self):
         outputs = {run("print(*{'a', 'b', 'c', 'd', 'e'})").output for _ in range(3)}
         assert len(outputs) == 1
