@@ -31,7 +31,8 @@ _PERCENTILE = 0.9  # of a completion's D
 def kept(tokens: Tokens, objective: ObjectiveConfig) -> jax.Array:
     """[rows, length] bool: the loss tokens that no mask takes out."""
     keep = tokens.loss_token
-    back = tokens.moved * tokens.advantages <= 0  # moved has the sign of rho - 1
+    # The sign of rho - 1, and no product: |pi - mu| of a rare token is 0 in float32, and so may a small product be.
+    back = jnp.sign(tokens.log_ratio) * jnp.sign(tokens.advantages) <= 0
     if objective.icepop_high > 0:
         keep &= (tokens.ratio >= objective.icepop_low) & (tokens.ratio <= objective.icepop_high)
     if objective.dppo_tv_threshold > 0:

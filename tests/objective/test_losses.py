@@ -329,6 +329,18 @@ def test_a_prefix_that_moved_far_leaves_its_successors_less():
     np.testing.assert_array_equal(gradient != 0, [True, False, True, True, True, True])
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 1e-30])
+def test_a_token_too_rare_for_float32_is_pushed_one_way_all_the_same(advantage):
+    """exp(-120) is 0, and so is |pi - mu|: which way the token moved is in the log-ratio."""
+    objective = ObjectiveConfig(cppo_threshold=0.15, cppo_least_weight=1.0, cppo_budget=0.0)
+    gen = np.array([np.log(0.2), -120.0, -120.0, -95.0, np.log(0.5)])
+    train = np.array([np.log(0.6), -118.0, -122.0, -95.5, np.log(0.5)])
+    # The first has used up more than there is, so every later one that moves further is out.
+    _, gradient = tokens(train=train, gen=gen, advantage=advantage, objective=objective)
+    further = np.sign(train - gen) * np.sign(advantage) > 0
+    np.testing.assert_array_equal(gradient != 0, ~further)
+
+
 def test_a_prefix_budget_counts_loss_tokens_alone():
     """A forced phrase in the middle, however far its log-probs are, takes no place and uses nothing up."""
     rng = np.random.default_rng(0)
