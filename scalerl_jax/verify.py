@@ -1,10 +1,12 @@
 """scalerl-verify: judges completions in a file as a run would, and shows why: a dry run before the money is spent.
 
-    scalerl-verify ANSWERS.jsonl [--config=F.py | --environment=math] [--config.a.b=v] [--out=SCORES.jsonl]
+    scalerl-verify [LAYOUT:]ANSWERS.jsonl [--config=F.py | --environment=math] [--config.a.b=v] [--out=SCORES.jsonl]
+    scalerl-verify --prompts=3 --config=F.py [--config.a.b=v]
 
 A row of the file (JSONL, JSON, CSV, Parquet; several files may be given) has a "completion" and what the environment's
-rows have: "answer", "task", "tests" and "prompt" under the names of config.environment.columns, all of them optional,
-and any other column that the score wants. In a mixture "environment" says which one the row is of.
+rows have: "answer", "task", "tests" and "prompt" under the names of config.environment.columns, or of a layout as in
+config.environment.train, and any other column that the score wants. What the score does without may be missing. In a
+mixture "environment" says which one the row is of.
 
 The scorer is the run's own, with its processes and limits: config.environment.verifier_processes rows are judged at a
 time. A completion may be whole or only what follows the thinking (--thinking). With --config its thinking is told from
@@ -12,7 +14,11 @@ its answer as in a run: where there is no thinking budget, by what the rendered 
 environment is math, and prompts are not looked at. A length penalty is left out: it is of tokens, and there is text.
 
 Printed: a table of rows (--show), the share that is correct, the mean reward and every metric's, and the time that a
-score took. --out writes all rows with their scores, whole or not at all.
+score took. --out writes all rows with their scores, whole or not at all. Where no row could be scored the exit code
+is 1.
+
+--prompts shows what a run with this config would ask, and starts none: what is left out of the rows, how many tokens
+prompts have, the tokens that end a completion, and the first prompts as they are rendered.
 """
 
 import concurrent.futures
@@ -34,15 +40,18 @@ from rich.text import Text
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.environments import code, parts
-from scalerl_jax.environments.base import Row, Score
+from scalerl_jax.environments.base import Row, Score, scores_itself
 from scalerl_jax.environments.data import columns as columns_lib
-from scalerl_jax.environments.data import sources
+from scalerl_jax.environments.data import layouts, sources
 from scalerl_jax.environments.data.files import read_file
+from scalerl_jax.environments.data.layouts import LAYOUTS
 from scalerl_jax.environments.data.malformed import Malformed, MalformedRows
+from scalerl_jax.environments.load import load_rows
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.scorer import Scorer
-from scalerl_jax.environments.thinking import opening, split_as_run, split_thinking
+from scalerl_jax.environments.thinking import opening, split_as_run, split_thinking, thinking_at_end
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.model.hf_hub import check_folder
 from scalerl_jax.run.progress import ProgressLine, rounded
 from scalerl_jax.system import files, signals
 
@@ -63,17 +72,24 @@ def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[st
     """(columns, row) of each row of the files. Raises ValueError naming file and row."""
     configs = parts.configs(config)
     malformed = MalformedRows(field="config.environment.max_malformed_rows", most=config.environment.max_malformed_rows)
-    for path in paths:
+    for given in paths:
+        layout, path = _layout(given)
         for name, found in read_file(path, malformed):
             try:
-                yield found, _row(name, found, configs)
+                yield found, _row(name, found, configs, layout)
             except Malformed as error:
                 malformed.skip(name, str(error))
     for line in malformed.said():
         Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config]) -> Row:
+def _layout(given: str) -> tuple[str, str]:
+    """(layout, path) of what a command line names; "": the config's columns."""
+    layout, _, path = given.partition(":")
+    return (layout, path) if layout in LAYOUTS and not os.path.exists(given) else ("", given)
+
+
+def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config], layout: str) -> Row:
     """Raises Malformed."""
     if not isinstance(found.get(COMPLETION), str):
         raise Malformed(f"has no text {COMPLETION!r} ({columns_lib.keys(found)})")
@@ -84,9 +100,17 @@ def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config]) -> 
             raise Malformed(f"{ENVIRONMENT!r} is {part!r}, not one of {', '.join(configs)}")
     environment = configs[part].environment
     columns = {key: value for key, value in found.items() if key not in (COMPLETION, ENVIRONMENT)}
-    if columns_lib.find(columns, environment.columns.prompt) is columns_lib.MISSING:
-        columns[environment.columns.prompt] = name  # no score that needs the prompt will be content with it
-    row = columns_lib.make_row(columns, environment.columns, needs=())
+    prompt = LAYOUTS[layout].prompt if layout else environment.columns.prompt
+    if columns_lib.find(columns, prompt) is columns_lib.MISSING:
+        columns[prompt] = name  # no score that needs the prompt will be content with it
+    if layout:
+        if LAYOUTS[layout].kind != environment.name:
+            raise ValueError(f"{layout}: is a layout for config.environment.name={LAYOUTS[layout].kind}")
+        row = layouts.make_row(columns, LAYOUTS[layout])
+        columns[environment.columns.tests] = columns_lib.find(columns, LAYOUTS[layout].tests or "tests")
+    else:
+        compares = environment.name in ("math", "arithmetic") and scores_itself(environment)
+        row = columns_lib.make_row(columns, environment.columns, needs=("answer",) if compares else ())
     if environment.name in ("code", "programs"):
         try:
             row = code.with_tests(row, columns, environment=environment)
@@ -194,7 +218,11 @@ def totals(found: Sequence[Judged]) -> Iterator[str]:
     """Lines on all rows."""
     correct = sum(each.score.correct for each in found)
     reward = statistics.fmean(each.score.reward for each in found)
-    yield f"{len(found)} rows: {correct} correct ({correct / len(found):.1%}), mean reward {rounded(reward)}"
+    failed = sum(each.score.failed for each in found)
+    yield (
+        f"{len(found)} rows: {correct} correct ({correct / len(found):.1%}), mean reward {rounded(reward)}"
+        + (f"; {failed} could not be scored" if failed else "")
+    )
     metrics: dict[str, list[float]] = {}
     for each in found:
         for name, value in each.score.metrics.items():
@@ -219,12 +247,57 @@ def _plain(text: str) -> Text:
     return Text("".join(c if c.isprintable() else " " for c in text))
 
 
+def show_prompts(config: Config, console: Console, *, most: int) -> None:
+    """What a run would ask. most: prompts of each kind. Raises ValueError as a run's start does."""
+    if not config.model.path:
+        raise entry.UserError("config.model.path is empty: prompts are rendered and counted by a model's tokenizer")
+    check_folder("config.model.path", config.model.path)
+    tokenizer = Tokenizer(config.model.path)
+    with entry.user_mistakes():
+        rows = load_rows(config, tokenizer)
+    for line in rows.said:
+        console.print(line, markup=False, soft_wrap=True)
+    stops = ", ".join(f"{token} {tokenizer.decode([token])!r}" for token in tokenizer.stop_ids)
+    console.print(f"tokens that end a completion: {stops}", markup=False, soft_wrap=True)
+    for kind, each in (("training", rows.train), ("held-out", rows.held_out)):
+        if not each:
+            continue
+        lengths = sorted(len(row.token_ids) for row in each)
+        console.print(
+            f"{kind} prompts have {lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} in the median; "
+            f"config.rollout.max_prompt_tokens is {config.rollout.max_prompt_tokens}",
+            markup=False,
+            soft_wrap=True,
+        )
+    for kind, each in (("training", rows.train), ("held-out", rows.held_out)):
+        for row in each[:most]:
+            end = thinking_at_end(row.text, config.rollout.end_of_thinking)
+            thinking = {"opened": "thinking is open", "closed": "thinking is closed", "none": "no thinking begun"}[end]
+            told = [f"{kind} prompt", row.name, f"{len(row.token_ids)} tokens", thinking]
+            told += [f"answer {row.answer!r}"] * bool(row.answer) + [f"task {row.task}"] * bool(row.task)
+            console.print(Text(""))
+            console.rule(_plain(", ".join(told)), align="left")
+            console.print(Text("\n".join(_plain(line).plain for line in row.text.split("\n"))), soft_wrap=True)
+
+
 def main(config: Config, arguments: list[str]) -> None:
     values = flags.FLAGS
+    with_config = any(item.lstrip("-").partition("=")[0] == "config" for item in sys.argv[1:])
     if values.environment:
         if config.mixture:
             raise entry.UserError(f"--environment={values.environment}: the config has a mixture, config.mixture")
         config.environment.name = values.environment
+    console = Console(highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 140  # a log is not folded
+    if values.prompts:
+        if arguments or values.out is not None:
+            raise entry.UserError("--prompts judges nothing: it goes without files and --out")
+        show_prompts(config, console, most=values.prompts)
+        return
+    layouts_given = {LAYOUTS[layout].kind for layout, _ in map(_layout, arguments) if layout}
+    if len(layouts_given) == 1 and not with_config and not values.environment:
+        config.environment.name = layouts_given.pop()
     if not arguments:
         raise entry.UserError("no file given, as in scalerl-verify ANSWERS.jsonl")
     if values.out is not None:
@@ -233,7 +306,6 @@ def main(config: Config, arguments: list[str]) -> None:
             raise entry.UserError(f"--out={values.out}: is a folder")
         if any(os.path.exists(path) and os.path.realpath(path) == os.path.realpath(values.out) for path in arguments):
             raise entry.UserError(f"--out={values.out}: is the file that is read")
-    with_config = any(item.lstrip("-").partition("=")[0] == "config" for item in sys.argv[1:])
     thinking = values.thinking or ("" if with_config else "auto")
     with entry.user_mistakes():
         rows = list(read_rows(arguments, config))
@@ -243,10 +315,12 @@ def main(config: Config, arguments: list[str]) -> None:
             found = judge(rows, config, thinking=thinking, line=line)
     if values.out is not None:
         files.write_whole(values.out, as_jsonl(found))
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 140  # a log is not folded
     show(found, console, most=values.show)
+    if all(each.score.failed for each in found):
+        console = Console(stderr=True, highlight=False, emoji=False)
+        told = f"error: none of {len(found)} rows could be scored: {found[0].score.why}"
+        console.print(told, markup=False, soft_wrap=True)
+        sys.exit(1)
 
 
 def run() -> None:

@@ -217,7 +217,7 @@ def _unpickled(data: bytes) -> str:
         if opcode.name not in (*_TEXTS, *_AROUND_TEXTS) or number > _MOST_OPCODES:
             raise ValueError(f"{opcode.name} is no part of a pickled text")
         if opcode.name in _TEXTS:
-            texts.append(value)
+            texts.append(str(value))
     if len(texts) != 1:
         raise ValueError(f"{len(texts)} texts are pickled")
     return texts[0]

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config, EnvironmentConfig
-from scalerl_jax.environments import judge, user_code
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError, asked
+from scalerl_jax.environments import judge, parts, user_code
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, ScorerError, asked, scores_itself
 from scalerl_jax.environments.user_functions import UserFunction
 
 OWN, JUDGE = "environment", "judge"
@@ -73,6 +73,17 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
         environment, score=score, prepare=prepare, in_processes=True, reads_thinking=True, waits_seconds=waits,
         deterministic=lambda: all(deterministic),
     )  # fmt: skip
+
+
+def functions(environment: EnvironmentConfig, part: str) -> dict[str, str]:
+    """What of the user's own code scores: as it was written, and what metrics call each."""
+    weights = {environment.reward: 1.0} if environment.reward else environment.rewards
+    names = _names(weights)
+    field = parts.as_written(part, _field(environment))
+    found = {f"{field}={given}": names[given] for given in weights if given not in (OWN, JUDGE)}
+    if user_code.named(environment.name) and scores_itself(environment):
+        found[f"{parts.field(part, 'name')}={environment.name}"] = OWN
+    return found
 
 
 def _field(environment: EnvironmentConfig) -> str:
@@ -124,7 +135,7 @@ def _sum(
     answer = next((answer for answer in answers if answer is not None), None)
     whys = {names[given]: score.why for given, score in scores.items()}
     if len(scores) == 1:
-        return Score(reward, correct, metrics, answer, *whys.values())
+        return Score(reward, correct, metrics, answer, why=next(iter(whys.values())))
     why = "; ".join(
         f"{names[given]} {score.reward:g}" + (f" ({score.why})" if score.why else "") for given, score in scores.items()
     )

@@ -127,7 +127,10 @@ def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> 
         return {"error": parts.as_written(part, " ".join(str(error).split()))}
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code and parsers of any text raise anything)
         line, kind, metrics = failure(part, error)
-    return {"score": _plain(Score(-1.0, False, metrics, why=line)), "complaint": [kind[:LONGEST_WHY], line]}
+    return {
+        "score": _plain(Score(-1.0, False, metrics, why=line, failed=True)),
+        "complaint": [kind[:LONGEST_WHY], line],
+    }
 
 
 def _plain(score: Score) -> dict[str, Any]:

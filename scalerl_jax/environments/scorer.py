@@ -84,7 +84,7 @@ class Scorer:
         except Exception as error:  # noqa: BLE001 (as in the processes: it costs this completion, and is said)
             line, kind, metrics = failure(row.environment, error)
             self._complaints.say(kind, line)
-            score = Score(-1.0, False, metrics, why=line)
+            score = Score(-1.0, False, metrics, why=line, failed=True)
         return self._worth(_known(score), tokens)
 
     def _worth(self, score: "Future[Score]", tokens: int) -> "Future[Score]":

@@ -45,7 +45,7 @@ from typing import Any
 
 from scalerl_jax import config_io
 from scalerl_jax.config import Config
-from scalerl_jax.environments import parts
+from scalerl_jax.environments import parts, rewards
 from scalerl_jax.environments.base import Completion, Environment, Row, Score
 from scalerl_jax.environments.base import ScorerError as ScorerError
 from scalerl_jax.environments.complaints import Complaints
@@ -89,6 +89,7 @@ class ScorerPool:
         configs = parts.configs(config)
         processes = max(configs[part].environment.verifier_processes for part in environments)
         self._environments, self._stuck_seconds = environments, dict[str, float]()
+        self._functions = {part: rewards.functions(configs[part].environment, part) for part in environments}
         self._seconds = {part: configs[part].environment.verifier_seconds for part in environments}
         for part, environment in environments.items():
             least = STUCK_SECONDS + 10 * self._seconds[part] if stuck_seconds is None else stuck_seconds
@@ -183,10 +184,10 @@ class ScorerPool:
             if found := reply.get("score"):
                 score = Score(**found)
             else:
-                score = Score(-1.0, False, why=why)
-                self._complaints.say(
-                    f"{part} {why}", f"{parts.field(part, 'name')}: {why}: that completion counts as wrong"
-                )
+                errors = {f"rewards/{name}/errors": 1.0 for name in self._functions[part].values()}
+                score = Score(-1.0, False, errors, why=why, failed=True)
+                where = " or ".join(self._functions[part]) or parts.field(part, "name")
+                self._complaints.say(f"{part} {why}", f"{where}: {why}: that completion counts as wrong")
             if "complaint" in reply:
                 self._complaints.say(*reply["complaint"])
             with self._lock:

@@ -60,9 +60,13 @@ def test_rewards_of_ones_own_and_rows_that_are_not_shown(folder):
 
 
 def test_a_function_that_fails_is_said_once(folder):
-    done = run(folder, "answers.jsonl", "--config.environment.reward=mine.py:broken")
-    assert done.returncode == 0
-    assert done.stderr.count("ZeroDivisionError: division by zero (mine.py line 4)") == 1
+    jsonl(folder / "thought.jsonl", [{"completion": f"{n}"} for n in range(3)])
+    done = run(folder, "thought.jsonl", "--config.environment.reward=mine.py:broken")
+    assert done.returncode == 1 and "3 could not be scored" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("error: none of 3 rows could be scored: config.environment.reward=")
+    assert done.stdout.count("(of 3 rows)") == 1
+    warnings = "\n".join(done.stderr.splitlines()[:-1])
+    assert warnings.count("ZeroDivisionError: division by zero (mine.py line 4)") == 1
     assert "rewards/broken/errors: 1.000 (of 3 rows)" in done.stdout
 
 
@@ -73,6 +77,7 @@ def test_a_function_that_fails_is_said_once(folder):
         (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
         (["bad.jsonl"], "bad.jsonl row 2: has no text 'completion' (keys: answer)"),
         (["empty.jsonl"], "empty.jsonl: no rows there"),
+        (["unanswered.jsonl"], "unanswered.jsonl row 1: has no 'answer' (keys: prompt; wanted: prompt, answer; config."),
         (["answers.jsonl", "--environment=maths"], "config.environment.name='maths': is not one of arithmetic, math"),
         (["answers.jsonl", "--environment=programs"], "answers.jsonl row 1: there are no unit tests (keys: "),
         (["answers.jsonl", "--out=answers.jsonl"], "--out=answers.jsonl: is the file that is read"),
@@ -84,11 +89,51 @@ def test_a_function_that_fails_is_said_once(folder):
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(folder, arguments, said):
     jsonl(folder / "bad.jsonl", [{"completion": "1", "answer": "1"}, {"answer": "1"}])
+    jsonl(folder / "unanswered.jsonl", [{"completion": "1"}])
     (folder / "empty.jsonl").write_text("\n")
     before = sorted(folder.iterdir())
     done = run(folder, *arguments)
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr and sorted(folder.iterdir()) == before
+
+
+def test_a_function_that_ends_its_process_is_named_and_counted(folder):
+    (folder / "ends.py").write_text("import os\n\ndef ends(completion):\n    return os._exit(1) if completion else 0\n")
+    jsonl(folder / "one.jsonl", [{"completion": "1"}])
+    done = run(folder, "one.jsonl", "--config.environment.reward=ends.py:ends")
+    assert done.returncode == 1 and "rewards/ends/errors: 1.000 (of 1 rows)" in done.stdout
+    assert done.stderr.count("config.environment.reward=ends.py:ends: the process that scored it ended") == 1
+
+
+def test_rows_of_a_published_layout(folder):
+    rows = [{"question": "1+1?", "answer": "It is\n#### 2", "completion": said} for said in ("2", "3")]
+    jsonl(folder / "gsm.jsonl", rows)
+    done = run(folder, "gsm8k:gsm.jsonl")
+    assert done.returncode == 0 and "2 rows: 1 correct (50.0%)" in done.stdout, done.stderr
+    done = run(folder, "gsm8k:gsm.jsonl", "--environment=code")
+    assert done.returncode == 2 and "gsm8k: is a layout for config.environment.name=math" in done.stderr
+
+
+def test_prompts_are_shown_as_a_run_asks_them(folder):
+    chat_folder(folder / "model", "qwen3")
+    rows = [{"prompt": f"{n}+1?\x1b[31m", "answer": n + 1, "task": "sums"} for n in range(6)]
+    jsonl(folder / "train.jsonl", [*rows, rows[0], {"answer": 1}])
+    done = run(
+        folder, "--prompts=2", "--config.model.path=model",
+        "--config.environment.name=math", "--config.environment.train=train.jsonl", "--config.evaluation.prompts=2",
+        "--config.environment.max_malformed_rows=1", "--config.environment.chat_template=always",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    assert "malformed rows left out: 1" in said and "rows left out since they repeat a prompt: 1" in said
+    assert "4 training prompts, 2 held out" in said and "tokens that end a completion: " in said
+    assert said.count("<|im_start|>user") == 4 and "\x1b" not in said
+    assert said.count("training prompt, train.jsonl row ") == 2 == said.count("held-out prompt, train.jsonl row ")
+    assert "answer '1', task sums" in said or "answer '2', task sums" in said
+    done = run(folder, "--prompts=2", "answers.jsonl")
+    assert done.returncode == 2 and "--prompts judges nothing: it goes without files" in done.stderr
+    done = run(folder, "--prompts=2")
+    assert done.returncode == 2 and "config.model.path is empty" in done.stderr
 
 
 def test_malformed_rows_are_skipped_up_to_a_limit(folder):
