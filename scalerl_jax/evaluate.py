@@ -291,7 +291,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
         maximum_tokens=maximum_tokens,
     )
     with contextlib.ExitStack() as stack:
-        scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion))
+        scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion, rows=rows))
         local: StartingServers | None = None
         if listed is not None:
             addresses, resolve = listed.resolve(), listed.resolve if listed.changes else None

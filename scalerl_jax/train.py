@@ -192,7 +192,7 @@ def train(config: Config) -> None:
 
         print(*filter(None, [back]), *chosen, *rows.said, *fewer, sep="\n", file=sys.stderr)
         with entry.user_mistakes(ScorerError):  # a reward that cannot be is said before anything is started, too
-            scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion))
+            scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion, rows=train_rows))
 
         expected = Expected(
             tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
@@ -201,6 +201,7 @@ def train(config: Config) -> None:
             sync_dtype=config.model.sync_dtype,
             maximum_tokens=maximum_tokens,
             router_replay=config.rollout.router_replay,
+            experts=decoder.experts > 0,
         )
         if given:
             check = functools.partial(compare, expected=expected)

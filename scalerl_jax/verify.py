@@ -127,7 +127,7 @@ def judge(
     rendered = _rendered(config) if not thinking else _as_it_is
     workers = max(part.environment.verifier_processes for part in parts.configs(config).values())
     with contextlib.ExitStack() as stack:
-        scorer = stack.enter_context(Scorer(alone, decode=_no_tokens, everywhere=True))
+        scorer = stack.enter_context(Scorer(alone, decode=_no_tokens, everywhere=True, rows=[row for _, row in rows]))
         # One thread for each process that scores: a row waits for nobody, and its time is its own.
         threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers))
         stack.callback(threads.shutdown, cancel_futures=True, wait=False)

@@ -14,7 +14,7 @@ what the environment says in between are forced spans of that sequence, which th
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,8 @@ class Environment:
     deterministic: Callable[[], bool] = bool
     # Called once in each such process, before the first row; ValueError there ends the start.
     prepare: Callable[[], None] | None = None
+    # Called behind it, with the columns that rows have in `extra`; ScorerError there ends the start.
+    check: Callable[[Collection[str]], None] | None = None
     # How long a score may take by clock beside the CPU time, where it waits for others: programs, a judge.
     waits_seconds: float = 0.0
     # Of sources that rows name: how often each is drawn from beside the others. Empty: all rows alike.

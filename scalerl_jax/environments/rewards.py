@@ -23,7 +23,7 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config, EnvironmentConfig
@@ -42,6 +42,7 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
     if not weights:
         return environment
     names, functions, deterministic = _names(weights), dict[str, ScoreFunction](), list[bool]()
+    own: list[_UsersReward] = []
     waits = environment.waits_seconds + len(weights) * config.environment.reward_seconds
     asks = judge.Judge(config) if JUDGE in weights else None
     if asks is not None:
@@ -60,9 +61,13 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
                 functions[given] = asks.score
                 deterministic.append(False)
             else:
-                own = _UsersReward(given, names[given], _field(config.environment), config)
-                functions[given] = own.score
-                deterministic.append(own.deterministic)
+                own.append(_UsersReward(given, names[given], _field(config.environment), config))
+                functions[given] = own[-1].score
+                deterministic.append(own[-1].deterministic)
+
+    def check(columns: Collection[str]) -> None:
+        for each in own:
+            each.check(columns)
 
     def score(row: Row, completion: Completion) -> Score:
         assert functions, "prepare comes first"
@@ -71,7 +76,7 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
 
     return dataclasses.replace(
         environment, score=score, prepare=prepare, in_processes=True, reads_thinking=True, waits_seconds=waits,
-        deterministic=lambda: all(deterministic),
+        check=check, deterministic=lambda: all(deterministic),
     )  # fmt: skip
 
 
@@ -176,6 +181,11 @@ class _UsersReward:
             correct_at=config.environment.correct_at,
         )  # fmt: skip
         self._has_worked = False
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raises ScorerError where it takes what no row has."""
+        if missing := sorted(self._needs - {*columns, *_GIVEN}):
+            raise ScorerError(f"{self._said}: takes {', '.join(missing)}; rows have {', '.join([*_GIVEN, *columns])}")
 
     def score(self, row: Row, completion: Completion) -> Score:
         given: dict[str, Any] = {

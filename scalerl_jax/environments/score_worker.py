@@ -2,17 +2,17 @@
 
     read                                           written
     {"config": "{...}", "parent"}, the first       {"ready": true}
-    {"id", "prepare": [part, ...]}                 {"id", "deterministic": [part, ...]}: all are made, and these are
+    {"id", "prepare": {part: [column, ...]}}       {"id", "deterministic": [part, ...]}: all are made, and these are
     {"id", "part", "row", "completion",            {"id", "score": {...}, "complaint": [kind, line], "last": true}
      "thinking", "tokens"}                         {"id", "out_of_time": true, "last": true}
                                                    {"id", "error": line}: nothing can be scored
 
 A reply has its question's id: a process that a score function started may write into the same pipe. A part is made when
-it is first asked of. A complaint is of a score function that failed, whose completion is wrong. `last`: it took so much
-memory that the next question needs a new process. Where it cannot even interrupt itself (a computation in C), the
-kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It ends at the end of its input, whatever threads a score has
-left behind, and on Linux the kernel kills it with the thread that started it, also amid a score that catches
-everything. The config comes by stdin, since everybody can read a command line.
+it is first asked of; columns: those that its rows have, or null. A complaint is of a score function that failed, whose
+completion is wrong. `last`: it took so much memory that the next question needs a new process. Where it cannot even
+interrupt itself (a computation in C), the kernel ends it with SIGXCPU GRACE_SECONDS after the limit. It ends at the end
+of its input, whatever threads a score has left behind, and on Linux the kernel kills it with the thread that started
+it, also amid a score that catches everything. The config comes by stdin, since everybody can read a command line.
 """
 
 import contextlib
@@ -114,6 +114,10 @@ def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> 
     part = question.get("part", "")
     try:
         if "prepare" in question:
+            for part, columns in question["prepare"].items():
+                check = environments[part].check
+                if check is not None and columns is not None:
+                    check(columns)
             return {"deterministic": [part for part in question["prepare"] if environments[part].deterministic()]}
         environment = environments[part]
         said = Completion(question["completion"], thinking=question["thinking"], tokens=question["tokens"])

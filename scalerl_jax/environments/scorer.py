@@ -9,7 +9,7 @@ and the prompt has opened none, it is all of the text. With config.rollout.lengt
 ones that are long are worth less (length_penalty.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from scalerl_jax.config import Config
@@ -29,7 +29,8 @@ NO_ANSWER = Score(-1.0, False, why="nothing follows the thinking")
 class Scorer:
     """Of one run; a context manager. `decode` gives the text of a completion's tokens without the stop token.
 
-    everywhere: every process that scores is ready when this returns, not only one. environments: those of the run by
+    everywhere: every process that scores is ready when this returns, not only one. rows: those that there are, if they
+    are known: what no row has, no score may want. environments: those of the run by
     part (parts.py); None: as its config makes them. Raises ScorerError, one line, where one cannot be made or prepared.
     """
 
@@ -39,6 +40,7 @@ class Scorer:
         *,
         decode: Callable[[Sequence[int]], str],
         everywhere: bool = False,
+        rows: Iterable[Row] | None = None,
         environments: Mapping[str, Environment] | None = None,
     ):
         if environments is None:
@@ -52,7 +54,10 @@ class Scorer:
                 if not environment.in_processes and environment.prepare is not None:
                     _prepare(part, environment.prepare, config)
             if self._pool is not None:
-                self._pool.prepare(everywhere=everywhere)
+                columns: dict[str, set[str]] = {}
+                for row in rows or ():
+                    columns.setdefault(row.environment, set()).update(map(str, row.extra))
+                self._pool.prepare(everywhere=everywhere, columns=columns)
         except ValueError as error:
             self.__exit__()
             raise ScorerError(str(error)) from error

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -110,11 +110,15 @@ class ScorerPool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="verifier")  # one for each worker
 
-    def prepare(self, *, everywhere: bool = False) -> None:
-        """Makes every environment in a worker, or in all. Raises ScorerError where one cannot be made."""
+    def prepare(self, *, everywhere: bool = False, columns: Mapping[str, Collection[str]] | None = None) -> None:
+        """Makes every environment in a worker, or in all. columns: that the rows of each part have, if that is known.
+
+        Raises ScorerError where one cannot be made, or wants a column that no row has.
+        """
+        known = {part: sorted(columns[part]) if columns and part in columns else None for part in self._environments}
         seconds = START_SECONDS + max(self._stuck_seconds.values())
         asked = [
-            self._on_thread(self._ask, json.dumps({"prepare": list(self._environments)}), seconds)
+            self._on_thread(self._ask, json.dumps({"prepare": known}), seconds)
             for _ in range(len(self._workers) if everywhere else 1)
         ]
         for done in asked:
@@ -261,7 +265,7 @@ class _Worker:
             raise _WorkerDied
         try:
             if part is not None and part not in self._made:
-                ready = self._reply(running, json.dumps({"prepare": [part]}), START_SECONDS)
+                ready = self._reply(running, json.dumps({"prepare": {part: None}}), START_SECONDS)
                 if "error" in ready:
                     return ready
                 self._made.add(part)
