@@ -191,11 +191,13 @@ def fit_sigmoid(
     identified, needed, why = False, np.inf, ""
     if word == trend.RISING:
         told = (*intervals["asymptote"], intervals["midpoint"][1])
+        fitted = law.Sigmoid(*estimate).parameters
         if grid == "auto":  # the paper tests nothing of the kind
-            curve = np.asarray(_curve(_widened(points.compute), **law.Sigmoid(*estimate).parameters))
+            curve = np.asarray(_curve(_widened(points.compute), **fitted))
             why = misfit.find_misfit(points, curve[: len(points.compute)], estimate[0], intervals["asymptote"])
         if not why:
-            identified = bool(identify.is_identified(*told, initial=estimate[3], most=points.most))
+            reached = float(_curve(_widened(np.array([points.most])), **fitted)[0])
+            identified = bool(identify.is_identified(*told, initial=estimate[3], most=points.most, reached=reached))
             needed = points.most if identified else identify.compute_that_tells(state, estimate, intervals)
         verdict = identify.sentence(identified, intervals["asymptote"], most=points.most, needed=needed, misfit=why)
     else:

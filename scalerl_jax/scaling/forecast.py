@@ -18,6 +18,7 @@ from scalerl_jax.scaling.precision import double_precision
 from scalerl_jax.scaling.units import short_number
 
 _HORIZON = 1e6  # times the compute so far: a target that is reached beyond is not reached
+_DIGITS = 3  # of a score, as it is told
 _SEARCH = 128  # points of a search along the band, twice
 
 
@@ -161,7 +162,7 @@ def _advise_target(
 ) -> tuple[str, str]:
     highest = fit.intervals["asymptote"][1]
     when = f"{target:g} is reached at {_short(to_target.value)} ({_short(to_target.low)} to {_short(to_target.high)})"
-    if score.low >= target:
+    if round(score.low, _DIGITS) >= target:  # a curve comes near its end, and never to it
         return "stop", f"{target:g} is reached: the score is {_range(score)}"
     if highest < target:
         return "stop", f"never {target:g}, by this fit: A is at most {highest:.3f}"

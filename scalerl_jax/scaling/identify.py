@@ -1,8 +1,10 @@
 """Whether the points tell A, and if not, what compute would.
 
 They tell it when A's 95 % interval is narrower than 0.04, closes inside (R0, 1), and the data reach 1.5 times the upper
-end of C_mid's interval: only then is the bend behind them, and what looks like an asymptote is one. Where one sigmoid
-does not describe the points (misfit.py) they tell no A, whatever its interval.
+end of C_mid's interval: only then is the bend behind them, and what looks like an asymptote is one. An interval that
+ends at 1 is cut off there, and may be narrow for that alone, unless the curve has come within 0.04 of 1 already: no
+score is above 1, and none falls. Where one sigmoid does not describe the points (misfit.py) they tell no A, whatever
+its interval.
 
 If they do not, the run is imagined to go on along its fitted curve, evaluated as often and as finely as so far, and the
 first compute is named at which the same three conditions hold for the intervals to be expected there:
@@ -29,10 +31,12 @@ _MOST_WIDER = 3.0  # an interval that is open says no more than that
 _STEPS = 400  # on the way there
 
 
-def is_identified(low, high, highest_midpoint, initial, most):
-    """The three conditions. low, high: of A's 95 % interval; most: the compute reached. Elementwise, bool."""
-    closed = (high - low < IDENTIFIED_WIDTH) & (low > initial) & (high < 1)
-    return closed & (most >= IDENTIFIED_REACH * highest_midpoint)
+def is_identified(low, high, highest_midpoint, initial, most, reached):
+    """The three conditions, elementwise: bool. low, high: of A's 95 % interval; most: the compute reached; reached: the
+    curve there."""
+    closed = (high < 1) | (reached > 1 - IDENTIFIED_WIDTH)
+    narrow = (np.minimum(high, 1) - low < IDENTIFIED_WIDTH) & (low > initial)
+    return closed & narrow & (most >= IDENTIFIED_REACH * highest_midpoint)
 
 
 def compute_that_tells(
@@ -86,7 +90,9 @@ def compute_that_tells(
         wider = np.divide(now, expected, out=np.ones(2), where=some).clip(1.0, _MOST_WIDER)
         half_asymptote, half_midpoint = (half[:, [0, 2]] * (1 + (wider - 1) * most / edges[:, None])).T
         highest = midpoint * np.exp(half_midpoint)
-    told = is_identified(asymptote - half_asymptote, asymptote + half_asymptote, highest, initial=initial, most=edges)
+    reached = initial + (asymptote - initial) * scipy.special.expit(exponent * np.log(edges / midpoint))
+    low, high = asymptote - half_asymptote, asymptote + half_asymptote
+    told = is_identified(low, high, highest, initial=initial, most=edges, reached=reached)
     told[0] = False  # it has been judged, by its own interval
     return float(edges[np.argmax(told)]) if told.any() else np.inf
 
@@ -104,12 +110,13 @@ def sentence(identified: bool, interval: tuple[float, float], most: float, neede
     ends = f"(these end at {most:.4g})"
     if np.isfinite(needed):
         return (
-            f"{verdict}; evaluations up to about {_round(needed)} would identify it, if the curve is as fitted {ends}"
+            f"{verdict}; evaluations up to about {_round(needed, most)} would identify it, if the curve is as fitted "
+            f"{ends}"
         )
     return f"{verdict}; if the curve is as fitted, {_HORIZON:g} times the compute would not identify it either {ends}"
 
 
-def _round(value: float) -> str:
-    """Two digits, no more is known: 31840 -> 32000."""
-    rounded = float(f"{value:.2g}")
-    return f"{rounded:.0f}" if 1 <= rounded < 1e7 else f"{rounded:g}"
+def _round(value: float, most: float) -> str:
+    """Two digits, no more is known: 31840 -> 32000; but more than `most`, as the value is."""
+    rounded = next((near for digits in (2, 3, 4) if (near := float(f"{value:.{digits}g}")) > most), value)
+    return f"{rounded:.10g}" if 1 <= rounded < 1e7 else f"{rounded:g}"

@@ -2,11 +2,15 @@
 
     runs   the residuals' signs change too seldom (Wald and Wolfowitz 1940; 1 %)
     end    the mean of the last fifth of the points, three at least, is more than 3 standard errors off the curve
-    edge   A fitted with equal weights lies at the end of, or outside, the interval found with weights 1 / variance
+    edge   A fitted with equal weights lies at the end of, or outside, the interval found with weights 1 / variance, and
+           that makes a difference
 
 A fit follows its points, so its residuals change their signs more often, and end nearer, than those of the true curve:
 the first two are rarer than they say where the law holds. The noise is what the counts tell; without counts, half the
 mean square of the difference of neighbouring residuals, which a slow drift hardly moves.
+
+Near 0 and 1 the counts of one evaluation tell too little noise (all have passed), so what the curve makes of it counts
+where it is more; and a score that can only be on one side of the curve has no sign.
 """
 
 import numpy as np
@@ -18,6 +22,8 @@ FEWEST = 8  # points; of fewer nothing is said
 _ALPHA = 0.01
 _SURE = 3.0
 _END = 5  # one point in so many is at the end
+_FEW = 5.0  # completions that the curve expects to be the exception, where the counts tell too little noise
+_NO_MATTER = 0.01  # an interval of A so narrow is one value, wherever in it A is
 
 
 def find_misfit(points: Points, curve: np.ndarray, asymptote: float, interval: tuple[float, float]) -> str:
@@ -25,9 +31,13 @@ def find_misfit(points: Points, curve: np.ndarray, asymptote: float, interval: t
     if len(points.compute) < FEWEST:
         return ""
     order = np.argsort(points.compute, kind="stable")
-    residual = (points.reward - curve)[order]
+    curve = curve[order]
+    residual = points.reward[order] - curve
+    room = np.minimum(curve, 1 - curve)  # to the nearer end of all scores
     if points.counts is not None:
-        variance = points.variance[order]
+        total = points.counts.total[order]
+        expected = np.where(total * room < _FEW, curve * (1 - curve) / total, 0.0)
+        variance = np.maximum(points.variance[order], expected)
     else:
         variance = np.full(len(residual), np.mean(np.diff(residual) ** 2) / 2)
     if not np.all(variance > 0):
@@ -37,11 +47,12 @@ def find_misfit(points: Points, curve: np.ndarray, asymptote: float, interval: t
     if abs(end) > _SURE:
         side = "above" if end > 0 else "below"
         return f"the last {last} points lie {abs(end):.1f} standard errors {side} the curve"
-    above = residual > 0
+    above = residual[room >= np.sqrt(variance)] > 0
     changes = int(np.sum(above[1:] != above[:-1])) + 1
-    if runs_probability(int(above.sum()), int((~above).sum()), changes) < _ALPHA:
+    if len(above) >= FEWEST and runs_probability(int(above.sum()), int((~above).sum()), changes) < _ALPHA:
         return f"its points lie on one side of the curve for long stretches ({changes} of them, in {len(above)} points)"
-    if (asymptote >= interval[1] and interval[1] < 1) or (asymptote <= interval[0] and interval[0] > 0):
+    at_an_end = (asymptote >= interval[1] and interval[1] < 1) or (asymptote <= interval[0] and interval[0] > 0)
+    if at_an_end and interval[1] - interval[0] > _NO_MATTER:
         return "the fitted A is at the end of its own interval: the exact points and the others disagree"
     return ""
 

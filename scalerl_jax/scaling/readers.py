@@ -132,6 +132,12 @@ def read_runs(
         if wide and y_here not in table.columns:
             # The table that the charts of Weights & Biases export: one column for each run, "RUN - METRIC".
             _require(table, x_here, "x")
+            for column in wide:
+                if column in table.twice:
+                    raise InputError(
+                        f"{table.source}: column {column!r} appears twice in the header, as two runs of one name have "
+                        "it: give one of them another name"
+                    )
             parts = [(c, c.removesuffix(f" - {y_here}"), seed, every, None) for c in wide]
         else:
             for flag, asked_for in (

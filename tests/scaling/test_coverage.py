@@ -7,7 +7,7 @@ the table; the slow tests are its full size.
 import numpy as np
 import pytest
 
-from scalerl_jax.scaling import fit_sigmoid, identify
+from scalerl_jax.scaling import fit_sigmoid, identify, law
 from tests.scaling import many
 from tests.scaling.simulated import TABLE_1
 
@@ -34,8 +34,9 @@ def study(name, *, runs, seed, end=None, told="prompts"):
     stopped = (nominal_90.high[:, 0] >= 1).mean()
     estimate = nominal_95.estimate
     accepted = identify.is_identified(
-        nominal_95.low[:, 0], nominal_95.high[:, 0], nominal_95.high[:, 2], initial=estimate[:, 3], most=compute[-1]
-    )
+        nominal_95.low[:, 0], nominal_95.high[:, 0], nominal_95.high[:, 2], initial=estimate[:, 3], most=compute[-1],
+        reached=np.array([law.sigmoid_law(compute[-1], **law.Sigmoid(*one).parameters) for one in estimate]),
+    )  # fmt: skip
     near = np.abs(estimate[:, 0] - many.TRUTH[name][0]) <= 0.02
     within = near[accepted].mean() if accepted.any() else np.nan
     print(

@@ -131,6 +131,14 @@ def test_advice(told, asked, advice, reason):
     assert "\n" not in found.reason
 
 
+def test_a_curve_that_ends_at_the_target_has_reached_it():
+    """It comes as near as scores are told, and never quite to it."""
+    compute = np.arange(30.0)
+    score = np.minimum(1.0, np.round(0.2 + 0.8 / (1 + (3 / np.maximum(compute, 1e-9)) ** 4), 3))
+    found = forecast(fit_sigmoid(compute, score), 29, target=1.0)
+    assert (found.advice, found.reason) == ("stop", "1 is reached: the score is 1.000 (1.000 to 1.000)")
+
+
 def test_advice_where_the_points_do_not_tell(untold):
     assert not untold.identified
     highest = untold.intervals["asymptote"][1]

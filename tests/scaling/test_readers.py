@@ -160,6 +160,7 @@ def test_tensorboard_folder(tmp_path):
         ("a.csv", "x,y\n", "has no rows"),
         ("a.csv", "x,y\n1,2\n3\n", "line 3: 1 cells, but the header has 2"),
         ("a.csv", "x,y,x\n1,2,3\n", "column 'x' appears twice"),
+        ("a.csv", "x,a - y,a - y__MIN,a - y\n1,2,2,3\n", "column 'a - y' appears twice in the header, as two runs of"),
         ("a.csv", "x,yy\n1,2\n", "no column 'y' (--y); did you mean 'yy'?"),
         ("a.csv", "x,score\n1,2\n", "it has: x, score"),
         ("a.csv", "x,y\n1,many\n", "line 2: column 'y': 'many' is not a number"),

@@ -50,9 +50,10 @@ def test_another_machine_and_more_updates_make_the_same_run(tmp_path, flags, mod
             f"error: --workdir={tmp_path}/moved: holds a run of another config: config.objective.max_ratio is 5.0 "
             "there and 4.0 now; --allow=objective.max_ratio goes on with what is given now\n"
         )
-        allowed = start(
-            tmp_path / "moved", *flags, *more, "--allow=objective.max_ratio", log=tmp_path / "allowed.log"
-        ).finish()
+        more.append("--config.pacing.max_off_policy_steps=1")
+        by_name = "--allow=objective.max_ratio,pacing.max_off_policy_steps"
+        allowed = start(tmp_path / "moved", *flags, *more, by_name, log=tmp_path / "allowed.log").finish()
+        assert "from step 8 on config.pacing.max_off_policy_steps is 1; before: 3" in allowed.output()
         assert "from step 8 on config.objective.max_ratio is 4.0; before: 5.0" in allowed.output()
     assert '"objective.max_ratio": {"before": 5.0, "now": 4.0' in read(allowed.path("config_history.jsonl"))
     assert [row["step"] for row in allowed.metrics] == list(range(1, 10))
