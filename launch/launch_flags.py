@@ -90,9 +90,9 @@ GENERATOR_MEMORY = flags.DEFINE_string(
     "generator_memory", "", "Memory of a generator, as 128G; default: the cluster's."
 )
 TRAINER_SBATCH = flags.DEFINE_multi_string(
-    "trainer_sbatch", [], "An option of sbatch for the trainer, as --trainer_sbatch=--qos=long; any number of times."
+    "trainer_sbatch", [], "An option of sbatch for the trainer, as in --trainer_sbatch=--qos=long"
 )
-GENERATOR_SBATCH = flags.DEFINE_multi_string("generator_sbatch", [], "Likewise for the generators.")
+GENERATOR_SBATCH = flags.DEFINE_multi_string("generator_sbatch", [], "Likewise for the generators")
 SETUP = flags.DEFINE_string("setup", "", "Shell line before the trainer, as in 'source ~/trainer/bin/activate'.")
 GENERATOR_SETUP = flags.DEFINE_string("generator_setup", "", "Likewise before a generator.")
 TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM of the generators' certificate.")

@@ -27,6 +27,7 @@ _TYPES = {
     "string": "text",
     "string enum": "",
     "comma separated list of strings": "list, with commas",
+    "multi string": "text, any number of times",
 }
 
 
