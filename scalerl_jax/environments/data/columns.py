@@ -60,7 +60,9 @@ def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterabl
             wanted = [getattr(names, field) for field in ("prompt", *needs) if getattr(names, field)]
             none = ""
             if field == "answer":
-                none = "; config.environment.columns.answer= says that rows have none, for a judge or a reward of your own"
+                none = (
+                    "; config.environment.columns.answer= says that rows have none, for a judge or a reward of your own"
+                )
             raise Malformed(f"has no {name!r} ({keys(columns)}; wanted: {', '.join(wanted)}{none})")
     prompt = find(columns, names.prompt)
     messages: tuple[Mapping[str, str], ...] = ()
