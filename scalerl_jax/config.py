@@ -281,13 +281,14 @@ class FleetConfig:
 @dataclasses.dataclass
 class ParityConfig:
     completions: Positive[int] = 8  # that a server samples when it is met, for the trainer to score
-    # of |log-prob difference|; 0: by the coarsest dtype of both sides and logits, 1e-3 in float32, 2e-2 in bfloat16
+    # of |log-prob difference|; 0: by the coarsest dtype of both sides and logits, 1e-3 in float32, 2e-2 in bfloat16,
+    # with experts 6e-2 there
     mean_limit: NotNegative[float] = 0.0
-    p99_limit: NotNegative[float] = 0.0  # 0: likewise, 1e-2 and 2e-1
+    p99_limit: NotNegative[float] = 0.0  # 0: likewise, 1e-2, 2e-1 and 6e-1
     every: NotNegative[int] = 50  # steps between two probes of the servers that have groups; 0: they are met once
     share: Share = 1 / 32  # of the completions that no update looks at, scored by the trainer before they count
     ratio_limit: Positive[float] = 0.04  # of a server's mean importance ratio, away from 1: median of its last groups
-    # nats, of a server's mean |log-prob difference|, staleness included: likewise
+    # nats, of a server's mean |log-prob difference|, staleness included: likewise, where other servers' are smaller
     difference_limit: Positive[float] = 1.0
 
 

@@ -8,9 +8,12 @@ say. Log-probs that are shifted, invented, copied or noisy move the mean away fr
 that were not drawn at all. So, of each server process:
 
     group    of one server: grossly wrong alone where mean rho is further than GROSS from 1, or mean |d| is beyond
-             GROSS_DIFFERENCE; it is asked again elsewhere. A second one sends the server away
+             GROSS_DIFFERENCE and several times that of the other servers' groups, or without any of those that were
+             accepted last; it is asked again elsewhere. A second one sends the server away
     window   its last groups, at least FEWEST of them: sent away where the median of their mean rho is further from 1
              than the limit, or the median of mean |d| is beyond its limit and several times that of the other servers
+    alarm    what mean |d| alone says of a server that no other is there to be held against: staleness does that too, so
+             it is kept, and said
     certain  a mean counts as far from 1 only where it is CERTAIN standard errors away: a constant shift is after
              CERTAIN^2 tokens, noise after some hundreds. So longer windows are looked at too, for groups of few tokens
 
@@ -126,6 +129,7 @@ class Parity:
         self._typical: collections.deque[float] = collections.deque(maxlen=TYPICAL)  # mean |d| of groups
         self._groups: dict[Process, collections.deque[Sums]] = {}
         self._gross_ones: collections.Counter[Process] = collections.Counter()
+        self.alarms: dict[Process, str] = {}  # of those judged last
 
     def chosen(self, group_id: str, index: int) -> bool:
         """Whether a completion that nobody scores otherwise is to be scored: the same share whoever delivers it."""
@@ -135,6 +139,7 @@ class Parity:
         """What is wrong with these completions and those accepted before; nothing: []."""
         groups = _by_group(scored) if self._judges else {}
         found: list[Finding] = []
+        self.alarms = {}
         for process, numbered in groups.items():
             others = [sums for other, theirs in groups.items() if other != process for sums in theirs.values()]
             gross = {number: why for number, sums in numbered.items() if (why := self._grossly(sums, others))}
@@ -164,7 +169,8 @@ class Parity:
     def _grossly(self, sums: Sums, others: Sequence[Sums]) -> str:
         if sums.tokens < FEWEST_TOKENS:
             return ""
-        if sums.mean_difference > self._gross_difference:
+        usual = _usual(others) if others else TIMES_OTHERS * self._drift
+        if sums.mean_difference > max(self._gross_difference, usual):
             return _difference(sums.mean_difference, self._gross_difference)
         if self._off(sums.mean_ratio, self._gross, others) and sums.errors > CERTAIN:
             return _ratio(sums.mean_ratio, self._gross)
@@ -175,6 +181,8 @@ class Parity:
         kept = [*self._groups.get(process, ()), *groups]
         if len(kept) < FEWEST or not groups:
             return ""
+        if not others and (difference := _median(kept[-WINDOWS[0] :])) > self._difference_limit:
+            self.alarms[process] = _difference(difference, self._difference_limit)
         lengths = sorted({min(len(kept), max(window, len(groups))) for window in WINDOWS})
         return next((why for length in lengths if (why := self._wrong(kept[-length:], others))), "")
 
@@ -185,9 +193,8 @@ class Parity:
         same_side = (ratio > 1) == (total.mean_ratio > 1)
         if self._off(ratio, self._limit, others) and same_side and total.errors > CERTAIN:
             return f"{_ratio(ratio, self._limit)}, of its last {len(last)} groups"
-        difference = statistics.median(sums.mean_difference for sums in last)
-        usual = TIMES_OTHERS * statistics.median(sums.mean_difference for sums in others) if others else 0.0
-        if difference > max(self._difference_limit, usual):
+        difference = _median(last)
+        if others and difference > max(self._difference_limit, _usual(others)):
             return f"{_difference(difference, self._difference_limit)}, of its last {len(last)} groups"
         return ""
 
@@ -195,8 +202,21 @@ class Parity:
         if ratio > 1 + limit:
             return True
         usual = min(1.0, statistics.median(sums.mean_ratio for sums in others)) if len(others) >= FEWEST else 1.0
-        drift = statistics.median(self._typical) if self._typical else 0.0
-        return ratio < usual - max(limit, drift)
+        return ratio < usual - max(limit, self._drift)
+
+    @property
+    def _drift(self) -> float:
+        """Mean |d| of the groups that were accepted last."""
+        return statistics.median(self._typical) if self._typical else 0.0
+
+
+def _median(groups: Sequence[Sums]) -> float:
+    """Of mean |d|."""
+    return statistics.median(sums.mean_difference for sums in groups)
+
+
+def _usual(others: Sequence[Sums]) -> float:
+    return TIMES_OTHERS * _median(others)
 
 
 def _by_group(scored: Iterable[Scored]) -> dict[Process, dict[int, Sums]]:

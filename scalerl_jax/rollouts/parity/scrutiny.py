@@ -31,6 +31,7 @@ UNJUDGED = (
     "config.rollout.temperature, top_p, top_k: sampling is not from the policy itself, so the log-probs of what "
     "servers deliver are not judged; those of the probe, at temperature 1, are"
 )
+STALE = "a lower config.pacing.max_off_policy_steps brings them nearer"
 
 
 class Look(NamedTuple):
@@ -50,6 +51,7 @@ class Scrutiny:
         self._parity = Parity(config.parity, mean_limit=probe.limits[0], judges=judges)
         if not judges:
             say(UNJUDGED)
+        self._alarmed: set[Process] = set()  # by the look before
         self._due: dict[Process, int] = {}  # tries left of those to be probed
         self._begin_row()
 
@@ -82,6 +84,10 @@ class Scrutiny:
             self._dismiss(finding)
         if found:
             return False
+        for process in self._parity.alarms.keys() - self._alarmed:
+            what = self._parity.alarms[process]
+            self._say(f"warning: {process.address}: kept, with no other server to hold it against: {what}; {STALE}")
+        self._alarmed = set(self._parity.alarms)
         self._parity.accept(scored)
         for process, _, sums in scored:
             self._servers.setdefault(process.address, []).append(sums)

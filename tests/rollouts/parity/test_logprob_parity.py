@@ -81,6 +81,29 @@ def test_honest_servers_are_left_alone(drift, alone, tokens):
         parity.accept(batch)
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "two"])
+@pytest.mark.parametrize("far", [1.5, 3.0])
+def test_an_honest_server_is_kept_however_stale_its_tokens_are(alone, far):
+    """A policy that learns fast comes to differ by nats on average; where no other server shows that it is the policy
+    that moved there is an alarm."""
+    rng = np.random.default_rng(0)
+    parity, alarmed = make(), []
+    for start in range(0, 200, 8):
+        drift = far * min(1.0, start / 120)
+        batch = [
+            s for n in range(start, start + 8) for s in group(rng, LIAR if alone or n % 2 else HONEST, n, drift=drift)
+        ]
+        assert parity.judge(batch) == []
+        alarmed.append(parity.alarms)
+        parity.accept(batch)
+    assert np.mean([scored.sums.mean_difference for scored in batch]) > 1.05
+    assert alarmed[0] == {}
+    if alone:
+        assert alarmed[-1].keys() == {LIAR} and "differ from the trainer's by" in alarmed[-1][LIAR]
+    else:
+        assert not any(alarmed)
+
+
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 @pytest.mark.parametrize("per_batch", [2, 8], ids=["two groups a batch", "eight groups a batch"])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "two"])
@@ -223,3 +246,18 @@ def test_a_run_says_that_nothing_is_judged(temperature, lines):
     batch = at_temperature(0.2)
     assert scrutiny._parity.judge(batch) == [] if lines else scrutiny._parity.judge(batch)
     assert len(said) == lines and all("\n" not in line and "not judged" in line for line in said)
+
+
+def test_the_alarm_is_one_line_until_it_is_over():
+    config, said = Config(), []
+    expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
+    probe = Probe(config.parity, expected=expected, score=lambda samples: [], dtype="float32")
+    scrutiny = Scrutiny(config, learner=None, fleet=None, probe=probe, say=said.append)
+    rng, drifts = np.random.default_rng(0), [*np.linspace(0.0, 1.8, 14), 1.8, *[0.0] * 6, *np.linspace(0.0, 1.8, 14)]
+    for start, drift in enumerate(drifts):
+        batch = [scored for n in range(8 * start, 8 * start + 8) for scored in group(rng, LIAR, n, drift=drift)]
+        assert scrutiny._judge(batch)
+    assert len(said) == 2, said
+    for line in said:
+        assert line.startswith(f"warning: {LIAR.address}: kept, with no other server to hold it against: its log-probs")
+        assert "\n" not in line and "config.pacing.max_off_policy_steps" in line
