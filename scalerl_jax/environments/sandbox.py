@@ -199,7 +199,9 @@ class _Running:
                 pass_fds=(inside.fileno(), setup_file, filter_file),
                 env={},
                 start_new_session=True,
-                **({"user": user.makes, "group": user.makes, "extra_groups": ()} if user.makes else {}),
+                user=user.makes or None,
+                group=user.makes or None,
+                extra_groups=() if user.makes else None,
             )
             inside.close()
             self._control.settimeout(START_SECONDS)

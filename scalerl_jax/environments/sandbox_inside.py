@@ -111,10 +111,9 @@ def run(setup: dict) -> None:
     ):
         setattr(sys, name, file)
         setattr(sys, f"__{name}__", file)
-    builtins.open = sys.modules["io"].open = Opens(_io.open)
-    posix.open = Opens(REAL_OPEN, "path")
-    if "os" in sys.modules:
-        sys.modules["os"].open = posix.open
+    for modules, opens in ((("builtins", "io"), Opens(_io.open)), (("posix", "os"), Opens(REAL_OPEN, "path"))):
+        for name in sys.modules.keys() & set(modules):
+            vars(sys.modules[name])["open"] = opens
     for name in ("exit", "quit"):  # those of the module site, which is not loaded
         setattr(builtins, name, sys.exit)
     sys.argv = ["program.py"]
