@@ -38,6 +38,9 @@ _LATEX = LatexExtractionConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
     )
 )
+_SYSTEM = re.compile(r"\$?\\begin\s*\{cases\}(.*)\\end\s*\{cases\}\$?", re.DOTALL)
+_POINT = re.compile(r"\$?\s*(?:\\left)?\(.*(?:\\right)?\)\s*\$?", re.DOTALL)
+_VALUE_OF = re.compile(r"[A-Za-z](?:_\w|_\{\w+\})?\s*=[^=<>]+")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<money>\\\$|[€£¥])?\s*(?P<inner>[+-]?)\s*(?:"
@@ -130,7 +133,31 @@ def right(text: str, answer: str) -> bool:
     return False
 
 
+def _values(text: str) -> list[tuple[str, str]]:
+    """(unknown, value) of x=1, y=2, in braces too; empty where it says anything else."""
+    found = _SYSTEM.fullmatch(text.strip())
+    rows = found[1].replace("&", "").split("\\\\") if found else re.split(r",|;|\\text\s*\{\s*and\s*\}", text)
+    rows = [row.strip(" ,;.$") for row in rows]
+    rows = [row for row in rows if row]
+    each = [(name.strip(), value.strip()) for name, _, value in (row.partition("=") for row in rows)]
+    if len(each) < 2 or len(dict(each)) < len(each) or not all(map(_VALUE_OF.fullmatch, rows)):
+        return []
+    return each
+
+
+def _as_point(said: str, gold: str) -> tuple[str, str]:
+    """Of x=1, y=2 and (1, 2) both as points: their order counts. Of a system in braces its list."""
+    wanted, given = _values(gold), _values(said)
+    if wanted and _POINT.fullmatch(said.strip()):
+        return said, f"({', '.join(value for _, value in wanted)})"
+    if given and _POINT.fullmatch(gold.strip()):
+        return f"({', '.join(value for _, value in sorted(given))})", gold
+    told = [", ".join(map("=".join, each)) if each else text for each, text in ((given, said), (wanted, gold))]
+    return told[0], told[1]
+
+
 def _gives(said: str, gold: str) -> bool:
+    said, gold = _as_point(said, gold)
     if _LABEL.match(gold) and "=" not in said:
         gold = _LABEL.sub("", gold)
     if several := letters(gold):

@@ -26,6 +26,8 @@ RIGHT = [
     (r"\infty", r"\infty"), (r"\emptyset", r"\{\}"), (r"\frac{1}{\sqrt{n}}", r"\sqrt{1/n}"),
     (r"\frac{7!}{(3!)^{2}2!}", r"\frac{7!}{(3!)^{2}\cdot 2!}"), (r"14 - i", r"14 - 1i"), (r"7", r"\color{blue}{7}"),
     (r"7", r"\textcolor{red}{7}"), (r"(2x+3)\text{ cm}", r"2x+3"), (r"2\sqrt{5}\text{ units}", r"2\sqrt5"),
+    (r"\begin{cases}x=1\\y=2\end{cases}", r"(1,2)"), (r"(1,2)", r"\begin{cases}y=2\\x=1\end{cases}"),
+    (r"\begin{cases}x=1\\y=2\end{cases}", r"y=2, x=1"), (r"x=\frac{1}{2}, y=3", r"\left(\frac12, 3\right)"),
 ]  # fmt: skip
 WRONG = [
     (r"1,1,2", r"1,2,2"), (r"(1,2)", r"\{1,2\}"), (r"192.168.0.1", r"10.0.0.1"), (r"2020-01-05", r"2014"),
@@ -44,7 +46,8 @@ WRONG = [
     (r"\frac{30!}{15!15!}", r"\frac{30!}{14!16!}"), (r"\frac1{2^{99}}", r"\frac1{2^{98}}"),
     (r"\frac{dy}{dx}=2x", r"\frac{dy}{dx}=3x"), (r"f(2)=3", r"f(2)=4"), (r"x^2=-1", r"x^2=-4"),
     (r"|x|=-1", r"|x|=-2"), (r"f(0)=1,f(1)=2", r"f(0)=3,f(1)=4"), (r"\sqrt{10^{40}+1}", r"10^{20}"),
-    (r"e^{-50}", r"e^{-49}"),
+    (r"e^{-50}", r"e^{-49}"), (r"\begin{cases}x=1\\y=2\end{cases}", r"(2,1)"), (r"x=1,y=2", r"(2,1)"),
+    (r"(1,2)", r"x=2, y=1"), (r"\begin{cases}x&x>0\\-x&x<0\end{cases}", r"(x,-x)"),
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_files(tokenizer, tmp_path):
 MALFORMED = [
     ("{not json\n", r"train\.jsonl row 2: is not JSON"),
     ("[1, 2]\n", r"train\.jsonl row 2: is not a JSON object"),
-    ({"prompt": "x?"}, r"train\.jsonl row 2: has no 'answer' \(keys: prompt; wanted: prompt, answer; config\.environment\.col"),
+    ({"prompt": "x?"}, r"train\.jsonl row 2: has no 'answer' \(keys: prompt; wanted: prompt, answer; config\."),
     ({"question": "x?", "answer": 1}, r"train\.jsonl row 2: has no 'prompt' \(keys: question, answer; wanted: p"),
     ({"prompt": "x?", "answer": True}, r"train\.jsonl row 2: 'answer' is not a text"),
     ({"prompt": "x?", "answer": None}, r"train\.jsonl row 2: 'answer' is not a text"),

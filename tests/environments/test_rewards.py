@@ -135,7 +135,7 @@ def test_without_the_environments_word_the_sum_is_compared(named):
 
 def test_a_column_that_no_row_has_is_said_before_any_row_is_scored(named):
     with Pool(reward=named("sometimes")) as pool:
-        with pytest.raises(ScorerError, match=r"my_rewards\.py:sometimes: takes difficulty; rows have prompt, .*, level$"):
+        with pytest.raises(ScorerError, match=r"rewards\.py:sometimes: takes difficulty; rows have prompt, .*, level$"):
             pool.prepare(columns={"": {"level"}})
         pool.prepare(columns={"": {"level", "difficulty"}})
         pool.prepare()
