@@ -11,7 +11,7 @@ from scalerl_jax.environments.code import make
 from scalerl_jax.environments.code_judge import judge
 from scalerl_jax.environments.code_tests import find_tests
 from scalerl_jax.environments.data.layouts import LAYOUTS
-from tests.environments.data.test_reader import PUBLISHED
+from tests.environments.data.published import PUBLISHED
 from tests.environments.sandboxes import SMALL, needs_bubblewrap
 
 TWICE = """

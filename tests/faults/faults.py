@@ -236,8 +236,8 @@ FAULTS = (
     Fault(
         "what is not scored in time is right",
         "scalerl_jax/environments/scorer_pool.py",
-        "score = Score(-1.0, False, why=why)",
-        "score = Score(1.0, True, why=why)",
+        "score = Score(-1.0, False, errors, why=why, failed=True)",
+        "score = Score(1.0, True, errors, why=why, failed=True)",
         "tests/environments/test_scorer_pool.py::test_an_answer_that_never_ends_is_wrong_and_holds_up_nobody",
     ),
     Fault(
