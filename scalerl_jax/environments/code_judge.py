@@ -20,7 +20,6 @@ from typing import Any
 from scalerl_jax.config import SandboxConfig
 from scalerl_jax.environments import code_asserts
 from scalerl_jax.environments.code_outputs import differing_line, same_value
-from scalerl_jax.environments.code_tests import Tests
 from scalerl_jax.environments.sandbox import Limits, Outcome, Sandbox
 
 SHORT = 80  # characters of a value in a message
@@ -50,8 +49,8 @@ class Verdict:
     why: str  # which test failed, and how; "" where none did
 
 
-def judge(program: str, tests: Tests, config: SandboxConfig) -> Verdict:
-    """Raises SandboxLost where no sandbox can be started any more."""
+def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig) -> Verdict:
+    """tests: as code_tests.py has them. Raises SandboxLost where no sandbox can be started any more."""
     cases, function = tests["cases"], tests["function"]
     if "asserts" in tests:
         kind, passed, why = code_asserts.judge(program, tests, config, imports=missing_imports(program))
