@@ -78,7 +78,9 @@ def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[st
             try:
                 yield found, _row(name, found, configs, layout)
             except Malformed as error:
-                malformed.skip(name, str(error))
+                looks = "" if layout or COMPLETION not in found else layouts.looks_like(found, config.environment.name)
+                hint = f"; that looks like {looks}: {looks}:{path}" if looks else ""
+                malformed.skip(name, f"{error}{hint}")
     for line in malformed.said():
         Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -251,9 +253,9 @@ def show_prompts(config: Config, console: Console, *, most: int) -> None:
     """What a run would ask. most: prompts of each kind. Raises ValueError as a run's start does."""
     if not config.model.path:
         raise entry.UserError("config.model.path is empty: prompts are rendered and counted by a model's tokenizer")
-    check_folder("config.model.path", config.model.path)
-    tokenizer = Tokenizer(config.model.path)
     with entry.user_mistakes():
+        check_folder("config.model.path", config.model.path)
+        tokenizer = Tokenizer(config.model.path)
         rows = load_rows(config, tokenizer)
     for line in rows.said:
         console.print(line, markup=False, soft_wrap=True)

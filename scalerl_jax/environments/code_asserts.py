@@ -150,7 +150,13 @@ def _scalerl_test(text, known):
     except _ScalerlAsks as asked:
         return {"call": asked.call}
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+        said, lines, line, trace = f"{type(error).__name__}: {error}", text.splitlines(), 0, error.__traceback__
+        while trace is not None:
+            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == "test.py" else line
+            trace = trace.tb_next
+        if 0 < line <= len(lines):
+            said = f"{said.removesuffix(': ')} at {lines[line - 1].strip()}"
+        return {"failed": said[:200]}
     return {"passed": True}
 """
 _UNPACK = _PROGRAM[_PROGRAM.index("def _scalerl_unpack") : _PROGRAM.index("def _scalerl_call")]
