@@ -6,7 +6,8 @@ On each device, the most of
     its end       state + gradient + sent + the optimizer's temporaries
     a version     state + 2 sent                                                   compared with the one before
 
-    state         float32 parameters and both moments: 12 bytes a parameter of this device's part
+    state         float32 parameters and both moments: 12 bytes a parameter of this device's part; of biases and norms'
+                  scales 16 (optimizer.py)
     sent          the weights in the sync dtype, as the last version had them
     reference     likewise those that the run began with, beside all three, where the loss has a KL to them
 

@@ -43,6 +43,7 @@ from scalerl_jax.system import files
 
 Tree = Any
 
+_LACKED = "compensation"  # part of the state that checkpoints of older releases lack: it begins at zeros
 _FORMAT = 3  # 2: never a digest of elements (digests.py); a run on one host writes nothing that a reader of 2 lacks
 _MOST_STEPS = 64  # the newest ones, that hosts agree on
 _CONCURRENT_GB = 2  # host memory that saving or restoring may hold at once
@@ -251,8 +252,8 @@ def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> t
         found: Checkpoint | None = None
         try:
             record = _read_record(path)
-            wanted = _expected(record, part) if abstract is None else abstract
-            mismatch = None if abstract is None else _mismatch(record, abstract)
+            wanted = _expected(record, part) if abstract is None else _without_lacked(record, abstract)
+            mismatch = None if abstract is None else _mismatch(record, wanted)
             if mismatch is None:
                 with _quiet():
                     found = _load(step, path, record, wanted)
@@ -272,6 +273,8 @@ def _newest_readable(directory: str, abstract: Tree | None, part: str = "") -> t
         except Exception as error:  # noqa: BLE001  as above
             broken[step] = _why(error)
             continue
+        if found is not None and _LACKED in (abstract or {}) and _LACKED not in found.state:
+            found.state[_LACKED] = _zeros(abstract[_LACKED])
         return found, broken
     if broken:
         newest = next(iter(broken))
@@ -385,6 +388,19 @@ def _expected(record: dict[str, Any], part: str) -> Tree:
         if name.split("/")[0] == part
     }
     return traverse_util.unflatten_dict(wanted, sep="/")
+
+
+def _without_lacked(record: dict[str, Any], abstract: Tree) -> Tree:
+    saved = {name.split("/")[0] for name in record["state"]}
+    return {name: part for name, part in abstract.items() if name != _LACKED or name in saved}
+
+
+def _zeros(abstract: Tree) -> Tree:
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=shardings
+    )
+    return make()
 
 
 def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:

@@ -1,6 +1,6 @@
 """One update: `accumulate` as often as the batch has micro-batches, then `apply`.
 
-    grads = 0;  for each micro-batch: grads += d loss / d params;  params, moments = adamw(grads)
+    grads = 0;  for each micro-batch: grads += d loss / d params;  params, moments, compensation = adamw(grads)
 
 What `accumulate` computes of every token on its way, its log-prob, is there before `apply` is called: a batch may be
 looked at, and dropped, before anything has changed. Where the loss has a KL to the policy that the run began with,
@@ -9,7 +9,7 @@ each micro-batch before it.
 
 Both are compiled once, for one shape, and overwrite what they carry (donated). The loss is a plain sum of weighted
 tokens, so the gradient is the same however the batch is packed, cut or laid out on the mesh. The state is one tree
-{"params", "opt_state", "step"}; `step` counts the optimizer's steps.
+{"params", "opt_state", "compensation", "step"}; `step` counts the optimizer's steps (compensation: optimizer.py).
 
 Left out on purpose: versions and batches are the caller's count: a batch in which no prompt survives never comes here.
 """
@@ -152,6 +152,7 @@ class Learner:
         self.abstract_state = {
             "params": abstract,
             "opt_state": optimizer_lib.abstract_state(optimizer, abstract, mesh),
+            "compensation": optimizer_lib.vectors(abstract),
             "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole),
         }
         self.shardings = jax.tree.map(lambda struct: struct.sharding, self.abstract_state)
@@ -202,8 +203,10 @@ class Learner:
 
         def apply(state: State, grads: Params, scale: jax.Array) -> tuple[State, jax.Array]:
             updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-            params = optax.apply_updates(state["params"], jax.tree.map(lambda update: scale * update, updates))
-            return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, optax.tree.norm(grads)
+            updates = jax.tree.map(lambda update: scale * update, updates)
+            params, lost = optimizer_lib.apply_updates(state["params"], updates, state["compensation"])
+            after = {"params": params, "opt_state": opt_state, "compensation": lost, "step": state["step"] + 1}
+            return after, optax.tree.norm(grads)
 
         def zeros(params: Params) -> Any:
             return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -225,12 +228,16 @@ class Learner:
         self._score_reference = jax.jit(score, out_shardings=batches)
         self._zeros = jax.jit(zeros, out_shardings=self.shardings["params"])
         self._to_sync = jax.jit(lambda params: to_hf(params, decoder, precision.sync))
-        self._init_optimizer = jax.jit(optimizer.init, out_shardings=self.shardings["opt_state"])
+        self._init_optimizer = jax.jit(
+            lambda params: (optimizer.init(params), jax.tree.map(jnp.zeros_like, optimizer_lib.vectors(params))),
+            out_shardings=(self.shardings["opt_state"], self.shardings["compensation"]),
+        )
 
     def start(self, params: Params) -> None:
         """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start."""
         step = jax.device_put(jnp.zeros((), jnp.int32), self._whole)
-        self.state = {"params": params, "opt_state": self._init_optimizer(params), "step": step}
+        opt_state, compensation = self._init_optimizer(params)
+        self.state = {"params": params, "opt_state": opt_state, "compensation": compensation, "step": step}
 
     def keep_reference(self, params: Params) -> None:
         """The policy that the run began with, in the sync dtype, laid out as self.abstract_reference."""

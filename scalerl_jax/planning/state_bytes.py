@@ -1,7 +1,7 @@
 """Bytes on one device of what an update keeps, whatever computes it: exact, from the shapes and the mesh.
 
 parameters     float32 masters                              4 P / (axes that cut them)
-optimizer      both moments, and the counters               8 P / ...
+optimizer      both moments, and the counters               8 P / ... ; and 4 of biases and norms' scales
 gradients      float32                                      4 P / ...
 weights sent   in the sync dtype, as the last version had   2 P / ... ; a moment before a version is sent, twice
 reference      in the sync dtype, where the loss has a KL   2 P / ...
@@ -30,7 +30,7 @@ def of(config: Config, decoder: DecoderConfig, devices: int) -> dict[str, int]:
     sent = parameters // 4 * (2 if config.model.sync_dtype == "bfloat16" else 4)
     return {
         "parameters": parameters,
-        "optimizer": on_one_device(moments),
+        "optimizer": on_one_device((moments, optimizer_lib.vectors(params))),
         "gradients": parameters,
         "weights sent": sent,
         "reference": sent if config.objective.reference_kl > 0 else 0,

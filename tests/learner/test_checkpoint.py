@@ -198,6 +198,23 @@ def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
     assert os.listdir(tmp_path) == ["5"]
 
 
+def test_what_older_checkpoints_lack_begins_at_zeros(tmp_path):
+    """The compensation alone: nothing else may be missing, and one that is there is read."""
+    save_all(tmp_path, [5])
+    begun = make_state(5) | {"compensation": {"final_norm": jnp.arange(3.0), "layers": {"norm": jnp.ones((2, 2))}}}
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    found = checkpoints.restore(abstract(begun))
+    zeros = jax.tree.map(jnp.zeros_like, begun["compensation"])
+    assert same(found.state, make_state(5) | {"compensation": zeros})
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(found.state["compensation"])]
+    assert shardings == [leaf.sharding for leaf in jax.tree.leaves(begun["compensation"])]
+    checkpoints.save(10, begun, manifest={}, arrays={})
+    assert same(checkpoints.restore(abstract(begun)).state, begun)
+    checkpoints.close()
+    with pytest.raises(ValueError, match=r"has no params/head"):
+        Checkpoints(tmp_path, keep=2).restore(abstract(begun | {"params": {"head": jnp.zeros(3)}}))
+
+
 def test_only_a_part_is_read_and_nothing_changes_on_disk(tmp_path):
     save_all(tmp_path, [5, 10])
     shutil.rmtree(tmp_path / "10" / "state" / "d")

@@ -49,8 +49,12 @@ def compare(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance
     assert got.keys() == wanted.keys()
     for path in wanted:
         assert got[path].shape == wanted[path].shape and got[path].dtype == wanted[path].dtype
-        assert off(got[path], wanted[path]) < tolerance, path
-    flat = (np.concatenate([side[path].ravel() for path in wanted]) for side in (got, wanted))
+        if path.startswith("['compensation']"):  # what rounding has left of scales of about 1, which is of any size
+            assert max(np.abs(side[path]).max() for side in (got, wanted)) <= 2**-23
+        else:
+            assert off(got[path], wanted[path]) < tolerance, path
+    compared = [path for path in wanted if not path.startswith("['compensation']")]
+    flat = (np.concatenate([side[path].ravel() for path in compared]) for side in (got, wanted))
     assert off(*flat) < tolerance
 
 

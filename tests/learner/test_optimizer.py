@@ -148,6 +148,44 @@ def test_all_but_the_norms_scales_decay():
     assert sum(leaf.ndim <= 2 and "norm" in name for name, leaf in leaves(params).items()) == len(NORMS)
 
 
+def test_vectors_of_any_size_get_all_of_their_updates():
+    """1,000 updates at the paper's rate: float32 alone keeps them from weights of 5 and more."""
+    sizes = np.repeat(np.float32([0.02, 1, 5, 8.5, 17]), 64)
+    made = optimizer.from_config(OptimizerConfig(warmup_steps=0, weight_decay=0.0))
+    start = {"embed": sizes, "final_norm": sizes, "layers": {"query": sizes, "query_bias": sizes}}
+
+    @jax.jit
+    def updates(params, key):
+        def step(carry, key):
+            params, state, lost = carry
+            grad = 0.3 + jax.random.normal(key, sizes.shape)
+            moves, state = made.update(jax.tree.map(lambda _: grad, params), state, params)
+            params, lost = optimizer.apply_updates(params, moves, lost)
+            return (params, state, lost), moves["embed"]
+
+        lost = jax.tree.map(jnp.zeros_like, optimizer.vectors(params))
+        (params, _, _), moves = jax.lax.scan(step, (params, made.init(params), lost), jax.random.split(key, 1000))
+        return params, moves
+
+    after, moves = updates(start, jax.random.key(0))
+    wanted = np.asarray(moves, np.float64).sum(0).reshape(5, 64).mean(1)
+
+    def arrived(leaf):
+        return (np.asarray(leaf, np.float64) - sizes).reshape(5, 64).mean(1) / wanted
+
+    for leaf in (after["final_norm"], after["layers"]["query_bias"]):
+        np.testing.assert_allclose(arrived(leaf), 1, atol=5e-3)  # but for what is on its way
+    for leaf in (after["embed"], after["layers"]["query"]):  # matrices, which have none
+        assert (
+            np.all(np.abs(arrived(leaf)[:2] - 1) < 0.05) and arrived(leaf)[2] < 0.8 and np.all(arrived(leaf)[3:] < 0.05)
+        )
+    plain = jax.tree.map(lambda leaf: leaf + np.float32(1e-8), start)
+    lost = jax.tree.map(jnp.zeros_like, optimizer.vectors(start))
+    first, lost = jax.jit(optimizer.apply_updates)(start, jax.tree.map(lambda x: 0 * x + np.float32(1e-8), start), lost)
+    jax.tree.map(np.testing.assert_array_equal, first, plain)  # without what was lost before, bits are as they were
+    assert np.all(leaves(lost)["['final_norm']"][64:] == np.float32(1e-8))
+
+
 def test_moments_are_float32_and_two_copies_of_the_parameters():
     state = optimizer.from_config(CONFIG).init(draw(0))
     parameters = sum(leaf.size for leaf in leaves(draw(0)).values())

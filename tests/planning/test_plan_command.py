@@ -39,7 +39,7 @@ def test_a_run_on_gpus_from_the_command_line(tmp_path):
     found = json.loads(out.read_text())
     size, step = found["plan"]["bytes_per_device"], found["plan"]["step_seconds"]
     assert size["parameters"] == pytest.approx(4 * LLAMA_8B / 8, rel=1e-3)
-    assert size["optimizer"] == pytest.approx(2 * size["parameters"], rel=1e-6)
+    assert 2 < size["optimizer"] / size["parameters"] < 2.001  # and the compensation of norms' scales
     assert size["weights_sent"] == pytest.approx(size["parameters"] / 2, rel=1e-6)
     assert found["plan"]["fits"] and size["needed"] < size["limit"]
     assert step["roofline"] >= max(step["matrix products"], step["links"]) and step["in_turn"] >= step["roofline"]
