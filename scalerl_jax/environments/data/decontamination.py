@@ -1,13 +1,22 @@
 """Training prompts that evaluation sets have too: the same text, or WORDS words in a row that are the same.
 
-Words are what is between spaces and signs, in small letters: \\frac{1}{2} is frac 1 2. A row of words that many
-prompts of a set share is what they are all asked with ("Solve the following problem ..."), and tells nothing. The same
-text has the same signs too, and other white space alone (held_out.py): 2-3 is not 2+3. A prompt of fewer words is found
-by it alone.
+Words are what is between spaces and signs, in small letters: \\frac{1}{2} is frac 1 2. In scripts that are written
+without spaces each character stands alone, and counts as the part of a word that it tells about as much as:
+
+    Chinese characters                     1/2    26 in a row are as rare as 13 words
+    hiragana and katakana                  1/3    39; so about 30 characters of Japanese
+    Thai, Lao, Burmese, Khmer              1/5    65, vowel signs and tone marks counted
+
+(an English word in its text is about 8 bits, by a bit and a half for a letter; a Chinese character is 4 to 5 of them, a
+Thai letter, like one of English, 1 to 2). A row of words that many prompts of a set share is what they are all asked
+with ("Solve the following problem ..."), and tells nothing. The same text has the same signs too, and other white space
+alone (held_out.py): 2-3 is not 2+3. A prompt of fewer words is found by it alone.
 """
 
 import dataclasses
+import functools
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -18,7 +27,13 @@ from scalerl_jax.environments.data.malformed import MalformedRows
 
 WORDS = 13
 _COMMON_SHARE, _COMMON = 0.1, 3  # of a set's prompts, and how many at least: more than that share a row of words
-_WORD = re.compile(r"\w+")
+_WORD_PARTS = 30  # that a word is counted as
+# Scripts without spaces: the characters, and the parts of a word that each of them counts as.
+_SPACELESS = (
+    ("\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff", 15),  # Chinese characters
+    ("\u3041-\u30ff\u31f0-\u31ff", 10),  # hiragana, katakana
+    ("\u0e00-\u0eff\u1000-\u109f\ua9e0-\ua9ff\uaa60-\uaa7f\u1780-\u17ff", 6),  # Thai, Lao, Burmese, Khmer
+)
 
 Gram = tuple[str, ...]
 
@@ -72,12 +87,37 @@ class Evaluations:
 
 
 def words(text: str) -> Gram:
-    return tuple(_WORD.findall(text.lower()))
+    """The words of a text in its order; of the scripts without spaces the characters."""
+    return tuple(_word().findall(unicodedata.normalize("NFKC", text).lower()))
+
+
+@functools.cache
+def _word() -> re.Pattern[str]:
+    """A character of a script without spaces, or a word of the others, whose marks (vowel signs, accents) are in it."""
+    marks = re.escape("".join(mark for mark in map(chr, range(0x300, 0x12000)) if unicodedata.category(mark)[0] == "M"))
+    alone = "".join(characters for characters, _ in _SPACELESS)
+    return re.compile(rf"(?=[\w{marks}])[{alone}]|(?:(?![{alone}])[\w{marks}])+")
+
+
+@functools.cache
+def _parts(word: str) -> int:
+    for characters, parts in _SPACELESS:
+        if re.fullmatch(f"[{characters}]", word):
+            return parts
+    return _WORD_PARTS
 
 
 def grams(prompt: Gram) -> Iterator[Gram]:
-    """Every WORDS words in a row."""
-    return (prompt[start : start + WORDS] for start in range(len(prompt) - WORDS + 1))
+    """Every WORDS words in a row: from each word on as few as come to so many."""
+    end, sum_of_parts = 0, 0
+    for start, word in enumerate(prompt):
+        while sum_of_parts < WORDS * _WORD_PARTS:
+            if end == len(prompt):
+                return
+            sum_of_parts += _parts(prompt[end])
+            end += 1
+        yield prompt[start:end]
+        sum_of_parts -= _parts(word)
 
 
 def read(config: Config) -> Evaluations:

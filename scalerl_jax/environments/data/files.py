@@ -11,6 +11,7 @@ file that cannot be read to its end is an error.
 """
 
 import csv
+import difflib
 import glob
 import gzip
 import io
@@ -69,9 +70,19 @@ def files_of(where: str, field: str) -> list[str]:
             _known(path, given)
         return found
     if not os.path.exists(where):
-        raise ValueError(f"{given}: {os.strerror(2)}")
+        raise ValueError(f"{given}: {os.strerror(2)}{_meant(where)}")
     _known(where, given)
     return [where]
+
+
+def _meant(where: str) -> str:
+    """What a path that is not there may have been to say."""
+    folder, name = os.path.split(where)
+    near = difflib.get_close_matches(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+    said = f"; did you mean {' or '.join(os.path.join(folder, one) for one in near)}?" if near else ""
+    if os.path.isdir(folder) and "/" not in folder and not kind_of(where):
+        said += f" (if it is a data set of the hub: {where}#SPLIT)"
+    return said
 
 
 def _known(path: str, given: str) -> None:

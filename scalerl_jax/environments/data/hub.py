@@ -3,11 +3,13 @@
 `datasets` fetches and prepares them, in the folders that it and the hub's own tools use (HF_HOME). Where the hub cannot
 be reached, or is not to be (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE), what `datasets` has prepared before is taken, or what
 `hf download` has left: of the latter `datasets` alone would not know. What is not there is one line with the command
-that fetches it.
+that fetches it. Whether the hub can be reached is asked once, with little patience: `datasets` would try for half a
+minute, and `data/trian` looks like a name.
 """
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import logging
 import os
@@ -20,6 +22,7 @@ from scalerl_jax.environments.data.malformed import MalformedRows
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
 _ROWS = 256  # that are held as Python objects at once
+_PATIENCE_SECONDS = 5.0  # for the hub's first answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +43,33 @@ class HubName:
 
 
 def parse(where: str) -> HubName | None:
-    """None where it can be no name of the hub: a file's or a folder's."""
+    """None where it can be no name of the hub: a file's or a folder's, or one of a folder that is here."""
     found = _NAME.fullmatch(where)
-    if found is None or os.path.exists(where) or (kind_of(where) and not (found[2] or found[3])):
+    if found is None or os.path.exists(where):
         return None
-    return HubName(found[1], found[2] or "", found[3] or "")
+    name = HubName(found[1], found[2] or "", found[3] or "")
+    if name.config or name.split:
+        return name
+    folder = os.path.isdir(where.partition("/")[0]) and not _here(name.repository)
+    return None if kind_of(where) or folder else name
+
+
+def _here(repository: str) -> bool:
+    """Whether there is something of a data set, fetched or prepared, where the hub's client and `datasets` keep it:
+    either takes seconds to import."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    fetched = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    prepared = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
+    if os.path.isdir(os.path.join(os.path.expanduser(fetched), f"datasets--{repository.replace('/', '--')}")):
+        return True
+    with contextlib.suppress(OSError):
+        there = os.listdir(os.path.expanduser(prepared))
+        return _plain(repository) in map(_plain, there)  # which are "org___its_name"
+    return False
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def read_rows(
@@ -82,12 +107,32 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@functools.cache
+def _answers(repository: str) -> bool:
+    """Whether the hub can be reached; from a "no" on, nothing asks it. Raises ImportError."""
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    try:
+        HfApi().dataset_info(repository, timeout=_PATIENCE_SECONDS)
+    except Exception as error:  # noqa: BLE001  of the network, by the package that the hub's client uses for HTTP
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
+            return True  # it answers, and says what is wrong when it is asked for rows
+        constants.HF_HUB_OFFLINE = True
+        return False
+    return True
+
+
 def _dataset(name: HubName, splits: Sequence[str], given: str) -> Any:
     try:
+        if not _answers(name.repository) and not _here(name.repository):
+            raise ValueError(_not_here(name, given))
         import datasets
     except ImportError as error:
         raise ValueError(_no_package(given)) from error
     datasets.disable_progress_bars()
+    datasets.config.HF_HUB_OFFLINE |= not _answers(name.repository)
     try:
         return _split(datasets, name.repository, name, splits, given)
     except ConnectionError as error:
@@ -124,6 +169,8 @@ def _folder(name: HubName, files: Sequence[str], given: str) -> str:
     """Where a repository's files are, as they are; all of `files` are there."""
     try:
         import huggingface_hub
+
+        _answers(name.repository)
     except ImportError as error:
         raise ValueError(_no_package(given)) from error
     try:

@@ -2,10 +2,11 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.environments.data.decontamination import WORDS, Evaluations
+from scalerl_jax.environments.data.decontamination import WORDS, Evaluations, words
 
 
 def sentence(rng, count):
@@ -54,3 +55,51 @@ def test_what_all_prompts_of_a_set_are_asked_with_tells_nothing():
     evaluations = Evaluations({"test": tests})
     assert not evaluations.has(f"{asked_with} {sentence(rng, 30)}", "r")
     assert evaluations.has(f"{asked_with} {tests[7].split(' ', 30)[-1]} {sentence(rng, 2)}", "r")
+
+
+# A problem, a passage of another prompt that is in it, and what many problems of that language have.
+UNSPACED = {
+    "Chinese": (
+        "小明有一个装满红球和蓝球的盒子，他每次随机取出两个球，如果颜色相同就放回一个红球，否则放回一个蓝球。请问最后剩下蓝球的概率是多少？",
+        "盒子，他每次随机取出两个球，如果颜色相同就放回一个红球，否则放回一个蓝球",
+        "请解决下面的数学问题，并写出最终答案：最后的概率是多少？",
+    ),
+    "Japanese": (
+        "太郎君は赤い玉と青い玉が入った箱を持っています。箱から二つの玉を同時に取り出し、色が同じならば赤い玉を一つ戻します。最後に青い玉が残る確率を求めなさい。",
+        "箱から二つの玉を同時に取り出し、色が同じならば赤い玉を一つ戻します。最後に",
+        "次の問題を解いて答えを書きなさい。残る確率を求めなさい。",
+    ),
+    "Thai": (
+        "สมชายมีกล่องใบหนึ่งที่เต็มไปด้วยลูกบอลสีแดงและสีน้ำเงิน "
+        "เขาหยิบลูกบอลออกมาครั้งละสองลูกโดยการสุ่ม ถ้าสีเหมือนกันจะใส่ลูกบอลสีแดงคืนหนึ่งลูก จงหาความน่าจะเป็น",
+        "เขาหยิบลูกบอลออกมาครั้งละสองลูกโดยการสุ่ม ถ้าสีเหมือนกันจะใส่ลูกบอลสีแดงคืน",
+        "จงแก้โจทย์ปัญหาต่อไปนี้ ลูกบอลสีแดงและสีน้ำเงิน จงหาความน่าจะเป็น",
+    ),
+}
+
+
+@pytest.mark.parametrize("language", UNSPACED)
+def test_scripts_without_spaces_are_counted_by_their_characters(language):
+    problem, passage, phrase = UNSPACED[language]
+    evaluations = Evaluations({"test": [problem]})
+    assert passage in problem
+    assert evaluations.has(f"1. {passage}!", "r")
+    assert evaluations.has(" ".join(passage), "r")  # spaces there say nothing
+    assert not evaluations.has(phrase, "r")
+    for half in (passage[: len(passage) // 2], passage[len(passage) // 2 :]):
+        assert not evaluations.has(f"{phrase} {half}", "r")
+
+
+def test_a_row_of_words_may_be_of_several_scripts():
+    assert len(words("设 f(x) = x^2，求 f(3)")) == 8
+    tail = " ".join(f"w{n}" for n in range(11))
+    evaluations = Evaluations({"test": [f"求解方程 {tail}"]})
+    assert evaluations.has(f"如何求解方程 {tail}", "r")  # 4 / 2 + 11
+    assert not evaluations.has(f"如何解方程 {tail}", "r")
+    assert evaluations.has(f"Ｑ？求解方程 {tail.upper()}", "r")
+
+
+def test_a_word_has_its_marks():
+    """Of Indic scripts the vowel signs are marks, and of other texts the accents may be."""
+    assert words("हिन्दी में गणित") == ("हिन्दी", "में", "गणित")
+    assert words("re\u0301sume\u0301") == words("Résumé")

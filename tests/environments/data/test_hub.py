@@ -10,6 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from scalerl_jax.environments.data import hub
+from scalerl_jax.environments.data.files import files_of
+from tests.support import ports
 from tests.support.paths import ROOT
 
 REVISION = 40 * "a"
@@ -182,3 +184,39 @@ def test_what_may_be_a_name_of_the_hub(tmp_path, monkeypatch, where, name):
     if name:
         (tmp_path / where).mkdir(parents=True)
         assert hub.parse(where) is None
+
+
+def test_a_name_of_a_folder_that_is_here_is_no_name_of_the_hub(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(cache))
+    for folder in ("data", "openai", "me"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "data" / "train").mkdir()
+    assert hub.parse("data/trian") is None and hub.parse("me/mine") is None
+    assert str(hub.parse("data/trian#train")) == "data/trian#train"
+    assert str(hub.parse("openai/gsm8k")) == "openai/gsm8k"  # which has been fetched
+    assert str(hub.parse("you/mine")) == "you/mine"
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "datasets" / "me___mine").mkdir(parents=True)
+    assert str(hub.parse("me/mine")) == "me/mine"  # which `datasets` has prepared
+    with pytest.raises(
+        ValueError, match=r"^train=data/trian: No such file or directory; did you mean data/train\? \(if"
+    ):
+        files_of("data/trian", "train")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
+    asked = (("me/mine", "train"), ("gsm8k", "train"), ("livecodebench", "validation"))
+    with ports.nowhere() as address:
+        found = read(tmp_path, *asked, HF_ENDPOINT=f"http://{address}")  # and the libraries tell of no retries
+    for line, name in zip(found, ("me/mine", "openai/gsm8k", "livecodebench/code_generation_lite"), strict=True):
+        assert "is not in the hub's cache (the hub cannot be reached): hf download" in line and name in line
+
+
+@pytest.mark.slow
+def test_what_is_here_is_read_where_the_hub_cannot_be_reached(cache):
+    with ports.nowhere() as address:
+        (rows,) = read(cache, ("gsm8k#test", "train"), HF_ENDPOINT=f"http://{address}")
+    assert [answer for _, _, answer in rows] == ["0", "1", "2"]
