@@ -12,7 +12,6 @@ connections keeps out whoever comes last, one of age cuts streams that are in us
 """
 
 import contextlib
-import errno
 import ipaddress
 import os
 import resource
@@ -45,9 +44,12 @@ class Connections:
         self._port, self._clock = port, clock
         self._seen: dict[Peer, float] = {}  # since when; in that order
         self._let_in: set[Peer] = set()
+        self._files = contextlib.ExitStack()
         self._nothing = os.open(os.devnull, os.O_RDONLY)
         # Another name for the file that is looked at: it is still that one when it is closed. Made before it is needed.
         self._name = os.dup(self._nothing)
+        for file in (self._nothing, self._name):
+            self._files.callback(os.close, file)
 
     def let_in(self, peer: str) -> None:
         """A call on it is served. peer: as gRPC writes it."""
@@ -70,8 +72,7 @@ class Connections:
         return len(over)
 
     def close(self) -> None:
-        os.close(self._nothing)
-        os.close(self._name)
+        self._files.close()
 
     def _sockets(self) -> Iterator[tuple[int, Peer]]:
         """Those that have been accepted at the port: (file, its other end)."""
@@ -134,9 +135,8 @@ def _other_end(found: socket.socket, port: int) -> Peer | None:
 
 
 def _open_files() -> Iterable[int]:
+    """All numbers that may be, where they cannot be listed: that takes one more file, and there may be none left."""
     try:
         return [int(name) for name in os.listdir(_FILES)]
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # all are taken, also that to list them
+    except OSError:
+        return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_FILES))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Iterator
 
@@ -74,6 +75,19 @@ def test_who_shows_no_call_in_time_is_closed(port: Port) -> None:
     port.now += 10 * connections.UNKNOWN_SECONDS
     assert port.connections.tick() >= 1
     assert [ended(one) for one in (honest, late)] == [False, True]
+
+
+def test_they_are_found_where_no_file_is_left_to_list_them(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(folder: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(connections.os, "listdir", none_left)
+    ours = port.dial()
+    assert port.connections.tick() == 0
+    port.now = 2 * connections.UNKNOWN_SECONDS
+    assert port.connections.tick() == 1 and ended(ours)
+    port.connections.close()
+    port.connections.close()  # once more, as the fixture does too
 
 
 def test_of_too_many_the_oldest_are_closed_at_once(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
