@@ -49,7 +49,7 @@ from scalerl_jax.rollouts.servers.context import Servers
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.run import compute_dtype, continuing
 from scalerl_jax.run.evaluation_folder import EvaluationFolder
-from scalerl_jax.run.inputs import digests
+from scalerl_jax.run.inputs import check_length, digests
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import platforms, signals
@@ -283,6 +283,8 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
     listed = Discovery(FLAGS.servers) if FLAGS.servers else None
     credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
     maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
+    if decoder is not None:
+        check_length(config, maximum_tokens, decoder)
     expected = Expected(
         tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
         model_config=decoder.canonical_json() if decoder is not None else "",

@@ -184,6 +184,8 @@ def train(config: Config) -> None:
                 print(f"metrics at http://{FLAGS.metrics_host}:{at.port}/metrics", file=sys.stderr)
         fewer = too_few(config, rows)
         maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
+        with entry.user_mistakes():
+            inputs.check_length(config, maximum_tokens, decoder)
         if maximum_tokens > config.learner.seq_len + 1:
             raise entry.UserError(
                 f"config.learner.seq_len={config.learner.seq_len}: a prompt and its completion may have "

@@ -15,6 +15,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments import Row, parts
 from scalerl_jax.environments.curriculum import OtherPrompts
 from scalerl_jax.environments.user_code import named
+from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.run.continuing import Change
 from scalerl_jax.run.jsonl import line_of
 from scalerl_jax.system import files
@@ -67,6 +68,16 @@ def changed(path: str, now: dict[str, str], *, anew: bool = False) -> list[str]:
     before = read_object(path) if os.path.exists(path) and not anew else now
     files.write_whole(path, line_of(now))
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
+
+
+def check_length(config: Config, longest: int, decoder: DecoderConfig) -> None:
+    """Raises ValueError where a prompt and its completion, of `longest` tokens, have more than the model has places."""
+    if longest > decoder.max_positions:
+        raise ValueError(
+            f"config.model.path={config.model.path}: its config.json has max_position_embeddings="
+            f"{decoder.max_positions}, and a prompt and its completion may have {longest} tokens: "
+            "config.rollout.max_prompt_tokens, thinking_budget_max and answer_budget, and the interruption phrase"
+        )
 
 
 @contextlib.contextmanager

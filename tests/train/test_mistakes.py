@@ -1,7 +1,9 @@
 """What a user may get wrong: one line on stderr names it, exit code 2, and the next try can have the workdir."""
 
+import json
 import os
 import pathlib
+import shutil
 import socket
 
 import pytest
@@ -62,6 +64,10 @@ def check_usable(workdir: pathlib.Path) -> None:
         ),
         ("--config.model.path=", "config.model.path: no model folder is given"),
         ("--config.model.path={}/weightless", "{}/weightless: "),
+        (
+            "--config.model.path={}/short",
+            "config.model.path={}/short: its config.json has max_position_embeddings=20, and",
+        ),
         ("--config.model.path={}/smaller", "{}/smaller/tokenizer.json: token "),
         ("--config.rollout.temperature=0", "config.rollout.temperature=0.0: must be between 0.01 and 100"),
         ("--config.learner.seq_len=16", "config.learner.seq_len=16: "),
@@ -75,6 +81,9 @@ def test_a_config_that_cannot_be(tmp_path, flags, model, refused, flag, message)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (weightless / name).write_bytes((pathlib.Path(model) / name).read_bytes())
     smaller(model, tmp_path / "smaller")
+    shutil.copytree(model, tmp_path / "short")
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
     line = refused(tmp_path / "run", *flags, flag.format(tmp_path), "--servers=127.0.0.1:1")
     assert line.startswith(message.format(tmp_path)), line
     check_usable(tmp_path / "run")
