@@ -13,12 +13,13 @@ again, before anything large is imported; what it starts inherits the variable. 
 Left out on purpose: `python -m` starts the modules as they are.
 """
 
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 
-from scalerl_jax.cli import command_flags, entry, twin_flags
+from scalerl_jax.cli import command_flags, entry, first_look, twin_flags
 from scalerl_jax.config import Config
 from scalerl_jax.system import signals
 
@@ -59,15 +60,18 @@ def _run(
     default: Config | None = None,
     later: bool = False,
     tuned: bool = False,
+    look: first_look.Look | None = None,
 ) -> None:
     """define: the command's flags. config: it takes --config. default: that without one. tuned: its malloc is.
 
-    later: without --config it is known to the command alone.
+    later: without --config it is known to the command alone. look: at what it is given, before it is imported.
     """
     define()
-    entry.answer_at_once(module, config=config, default=default, later=later)
+    asked = entry.answer_at_once(module, config=config, default=default, later=later)
     if tuned:
         restart_with_tuned_malloc()
+    if asked is not None and look is not None:
+        entry.look_first(functools.partial(look, *asked))
     with signals.installed():  # an interrupted import ends in whatever error the module at hand makes of it
         signals.expect("interrupted")
         signals.be(signals.EXIT)
@@ -86,11 +90,11 @@ def _importing(*modules: str) -> Callable[[], None]:
 
 
 def train() -> None:
-    _run("scalerl_jax.train", command_flags.train, config=True, tuned=True)
+    _run("scalerl_jax.train", command_flags.train, config=True, tuned=True, look=first_look.train)
 
 
 def sft() -> None:
-    _run("scalerl_jax.sft", command_flags.sft, config=True, tuned=True)
+    _run("scalerl_jax.sft", command_flags.sft, config=True, tuned=True, look=first_look.sft)
 
 
 def serve() -> None:
@@ -98,15 +102,18 @@ def serve() -> None:
 
 
 def fit() -> None:
-    _run(f"{CURVES}.scalerl_fit", _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.watch_flags"))
+    define = _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.watch_flags")
+    _run(f"{CURVES}.scalerl_fit", define, look=first_look.curves("fit", parts_too=True))
 
 
 def compare() -> None:
-    _run(f"{CURVES}.scalerl_compare", _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.compare_flags"))
+    define = _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.compare_flags")
+    _run(f"{CURVES}.scalerl_compare", define, look=first_look.curves("compare"))
 
 
 def calibrate() -> None:
-    _run(f"{CURVES}.scalerl_calibrate", _importing("scalerl_jax.cli.fit_flags"))
+    define = _importing("scalerl_jax.cli.fit_flags")
+    _run(f"{CURVES}.scalerl_calibrate", define, look=first_look.curves("calibrate"))
 
 
 def verify() -> None:
@@ -114,7 +121,8 @@ def verify() -> None:
 
 
 def evaluate() -> None:
-    _run("scalerl_jax.evaluate", command_flags.evaluate, config=True, later=True, tuned=True)
+    define = command_flags.evaluate
+    _run("scalerl_jax.evaluate", define, config=True, later=True, tuned=True, look=first_look.evaluate)
 
 
 def export() -> None:
@@ -122,7 +130,7 @@ def export() -> None:
 
 
 def plan() -> None:
-    _run("scalerl_jax.plan", twin_flags.define, config=True, later=True)
+    _run("scalerl_jax.plan", twin_flags.define, config=True, later=True, look=first_look.plan)
 
 
 def study() -> None:

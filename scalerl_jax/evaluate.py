@@ -14,7 +14,6 @@ import collections
 import contextlib
 import hashlib
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,11 +27,10 @@ from launch.local import StartError
 from launch.starting import StartingServers
 from scalerl_jax import config_check
 from scalerl_jax.cli import command_flags, entry
-from scalerl_jax.config import Config, EnvironmentConfig
+from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.base import Row, ScorerError
-from scalerl_jax.environments.load import load_held_out, place_of
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
@@ -49,7 +47,8 @@ from scalerl_jax.rollouts.servers.context import Servers
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.run import compute_dtype, continuing
 from scalerl_jax.run.evaluation_folder import EvaluationFolder
-from scalerl_jax.run.inputs import check_length, digests
+from scalerl_jax.run.evaluation_request import asked
+from scalerl_jax.run.inputs import check_length, digests, held_out_rows
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import platforms, signals
@@ -58,70 +57,9 @@ FLAGS = flags.FLAGS
 # What completions and their scores depend on, beside the prompts; the rest of the config may change on the way.
 _SETTINGS = ("seed", "model.sync_dtype", "model.head_precision", "fleet.engine", "fleet.compute_dtype")
 _GROUPS = ("environment.", "mixture.", "rollout.", "evaluation.prompts", "evaluation.samples")
-# Of a run's environment, what holds for others that its policy is evaluated on.
-_KEPT = (
-    *("chat_template", "template_arguments", "system_prompt", "prompt_suffix", "long_prompts", "options"),
-    *("minimum_terms", "maximum_terms", "sandbox", "verifier_processes", "verifier_seconds", "verifier_memory_bytes"),
-)
 
 
 # ---- What is asked ---------------------------------------------------------------------------------------------------
-
-
-def asked(given: GivenConfig) -> Config:
-    """The config of what the flags ask for. Raises UserError or ConfigError."""
-    values = FLAGS
-    if bool(values.model) == bool(values.workdir):
-        raise entry.UserError("--model or --workdir: one of them says what is evaluated")
-    if values.model and values["steps"].present:
-        raise entry.UserError(f"--steps={values.steps}: goes with --workdir, whose checkpoints they are")
-    base = None
-    if values.workdir:
-        base = entry.config_of_run(values.workdir)
-    elif not given.path and not values.environment:
-        raise entry.UserError("--environment: says what to evaluate on, where there is no --config and no --workdir")
-    if base is not None and values.environment:
-        base.mixture = {}
-    held_out = base.evaluation.prompts if base is not None else 0
-    config = given.config(base)
-    if values.model:
-        config.model.path = values.model
-    if values.samples:
-        config.evaluation.samples = values.samples
-    if values.environment:
-        config.evaluation.prompts = values.prompts or config.evaluation.prompts
-        with entry.user_mistakes(before="--environment: "):
-            chosen = [environment_of(text, config.environment) for text in values.environment]
-        if len(chosen) == 1:
-            config.environment, config.mixture = chosen[0], {}
-        else:
-            names = [re.sub(r"\W+", "_", text).strip("_") for text in values.environment]
-            names = [name if name.isidentifier() else f"rows_{name}" for name in names]
-            config.mixture = {
-                f"{name}_{at}" if names.count(name) > 1 else name: environment
-                for at, (name, environment) in enumerate(zip(names, chosen), 1)
-            }
-            config.environment = EnvironmentConfig()
-    else:
-        # The prompts that are held out are the run's: of more, some would be such as it was trained on.
-        held_out = held_out or config.evaluation.prompts
-        if max(values.prompts, config.evaluation.prompts) > held_out:
-            most = max(values.prompts, config.evaluation.prompts)
-            raise entry.UserError(f"--prompts={most}: {held_out} are held out, and the others are trained on")
-        config.evaluation.prompts = held_out
-    config_check.check(config)
-    for line in compute_dtype.settle(config, values.workdir):
-        print(line, file=sys.stderr)
-    return config
-
-
-def environment_of(text: str, base: EnvironmentConfig) -> EnvironmentConfig:
-    """What one --environment means. Raises ValueError where it means nothing.
-
-    base: gives how prompts are asked and under which limits answers are judged; its data and its rewards are its own.
-    """
-    name, where = place_of(text)
-    return EnvironmentConfig(name=name, validation=where, **{field: getattr(base, field) for field in _KEPT})
 
 
 def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
@@ -230,6 +168,8 @@ def main(given: GivenConfig) -> None:
 
     # ---- 1. The prompts, and which policies are asked ----------------------------------------------------------------
     config = asked(given)
+    for line in compute_dtype.settle(config, FLAGS.workdir):
+        print(line, file=sys.stderr)
     workdir, name = FLAGS.workdir, os.path.basename(os.path.abspath(config.model.path))
     steps = steps_of(workdir, FLAGS.steps) if workdir else [0]
     with entry.user_mistakes():
@@ -239,7 +179,7 @@ def main(given: GivenConfig) -> None:
         tokenizer = Tokenizer(config.model.path)
         if decoder is not None:
             tokenizer.check_vocabulary(decoder.vocab_size)
-        rows, said = load_held_out(config, tokenizer, apart=bool(FLAGS.environment))
+        rows, said = held_out_rows(config, tokenizer, apart=bool(FLAGS.environment))
         rows = first_of_each(rows, FLAGS.prompts)
         compute, inputs = compute_of(workdir), digests(config, rows)
     for line in said:

@@ -13,9 +13,7 @@ import os
 from absl import flags
 
 from scalerl_jax.cli import command_flags, entry
-from scalerl_jax.learner.checkpoint import read_newest
 from scalerl_jax.model.decoder_config import read_config
-from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.system import platforms
 
 
@@ -42,6 +40,10 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
         if not os.path.isdir(model):
             raise entry.UserError(f"{model}: the model the run started from is not there; --model says where it is")
         decoder = read_config(model)
+        # Orbax and jax, which take seconds: what is wrong with the flags has been said.
+        from scalerl_jax.learner.checkpoint import read_newest
+        from scalerl_jax.model.hf_folder import write_model_folder
+
         checkpoint = read_newest(os.path.join(workdir, "checkpoints"), "params")
         params = checkpoint.state["params"]
         write_model_folder(

@@ -15,7 +15,7 @@ import json
 import sys
 from typing import Any
 
-from scalerl_jax.cli import entry
+from scalerl_jax.cli import entry, first_look, twin_flags
 from scalerl_jax.cli import plan_flags as given
 from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.planning import (
@@ -39,15 +39,12 @@ from scalerl_jax.system.json_values import plain
 
 def main(config_given: GivenConfig) -> None:
     # ---- 1. What is planned, and for which machine: mistakes are told before anything is compiled --------------------
-    if twin.wanted():
+    if twin_flags.wanted():
         if given.TOPOLOGY.value:
             raise entry.UserError(f"--topology={given.TOPOLOGY.value}: goes without --run and the speeds of a fleet")
         twin.main(config_given, out=given.OUT.value)
         return
-    if not config_given.path:
-        raise entry.UserError("--config: no config file given, for example --config=configs/scalerl_8b.py")
-    if not given.TOPOLOGY.value:
-        raise entry.UserError("--topology: no machine given, for example --topology=v5p:4x4x4")
+    first_look.plan(config_given, ())
     config = config_given.config()
     if config.model.compute_dtype == "auto":  # as on the accelerator
         config.model.compute_dtype = "float32" if config.model.sync_dtype == "float32" else "bfloat16"

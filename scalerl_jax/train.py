@@ -29,7 +29,7 @@ from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments import Row
 from scalerl_jax.environments.base import Rows
 from scalerl_jax.environments.curriculum import Curriculum, NoPromptLeft
-from scalerl_jax.environments.load import digest, load_rows
+from scalerl_jax.environments.load import digest
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -169,7 +169,7 @@ def train(config: Config) -> None:
             Tensors(config.model.path, decoder)  # a folder without weights is found before anything is started
             tokenizer = Tokenizer(config.model.path)
             tokenizer.check_vocabulary(decoder.vocab_size)
-            rows = load_rows(config, tokenizer)
+            rows = inputs.all_rows(config, tokenizer)
             train_rows, validation_rows = rows.train, rows.held_out
             requests = Requests(config, tokenizer)
             listed = Discovery(FLAGS.servers) if FLAGS.servers else None

@@ -59,25 +59,43 @@ def run_with_config_later(main: Callable[[GivenConfig], None]) -> NoReturn:
     _run(lambda _: main(given), [sys.argv[0], *rest])
 
 
-def answer_at_once(module: str, *, config: bool, default: Config | None = None, later: bool = False) -> None:
+def answer_at_once(
+    module: str, *, config: bool, default: Config | None = None, later: bool = False
+) -> tuple[Config | GivenConfig, list[str]] | None:
     """What needs nothing of the command's own imports: its help, and what is wrong with its flags and its config.
 
     module: the command's, which defines the same flags when it runs. default: the config of a command that does without
-    --config; later: it is known to the command alone. Ends the process, or returns.
+    --config; later: it is known to the command alone. Ends the process, or returns the config (of a command that has it
+    later what is said of it, of one that has none Config()) and the arguments that are no flags; None: help is asked.
     """
     command_help.print_if_asked(module, config=config, required=default is None and not later)
-    rest = sys.argv[1:]
+    rest, told = sys.argv[1:], Config()
     if "--helpfull" in rest or "--helpxml" in rest:
-        return
-    if config:
-        try:
-            given, others = read_argv(rest)
-            if given.path or not later:
-                parse_argv(rest, default=default)
-            rest = others
-        except ConfigError as error:
-            fail(str(error))
-    _parse([sys.argv[0], *rest])
+        return None
+    if not config:
+        return told, _parse([sys.argv[0], *rest])[1:]
+    try:
+        given, others = read_argv(rest)
+        if given.path or not later:
+            told, _ = parse_argv(rest, default=default)
+    except ConfigError as error:
+        fail(str(error))
+    return given if later else told, _parse([sys.argv[0], *others])[1:]
+
+
+def look_first(look: Callable[[], None]) -> None:
+    """Runs what finds mistakes before the command's own imports; ends the process where it finds one."""
+
+    def looked() -> None:
+        signals.expect("interrupted")
+        signals.be(signals.EXIT)
+        with user_mistakes():
+            look()
+
+    try:
+        _guarded(looked)
+    except SystemExit as leaving:
+        ending.end(ending.code_of(leaving))
 
 
 def config_of_run(workdir: str) -> Config:

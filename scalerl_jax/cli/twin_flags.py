@@ -69,3 +69,11 @@ SERVER_DEVICES = flags.DEFINE_float(
 SEED = flags.DEFINE_integer(
     "seed", 0, "Of the simulation: the same one gives the same table.", lower_bound=0, flag_values=VALUES
 )
+
+# What a simulation needs where there is no run to take it from.
+OF_NO_RUN = {"lengths_quantiles": LENGTHS, "tokens_per_second": TOKENS_PER_SECOND, "step_seconds": STEP_SECONDS}
+
+
+def wanted() -> bool:
+    """Whether the flags ask for a simulation."""
+    return bool(RUN.value) or any(flag.value for flag in OF_NO_RUN.values())

@@ -14,7 +14,6 @@ from absl import flags
 
 from scalerl_jax.cli import command_flags
 from scalerl_jax.cli.entry import UserError, check_out, run_command, user_mistakes
-from scalerl_jax.report.page import FILE, write_report
 from scalerl_jax.system import platforms
 
 
@@ -24,8 +23,6 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
         raise UserError("no run folder given, for example: scalerl-report runs/quickstart")
     if out is None and len(workdirs) > 1:
         raise UserError(f"--out: no file given for the page of {len(workdirs)} runs")
-    if out is not None and (os.path.isdir(out) or out.endswith(os.sep)):
-        out = os.path.join(out, FILE)
     seen: set[str] = set()
     for workdir in workdirs:
         if not os.path.isdir(workdir):
@@ -33,6 +30,10 @@ def report(workdirs: Sequence[str], out: str | None) -> str:
         if os.path.realpath(workdir) in seen:
             raise UserError(f"{workdir}: is given twice")
         seen.add(os.path.realpath(workdir))
+    from scalerl_jax.report.page import FILE, write_report  # it takes seconds
+
+    if out is not None and (os.path.isdir(out) or out.endswith(os.sep)):
+        out = os.path.join(out, FILE)
     check_out("--out", out or workdirs[0])
     with user_mistakes():
         try:

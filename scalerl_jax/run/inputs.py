@@ -4,6 +4,7 @@ Their digests are kept in the run folder, so that it is said where one of them h
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +14,10 @@ from typing import Any
 from scalerl_jax import config_check
 from scalerl_jax.config import Config
 from scalerl_jax.environments import Row, parts
+from scalerl_jax.environments.base import Rows
 from scalerl_jax.environments.curriculum import OtherPrompts
+from scalerl_jax.environments.load import load_held_out, load_rows
+from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.user_code import named
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.run.continuing import Change
@@ -25,6 +29,36 @@ FILE = "inputs.json"
 
 # The fields of an environment that its training prompts do not depend on.
 _NO_PROMPTS = ("weight", "reward", "correct_at", "judge", "sandbox", "verifier")
+
+
+_read: dict[str, Any] = {}  # what look() has read, by what it depends on; the one who asks next gets it
+
+
+def look(config: Config, *, held_out: bool = False, apart: bool = False) -> None:
+    """Checks the model's folder and the rows, and keeps the rows for the one who asks next. Nothing here needs jax.
+
+    held_out: those alone. Raises ValueError, one line.
+    """
+    tokenizer = Tokenizer(config.model.path)
+    rows = held_out_rows(config, tokenizer, apart=apart) if held_out else all_rows(config, tokenizer)
+    _read[_key(config, held_out, apart)] = rows
+
+
+def all_rows(config: Config, tokenizer: Tokenizer) -> Rows:
+    """environments.load.load_rows, unless look() has been there."""
+    return _read.pop(_key(config, False, False), None) or load_rows(config, tokenizer)
+
+
+def held_out_rows(config: Config, tokenizer: Tokenizer, *, apart: bool) -> tuple[list[Row], list[str]]:
+    """environments.load.load_held_out, likewise."""
+    return _read.pop(_key(config, True, apart), None) or load_held_out(config, tokenizer, apart=apart)
+
+
+def _key(config: Config, *how: bool) -> str:
+    """All of the config but what is settled at the start of a run (compute_dtype.py)."""
+    told = dataclasses.asdict(config)
+    told["model"], told["fleet"] = config.model.path, ""
+    return json.dumps([told, *how], sort_keys=True)
 
 
 def digests(config: Config, held_out: Sequence[Row], train: Sequence[Row] = ()) -> dict[str, str]:

@@ -25,10 +25,22 @@ forecast.py       what more compute will buy a run
 compare.py        which of several runs ends higher, and which gets there faster
 decide.py         the next experiment, by curves drawn from what the points allow (posterior.py)
 plot.py           pictures: of fits and forecasts; compare_plot.py, compare_json.py: a comparison's
-commands/         scalerl-fit, scalerl-compare, scalerl-calibrate
+commands/         scalerl-fit, scalerl-compare, scalerl-calibrate; reading.py: what each of them is given
 """
 
-from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
-from scalerl_jax.scaling.law import compute_to_reach, power_law, sigmoid_law, straighten
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
+    from scalerl_jax.scaling.law import compute_to_reach, power_law, sigmoid_law, straighten
 
 __all__ = ["SigmoidFit", "compute_to_reach", "fit_sigmoid", "power_law", "sigmoid_law", "straighten"]
+_FIT = ("SigmoidFit", "fit_sigmoid")
+
+
+def __getattr__(name: str) -> Any:
+    """When they are asked for: jax takes seconds to import, and files are read without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{'fit' if name in _FIT else 'law'}"), name)

@@ -29,7 +29,7 @@ def run(main: Callable[[], object]) -> NoReturn:
         main()
         code = 0
     except SystemExit as leaving:
-        code = _code_of(leaving)
+        code = code_of(leaving)
     except BaseException as error:  # noqa: BLE001  told as Python does at the end of a program
         sys.excepthook(type(error), error, error.__traceback__)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -58,7 +58,7 @@ def after(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _code_of(leaving: SystemExit) -> int:
+def code_of(leaving: SystemExit) -> int:
     """As Python has it: none is 0, and what is no number is told, and is 1."""
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0

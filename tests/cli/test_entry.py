@@ -11,7 +11,9 @@ from scalerl_jax import config as config_lib
 from scalerl_jax import config_check
 from scalerl_jax.cli import command_help, compare_flags, entry
 from scalerl_jax.scaling.fit import SEED_MARGIN
+from tests.support.paths import ROOT
 from tests.support.processes import run_command
+from tests.support.tiny_task import write_model
 
 COMMANDS = {
     "train": "--workdir",
@@ -26,13 +28,14 @@ COMMANDS = {
 LARGE = "jax numpy scipy flax grpc rich matplotlib orbax"
 
 
-def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as its script starts it; the last line of stdout: which of LARGE it had imported at its end."""
+def run(name: str, *arguments: str, without: str = LARGE) -> subprocess.CompletedProcess[str]:
+    """The command as its script starts it; `without` these: the last line of stdout says which it had imported."""
     start = (
-        f"import json, sys; sys.argv[0] = '/bin/scalerl-{name}'\n"
+        f"import atexit, json, sys; sys.argv[0] = '/bin/scalerl-{name}'\n"
+        f"there = lambda: json.dumps([name for name in {without.split()!r} if name in sys.modules])\n"
+        f"atexit.register(lambda: print(there(), flush=True))\n"
         f"from launch.commands import {name}\n"
-        f"try:\n    {name}()\n"
-        f"finally:\n    print(json.dumps([name for name in {LARGE.split()!r} if name in sys.modules]))"
+        f"{name}()"
     )
     done = subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=600)
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
@@ -87,6 +90,51 @@ def test_a_flag_that_cannot_be_is_one_line(name, flag, said):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and said in line
+
+
+QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
+MATH = (QUICKSTART, "--workdir={}/run", "--config.model.path={}/model", "--config.environment.name=math")
+CURVES = ("--x=x", "--y=y", "--out={}/out")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        (
+            "train",
+            (*MATH, "--config.environment.train={}/no.jsonl"),
+            "config.environment.train={}/no.jsonl: No such file",
+        ),
+        ("train", (*MATH, "--config.environment.train={}/bad.jsonl"), "{}/bad.jsonl row 2: "),
+        ("train", (*MATH, "--config.model.path={}/none"), "{}/none: no config.json there"),
+        ("sft", (*MATH, "--config.sft.traces={}/no.jsonl"), "config.sft.traces={}/no.jsonl: No such file"),
+        ("evaluate", ("--workdir={}/none",), "--workdir={}/none: no config.json there"),
+        ("evaluate", ("--model={}/none", "--environment=arithmetic"), "{}/none: no config.json there"),
+        ("evaluate", ("--model={}/model", "--environment={}/bad.jsonl"), "{}/bad.jsonl row 2: "),
+        ("fit", ("{}/no.csv", *CURVES), "{}/no.csv: no such file"),
+        ("fit", ("{}/bad.csv", *CURVES), "{}/bad.csv: line 3: column 'y': 'many' is not a number"),
+        ("compare", ("{}/bad.csv", *CURVES), "{}/bad.csv: line 3: column 'y': 'many' is not a number"),
+        ("calibrate", ("{}/bad.csv", *CURVES), "{}/bad.csv: line 3: column 'y': 'many' is not a number"),
+        ("plan", (QUICKSTART, "--topology=v9:2"), "--topology=v9:2: 'v9' is not one of"),
+        (
+            "plan",
+            (QUICKSTART, "--topology=v5p:2x2x1", "--model_config={}/none"),
+            "--model_config={}/none: no such file",
+        ),
+        ("export", ("--workdir={}/none", "--out={}/out"), "--workdir={}/none: no config.json there"),
+        ("report", ("{}/none",), "{}/none: no such folder"),
+    ],
+)
+def test_what_is_given_is_looked_at_before_what_takes_long_is_imported(tmp_path, name, flags, said):
+    write_model(str(tmp_path / "model"))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
+    (tmp_path / "bad.csv").write_text("x,y\n1,0.5\n2,many\n")
+    without = LARGE.replace("numpy ", "")
+    done = run(name, *(flag.replace("{}", str(tmp_path)) for flag in flags), without=f"{without} datasets")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {said.replace('{}', str(tmp_path))}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists() and not (tmp_path / "out").exists()
 
 
 def test_a_constant_that_a_flag_needs_is_the_one_that_the_fit_uses():

@@ -1,14 +1,18 @@
 """What a run depends on beside its config is known again, and said by name where it has changed."""
 
 import dataclasses
+import json
 
 import pytest
 
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.environments import Row
 from scalerl_jax.environments.curriculum import OtherPrompts
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.run import inputs
 from scalerl_jax.run.continuing import changes
 from scalerl_jax.run.inputs import changed, digests, said_of_prompts
+from tests.support.tiny_task import write_model
 
 
 def test_what_has_changed_is_named_once(tmp_path, monkeypatch):
@@ -65,3 +69,36 @@ def test_other_training_prompts_are_put_down_to_a_field_or_to_a_file():
     before, now = (Config(mixture={"a": EnvironmentConfig(system_prompt=text)}) for text in ("", "Think."))
     assert said(before, now).startswith("config.mixture.a.system_prompt was '' and is 'Think.' now")
     assert said(now, now).startswith("config.environment.name=arithmetic: the training rows are not those")
+
+
+def test_rows_that_were_looked_at_are_read_once(tmp_path):
+    config = Config()
+    config.model.path = write_model(str(tmp_path / "model"))
+    config.environment.name, config.environment.train = "math", str(tmp_path / "train.jsonl")
+    config.evaluation.prompts = 1
+    tokenizer = Tokenizer(config.model.path)
+
+    def write(answer):
+        rows = [json.dumps({"prompt": f"{n}?", "answer": answer}) for n in range(4)]
+        (tmp_path / "train.jsonl").write_text("\n".join(rows))
+
+    def answers(rows):
+        return {row.answer for row in rows}
+
+    for look, read in (
+        (lambda: inputs.look(config), lambda: inputs.all_rows(config, tokenizer).train),
+        (
+            lambda: inputs.look(config, held_out=True),
+            lambda: inputs.held_out_rows(config, tokenizer, apart=False)[0],
+        ),
+    ):
+        write("old")
+        look()
+        config.model.compute_dtype = "bfloat16"  # as it is settled at the start
+        write("new")
+        assert answers(read()) == {"old"}
+        assert answers(read()) == {"new"}
+        look()
+        config.environment.prompt_suffix += " Put it in a box."
+        write("other")
+        assert answers(read()) == {"other"}

@@ -29,14 +29,7 @@ from scalerl_jax.scaling.commands.results import make_console, new_table, say
 from scalerl_jax.system.files import write_whole
 
 STEPS = 40  # that an outcome tells of, at least
-_OF_FLAGS = {"lengths_quantiles": given.LENGTHS, "tokens_per_second": given.TOKENS_PER_SECOND,
-             "step_seconds": given.STEP_SECONDS}  # fmt: skip
 _FALLEN_FAR = 0.05  # of what was measured: the simulation of the run itself should be as near as this
-
-
-def wanted() -> bool:
-    """Whether the flags ask for it."""
-    return bool(given.RUN.value) or any(flag.value for flag in _OF_FLAGS.values())
 
 
 def main(config_given: GivenConfig, *, out: str) -> None:
@@ -153,7 +146,7 @@ def _changed(scenario: Scenario) -> Scenario:
 
 def _of_flags(config_given: GivenConfig, machine: Machine, lengths: Lengths | None) -> Scenario:
     """A fleet that there is no run of."""
-    for name, flag in _OF_FLAGS.items():
+    for name, flag in given.OF_NO_RUN.items():
         if not flag.value:
             raise entry.UserError(f"--{name}: wanted where there is no --run to take it from")
     speed, seconds = given.TOKENS_PER_SECOND.value, given.STEP_SECONDS.value

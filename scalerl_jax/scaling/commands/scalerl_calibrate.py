@@ -25,8 +25,7 @@ from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import calibration as calibration_lib
 from scalerl_jax.scaling import judged, plot, units
 from scalerl_jax.scaling.calibrate import FRACTIONS, LEVELS, Densities, calibrate, cases, leave_one_out, whole_run
-from scalerl_jax.scaling.commands import results
-from scalerl_jax.scaling.commands import scalerl_fit as fit_command
+from scalerl_jax.scaling.commands import reading, results
 from scalerl_jax.scaling.judged import Summary, summaries
 from scalerl_jax.scaling.points import TooFewPoints
 from scalerl_jax.system import platforms
@@ -40,11 +39,11 @@ def run() -> None:
 
 def main(paths: Sequence[str]) -> None:
     console = results.make_console()
-    out = fit_command.check_arguments(paths, "calibrate")
+    out = reading.check_arguments(paths, "calibrate")
     for flag in (given.PASSES, given.TRIALS):
         if flag.value is None:
             raise UserError(f"--{flag.name}: no column given; without counts the noise of an evaluation is not known")
-    evaluations = fit_command.read_evaluations(paths, parts_too=False)
+    evaluations = reading.read_evaluations(paths, parts_too=False)
     runs = []
     with user_mistakes():
         factor = units.conversion(given.X_UNIT.value)[0]
@@ -72,7 +71,7 @@ def main(paths: Sequence[str]) -> None:
     for fraction in FRACTIONS:
         results.say(console, judged.identified_sentence(found, sigmoids, fraction))
     document: dict[str, Any] = {
-        "x": fit_command.axis_labels()[0],
+        "x": reading.axis_labels()[0],
         "runs": len(runs),
         "recipes": len(recipes),
         "levels": LEVELS,

@@ -25,7 +25,7 @@ from scalerl_jax.cli import fit_flags
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import decide, posterior
 from scalerl_jax.scaling import forecast as forecast_lib
-from scalerl_jax.scaling.commands import results
+from scalerl_jax.scaling.commands import reading, results
 from scalerl_jax.scaling.commands import scalerl_fit as fit_command
 from scalerl_jax.scaling.compare import Comparison, Difference, compare
 from scalerl_jax.scaling.compare_json import (
@@ -53,7 +53,7 @@ def run() -> None:
 def main(paths: Sequence[str]) -> None:
     console = results.make_console()
     # ------------------------------------------------------------------ what was asked
-    out = fit_command.check_arguments(paths, "compare")
+    out = reading.check_arguments(paths, "compare")
     target, grid, seed = fit_flags.TARGET.value, fit_flags.GRID.value, fit_flags.SEED.value
     if target is not None and not given.FORECAST.value:
         raise UserError("--target: is asked of a forecast; add --forecast")
@@ -95,7 +95,7 @@ def main(paths: Sequence[str]) -> None:
         plan = None if given.PLAN_BUDGET.value is None else _plan(runs, given.PLAN_BUDGET.value, seed)
 
     # ------------------------------------------------------------------ tell
-    label, y_label = fit_command.axis_labels()
+    label, y_label = reading.axis_labels()
     for line in said:
         results.say(console, line)
     if found is not None:

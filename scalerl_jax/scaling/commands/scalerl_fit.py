@@ -22,12 +22,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from scalerl_jax.cli import fit_flags as given
-from scalerl_jax.cli.entry import UserError, check_out, run_command, user_mistakes
+from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling import calibration as calibration_lib
 from scalerl_jax.scaling.calibration import Calibration
 from scalerl_jax.scaling.commands import ahead as ahead_lib
-from scalerl_jax.scaling.commands import results, watch
+from scalerl_jax.scaling.commands import reading, results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 from scalerl_jax.scaling.plot import plot_fits
 from scalerl_jax.scaling.profile import PARAMETERS
@@ -54,7 +54,7 @@ def once_or_watching(paths: Sequence[str]) -> None:
 
 def main(paths: Sequence[str]) -> None:
     console = results.make_console()
-    out = check_arguments(paths, "fit")
+    out = reading.check_arguments(paths, "fit")
     said: list[str] = []
     with user_mistakes():
         path = given.CALIBRATION.value
@@ -63,7 +63,7 @@ def main(paths: Sequence[str]) -> None:
     ahead = [_ahead(one, calibration) for one in fitted]
 
     # ------------------------------------------------------------------ tell
-    label, y_label = axis_labels()
+    label, y_label = reading.axis_labels()
     for line in said:
         results.say(console, line)
     console.print(_table(fitted, label, console.width))
@@ -88,42 +88,6 @@ def main(paths: Sequence[str]) -> None:
     console.print(f"written: {', '.join([document, *pictures])}")
 
 
-def check_arguments(paths: Sequence[str], name: str) -> str:
-    """The folder to write NAME.json, NAME.png and NAME.svg into. Raises UserError where it or the files are missing."""
-    if not paths:
-        raise UserError(f"no files given, for example: scalerl-{name} evals.csv --x=gpu_hours --y=pass_rate --out=fits")
-    if given.OUT.value is None:
-        raise UserError(f"--out: no folder given for {name}.json, {name}.png and {name}.svg")
-    if os.path.exists(given.OUT.value) and not os.path.isdir(given.OUT.value):
-        raise UserError(f"--out={given.OUT.value}: is a file")
-    check_out("--out", given.OUT.value)
-    return given.OUT.value
-
-
-def axis_labels() -> tuple[str, str]:
-    """Of compute and of the score, as the flags name them."""
-    x_name = given.X.value or readers.RUN_FOLDER_X
-    unit = units.conversion(given.X_UNIT.value)[1]
-    return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
-
-
-def read_evaluations(paths: Sequence[str], *, parts_too: bool) -> list[readers.Evaluations]:
-    """The runs in the files, as the flags say. Raises UserError."""
-    with user_mistakes(tables.InputError):
-        return readers.read_runs(
-            paths,
-            x=given.X.value,
-            y=given.Y.value,
-            run_column=given.RUN_COLUMN.value,
-            seed_column=given.SEED_COLUMN.value,
-            seeds_by_folder=given.SEEDS.value == "folder",
-            passes_column=given.PASSES.value,
-            trials_column=given.TRIALS.value,
-            duplicates=given.DUPLICATES.value,
-            parts_too=parts_too,
-        )
-
-
 def read_and_fit(paths: Sequence[str], said: list[str], *, parts_too: bool = True) -> list[Run]:
     """One fit for each run in the files, its seeds together, as the flags say. said: remarks, added to once each.
     parts_too: and for each environment of a mixture.
@@ -139,7 +103,7 @@ def read_and_fit(paths: Sequence[str], said: list[str], *, parts_too: bool = Tru
         factor = units.conversion(given.X_UNIT.value)[0]
 
     # ------------------------------------------------------------------ read
-    evaluations = read_evaluations(paths, parts_too=parts_too)
+    evaluations = reading.read_evaluations(paths, parts_too=parts_too)
     said += [remark for one in evaluations for remark in one.remarks if remark not in said]
     groups = _seeds_together(evaluations)
 
