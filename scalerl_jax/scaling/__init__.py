@@ -32,15 +32,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
-    from scalerl_jax.scaling.law import compute_to_reach, power_law, sigmoid_law, straighten
+    from scalerl_jax.scaling.fit import SigmoidFit as SigmoidFit
+    from scalerl_jax.scaling.fit import fit_sigmoid as fit_sigmoid
+    from scalerl_jax.scaling.law import compute_to_reach as compute_to_reach
+    from scalerl_jax.scaling.law import power_law as power_law
+    from scalerl_jax.scaling.law import sigmoid_law as sigmoid_law
+    from scalerl_jax.scaling.law import straighten as straighten
 
-__all__ = ["SigmoidFit", "compute_to_reach", "fit_sigmoid", "power_law", "sigmoid_law", "straighten"]
-_FIT = ("SigmoidFit", "fit_sigmoid")
+_HOMES = {
+    "SigmoidFit": "fit",
+    "compute_to_reach": "law",
+    "fit_sigmoid": "fit",
+    "power_law": "law",
+    "sigmoid_law": "law",
+    "straighten": "law",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """When they are asked for: jax takes seconds to import, and files are read without it."""
-    if name not in __all__:
+    """Files are read without jax, which takes seconds to import."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{'fit' if name in _FIT else 'law'}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
