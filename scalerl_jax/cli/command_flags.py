@@ -95,7 +95,7 @@ def verify() -> None:
         )  # fmt: skip
         flags.DEFINE_integer("show", 20, "Rows in the table; 0: all.", lower_bound=0)
         flags.DEFINE_integer(
-            "prompts", 0, "So many training and held-out prompts are shown as a run would ask them, and nothing is judged.",
+            "prompts", 0, "So many training and held-out prompts are shown as a run would ask them; nothing is judged.",
             lower_bound=0,
         )  # fmt: skip
         flags.DEFINE_string("out", None, "JSONL file to write: every row with its score.")

@@ -77,7 +77,7 @@ def test_a_function_that_fails_is_said_once(folder):
         (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
         (["bad.jsonl"], "bad.jsonl row 2: has no text 'completion' (keys: answer)"),
         (["empty.jsonl"], "empty.jsonl: no rows there"),
-        (["unanswered.jsonl"], "unanswered.jsonl row 1: has no 'answer' (keys: prompt; wanted: prompt, answer; config."),
+        (["unanswered.jsonl"], "unanswered.jsonl row 1: has no 'answer' (keys: prompt; wanted: prompt, answer; conf"),
         (["answers.jsonl", "--environment=maths"], "config.environment.name='maths': is not one of arithmetic, math"),
         (["answers.jsonl", "--environment=programs"], "answers.jsonl row 1: there are no unit tests (keys: "),
         (["answers.jsonl", "--out=answers.jsonl"], "--out=answers.jsonl: is the file that is read"),
