@@ -97,6 +97,16 @@ MATH = (QUICKSTART, "--workdir={}/run", "--config.model.path={}/model", "--confi
 CURVES = ("--x=x", "--y=y", "--out={}/out")
 
 
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A folder with a model, and with rows and evaluations that are wrong."""
+    folder = tmp_path_factory.mktemp("given")
+    write_model(str(folder / "model"))
+    (folder / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
+    (folder / "bad.csv").write_text("x,y\n1,0.5\n2,many\n")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "said"),
     [
@@ -125,16 +135,13 @@ CURVES = ("--x=x", "--y=y", "--out={}/out")
         ("report", ("{}/none",), "{}/none: no such folder"),
     ],
 )
-def test_what_is_given_is_looked_at_before_what_takes_long_is_imported(tmp_path, name, flags, said):
-    write_model(str(tmp_path / "model"))
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
-    (tmp_path / "bad.csv").write_text("x,y\n1,0.5\n2,many\n")
+def test_what_is_given_is_looked_at_before_what_takes_long_is_imported(given, name, flags, said):
     without = LARGE.replace("numpy ", "")
-    done = run(name, *(flag.replace("{}", str(tmp_path)) for flag in flags), without=f"{without} datasets")
+    done = run(name, *(flag.replace("{}", str(given)) for flag in flags), without=f"{without} datasets")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {said.replace('{}', str(tmp_path))}"), done.stderr
+    assert done.stderr.startswith(f"error: {said.replace('{}', str(given))}"), done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "run").exists() and not (tmp_path / "out").exists()
+    assert not (given / "run").exists() and not (given / "out").exists()
 
 
 def test_a_constant_that_a_flag_needs_is_the_one_that_the_fit_uses():
