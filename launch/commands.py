@@ -19,7 +19,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from scalerl_jax.cli import command_flags, entry, first_look, twin_flags
+from scalerl_jax import early_checks
+from scalerl_jax.cli import command_flags, entry, twin_flags
 from scalerl_jax.config import Config
 from scalerl_jax.system import signals
 
@@ -60,7 +61,7 @@ def _run(
     default: Config | None = None,
     later: bool = False,
     tuned: bool = False,
-    look: first_look.Look | None = None,
+    look: early_checks.Look | None = None,
 ) -> None:
     """define: the command's flags. config: it takes --config. default: that without one. tuned: its malloc is.
 
@@ -90,11 +91,11 @@ def _importing(*modules: str) -> Callable[[], None]:
 
 
 def train() -> None:
-    _run("scalerl_jax.train", command_flags.train, config=True, tuned=True, look=first_look.train)
+    _run("scalerl_jax.train", command_flags.train, config=True, tuned=True, look=early_checks.train)
 
 
 def sft() -> None:
-    _run("scalerl_jax.sft", command_flags.sft, config=True, tuned=True, look=first_look.sft)
+    _run("scalerl_jax.sft", command_flags.sft, config=True, tuned=True, look=early_checks.sft)
 
 
 def serve() -> None:
@@ -103,17 +104,17 @@ def serve() -> None:
 
 def fit() -> None:
     define = _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.watch_flags")
-    _run(f"{CURVES}.scalerl_fit", define, look=first_look.curves("fit", parts_too=True))
+    _run(f"{CURVES}.scalerl_fit", define, look=early_checks.curves("fit", parts_too=True))
 
 
 def compare() -> None:
     define = _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.compare_flags")
-    _run(f"{CURVES}.scalerl_compare", define, look=first_look.curves("compare"))
+    _run(f"{CURVES}.scalerl_compare", define, look=early_checks.curves("compare"))
 
 
 def calibrate() -> None:
     define = _importing("scalerl_jax.cli.fit_flags")
-    _run(f"{CURVES}.scalerl_calibrate", define, look=first_look.curves("calibrate"))
+    _run(f"{CURVES}.scalerl_calibrate", define, look=early_checks.curves("calibrate"))
 
 
 def verify() -> None:
@@ -122,7 +123,7 @@ def verify() -> None:
 
 def evaluate() -> None:
     define = command_flags.evaluate
-    _run("scalerl_jax.evaluate", define, config=True, later=True, tuned=True, look=first_look.evaluate)
+    _run("scalerl_jax.evaluate", define, config=True, later=True, tuned=True, look=early_checks.evaluate)
 
 
 def export() -> None:
@@ -130,7 +131,7 @@ def export() -> None:
 
 
 def plan() -> None:
-    _run("scalerl_jax.plan", twin_flags.define, config=True, later=True, look=first_look.plan)
+    _run("scalerl_jax.plan", twin_flags.define, config=True, later=True, look=early_checks.plan)
 
 
 def study() -> None:

@@ -15,7 +15,8 @@ import json
 import sys
 from typing import Any
 
-from scalerl_jax.cli import entry, first_look, twin_flags
+from scalerl_jax import early_checks
+from scalerl_jax.cli import entry, twin_flags
 from scalerl_jax.cli import plan_flags as given
 from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.planning import (
@@ -44,7 +45,7 @@ def main(config_given: GivenConfig) -> None:
             raise entry.UserError(f"--topology={given.TOPOLOGY.value}: goes without --run and the speeds of a fleet")
         twin.main(config_given, out=given.OUT.value)
         return
-    first_look.plan(config_given, ())
+    early_checks.plan(config_given, ())
     config = config_given.config()
     if config.model.compute_dtype == "auto":  # as on the accelerator
         config.model.compute_dtype = "float32" if config.model.sync_dtype == "float32" else "bfloat16"

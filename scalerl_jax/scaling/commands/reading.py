@@ -1,6 +1,6 @@
 """What scalerl-fit, scalerl-compare and scalerl-calibrate are given: files, and the flags that say how to read them.
 
-Nothing here needs jax, so that a mistake in them is told before it is imported (cli/first_look.py).
+Nothing here needs jax, so that a mistake in them is told before it is imported (early_checks.py).
 """
 
 import os
