@@ -30,14 +30,26 @@ THREADS = {
 }
 # How it ends: its code, and the last line on stderr.
 ENDS = {
-    "well": ("print('done')", 0, ""),
-    "by a mistake": ("print('done'); raise entry.UserError('--workdir=x: no')", 2, "error: --workdir=x: no"),
-    "by a code": ("print('done'); raise SystemExit(3)", 3, ""),
-    "by a fault": ("print('done'); raise RuntimeError('a fault of ours')", 1, "RuntimeError: a fault of ours"),
-    "by a text": ("print('done'); sys.exit('a text')", 1, "a text"),
-    "by a signal": ("print('done'); signals.expect('the line'); signals.request(); never()", 143, "the line"),
+    "well": ("print('done', flush=True)", 0, ""),
+    "by a mistake": (
+        "print('done', flush=True); raise entry.UserError('--workdir=x: no')",
+        2,
+        "error: --workdir=x: no",
+    ),
+    "by a code": ("print('done', flush=True); raise SystemExit(3)", 3, ""),
+    "by a fault": (
+        "print('done', flush=True); raise RuntimeError('a fault of ours')",
+        1,
+        "RuntimeError: a fault of ours",
+    ),
+    "by a text": ("print('done', flush=True); sys.exit('a text')", 1, "a text"),
+    "by a signal": (
+        "print('done', flush=True); signals.expect('the line'); signals.request(); never()",
+        143,
+        "the line",
+    ),
     "after a thread's fault": (
-        "one = threading.Thread(target=lambda: [][1]); one.start(); one.join(); print('done')",
+        "one = threading.Thread(target=lambda: [][1]); one.start(); one.join(); print('done', flush=True)",
         0,
         "IndexError: list index out of range",
     ),
