@@ -20,9 +20,9 @@ def test_a_fit_is_made_on_the_cpu_alone(tmp_path: pathlib.Path, command: str) ->
     """Where JAX_PLATFORMS names an accelerator, JAX would start it, or fail where it cannot be had."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.csv").write_text("\n".join(ROWS) + "\n")
-    program = f"from absl import app; from scalerl_jax.scaling.commands import {command}\n"
-    program += f"try:\n    {command}.run()\nfinally:\n"
-    program += "    import jax; print('platforms', [device.platform for device in jax.devices()])"
+    program = f"import atexit; from scalerl_jax.scaling.commands import {command}\n"
+    program += "def told():\n    import jax; print('platforms', [device.platform for device in jax.devices()])\n"
+    program += f"atexit.register(told)\n{command}.run()"
     arguments = ["a.csv", "b.csv", "--x=x", "--y=y", "--out=out"]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
