@@ -109,7 +109,7 @@ def _row(name: str, found: Mapping[str, Any], configs: Mapping[str, Config], lay
         if LAYOUTS[layout].kind != environment.name:
             raise ValueError(f"{layout}: is a layout for config.environment.name={LAYOUTS[layout].kind}")
         row = layouts.make_row(columns, LAYOUTS[layout])
-        columns[environment.columns.tests] = columns_lib.find(columns, LAYOUTS[layout].tests or "tests")
+        columns = dict(layouts.with_tests(columns, LAYOUTS[layout], environment.columns.tests))
     else:
         compares = environment.name in ("math", "arithmetic") and scores_itself(environment)
         row = columns_lib.make_row(columns, environment.columns, needs=("answer",) if compares else ())

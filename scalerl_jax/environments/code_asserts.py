@@ -51,10 +51,7 @@ def _scalerl_pack(value):
     kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, (set, frozenset)) else ""
     packed = [_scalerl_pack(each) for each in value]
     return {kind: packed} if kind else packed
-"""
 
-_PROGRAM = f"""
-{_VALUES}
 def _scalerl_unpack(value):
     if isinstance(value, list):
         return [_scalerl_unpack(each) for each in value]
@@ -62,8 +59,10 @@ def _scalerl_unpack(value):
         return value
     ((kind, packed),) = value.items()
     each = [_scalerl_unpack(one) for one in packed]
-    return {{"dict": dict, "tuple": tuple, "set": set, "bytes": bytes, "complex": lambda z: complex(*z)}}[kind](each)
+    return {"dict": dict, "tuple": tuple, "set": set, "bytes": bytes, "complex": lambda z: complex(*z)}[kind](each)
+"""
 
+_PROGRAM = """
 def _scalerl_call(name, arguments, keywords):
     solution = globals().get("Solution")
     function = getattr(solution(), name, None) if isinstance(solution, type) else None
@@ -71,9 +70,9 @@ def _scalerl_call(name, arguments, keywords):
     arguments, keywords = _scalerl_unpack(arguments), _scalerl_unpack(keywords)
     try:
         given = function(*arguments, **keywords)
-        return {{"gave": _scalerl_pack(given), "changed": _scalerl_pack(arguments)}}
+        return {"gave": _scalerl_pack(given), "changed": _scalerl_pack(arguments)}
     except Exception as error:
-        return {{"raised": [type(error).__name__, str(error)[:200]]}}
+        return {"raised": [type(error).__name__, str(error)[:200]]}
 """
 
 _TEST = """
@@ -159,7 +158,6 @@ def _scalerl_test(text, known):
         return {"failed": said[:200]}
     return {"passed": True}
 """
-_UNPACK = _PROGRAM[_PROGRAM.index("def _scalerl_unpack") : _PROGRAM.index("def _scalerl_call")]
 
 
 def read(snippets: Sequence[str], *, setup: str = "", stub: str = "", where: str) -> dict[str, Any]:
@@ -220,10 +218,8 @@ def judge(program: str, tests: Mapping[str, Any], config: SandboxConfig, *, impo
     limits, count = Limits.of(config), len(tests["cases"])
     stub = f"{tests['stub']}\n" if tests["stub"] else ""
     with (
-        Sandbox(f"{stub}{program}\n{_PROGRAM}", limits, function="_scalerl_call", names=imports) as programs,
-        Sandbox(
-            f"{_VALUES}{_UNPACK}{_TEST}_scalerl_imports = {tests['setup']!r}", limits, function="_scalerl_test"
-        ) as judges,
+        Sandbox(f"{stub}{program}\n{_VALUES}{_PROGRAM}", limits, function="_scalerl_call", names=imports) as programs,
+        Sandbox(f"{_VALUES}{_TEST}_scalerl_imports = {tests['setup']!r}", limits, function="_scalerl_test") as judges,
     ):
         for number, (text, _) in enumerate(tests["cases"]):
             kind, why = _one(text, programs, judges, end)

@@ -82,7 +82,7 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
 
 def functions(environment: EnvironmentConfig, part: str) -> dict[str, str]:
     """What of the user's own code scores: as it was written, and what metrics call each."""
-    weights = {environment.reward: 1.0} if environment.reward else environment.rewards
+    weights = _chosen(environment)
     names = _names(weights)
     field = parts.as_written(part, _field(environment))
     found = {f"{field}={given}": names[given] for given in weights if given not in (OWN, JUDGE)}
@@ -95,11 +95,15 @@ def _field(environment: EnvironmentConfig) -> str:
     return "config.environment.reward" if environment.reward else "config.environment.rewards"
 
 
+def _chosen(environment: EnvironmentConfig) -> Mapping[str, float]:
+    return {environment.reward: 1.0} if environment.reward else environment.rewards
+
+
 def _weights(environment: EnvironmentConfig) -> Mapping[str, float]:
     """The rewards as the user named them. Raises ValueError where one cannot be, or its file is not there."""
     if environment.reward and environment.rewards:
         raise ValueError("config.environment.reward and config.environment.rewards: give one of them")
-    field, chosen = _field(environment), {environment.reward: 1.0} if environment.reward else environment.rewards
+    field, chosen = _field(environment), _chosen(environment)
     for given, weight in chosen.items():
         if given not in (OWN, JUDGE):
             if not user_code.named(given):
@@ -184,8 +188,13 @@ class _UsersReward:
 
     def check(self, columns: Collection[str]) -> None:
         """Raises ScorerError where it takes what no row has."""
-        if missing := sorted(self._needs - {*columns, *_GIVEN}):
-            raise ScorerError(f"{self._said}: takes {', '.join(missing)}; rows have {', '.join([*_GIVEN, *columns])}")
+        if lacks := self._lacks(columns):
+            raise ScorerError(f"{self._said}: {lacks}")
+
+    def _lacks(self, columns: Collection[str]) -> str:
+        """What it takes and rows with these columns do not have; "": nothing."""
+        missing = sorted(self._needs - {*columns, *_GIVEN})
+        return f"takes {', '.join(missing)}; rows have {', '.join([*_GIVEN, *map(str, columns)])}" if missing else ""
 
     def score(self, row: Row, completion: Completion) -> Score:
         given: dict[str, Any] = {
@@ -198,11 +207,10 @@ class _UsersReward:
             "answer": row.answer,
             "task": row.task,
         }
-        if missing := sorted(self._needs - set(given)):
-            has = f"rows have {', '.join([*_GIVEN, *map(str, row.extra)])}"
+        if lacks := self._lacks(row.extra):
             if not self._has_worked:  # it will not work on any other row either
-                raise ScorerError(f"{self._said}: takes {', '.join(missing)}; {has}")
-            raise self._function.failed(f"takes {', '.join(missing)}; {has}", "columns")
+                raise ScorerError(f"{self._said}: {lacks}")
+            raise self._function.failed(lacks, "columns")
         score = self._function.score(**given if self._takes_all else {n: given[n] for n in self._takes if n in given})
         self._has_worked = True
         return score

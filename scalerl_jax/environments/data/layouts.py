@@ -349,6 +349,11 @@ def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
     )
 
 
+def with_tests(columns: Mapping[str, Any], layout: Layout, column: str) -> Mapping[str, Any]:
+    """The columns with the layout's unit tests, if it has a place for them, under `column`."""
+    return {**columns, column: find(columns, layout.tests)} if layout.tests else columns
+
+
 def has(columns: Mapping[str, Any], layout: Layout) -> bool:
     """Whether a row is one of the layout's: a data set may have others beside them."""
     column, values = layout.only

@@ -106,8 +106,7 @@ class Reader:
             if source.layout:
                 layout = LAYOUTS[source.layout]
                 row = layouts.make_row(columns, layout)
-                if layout.tests:
-                    columns = {**columns, self._environment.columns.tests: columns_lib.find(columns, layout.tests)}
+                columns = layouts.with_tests(columns, layout, self._environment.columns.tests)
             else:
                 row = columns_lib.make_row(columns, self._environment.columns, needs=self._needs)
                 self._suspect(row, name, source)
