@@ -94,6 +94,8 @@ class EnvironmentConfig:
     train_prompts: Positive[int] = 512  # of environments that make theirs: how many distinct training prompts
     minimum_terms: Positive[int] = 3  # arithmetic: terms of the shortest chain; programs: operations
     maximum_terms: Positive[int] = 8  # arithmetic: terms of the longest chain; programs: operations
+    # arithmetic: share of the prompts, held-out ones too, whose answer is a digit drawn at random
+    unanswerable: Share = 0.0
     # how many judge answers, or wait for a judge, at a time; in a mixture the largest of its parts' values is for all
     verifier_processes: Positive[int] = 1
     verifier_seconds: Positive[float] = 5.0  # one answer is judged wrong after this much CPU time

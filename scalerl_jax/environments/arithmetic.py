@@ -13,11 +13,16 @@ so far.
 
 Training and held-out problems are disjoint by construction: a hash of a problem's text says which of the two it is.
 Right is the right integer and nothing else, perhaps with spaces around it.
+
+config.environment.unanswerable = q makes a task whose ceiling is known: of a share q of the prompts of each side, those
+of the lowest hash, the answer is a digit that has nothing to do with the problem. Each of the ten digits is the answer
+of as many of them, so what is expected of the best policy on held-out prompts is 1 - q + q / 10. Traces are as before.
 """
 
 import dataclasses
+import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -33,18 +38,20 @@ _VALIDATION_SEED = 20_251_013  # the held-out problems are the same in every run
 
 
 def make(config: Config) -> Environment:
-    """A row's task is its number of terms."""
+    """A row's task is its number of terms, or "unanswerable"."""
 
     def rows(split: str) -> Iterator[Row]:
         held_out = split == "validation"
-        for problem in problems(
+        found = problems(
             config.evaluation.prompts if held_out else config.environment.train_prompts,
             config.environment,
             seed=config.seed,
             validation=held_out,
-        ):
-            task, name = f"{len(problem.terms) + 1} terms", f"problem {problem.text}"
-            yield Row(problem.text, problem.answer, task=task, name=name)
+        )
+        digits = unanswerable(found, config.environment.unanswerable)
+        for problem in found:
+            task = "unanswerable" if problem in digits else f"{len(problem.terms) + 1} terms"
+            yield Row(problem.text, digits.get(problem, problem.answer), task=task, name=f"problem {problem.text}")
 
     return Environment(rows, score, in_processes=False)
 
@@ -113,6 +120,16 @@ def problems(count: int, environment: EnvironmentConfig, *, seed: int, validatio
         patience=lambda found: 100 * found + 10_000,
         what=f"chains of {minimum_terms} to {maximum_terms} terms",
     )
+
+
+def unanswerable(found: Sequence[Problem], share: float) -> dict[Problem, str]:
+    """The answers of a share of the problems, those of the lowest hash: each digit as often as the others."""
+
+    def draw(problem: Problem) -> bytes:
+        return hashlib.blake2b(problem.text.encode(), digest_size=8, person=b"unanswerable").digest()
+
+    chosen = sorted(found, key=draw)[: round(share * len(found))]
+    return {problem: str(place % 10) for place, problem in enumerate(chosen)}
 
 
 def trace(problem: Problem, rng: np.random.Generator, *, error_rate: float, phrase: str = "") -> tuple[Piece, ...]:

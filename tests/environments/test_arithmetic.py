@@ -125,3 +125,28 @@ def test_an_answer_and_its_vote(said, correct, answer):
     found = arithmetic.score(Row("3+4=", "7"), said)
     assert (found.reward, found.correct, found.answer) == (1.0 if correct else -1.0, correct, answer)
     assert found.why.endswith("said 7" if correct else "wanted 7") and len(found.why) < 60
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 1.0])
+def test_what_is_unanswerable_caps_every_policy_at_a_known_rate(tokenizer, share):
+    config = Config()
+    config.evaluation.prompts, config.environment.train_prompts = 300, 400
+    plain = load_rows(config, tokenizer)
+    config.environment.unanswerable = share
+    rows = load_rows(config, tokenizer)
+    for before, after in ((plain.train, rows.train), (plain.held_out, rows.held_out)):
+        assert [row.text for row in after] == [row.text for row in before]
+        random = [row for row in after if row.task == "unanswerable"]
+        assert len(random) == round(share * len(after))
+        counts = np.bincount([int(row.answer) for row in random], minlength=10)
+        assert counts.max() - counts.min() <= 1
+        answerable = [(a, b) for a, b in zip(after, before) if a.task != "unanswerable"]
+        assert all(a.answer == b.answer and a.task == b.task for a, b in answerable)
+        # The sum is right of what is left, and of the rest as often as chance has it: 6 standard deviations.
+        right = sum(arithmetic.score(a, b.answer).correct for a, b in zip(after, before))
+        assert abs(right - (len(after) - 0.9 * len(random))) <= 6 * (0.09 * len(random)) ** 0.5
+    # A hash chooses, so a held-out problem is answered alike in every run of these settings.
+    config.seed = 1
+    assert [(row.text, row.answer) for row in load_rows(config, tokenizer).held_out] == [
+        (row.text, row.answer) for row in rows.held_out
+    ]
