@@ -1,7 +1,8 @@
 """The models that the runs of a study start from: the base's model.path where it is there, else ones made here.
 
     WORKDIR/warm-start                  of the base, for all runs that do not change it
-    WORKDIR/warm-start-error_rate_0.4   of runs whose sft.* or environment.* is not the base's, named by what differs
+    WORKDIR/warm-start-error_rate_0.4   of runs whose sft.* or environment.* makes other traces than the base's, named by
+                                        what differs
 
 What else a run changes (its trainer's steps, seed, loss) makes no other model. A run that changes sft.* asks for
 another model by that, and gets one though the base's is there; one that changes the environment alone starts from it.
@@ -19,6 +20,7 @@ from scalerl_jax.study.members import Study
 
 _FOLDER = "warm-start"
 _GROUPS = ("sft.", "environment.", "mixture.")
+_OF_PROMPTS_ALONE = ("environment.train_prompts", "environment.unanswerable")  # they change no trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,8 @@ def starts(study: Study, workdir: str) -> Starts:
 
 def _differences(base: Config, config: Config) -> dict[str, object]:
     before, after = leaves(base), leaves(config)
-    return {field: after[field] for field in after if field.startswith(_GROUPS) and before.get(field) != after[field]}
+    asked = [field for field in after if field.startswith(_GROUPS) and field not in _OF_PROMPTS_ALONE]
+    return {field: after[field] for field in asked if before.get(field) != after[field]}
 
 
 def _warm_start(base: Config, config: Config, differ: dict[str, object]) -> WarmStart:

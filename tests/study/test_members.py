@@ -134,6 +134,7 @@ def test_models_are_made_for_what_differs_in_them(tmp_path: pathlib.Path) -> Non
     folders = {name: one.name for name, one in found.made.items()}
     assert set(folders) == set(study.runs)
     assert folders["scalerl"] == folders["phased_8"] == folders["learning_rate_4x"] == "warm-start"
+    assert folders["few_prompts"] == "warm-start"  # other prompts, and the same traces
     assert folders["slips_2x"] == "warm-start-error_rate_0.4"
     assert folders["easier"] == "warm-start-minimum_terms_4-maximum_terms_8"
     assert found.models["easier"] == str(tmp_path / "study" / folders["easier"] / "model")
