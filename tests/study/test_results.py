@@ -28,7 +28,7 @@ def made(tmp_path: pathlib.Path, *names: str, left_out: tuple[str, ...] = (), se
 
 def test_members_are_fitted_and_compared(tmp_path: pathlib.Path) -> None:
     one = made(tmp_path, "two", "seeds", left_out=("seed_7",))
-    found = results(one, str(tmp_path / "study" / "runs"), x="device_hours")
+    found = results(one, str(tmp_path / "study" / "runs"), x="model_flops")
     two, seeds = found.studies
     plain, slow = two.members
     assert plain.curve is not None and plain.curve.fit.asymptote == pytest.approx(0.9, abs=0.05)
@@ -95,8 +95,10 @@ def test_the_files(tmp_path: pathlib.Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * 27
     assert list(rows[0]) == [
-        "run", "recipe", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials", "pass_rate",
+        "run", "recipe", "task", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials",
+        "pass_rate",
     ]  # fmt: skip
+    assert {row["task"] for row in rows} == {"arithmetic"}
     assert {row["run"]: row["recipe"] for row in rows} == {"plain": "plain", "slow": "slow", "seed_6": "plain"}
     last = next(row for row in rows if row["run"] == "plain" and row["step"] == "130")
     assert last["members"] == "two/plain seeds/seed_5" and last["seed"] == "5" and last["trials"] == "800"
