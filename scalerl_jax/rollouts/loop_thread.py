@@ -5,7 +5,6 @@ import concurrent.futures
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -84,13 +83,12 @@ class LoopThread:
 
         if not self.post(run):
             raise self._failure or RuntimeError(f"the {self._name} is closed")
-        deadline = time.monotonic() + CALL_SECONDS
-        while not concurrent.futures.wait([future], timeout=1.0).done:
+        for _ in range(int(CALL_SECONDS)):  # not by the clock: the process may be stopped for longer, and go on
+            if concurrent.futures.wait([future], timeout=1.0).done:
+                return future.result()
             if not self._thread.is_alive() and not future.done():
                 raise self._failure or RuntimeError(f"the {self._name} is closed")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the {self._name} does not answer for {CALL_SECONDS:.0f} s")
-        return future.result()
+        raise RuntimeError(f"the {self._name} does not answer for {CALL_SECONDS:.0f} s")
 
     def post(self, function: Callable[..., None], *args: Any) -> bool:
         """Lets the loop's thread run `function` soon. False: it is closed."""

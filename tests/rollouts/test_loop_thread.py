@@ -1,6 +1,9 @@
 """Whatever goes wrong on the loop's thread is raised by the next call from outside, and nobody waits for ever."""
 
 import asyncio
+import concurrent.futures
+import time
+import types
 
 import pytest
 
@@ -58,3 +61,19 @@ def test_the_first_failure_counts(thread):
     thread.post(broken)
     thread.post(lambda: thread.fail(KeyError("a later one")))
     raised_by_calls(thread, "no such server")
+
+
+def test_a_process_that_was_stopped_during_a_call_goes_on(thread, monkeypatch):
+    """Its clock is hours ahead when it goes on, and the loop has not answered yet."""
+    ahead, now, look = [0.0], time.monotonic, concurrent.futures.wait
+
+    def stopped(futures, timeout):
+        if ahead[-1]:
+            return look(futures, timeout)
+        ahead.append(1e4)
+        return types.SimpleNamespace(done=set())
+
+    monkeypatch.setattr(time, "monotonic", lambda: now() + ahead[-1])
+    monkeypatch.setattr(concurrent.futures, "wait", stopped)
+    thread.start(list)
+    assert thread.call(lambda: 7) == 7 and ahead[-1]
