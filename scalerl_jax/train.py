@@ -314,6 +314,7 @@ def train(config: Config) -> None:
             score=scorer.score,
             on_event=sync_stats.event,
             observe=observe,
+            serving=ledger.serving,
             parts=lead.parts(learner) if lead is not None else None,
         )
         stack.callback(fleet.close)
@@ -347,6 +348,7 @@ def train(config: Config) -> None:
             learner=learner,
             arrays=curriculum.state,
             evaluations=evaluations,
+            ledger=ledger,
             step=start,
         )
         metrics = StepMetrics(config, folder=folder, tokenizer=tokenizer, line=line, told=guard.wrap(told.row))

@@ -66,6 +66,7 @@ class Fleet:
             ("version", {step, changed, delta_bytes, ...}).
         observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
             whether its counters are to be believed from here on only.
+        serving: whether a server is admitted; at each change, and at least every TICK_SECONDS.
         parts: of a trainer of several hosts; None: there is one.
     """
 
@@ -80,12 +81,14 @@ class Fleet:
         score: Callable[[Row, codec.Completion], "concurrent.futures.Future[Score]"],
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, anew: None,
+        serving: Callable[[bool], None] = lambda serving: None,
         parts: Parts | None = None,
     ):
         if not servers.addresses:
             raise FleetError("no rollout server is given")
         self._config, self._addresses, self._requests, self._buffer = config, servers.addresses, requests, buffer
         self._on_event, self._plaintext = on_event, Plaintext(servers.credentials)
+        self._serving = serving
         self._thread = LoopThread("fleet")
         self._scoring = Scoring(score, post=self._thread.post, fail=self._fail, finished=self._group_finished)
         self._something = threading.Event()  # the caller should look
@@ -338,6 +341,7 @@ class Fleet:
         self._pool.release_departed()
         self._advance_evaluations()
         active = self._pool.in_state(states.ACTIVE)
+        self._serving(bool(active or self._pool.in_state(states.LEAVING)))  # one that leaves finishes what it has
         if not active:
             self._publish_for_candidates()
         dispatch(active, self._buffer_of, typical_seconds=self._typical_seconds, now=time.monotonic())

@@ -17,6 +17,7 @@ from typing import Any
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.run.alarms import SIGNS
 from scalerl_jax.run.collapse import COLLAPSE
+from scalerl_jax.run.ledger_file import CLASSES
 from scalerl_jax.system.metrics_endpoint import Family, Samples
 
 PREFIX = "scalerl_trainer_"
@@ -41,7 +42,7 @@ STEP_GAUGES = {
     "gradient_norm": ("gradient_norm", "Norm of the latest gradient."),
     "group_seconds": ("group_seconds", "From asking for a group to its last completion, mean of the batch."),
 }
-ROLES, STATES = ("trainer", "generator"), ("busy", "idle", "evaluation", "setup")
+ROLES, STATES = ("trainer", "generator"), CLASSES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,19 @@
 """The compute ledger: what a run has cost so far, in device-hours and in model FLOPs, whatever was killed on the way.
 
 Every second of the trainer's devices is in exactly one class: busy (an update is computed), idle (it waits), evaluation
-(it waits because every server evaluates) or set-up (before `begin`: loading, compiling, the probe; again after each
-restart). A generator's seconds come from the counters of its status replies, times its devices, in the same classes.
+(it waits because every server evaluates), set-up (before `begin`: loading, compiling, the probe; again after each
+restart) or stalled, which is no compute:
+
+    storage      the trainer's thread is inside `trainer("stalled")`: a checkpoint is saved
+    no server    the trainer would be idle, and no server is admitted
+    stopped      for over STOPPED_SECONDS nothing called the ledger: the process was stopped, whatever it did before
+
+A generator's seconds come from the counters of its status replies, times its devices, in the same classes. `up` and
+`busy` are what they grow by from one status to the next, `watched` the time that this trainer has seen of that, and
+`stall` how much of it the trainer stalled. What the generator does meanwhile stays busy:
+
+    rest = max(0, min(up, watched) - busy)        stalled = min(rest, stall)        idle = rest - stalled
+
 The x axis of the fit, `device_hours`, is busy and idle of both sides: the row of the evaluation at step 0, which is
 written before `begin`, is at 0 exactly.
 
@@ -21,9 +32,11 @@ have caught up: no column ever falls.
 What is booked is finite and not negative, whatever anybody reports: a status is believed or dropped before it comes
 here (rollouts/servers/validate_status.py); a file that says otherwise is repaired from the run (ledger_file.py).
 
-Left out on purpose: norms, softmax and the optimizer (well under 1 %), and the probe's scoring.
+Left out on purpose: norms, softmax and the optimizer (well under 1 %), and the probe's scoring; of stalls the writing
+of rows, a few milliseconds a step.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -39,6 +52,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.tensor_layout import layout
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
+from scalerl_jax.rollouts.loop_thread import CALL_SECONDS
 from scalerl_jax.run import ledger_file
 from scalerl_jax.system.files import write_whole
 
@@ -46,6 +60,10 @@ _log = logging.getLogger(__name__)
 
 _SLACK_SECONDS = 1.0  # between two machines' ideas of when something began
 _AWAY_SLACK_SECONDS = 60.0  # between two trainers' wall clocks
+# The fleet's loop calls `serving` twice a second, during an update, too. A call into the loop that it does not answer
+# within CALL_SECONDS ends the run: where the loop called nobody for longer than that, no thread ran.
+STOPPED_SECONDS = CALL_SECONDS
+_STALLS_REMEMBERED = 64  # the latest; of a status that spans more of them, the older ones are idle time
 _SERVERS_REMEMBERED = 4096  # last counters kept of that many server processes; an older one is met as if new
 
 
@@ -143,6 +161,8 @@ class Ledger:
         self._start = self._mark = self._saved = clock()
         self._kind = "idle"
         self._began = False
+        self._serving: bool | None = None  # whether a server is; None: no fleet calls us
+        self._stalls: collections.deque[tuple[float, float]] = collections.deque(maxlen=_STALLS_REMEMBERED)
         self._met: dict[str, float] = {}  # server -> clock of its latest status in this process
         self._books = ledger_file.nothing_spent()
         if os.path.exists(path):
@@ -150,8 +170,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def trainer(self, kind: str) -> Iterator[None]:
-        """While inside, the trainer's time is "busy" or "evaluation"; outside it is idle. Nests."""
-        assert kind in ("busy", "evaluation", "idle"), kind
+        """While inside, the trainer's time is "busy", "evaluation" or "stalled"; outside it is idle. Nests."""
+        assert kind in ("busy", "evaluation", "stalled", "idle"), kind
         with self._lock:
             self._advance()
             outer, self._kind = self._kind, kind
@@ -169,6 +189,14 @@ class Ledger:
             self._advance()
             self._began = True
 
+    def serving(self, serving: bool) -> None:
+        """Whether a server is admitted: called at each change, and from the first call on all the time, see
+        STOPPED_SECONDS."""
+        with self._lock:
+            self._advance()
+            self._serving = serving
+        self._save_if_due()
+
     def observe(self, server_id: str, counters: ServerCounters, *, evaluating: bool, anew: bool = False) -> None:
         """Books what a server did since its last status; `evaluating`: it did so for an evaluation.
 
@@ -177,8 +205,8 @@ class Ledger:
         No process is booked for more time than it was up. Call it at each heartbeat, and where a server enters or
         leaves an evaluation: an interval is in one class.
         """
-        now = self._clock()
         with self._lock:
+            now = self._advance()
             servers, heard = self._books["servers"], self._books["heard"]
             before = servers.pop(server_id, None)
             if before is None:
@@ -195,12 +223,17 @@ class Ledger:
                 oldest = next(iter(servers))
                 for known in (servers, self._met, heard):
                     known.pop(oldest, None)
-            watched = now - self._met.get(server_id, self._start)
+            met = self._met.get(server_id, self._start)
             self._met[server_id] = now
 
-            idle = min(up - busy, max(watched - busy, 0.0))
+            idle = min(up - busy, max(now - met - busy, 0.0))
+            since = max(met, now - up)
+            stall = sum(max(0.0, end - max(start, since)) for start, end in self._stalls)
+            stalled = min(idle, stall)
+            idle -= stalled
             kind = "evaluation" if evaluating else "training" if self._began else "setup"
             seconds = self._books["seconds"]
+            seconds["generator_stalled"] += stalled * counters.devices
             if kind == "training":
                 seconds["generator_busy"] += busy * counters.devices
                 seconds["generator_idle"] += idle * counters.devices
@@ -244,6 +277,7 @@ class Ledger:
         {trainer,generator}_{busy,idle}_hours    its four parts
         {trainer,generator}_evaluation_hours     outside of x
         {trainer,generator}_setup_hours          outside of x
+        {trainer,generator}_stalled_hours        outside of x
         model_flops                              trainer_flops + generator_flops: the fit's other x
         evaluation_flops, setup_flops            outside of it
         trained_tokens                           prompt tokens included
@@ -302,12 +336,20 @@ class Ledger:
         away = max(0.0, self._wall() - heard) + _AWAY_SLACK_SECONDS
         return counters.up_seconds - before.up_seconds <= away
 
-    def _advance(self) -> None:
-        """Books the trainer's time up to now."""
-        now = self._clock()
-        kind = "evaluation" if self._kind == "evaluation" else self._kind if self._began else "setup"
-        self._books["seconds"][f"trainer_{kind}"] += (now - self._mark) * self._devices
+    def _advance(self) -> float:
+        """Books the trainer's time up to now, which is returned."""
+        now, start, kind = self._clock(), self._mark, self._kind
         self._mark = now
+        if not self._began:
+            kind = "evaluation" if kind == "evaluation" else "setup"
+        elif self._serving is not None and (now - start > STOPPED_SECONDS or (kind == "idle" and not self._serving)):
+            kind = "stalled"
+        self._books["seconds"][f"trainer_{kind}"] += (now - start) * self._devices
+        if kind == "stalled":
+            if self._stalls and self._stalls[-1][1] == start:
+                start, _ = self._stalls.pop()
+            self._stalls.append((start, now))
+        return now
 
     def _generator_flops(self, kind: str) -> float:
         finished = self._books["finished"]["evaluation" if kind == "evaluation" else "training"]

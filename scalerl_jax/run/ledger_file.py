@@ -22,7 +22,8 @@ _MOST = {
     "tokens": 1e18,
 }  # 28 million device-hours, ...: far beyond any run
 
-CLASSES = ("busy", "idle", "evaluation", "setup")
+CLASSES = ("busy", "idle", "evaluation", "setup", "stalled")
+_LATER = ("trainer_stalled", "generator_stalled")  # which an older file and its rows lack: nothing
 TOKENS = ("training", "evaluation", "setup")
 _PARTS = {  # of the file: its numbers, each with its unit
     "seconds": {f"{side}_{kind}": "seconds" for side in ("trainer", "generator") for kind in CLASSES},
@@ -60,7 +61,7 @@ def read(path: str) -> dict[str, Any]:
     for part, units in _PARTS.items():
         values = _object(saved, part)
         for name, unit in units.items():
-            _check(f"{part}.{name}", values.get(name), unit)
+            _check(f"{part}.{name}", values.get(name, 0.0 if name in _LATER else None), unit)
     for kind in ("training", "evaluation"):
         _check_all(f"finished.{kind}", _object(saved, "finished").get(kind), "four", 4, "flops")
     for name, values in _object(saved, "servers").items():
@@ -130,6 +131,7 @@ def _sane(columns: Any) -> dict[str, float]:
     units = dict.fromkeys(("device_hours", *(f"{name}_hours" for name in _PARTS["seconds"])), "hours")
     units |= dict.fromkeys(("trainer_flops", *_FLOPS.values()), "flops")
     units |= dict.fromkeys(("trained_tokens", "sampled_tokens", "evaluation_tokens"), "tokens")
+    columns = {f"{name}_hours": 0.0 for name in _LATER} | columns
     for name, unit in units.items():
         _check(name, columns.get(name), unit)
     return {name: columns[name] for name in units}

@@ -151,10 +151,12 @@ LEDGER_COLUMNS: Names = {
     "trainer_idle_hours": ("device-hours", "the trainer waited"),
     "trainer_evaluation_hours": ("device-hours", "the trainer waited since all servers evaluated; not in device_hours"),
     "trainer_setup_hours": ("device-hours", "loading, compiling, meeting servers; not in device_hours"),
+    "trainer_stalled_hours": ("device-hours", "held up by a save, no server or a stopped process; not in device_hours"),
     "generator_busy_hours": ("device-hours", "generators sampled for training"),
     "generator_idle_hours": ("device-hours", "generators had nothing to sample"),
     "generator_evaluation_hours": ("device-hours", "generators evaluated; not in device_hours"),
     "generator_setup_hours": ("device-hours", "generators before training began; not in device_hours"),
+    "generator_stalled_hours": ("device-hours", "generators were idle while the trainer stalled; not in device_hours"),
     "model_flops": ("FLOPs", "trainer_flops + generator_flops: the other axis of the fit"),
     "trainer_flops": ("FLOPs", "updates, by formula: forward and backward pass"),
     "generator_flops": ("FLOPs", "sampling for training, by formula"),
@@ -203,7 +205,7 @@ EVALUATION: Names = {
     "environments/*/*": ("", "the keys above for each environment of a mixture, from prompts to score/*"),
 }
 LEDGER_FILE: Names = {
-    "seconds/*": ("device-seconds", "trainer and generators, each by busy, idle, evaluation and setup"),
+    "seconds/*": ("device-seconds", "trainer and generators, each by busy, idle, evaluation, setup and stalled"),
     "trainer/flops": ("FLOPs", "updates"),
     "trainer/tokens": ("tokens", "tokens trained on, prompts included"),
     "sampled/*": ("tokens", "tokens sampled, by training, evaluation and setup"),

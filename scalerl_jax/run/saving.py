@@ -11,6 +11,7 @@ from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.step import Learner
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.ledger import Ledger
 from scalerl_jax.system import memory, signals
 
 
@@ -26,11 +27,12 @@ class Saving:
         learner: Learner,
         arrays: Callable[[], Mapping[str, np.ndarray]],
         evaluations: Evaluations,
+        ledger: Ledger,
         step: int,
     ):
         """arrays: what is saved beside the learner's state. step: where the run begins, or goes on."""
         self._config, self._folder, self._checkpoints, self._learner = config, folder, checkpoints, learner
-        self._arrays, self._evaluations = arrays, evaluations
+        self._arrays, self._evaluations, self._ledger = arrays, evaluations, ledger
         self.step = self.saved = step
         self._due = False
 
@@ -48,7 +50,8 @@ class Saving:
     def _save(self) -> None:
         manifest: dict[str, Any] = {"version": self.step, "incarnation": self._folder.incarnation}
         manifest["seed"] = self._config.seed
-        self._checkpoints.save(self.step, self._learner.state, manifest=manifest, arrays=self._arrays())
+        with self._ledger.trainer("stalled"):  # until the state is copied, and the save before it is on disk
+            self._checkpoints.save(self.step, self._learner.state, manifest=manifest, arrays=self._arrays())
         self.saved, self._due = self.step, False
         signals.expect(f"interrupted: the same command goes on from step {self.step}")
         memory.trim()
@@ -79,7 +82,8 @@ class Saving:
         owed = self._evaluations.owes(self.step)
         if self.step > self.saved and not (owed and min(owed) >= self.saved):
             self._save()
-        self._checkpoints.wait()
+        with self._ledger.trainer("stalled"):
+            self._checkpoints.wait()
         if self.saved < self.step:
             return (
                 f"interrupted: the same command goes on from step {self.saved}, saved last, not from step {self.step}: "

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from scalerl_jax.run.ledger_file import CLASSES
 from tests.hostile.liars import Liars
 from tests.hostile.modes import DROPPED, LEFT_OUT, MODES, RUNS, SENT_AWAY, STANDING, Mode, lines_about
 from tests.hostile.status_lies import FORGED
@@ -52,11 +53,10 @@ def genuine(tmp_path: pathlib.Path, model: str) -> Iterator[str]:
 def booked(run: Run) -> dict[str, float]:
     """What the last row says that generators have spent, in all classes."""
     compute = run.metrics[-1]["compute"]
-    kinds = ("busy", "idle", "evaluation", "setup")
     return {
-        "seconds": 3600 * sum(compute[f"generator_{kind}_hours"] for kind in kinds),
+        "seconds": 3600 * sum(compute[f"generator_{kind}_hours"] for kind in CLASSES),
         "sampled": compute["sampled_tokens"] + compute["evaluation_tokens"],
-        "trainer": 3600 * sum(compute[f"trainer_{kind}_hours"] for kind in kinds),
+        "trainer": 3600 * sum(compute[f"trainer_{kind}_hours"] for kind in CLASSES),
     }
 
 

@@ -161,6 +161,7 @@ class Trainer:
         self.events: list[tuple[str, dict]] = []
         self.observed: list = []  # (status, evaluating)
         self.anew: list[bool] = []  # of each of them
+        self.serving: list[bool] = []  # at each call
         self.batches: list[list[FinishedGroup]] = []
         self.admitted: list[str] = []
         self.approves = True  # of every evaluation
@@ -189,6 +190,7 @@ class Trainer:
             score=scorer or (lambda row, completion: self.scorers.submit(score, row, completion)),
             on_event=lambda kind, fields: self.events.append((kind, fields)),
             observe=self.observe,
+            serving=self.serving.append,
         )
 
     def __enter__(self) -> "Trainer":

@@ -2,6 +2,7 @@
 whose trainer does, which is no fault of the server's."""
 
 import asyncio
+import itertools
 
 import grpc
 import pytest
@@ -83,6 +84,19 @@ def test_a_server_that_comes_and_goes_is_sent_away(liar, honest, monkeypatch, ma
         trainer.update_until(sent_away)
         trainer.update()
         trainer.check()
+
+
+def test_the_fleet_tells_whether_a_server_is_admitted_and_goes_on_telling_it(liar):
+    with Trainer(config(), [liar]) as trainer:
+        eventually(lambda: trainer.states()[liar.address] == "candidate")
+        trainer.admit_all()
+        liar.status = lambda reply: (grpc.StatusCode.UNAVAILABLE, "restarting")
+        eventually(lambda: trainer.states()[liar.address] == "connecting")
+        told = len(trainer.serving)
+        eventually(lambda: len(trainer.serving) > told + 4)  # nothing changes
+        liar.status = lambda reply: reply
+        trainer.admit_until(lambda: len(trainer.admitted) == 2)
+    assert [serving for serving, _ in itertools.groupby(trainer.serving)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.run.ledger import Ledger, ModelShape, ServerCounters
-from scalerl_jax.run.ledger_file import read
+from scalerl_jax.run.ledger import STOPPED_SECONDS, Ledger, ModelShape, ServerCounters
+from scalerl_jax.run.ledger_file import CLASSES, read
 from tests.support.models import toy_decoder
 
 SHAPE = ModelShape.of(
@@ -125,16 +125,175 @@ def test_the_file_is_at_most_a_second_old_and_always_whole(tmp_path):
     assert 9 <= len(set(written)) <= 11
 
 
-@settings(max_examples=40, deadline=None)
+class Stalling:
+    """A trainer of 4 devices and a server of 2, with a fleet that calls twice a second; they began long ago."""
+
+    def __init__(self, path, *, begun=True):
+        self.clock = Clock()
+        self.ledger = make(path, self.clock)
+        self.serving, self.up, self.busy = True, 0.0, 0.0
+        self.tick()
+        if begun:
+            self.ledger.begin()
+
+    def tick(self):
+        self.ledger.observe("a", counters(up=self.up, busy=self.busy), evaluating=False)
+        self.ledger.serving(self.serving)
+
+    def stand_still(self, seconds, busy=0.0):
+        """Time passes, and nobody calls the ledger. busy: of the server, in that time."""
+        self.clock.now += seconds
+        self.up, self.busy = self.up + seconds, self.busy + busy
+
+    def passes(self, seconds, busy=0.0):
+        for _ in range(round(2 * seconds)):
+            self.stand_still(0.5, busy * 0.5 / seconds)
+            self.tick()
+
+    def work(self):
+        """10 s of an update and 4 s of waiting; the server is busy for 7 s of it."""
+        with self.ledger.trainer("busy"):
+            self.passes(10, busy=5)
+        self.passes(4, busy=2)
+
+    def booked(self):
+        return {name: 3600 * hours for name, hours in self.ledger.snapshot().items() if name.endswith("hours")}
+
+
+def storage(run):
+    with run.ledger.trainer("stalled"):
+        run.passes(30)
+
+
+def storage_that_holds_the_process(run):
+    with run.ledger.trainer("stalled"):
+        run.stand_still(300)
+
+
+def no_server(run):
+    run.serving = False
+    run.tick()
+    run.passes(1000)
+    run.serving = True
+    run.tick()
+
+
+def stopped(run):
+    run.stand_still(4000)
+    run.tick()
+
+
+def stopped_in_an_update(run):
+    with run.ledger.trainer("busy"):
+        stopped(run)
+
+
+def stopped_in_an_evaluation(run):
+    with run.ledger.trainer("evaluation"):
+        run.stand_still(4000)
+
+
+STALLS = {storage: 30, storage_that_holds_the_process: 300, no_server: 1000, stopped: 4000, stopped_in_an_update: 4000,
+          stopped_in_an_evaluation: 4000}  # fmt: skip
+
+
+@pytest.mark.parametrize("stall", STALLS, ids=lambda stall: stall.__name__)
+def test_a_stall_is_no_compute(tmp_path, stall):
+    """The same work with and without one; its seconds are those of the stall and in no other class."""
+    with_one, without = Stalling(tmp_path / "a"), Stalling(tmp_path / "b")
+    for run in (with_one, without):
+        run.work()
+    stall(with_one)
+    for run in (with_one, without):
+        run.work()
+    expected = {"trainer_stalled_hours": 4 * STALLS[stall], "generator_stalled_hours": 2 * STALLS[stall]}
+    assert without.booked()["device_hours"] == pytest.approx(28 * (4 + 2))
+    assert with_one.booked() == pytest.approx(without.booked() | expected)
+
+
+def test_what_a_server_does_while_the_trainer_stalls_stays_busy(tmp_path):
+    run = Stalling(tmp_path / "l")
+    with run.ledger.trainer("stalled"):
+        run.passes(20, busy=15)
+    run.passes(3, busy=1)
+    row = run.booked()
+    assert [row[f"generator_{kind}_hours"] for kind in CLASSES] == pytest.approx([2 * 16, 2 * 2, 0, 0, 2 * 5])
+
+
+def test_only_a_trainer_that_waits_is_stalled_without_servers(tmp_path):
+    run = Stalling(tmp_path / "l")
+    run.serving = False
+    run.tick()
+    for kind, seconds in (("busy", 5), ("evaluation", 7), ("idle", 3)):
+        with run.ledger.trainer(kind):
+            run.passes(seconds)
+    row = run.booked()
+    assert [row[f"trainer_{kind}_hours"] for kind in CLASSES] == pytest.approx([4 * 5, 0, 4 * 7, 0, 4 * 3])
+    assert row["generator_stalled_hours"] == pytest.approx(2 * 3)
+
+
+def test_a_step_in_which_the_fleet_calls_late_is_no_stall(tmp_path):
+    run = Stalling(tmp_path / "l")
+    with run.ledger.trainer("busy"):
+        for _ in range(100):
+            run.stand_still(STOPPED_SECONDS, busy=STOPPED_SECONDS)
+            run.tick()
+    row = run.booked()
+    assert row["trainer_busy_hours"] == pytest.approx(400 * STOPPED_SECONDS)
+    assert row["trainer_stalled_hours"] == row["generator_stalled_hours"] == 0
+
+
+def test_a_trainer_that_no_fleet_calls_is_never_stopped(tmp_path):
+    """Nor is one before training begins: it loads and compiles for as long as that takes."""
+    clock = Clock()
+    ledger = make(tmp_path / "l", clock)
+    with ledger.trainer("stalled"):
+        clock.now += 1e4
+    ledger.begin()
+    clock.now += 1e4
+    row = ledger.snapshot()
+    assert hours(row, "trainer_setup", "trainer_idle", "trainer_stalled") == [4e4, 4e4, 0]
+    run = Stalling(tmp_path / "m", begun=False)
+    no_server(run)
+    stopped(run)
+    assert run.booked()["trainer_setup_hours"] == pytest.approx(4 * 5000)
+
+
+def test_a_server_that_started_after_a_stall_was_not_stalled(tmp_path):
+    run = Stalling(tmp_path / "l")
+    storage(run)
+    run.passes(20)
+    run.ledger.observe("b", counters(up=15, busy=3), evaluating=False)  # met 20 s after the stall
+    with run.ledger.trainer("stalled"):
+        run.passes(4)
+        run.ledger.observe("c", counters(up=9, busy=3), evaluating=False)  # 5 s before it began
+    row = run.booked()
+    assert row["generator_stalled_hours"] == pytest.approx(2 * (30 + 4 + 4))
+    assert row["generator_idle_hours"] == pytest.approx(2 * (20 + 12 + 2))
+
+
+def test_with_no_server_the_file_is_at_most_a_second_old_too(tmp_path):
+    run = Stalling(tmp_path / "l")
+    run.serving = False
+    run.tick()
+    for _ in range(20):
+        run.clock.now += 0.5
+        run.ledger.serving(False)
+    saved = read(str(tmp_path / "l"))
+    assert saved["seconds"]["trainer_stalled"] >= 4 * 9
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9))
 def test_every_second_is_in_exactly_one_class(tmp_path_factory, seed):
-    """A random run with restarts of trainer and servers: classes sum to the time there was, and nothing shrinks."""
+    """A random run with restarts of trainer and servers, and with stalls of each kind: classes sum to the time there
+    was, and nothing shrinks."""
     rng = random.Random(seed)
     path = tmp_path_factory.mktemp("ledger") / "l"
     clock = Clock()
     total = {"trainer": 0.0, "generator": 0.0}
     rows = []
-    ledger = make(path, clock, devices=1)
+    ledger = Ledger(str(path), trainer_devices=1, shape=SHAPE, clock=clock, wall=clock)
     server, up, busy, name = {}, 0.0, 0.0, 0
 
     def observe():
@@ -144,10 +303,10 @@ def test_every_second_is_in_exactly_one_class(tmp_path_factory, seed):
         server["seen"] = up
 
     for _ in range(rng.randint(1, 60)):
-        kind = rng.choice(["pass", "pass", "busy", "observe", "server dies", "trainer dies", "begin", "row"])
-        if kind in ("pass", "busy"):
-            seconds = rng.uniform(0, 3)
-            with ledger.trainer(rng.choice(["busy", "evaluation", "idle"])):
+        kind = rng.choice(["pass", "pass", "stop", "serving", "observe", "server dies", "trainer dies", "begin", "row"])
+        if kind in ("pass", "stop"):
+            seconds = rng.uniform(0, 3) if kind == "pass" else rng.uniform(0, 5 * STOPPED_SECONDS)
+            with ledger.trainer(rng.choice(["busy", "evaluation", "idle", "stalled"])):
                 clock.now += seconds
             total["trainer"] += seconds
             up += seconds
@@ -159,19 +318,21 @@ def test_every_second_is_in_exactly_one_class(tmp_path_factory, seed):
         elif kind == "trainer dies":
             observe()
             ledger.save()
-            ledger = make(path, clock, devices=1)
+            ledger = Ledger(str(path), trainer_devices=1, shape=SHAPE, clock=clock, wall=clock)
         elif kind == "begin":
             ledger.begin()
         elif kind == "observe":
             observe()
+        elif kind == "serving":
+            ledger.serving(rng.random() < 0.5)
         else:
             rows.append(ledger.snapshot())
     observe()
     total["generator"] += up
     rows.append(ledger.snapshot())
     for side, seconds in total.items():
-        classes = [rows[-1][f"{side}_{kind}_hours"] for kind in ("busy", "idle", "evaluation", "setup")]
-        assert sum(classes) * 3600 == pytest.approx(seconds, abs=1e-6)
+        classes = [rows[-1][f"{side}_{kind}_hours"] for kind in CLASSES]
+        assert min(classes) >= 0 and sum(classes) * 3600 == pytest.approx(seconds, abs=1e-6)
     for earlier, later in itertools.pairwise(rows):
         assert all(later[key] >= earlier[key] for key in earlier)
         assert later["device_hours"] == pytest.approx(
@@ -371,7 +532,19 @@ def test_a_ledger_of_an_older_trainer_is_read(tmp_path):
     before = spend(tmp_path)
     path = tmp_path / "ledger.json"
     changed(path, lambda saved: [saved.pop(name) for name in ("recovered", "heard")])
+    changed(path, lambda saved: [saved["seconds"].pop(f"{side}_stalled") for side in ("trainer", "generator")])
     assert make(path, Clock()).snapshot() == before
+
+
+def test_the_rows_of_an_older_trainer_are_read(tmp_path):
+    """Where its ledger is broken: they know no stalls."""
+    before = spend(tmp_path)
+    path = tmp_path / "ledger.json"
+    path.write_text("{")
+    row = {"step": 1, "compute": {name: value for name, value in before.items() if "stalled" not in name}}
+    assert len(row["compute"]) == len(before) - 2
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert make(path, Clock()).snapshot() == pytest.approx(before)
 
 
 def test_what_is_not_known_to_be_true_is_not_booked(tmp_path):

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scalerl_jax.run.alarms import SIGNS
 from scalerl_jax.run.collapse import COLLAPSE
-from scalerl_jax.run.exporter import STEP_GAUGES, TrainerMetrics
+from scalerl_jax.run.exporter import ROLES, STATES, STEP_GAUGES, TrainerMetrics
 from tests.support.processes import SECONDS
 from tests.support.runs import Run
 from tests.support.waiting import eventually
@@ -45,7 +45,7 @@ def test_a_run_tells_its_steps_its_fleet_and_its_costs(tmp_path, flags, start) -
         if isinstance(row.get(column), int | float):
             assert found[(f"scalerl_trainer_{name}",)] == pytest.approx(row[column]), column
     seconds = {key[1:]: value for key, value in found.items() if key[0] == "scalerl_trainer_device_seconds_total"}
-    assert len(seconds) == 8
+    assert len(seconds) == len(ROLES) * len(STATES)
     for (role, state), value in seconds.items():
         assert value == pytest.approx(3600 * row["compute"][f"{role}_{state}_hours"])
     assert found[("scalerl_trainer_max_steps",)] == 100_000

@@ -24,6 +24,7 @@ from scalerl_jax.report.samples import MOST_STEPS, evenly, read_samples, sample_
 FEWEST = 8  # steps that tell of anything
 _CLASSES = ("trainer_busy", "trainer_idle", "trainer_evaluation", "generator_busy", "generator_idle",
             "generator_evaluation")  # fmt: skip
+_STALLED = ("trainer_stalled", "generator_stalled")  # of which a simulation has none but the trainer's between steps
 _NUMBERS = ("waited_seconds", "update_seconds", "cpu_seconds", "length_mean")
 
 
@@ -105,11 +106,11 @@ def _together(before: Row, row: Row) -> bool:
 def _observed(workdir: str, settings: dict[str, Any], pairs: Sequence[tuple[Row, Row]]) -> Observed:
     recipe, count = recipe_of(settings), len(pairs)
     seconds = sum(b["time"] - a["time"] for a, b in pairs)
-    spent = {name: sum(_passed(a, b, f"{name}_hours") for a, b in pairs) * 3600 for name in _CLASSES}
+    spent = {name: sum(_passed(a, b, f"{name}_hours") for a, b in pairs) * 3600 for name in (*_CLASSES, *_STALLED)}
     if not seconds > 0 or not spent["trainer_busy"] > 0:
         raise ValueError(f"{os.path.join(workdir, 'metrics.jsonl')}: its rows do not say how long the updates took")
     waited = sum(b.get("waited_seconds") or 0.0 for _, b in pairs)
-    generators = sum(spent[name] for name in _CLASSES if name.startswith("generator"))
+    generators = sum(spent[name] for name in spent if name.startswith("generator"))
     servers = max(1, round(generators / seconds))
     evaluated = [_passed(a, b, "trainer_evaluation_hours") * 3600 for a, b in pairs]
     evaluations = sum(found > 0 for found in evaluated)
@@ -133,7 +134,7 @@ def _observed(workdir: str, settings: dict[str, Any], pairs: Sequence[tuple[Row,
         update_seconds=float(updates[plain].mean()),
         update_behind_seconds=float(updates[behind].mean()) if behind.any() else 0.0,
         spread=tuple((updates[plain] / updates[plain].mean()).tolist()),
-        between_seconds=max(0.0, spent["trainer_idle"] - waited) / count,
+        between_seconds=max(0.0, spent["trainer_idle"] + spent["trainer_stalled"] - waited) / count,
         generator_seconds=spent["generator_busy"] / count,
         shares={name: spent[name] / seconds / of[name] for name in _CLASSES},
         evaluation_seconds=sum(evaluated) / evaluations if evaluations else 0.0,
