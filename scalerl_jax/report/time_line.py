@@ -2,8 +2,8 @@
 
 Between two rows of metrics.jsonl the compute ledger's columns differ by what each side did meanwhile:
 
-    trainer      update | waiting for rollouts | evaluating | set-up | other (publishing, checkpoints, writing)
-    generators   sampling | idle | evaluating | set-up
+    trainer      update | waiting for rollouts | evaluating | set-up | other (publishing, writing) | stalled
+    generators   sampling | idle | evaluating | set-up | stalled
 
 Waiting is what the trainer's loop measured; `waited_for` names who had the oldest missing group. Idle generators have
 nothing they may sample: the store of untrained groups is full, or the weights they need are not out yet.
@@ -16,8 +16,8 @@ from typing import Any
 
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import groups_of, rounded
+from scalerl_jax.run.ledger_file import CLASSES
 
-_KINDS = ("busy", "idle", "evaluation", "setup")
 _MOST_INTERVALS = 300
 _MOST_NAMES = 8  # of those waited for
 
@@ -26,7 +26,7 @@ def hours(row: Row | None) -> dict[str, dict[str, float]]:
     """Device-hours by role and class, of a row's ledger columns; zeros where there are none."""
     compute = {} if row is None else row.get("compute", row)
     return {
-        side: {kind: float(compute.get(f"{side}_{kind}_hours") or 0.0) for kind in _KINDS}
+        side: {kind: float(compute.get(f"{side}_{kind}_hours") or 0.0) for kind in CLASSES}
         for side in ("trainer", "generator")
     }
 
@@ -38,7 +38,7 @@ def totals(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
     names = ("device_hours", "model_flops", "trainer_flops", "generator_flops", "evaluation_flops")
     tokens = ("trained_tokens", "sampled_tokens", "evaluation_tokens")
     return {
-        "hours": {side: dict(zip(_KINDS, rounded(parts.values()))) for side, parts in hours(latest).items()},
+        "hours": {side: dict(zip(CLASSES, rounded(parts.values()))) for side, parts in hours(latest).items()},
         **{name: rounded([compute.get(name)])[0] for name in names},
         **{name: compute.get(name) for name in tokens},
     }
@@ -105,17 +105,18 @@ def measured_seconds(row: Row) -> float:
 def interval(before: Row | None, row: Row, start: float, end: float, pause: float | None) -> dict[str, Any]:
     """What both sides did between two rows, in device-hours. pause: seconds left out before it, at a new start."""
     spent, had = hours(row), hours(before)
-    used = {side: {kind: max(0.0, spent[side][kind] - had[side][kind]) for kind in _KINDS} for side in spent}
+    used = {side: {kind: max(0.0, spent[side][kind] - had[side][kind]) for kind in CLASSES} for side in spent}
     trainer = used["trainer"]
     waiting = float(row.get("waited_seconds") or 0.0) / max(end - start, 1e-9) * sum(trainer.values())
     waiting = min(trainer["idle"], waiting)
+    other = trainer["idle"] - waiting
     return {
         "step": row["step"],
         "start": start,
         "end": end,
         "pause": None if pause is None else rounded([pause])[0],
-        "trainer": [trainer["busy"], waiting, trainer["evaluation"], trainer["setup"], trainer["idle"] - waiting],
-        "generators": [used["generator"][kind] for kind in _KINDS],
+        "trainer": [trainer["busy"], waiting, trainer["evaluation"], trainer["setup"], other, trainer["stalled"]],
+        "generators": [used["generator"][kind] for kind in CLASSES],
         "waited_for": dict(row.get("waited_for") or []),
     }
 

@@ -39,6 +39,7 @@ def compute(step: int) -> dict[str, float]:
     row |= {"generator_busy_hours": 0.3 * hours, "generator_idle_hours": 0.2 * hours}
     for side in ("trainer", "generator"):
         row |= {f"{side}_evaluation_hours": 0.003 * step, f"{side}_setup_hours": 0.02}
+        row |= {f"{side}_stalled_hours": 0.002 * step}
     return row | {
         "evaluation_flops": 1e12,
         "sampled_tokens": 2000 * step,

@@ -9,6 +9,7 @@ const SIDES = {
       ['evaluating', 'evaluation'],
       ['set-up', 'setup'],
       ['other', 'other'],
+      ['stalled', 'stalled'],
     ],
   },
   generators: {
@@ -18,6 +19,7 @@ const SIDES = {
       ['idle', 'idle'],
       ['evaluating', 'evaluation'],
       ['set-up', 'setup'],
+      ['stalled', 'stalled'],
     ],
   },
 };
@@ -163,6 +165,7 @@ function costs(run) {
     ['idle', 'idle'],
     ['evaluation', 'evaluation'],
     ['setup', 'set-up'],
+    ['stalled', 'stalled'],
   ];
   const most =
     Math.max(...Object.values(hours).map((parts) => kinds.reduce((sum, [kind]) => sum + parts[kind], 0))) || 1;
@@ -196,7 +199,7 @@ function costs(run) {
     make('h3', { text: 'Device-hours by role' }),
     make('ul', { class: 'legend' }, ...legend),
     ...bars,
-    table(['device-hours', 'busy', 'idle', 'evaluation', 'set-up', 'all'], rows, 'Device-hours by role'),
+    table(['device-hours', ...kinds.map(([, name]) => name), 'all'], rows, 'Device-hours by role'),
     make('p', { class: 'what', text }),
   );
 }
