@@ -113,13 +113,14 @@ def test_the_time_line_and_the_hours(data):
     assert all(one["pause"] is None for one in time["intervals"])
     for one in time["intervals"]:
         assert sum(one["trainer"]) == pytest.approx(1) and sum(one["generators"]) == pytest.approx(1)
-    update, waiting, evaluation, _, other = time["intervals"][10]["trainer"]
-    whole = 0.005 + 0.003  # device-hours of an update's interval, by run_folders.compute
-    assert (update, evaluation) == pytest.approx((0.004 / whole, 0.003 / whole), rel=1e-3)
+    update, waiting, evaluation, _, other, stalled = time["intervals"][10]["trainer"]
+    whole = 0.005 + 0.003 + 0.002  # device-hours of an update's interval, by run_folders.compute
+    assert (update, evaluation, stalled) == pytest.approx((0.004 / whole, 0.003 / whole, 0.002 / whole), rel=1e-3)
     assert waiting + other == pytest.approx(0.001 / whole, rel=1e-3)
     assert time["names"] == [["127.0.0.1:4001", pytest.approx(4.5)], ["verifier", pytest.approx(1.5)]]
     hours = data["totals"]["hours"]
-    assert hours["trainer"] == pytest.approx({"busy": 0.12, "idle": 0.03, "evaluation": 0.09, "setup": 0.02})
+    expected = {"busy": 0.12, "idle": 0.03, "evaluation": 0.09, "setup": 0.02, "stalled": 0.06}
+    assert hours["trainer"] == pytest.approx(expected)
     assert data["totals"]["device_hours"] == pytest.approx(0.3)
 
 
