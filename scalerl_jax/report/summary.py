@@ -123,6 +123,9 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
         for side in ("trainer", "generator"):
             busy, idle = compute[f"{side}_busy_hours"], compute[f"{side}_idle_hours"]
             rest = f"evaluation {compute[f'{side}_evaluation_hours']:.4f}, set-up {compute[f'{side}_setup_hours']:.4f}"
+            stalled = compute.get(f"{side}_stalled_hours", 0.0)  # a run of before has none
+            if stalled > 0.05 * (busy + idle):  # what saving takes of every run is no news
+                rest += f", stalled {stalled:.4f}"
             out.add_row(f"{side} device-hours", f"busy {busy:.4f}, idle {idle:.4f} ({rest})")
         lags = collections.Counter[int]()
         for row in metrics:

@@ -9,6 +9,7 @@ from rich.console import Console
 from scalerl_jax.config import Config
 from scalerl_jax.report import summary
 from scalerl_jax.run.folder import RunFolder
+from scalerl_jax.run.jsonl import read_rows
 from tests.report import run_folders
 from tests.support.evaluations import counted
 
@@ -101,6 +102,17 @@ def test_evaluations_of_other_sizes_are_each_told_of():
     text = console.file.getvalue()
     assert row_of(text, "pass rate before") == "0.300   (100 held-out prompts x 4)"
     assert row_of(text, "pass rate after") == "0.500   (step 6, 2 evaluations, 50 held-out prompts x 8)"
+
+
+def test_stalls_are_told_of_where_they_count(run):
+    workdir, _ = run
+    row = read_rows(f"{workdir}/metrics.jsonl")[-1]
+    row["compute"] |= {"trainer_stalled_hours": 0.01, "generator_stalled_hours": 0.0321}
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    console.print(summary.table([], [row], None))
+    text = console.file.getvalue()
+    assert "stalled" not in row_of(text, "trainer device-hours")
+    assert row_of(text, "generator device-hours").endswith("(evaluation 0.1800, set-up 0.0200, stalled 0.0321)")
 
 
 def test_the_table(run):
