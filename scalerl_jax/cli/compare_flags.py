@@ -11,5 +11,10 @@ COMMON = flags.DEFINE_float(
     upper_bound=1.0,
 )  # fmt: skip
 FORECAST = flags.DEFINE_bool("forecast", False, "What more compute will buy each run; --target, --budget.")
-BUDGET = flags.DEFINE_float("budget", None, "Compute of a whole run, at which scores are forecast and compared.")
-PLAN_BUDGET = flags.DEFINE_float("plan_budget", None, "Extra compute: which run to extend with it is asked.")
+BUDGET = flags.DEFINE_float(
+    "budget", None, "Compute of a whole run, in x's unit, at which scores are forecast and compared; of run folders "
+    "what that is in device-hours is printed.",
+)  # fmt: skip
+PLAN_BUDGET = flags.DEFINE_float(
+    "plan_budget", None, "Extra compute, in x's unit: which run to extend with it is asked."
+)

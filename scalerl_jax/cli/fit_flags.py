@@ -4,7 +4,9 @@ from absl import flags
 
 SCALES = ("auto", "accuracy", "reward", "percent")
 
-X = flags.DEFINE_string("x", None, "Column of the compute: GPU-hours, FLOPs, tokens, steps.")
+X = flags.DEFINE_string(
+    "x", None, "Column of the compute: FLOPs, GPU-hours, tokens, steps; without it model_flops, of run folders.",
+)  # fmt: skip
 Y = flags.DEFINE_string("y", None, "Column of the score.")
 X_UNIT = flags.DEFINE_string("x_unit", "", "Unit of x to show, or FROM:TO to convert, for example s:h or FLOP:EFLOP.")
 Y_SCALE = flags.DEFINE_enum("y_scale", "auto", SCALES, "What y is; auto: rewards if some are below 0.")

@@ -22,7 +22,7 @@ RENDER = flags.DEFINE_enum(
     "flags of scalerl-launch go with it.",
 )  # fmt: skip
 RESULTS_ONLY = flags.DEFINE_bool("results_only", False, "Run nothing: tell what came of what has run by now.")
-X = flags.DEFINE_string("x", "device_hours", "Column of evals.jsonl that is the compute: model_flops, step, ...")
+X = flags.DEFINE_string("x", "model_flops", "Column of evals.jsonl that is the compute: device_hours, step, ...")
 BASELINE = flags.DEFINE_string("baseline", "", "Member that the others are compared with; default: a study's first.")
 
 

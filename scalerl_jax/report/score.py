@@ -1,5 +1,6 @@
 """The score of a run: its evaluations, the sigmoid through them, what the first half of the compute said of the end."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,31 +8,40 @@ import numpy as np
 
 from scalerl_jax.report.log_rows import Row
 from scalerl_jax.report.numbers import rounded
-from scalerl_jax.run.jsonl import environments_of, evaluation_counts
+from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
 from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid, noise
 from scalerl_jax.scaling.average import AverageForecast, average_forecast
+from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.half_time import HalfTimeForecast, half_time_forecast
+from scalerl_jax.scaling.readers import RUN_FOLDER_X
+from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
+from scalerl_jax.scaling.units import axis_name, short_number
 
-AXES = ("device_hours", "model_flops")  # the fit's two choices of x, as the rows name them
+AXES = (RUN_FOLDER_X, "device_hours")  # the fit's two choices of x, as the rows name them
 HALF_TIME_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
 FEWEST_POINTS = 4  # above compute 0; through three points some curve of three parameters always goes
-_LEVEL = 0.95  # of every interval on the page
 _CURVE_POINTS = 128  # what SigmoidFit.band computes at once
 _AHEAD = 2.0  # the curve is drawn up to this many times the compute there is
 _MOST_TASKS = 12  # curves of parts of a mixture; more cannot be told apart
 
 
-def half_time(evals: Sequence[Row], axis: str = "device_hours") -> tuple[HalfTimeForecast | None, str]:
+def half_time(evals: Sequence[Row], axis: str = RUN_FOLDER_X) -> tuple[HalfTimeForecast | None, str]:
     """The forecast made at half of the compute, or why there is none ("": the run is too short to ask)."""
     if len(evals) < HALF_TIME_EVALUATIONS:
         return None, ""
     try:
         forecast = half_time_forecast(
-            [row[axis] for row in evals], [row["pass_rate"] for row in evals], evaluation_counts(evals)
+            column(evals, axis), [row["pass_rate"] for row in evals], evaluation_counts(evals)
         )
     except ValueError as error:  # the run is well, whatever its curve looks like
         return None, str(error)
     return forecast, ""
+
+
+def asymptote(evals: Sequence[Row]) -> str:
+    """What all evaluations say of A, and of the compute that would tell it. Raises ValueError where none is fitted."""
+    compute, reward = column(evals, RUN_FOLDER_X), [row["pass_rate"] for row in evals]
+    return of_asymptote(fit_sigmoid(compute, reward, counts=evaluation_counts(evals)), hours_rate(evals))
 
 
 def score(evals: Sequence[Row]) -> dict[str, Any]:
@@ -73,18 +83,24 @@ def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
     """The fit on all evaluations and the one on the first half of the compute, or why they cannot be had."""
     compute = np.array([row[axis] for row in evals], np.float64)
     reward = np.array([row["pass_rate"] for row in evals], np.float64)
+    rate = hours_rate(evals) if axis == RUN_FOLDER_X else None
     out: dict[str, Any] = {}
     above = len(np.unique(compute[compute > 0]))
     if above < FEWEST_POINTS:
         return {"all": {"why": f"{above} evaluations above compute 0, of at least {FEWEST_POINTS} that a curve needs"}}
     try:
         fit = fit_sigmoid(compute, reward, counts=evaluation_counts(evals))
-        out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0") if fit.rises else {"why": fit.verdict}
+        if fit.rises:
+            out["all"] = curve(fit, compute, f"all {fit.points} evaluations above 0")
+            out["all"]["sentence"] = sentence(out["all"], fit, axis, rate)
+        else:
+            out["all"] = {"why": fit.verdict}
     except ValueError as error:
         out["all"] = {"why": str(error)}
     forecast, why = half_time(evals, axis)
     if forecast is not None:
-        out["half"] = curve(forecast.fit, compute, "the first half of the compute", forecast.ahead) | outcome(forecast)
+        out["half"] = curve(forecast.fit, compute, "the first half of the compute", forecast.ahead)
+        out["half"] |= outcome(forecast, axis)
     elif why:
         out["half"] = {"why": why}
     return out
@@ -97,10 +113,10 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
     most, least = float(compute.max()), float(compute[compute > 0].min())
     x = np.geomspace(least / 2, _AHEAD * most, _CURVE_POINTS)
     x[np.argmin(np.abs(x - most))] = most  # so that drawn and foretold meet at the last evaluation
-    low, high = (np.array(end) for end in fit.band(x, level=_LEVEL))
+    low, high = (np.array(end) for end in fit.band(x, level=LEVEL))
     y = np.array(fit.predict(x))
     later = x > ahead.reached
-    low[later], high[later] = ahead.band(x[later], level=_LEVEL)
+    low[later], high[later] = ahead.band(x[later], level=LEVEL)
     y[later] = ahead.predict(x[later])
     at_double = float(y[-1])
     # A linear axis begins at 0, which no band is computed for.
@@ -114,8 +130,7 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
         "intervals": {name: rounded(ends) for name, ends in fit.intervals.items()},  # 95 %; None: open
         "identified": fit.identified,
         "fits": not fit.misfit,
-        "verdict": fit.verdict,
-        "level": _LEVEL,
+        "level": LEVEL,
         "x": rounded(x),
         "y": rounded(np.concatenate([fit.predict([0.0]), y])),
         "low": rounded(low),
@@ -124,13 +139,20 @@ def curve(fit: SigmoidFit, compute: np.ndarray, what: str, ahead: AverageForecas
     }
 
 
-def outcome(forecast: HalfTimeForecast) -> dict[str, Any]:
+def sentence(found: dict[str, Any], fit: SigmoidFit, axis: str, rate: float | None) -> str:
+    """What all evaluations say, of `curve`. rate: device-hours of a unit of compute, where known."""
+    end, *score = found["double"]
+    seen = f"at {short_number(found['until'])}"
+    said = statement(seen, axis_name(axis), Estimate(*score), "at twice the compute")
+    return f"{said}{hours(end, rate)}; {of_asymptote(fit, rate)}"
+
+
+def outcome(forecast: HalfTimeForecast, axis: str) -> dict[str, Any]:
     """The forecast made at half time beside what came."""
-    forecast = forecast.at_level(_LEVEL)
     return {
-        "forecast": rounded([forecast.forecast_mean, np.mean(forecast.band[0]), np.mean(forecast.band[1])]),
-        "measured": rounded([forecast.measured_mean])[0],
+        "forecast": rounded(dataclasses.astuple(forecast.score)),
+        "measured": rounded([forecast.measured])[0],
         "error": rounded([forecast.error])[0],
-        "gain_ahead": rounded([forecast.gain_ahead])[0],
-        "sentence": forecast.sentence(),
+        "outcome": forecast.outcome,
+        "sentence": f"{forecast.statement(axis_name(axis))}; {forecast.outcome}",
     }

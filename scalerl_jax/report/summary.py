@@ -17,11 +17,15 @@ from scalerl_jax.report import collapses
 from scalerl_jax.report.page import write_report
 from scalerl_jax.report.run_data import read_settings
 from scalerl_jax.report.samples import sample_files
-from scalerl_jax.report.score import half_time
+from scalerl_jax.report.score import asymptote, half_time
 from scalerl_jax.run.alarms import Alarm, alarms
 from scalerl_jax.run.jsonl import environments_of, read_rows
 from scalerl_jax.scaling.half_time import HalfTimeForecast
+from scalerl_jax.scaling.readers import RUN_FOLDER_X
+from scalerl_jax.scaling.units import axis_name
 from scalerl_jax.system import files
+
+_AXIS = axis_name(RUN_FOLDER_X)
 
 
 def show(workdir: str, console: Console | None = None) -> None:
@@ -50,7 +54,8 @@ def show(workdir: str, console: Console | None = None) -> None:
     for alarm in _past_limits(workdir, metrics):
         console.print(f"{'ALARM' if alarm.loud else 'warning'}: {alarm}", markup=False, soft_wrap=True)
     if forecast is not None:
-        console.print(forecast.sentence(), soft_wrap=True)
+        console.print(f"{forecast.statement(_AXIS)}; {forecast.outcome}", markup=False, soft_wrap=True)
+        console.print(asymptote(evals), markup=False, soft_wrap=True)
     try:
         console.print(f"report: {write_report([workdir])}", markup=False, soft_wrap=True)
     except (OSError, ValueError) as error:  # the run is done and well without it
@@ -84,8 +89,9 @@ def _draw(forecast: HalfTimeForecast | None, path: str, console: Console, evals:
         plot_forecast(
             forecast,
             path,
-            x_label="compute: device-hours of trainer and generators",
+            axis=_AXIS,
             y_label=f"held-out pass rate, mean@{samples}",
+            more=asymptote(evals),
         )
         console.print(f"curve: {path}", markup=False, soft_wrap=True)
     except OSError as error:  # the run is done and well without it
@@ -108,12 +114,10 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
             rates = f"{rows[0]['pass_rate']:.3f} to {rows[-1]['pass_rate']:.3f}"
             out.add_row(f"  of {name}", f"{rates}   ({counts} held-out prompts)")
     if forecast is not None:
-        low, high = (float(end.mean()) for end in forecast.band)
-        out.add_row(
-            "forecast at half of the compute",
-            f"{forecast.forecast_mean:.3f} for the last quarter (90 %: {low:.3f} to {high:.3f})",
-        )
-        out.add_row("the last quarter", f"{forecast.measured_mean:.3f}: off by {forecast.error:+.3f}")
+        made, _, said = forecast.statement(_AXIS).partition(": ")
+        measured, came = forecast.outcome.split(" ", 1)
+        out.add_row(made, said)
+        out.add_row(measured, came)
         out.add_row("still to gain at half", f"{forecast.gain_ahead:.0%} of the final gain")
     if metrics:
         compute = metrics[-1]["compute"]

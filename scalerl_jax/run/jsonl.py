@@ -98,6 +98,20 @@ def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, n
     return totals, np.array([len(row["passes"]) * row["samples"] for row in evals], np.float64)
 
 
+def column(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """Numbers [N] of rows of evals.jsonl. Raises ValueError where one has none of that name."""
+    for row in rows:
+        if row.get(name) is None:
+            raise ValueError(f"evals.jsonl: the row of step {row['step']} has no {name!r}")
+    return np.array([row[name] for row in rows], np.float64)
+
+
+def hours_rate(evals: Sequence[Mapping[str, Any]]) -> float | None:
+    """Device-hours of a model FLOP, over the whole run up to the last row; None where that row does not tell."""
+    hours, flops = (evals[-1].get(name) or 0.0 for name in ("device_hours", "model_flops"))
+    return hours / flops if hours > 0 and flops > 0 else None
+
+
 def environments_of(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Of rows of evals.jsonl of a mixture, those of each of its environments, by name; {} where there is only one."""
     names = dict.fromkeys(name for row in evals for name in row.get("environments") or {})

@@ -14,8 +14,8 @@ A generator's seconds come from the counters of its status replies, times its de
 
     rest = max(0, min(up, watched) - busy)        stalled = min(rest, stall)        idle = rest - stalled
 
-The x axis of the fit, `device_hours`, is busy and idle of both sides: the row of the evaluation at step 0, which is
-written before `begin`, is at 0 exactly.
+What a run costs, `device_hours`, is busy and idle of both sides; the x axis of the fit is `model_flops`. The row of the
+evaluation at step 0, which is written before `begin`, is at 0 of both exactly.
 
 Model FLOPs are counted by formula. With N the weights of the matrix products (the head counts, the embedding lookup
 does not; tied, the table counts once; of the experts a token's own count), L layers, H heads of size h, and c the
@@ -273,12 +273,12 @@ class Ledger:
     def snapshot(self) -> dict[str, float]:
         """The columns of a metrics or evaluation row, cumulative over all trainers of the run; saved as it is taken.
 
-        device_hours                             trainer + generators, busy + idle: the fit's x
+        device_hours                             trainer + generators, busy + idle: what the run costs
         {trainer,generator}_{busy,idle}_hours    its four parts
-        {trainer,generator}_evaluation_hours     outside of x
-        {trainer,generator}_setup_hours          outside of x
-        {trainer,generator}_stalled_hours        outside of x
-        model_flops                              trainer_flops + generator_flops: the fit's other x
+        {trainer,generator}_evaluation_hours     outside of it
+        {trainer,generator}_setup_hours          outside of it
+        {trainer,generator}_stalled_hours        outside of it
+        model_flops                              trainer_flops + generator_flops: the fit's x
         evaluation_flops, setup_flops            outside of it
         trained_tokens                           prompt tokens included
         sampled_tokens, evaluation_tokens        sampled for training and for evaluation; forced ones not included

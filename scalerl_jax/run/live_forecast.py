@@ -4,9 +4,10 @@ The fit runs on one thread of its own, in float64 on the CPU, and the trainer ne
 comes while a fit is still running is fitted next, and if several come, the latest. What is done is taken into the next
 row of metrics. A fit that cannot be made is said once, and training goes on.
 
-The planned end is the last update, at the compute that updates have cost so far (the median between evaluations). What
-is foretold of it is said when it is first known, when the advice to go on or to stop changes, and every tenth of the
-run.
+Compute is model FLOPs, which do not depend on how fast the machine is; places on that axis are converted to
+device-hours by the average of the run so far. The planned end is the last update, at the compute that updates have cost
+so far (the median between evaluations). What is foretold of it is said when it is first known, when the advice to go on
+or to stop changes, and every tenth of the run.
 """
 
 import contextlib
@@ -17,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_jax.run.jsonl import environments_of, evaluation_counts
+from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
 from scalerl_jax.scaling import calibration, fit_sigmoid
 from scalerl_jax.scaling.average import average_forecast
-from scalerl_jax.scaling.forecast import Estimate
-from scalerl_jax.scaling.identify import SEED_MARGIN
-from scalerl_jax.scaling.outlook import LEVEL, Outlook, outlook
+from scalerl_jax.scaling.outlook import outlook
+from scalerl_jax.scaling.readers import RUN_FOLDER_X
+from scalerl_jax.scaling.statement import LEVEL, of_asymptote
+from scalerl_jax.scaling.units import axis_name
 
 LEAST_POINTS = 5  # evaluations above compute 0
 _SAID_EVERY = 0.1  # of the run
@@ -36,13 +38,14 @@ class LiveForecast:
     def __init__(self, *, updates: int, say: Callable[[str], None]):
         self._updates, self._say = updates, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
-        self._asked: list[Future[dict[str, Any]]] = []
+        self._asked: list[Future[tuple[dict[str, Any], list[str]]]] = []
         self._said: set[str] = set()
         self._last: tuple[int, bool] | None = None  # step and advice of the outlook that was said last
 
     def evaluated(self, rows: Sequence[Row]) -> None:
         """All rows of evals.jsonl so far; nothing is done before there are enough, or at the run's end."""
-        if sum(row["device_hours"] > 0 for row in rows) < LEAST_POINTS or rows[-1]["step"] >= self._updates:
+        # A row without the column counts: that there is none is said by the fit.
+        if sum(row.get(RUN_FOLDER_X) != 0 for row in rows) < LEAST_POINTS or rows[-1]["step"] >= self._updates:
             return
         if len(self._asked) > 1 and self._asked[-1].cancel():  # it has not begun
             self._asked.pop()
@@ -58,8 +61,9 @@ class LiveForecast:
         done = self._asked.pop(0)
         error = done.exception()
         if error is None:
-            found = done.result()
-            self._tell(found.get("forecast"))
+            found, said = done.result()
+            if said:
+                self._tell(found["forecast"], said)
             return found
         self._say_once(error)
         return {}
@@ -71,16 +75,15 @@ class LiveForecast:
         """Waits for a fit that is running: seconds at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _tell(self, found: Mapping[str, float] | None) -> None:
-        if found is None:
-            return
+    def _tell(self, found: Mapping[str, float], said: Sequence[str]) -> None:
         step, goes_on = int(found["step"]), bool(found["go_on"])
         if self._last is not None:
             soon = step - self._last[0] < _SAID_EVERY * self._updates
             if soon and self._last[1] == goes_on:
                 return
         self._last = (step, goes_on)
-        self._say(f"forecast at update {step}: {sentence(found)}")
+        for line in said:
+            self._say(line)
 
     def _say_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
@@ -90,27 +93,30 @@ class LiveForecast:
             self._say(f"no forecast: {why}")
 
 
-def forecasts(rows: Sequence[Row], *, updates: int) -> dict[str, Any]:
-    """As LiveForecast.take gives them; what no curve can be fitted of yet is left out. Raises ValueError if all is."""
+def forecasts(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, Any], list[str]]:
+    """As LiveForecast.take gives them, and the lines on the whole run; what no curve can be fitted of yet is left out.
+    Raises ValueError if all is."""
     found: dict[str, Any] = {}
+    said: list[str] = []
     for name, part in environments_of(rows).items():
         with contextlib.suppress(ValueError):
-            found.setdefault("forecasts", {})[name] = forecast_of_end(part, updates=updates)
+            found.setdefault("forecasts", {})[name] = forecast_of_end(part, updates=updates)[0]
     try:
-        found["forecast"] = forecast_of_end(rows, updates=updates)
+        found["forecast"], said = forecast_of_end(rows, updates=updates)
     except ValueError:
         if not found:
             raise
-    return found
+    return found, said
 
 
-def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
-    """The fit of a run's evaluations and what is foretold of its end after `updates`, as numbers for a row of metrics.
+def forecast_of_end(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, float], list[str]]:
+    """The fit of a run's evaluations and what is foretold of its end after `updates`: as numbers for a row of metrics,
+    and in words.
 
-    Compute is in device-hours; _low and _high are 95 % intervals: of A the fit's, of the rest the averaged forecast's.
-    Raises ValueError where no curve can be fitted.
+    Compute is in model FLOPs. _low and _high are 95 % intervals of A, the fit's; of the rest 90 % intervals of the
+    averaged forecast. Raises ValueError where no curve can be fitted.
     """
-    compute = np.array([row["device_hours"] for row in rows])
+    compute, rate = column(rows, RUN_FOLDER_X), hours_rate(rows)
     steps = np.array([row["step"] for row in rows])
     fit = fit_sigmoid(compute, [row["pass_rate"] for row in rows], counts=evaluation_counts(rows))
     if not fit.rises:
@@ -122,10 +128,14 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
     spacing = float(np.median(np.diff(compute)))
     low, _ = ahead.band(compute[-1:] + spacing, level=LEVEL)  # of the next evaluation
     lowest, highest = fit.intervals["asymptote"]
-    pays = {}
+    more, place = {}, ""
+    if rate is not None:
+        more["end_device_hours"] = rate * end
     if np.isfinite(found.pays_until):
-        pays = {"pays_until": found.pays_until, "pays_until_step": steps[-1] + (found.pays_until - compute[-1]) / each}
-    return {
+        step = float(steps[-1] + (found.pays_until - compute[-1]) / each)
+        more |= {"pays_until": found.pays_until, "pays_until_step": step}
+        place = f"about update {step:.0f}"
+    row = {
         "step": int(steps[-1]),
         "asymptote": fit.asymptote,
         "asymptote_low": lowest,
@@ -142,17 +152,8 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> dict[str, float]:
         "gain_low": found.gain.low,
         "gain_high": found.gain.high,
         "go_on": int(found.goes_on),
-        **pays,
+        **more,
         **{f"weight_{name}": weight for name, weight in ahead.law_weights.items()},
     }
-
-
-def sentence(found: Mapping[str, float]) -> str:
-    """What a row's `forecast` says; where more stops paying is told by the update."""
-    score, gain = (
-        Estimate(found[value], found[low], found[high])
-        for value, low, high in (("end_score", "end_low", "end_high"), ("gain", "gain_low", "gain_high"))
-    )
-    until = found.get("pays_until_step", np.inf)
-    told = Outlook(found["end_compute"], score, gain, until, SEED_MARGIN)
-    return told.sentence(place=lambda step: f"about update {step:.0f}")
+    told = found.sentence(f"at update {row['step']}", axis_name(RUN_FOLDER_X), place=place, rate=rate)
+    return row, [told, of_asymptote(fit, rate)]

@@ -104,6 +104,7 @@ class Run:
     compute: np.ndarray  # [N] in the fit's unit
     reward: np.ndarray  # [N]
     fit: SigmoidFit
+    rate: float | None = None  # device-hours of a unit of compute, over the whole run; None: not known
 
     @property
     def points(self) -> Points:

@@ -1,4 +1,4 @@
-"""What the first half of a run said of its end, beside what the end was."""
+"""What the first half of a run, or as much as was fitted, said of its end, beside what the end was."""
 
 import dataclasses
 
@@ -6,54 +6,51 @@ import numpy as np
 
 from scalerl_jax.scaling import calibration
 from scalerl_jax.scaling.average import AverageForecast, average_forecast
+from scalerl_jax.scaling.binning import MOST_POINTS, make_bins
 from scalerl_jax.scaling.fit import SigmoidFit, fit_sigmoid
+from scalerl_jax.scaling.forecast import Estimate
+from scalerl_jax.scaling.statement import LEVEL, outcome, statement
 
-BAND_LEVEL = 0.9
+LAST = 0.75  # of the compute: evaluations beyond are the end
+HALF = "at half of the compute"
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfTimeForecast:
-    """The forecast made at half of the compute, judged by what came. N evaluations, one of them at 0."""
+    """A forecast judged by what came: N evaluations, some of them beyond those it was made of."""
 
     compute: np.ndarray  # [N]
     reward: np.ndarray  # [N]
-    last: np.ndarray  # [N] bool: above three quarters of the final compute
-    fit: SigmoidFit  # of those above 0 and at or below half of it
+    fit: SigmoidFit  # of those it was made of
     ahead: AverageForecast  # by all laws, of those beyond
-    band: tuple[np.ndarray, np.ndarray]  # [last] each, of the evaluations, at `level`
-    forecast_mean: float
-    measured_mean: float
-    gain_ahead: float  # share of the gain from R0 to the last evaluation that was still to come at half of the compute
-    level: float = BAND_LEVEL
+    score: Estimate  # of an evaluation at the end, at LEVEL
+    measured: float  # mean of the evaluations there
+    within: int  # evaluations beyond that lie in their bands (or means of neighbours, where there are very many)
+    later: int  # of so many
+    seen: str  # up to where evaluations were known
 
     @property
     def error(self) -> float:
         """Forecast minus measured, in units of the score."""
-        return self.forecast_mean - self.measured_mean
+        return self.score.value - self.measured
 
     @property
-    def within(self) -> tuple[int, int]:
-        """How many of the evaluations after the half lie in the band at `level`, and how many there are."""
-        later = self.compute > self.compute.max() / 2
-        order = np.argsort(self.compute[later])
-        low, high = self.ahead.band(self.compute[later][order], level=self.level)
-        measured = self.reward[later][order]
-        return int(np.sum((low <= measured) & (measured <= high))), int(later.sum())
+    def gain_ahead(self) -> float:
+        """Share of the gain from R0 to the last evaluation that was still to come at half of the compute."""
+        order = np.argsort(self.compute)
+        # The score at half: between its two neighbours among the evaluations, so that one noisy point weighs less.
+        at_half = np.interp(self.compute.max() / 2, self.compute[order], self.reward[order])
+        final = self.reward[order[-1]]
+        gain = final - self.fit.initial_reward
+        return float((final - at_half) / gain) if gain else 0.0
 
-    def at_level(self, level: float) -> "HalfTimeForecast":
-        """The same with a band of another level."""
-        return dataclasses.replace(self, band=_band(self.ahead, self.compute[self.last], level), level=level)
+    def statement(self, axis: str) -> str:
+        """The forecast, without what came."""
+        return statement(self.seen, axis, self.score)
 
-    def sentence(self) -> str:
-        """The outcome in one line."""
-        low, high = float(np.mean(self.band[0])), float(np.mean(self.band[1]))
-        outcome = f"measured {self.measured_mean:.3f}, error {self.error:+.3f}"
-        held, later = self.within
-        return (
-            f"forecast at half of the compute for the last quarter: {self.forecast_mean:.3f} "
-            f"({100 * self.level:.0f} %: {low:.3f} to {high:.3f}), {outcome}; {held} of the {later} later evaluations "
-            f"lie within; {100 * self.gain_ahead:.0f} % of the gain was still ahead"
-        )
+    @property
+    def outcome(self) -> str:
+        return outcome(self.measured, self.within, self.later)
 
 
 def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
@@ -65,29 +62,31 @@ def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
     compute = np.asarray(compute, np.float64)
     reward = np.asarray(reward, np.float64)
     fit = fit_sigmoid(compute, reward, fit_until="half", counts=counts)
-    ahead = average_forecast(fit.state.points, calibration.default())
-    last = compute > 0.75 * compute.max()
-    # The score at half: between its two neighbours among the evaluations, so that one noisy point weighs less.
-    order = np.argsort(compute)
-    at_half = float(np.interp(compute.max() / 2, compute[order], reward[order]))
-    final = float(reward[order[-1]])
-    gain = final - fit.initial_reward
+    return judged(compute, reward, fit, average_forecast(fit.state.points, calibration.default()), HALF)
+
+
+def judged(
+    compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: AverageForecast, seen: str
+) -> HalfTimeForecast:
+    """compute, reward: [N], in any order; some are beyond those of the fit."""
+    beyond = compute > ahead.reached
+    order = np.argsort(compute[beyond], kind="stable")
+    later, measured = compute[beyond][order], reward[beyond][order]
+    rows = np.ones(len(later))
+    if len(later) > MOST_POINTS:
+        bins = make_bins(later, np.zeros(len(later), int))
+        later, measured, rows = bins.sums(later) / bins.rows, bins.sums(measured) / bins.rows, bins.rows
+    low, high = ahead.band(later, level=LEVEL, rows=rows)
+    last = later > LAST * compute.max()
+    at_end = (ahead.predict(later[last]), *ahead.band(later[last], level=LEVEL))
     return HalfTimeForecast(
         compute=compute,
         reward=reward,
-        last=last,
         fit=fit,
         ahead=ahead,
-        band=_band(ahead, compute[last], BAND_LEVEL),
-        forecast_mean=float(ahead.predict(np.sort(compute[last])).mean()),
-        measured_mean=float(reward[last].mean()),
-        gain_ahead=(final - at_half) / gain if gain else 0.0,
+        score=Estimate(*(float(np.average(part, weights=rows[last])) for part in at_end)),
+        measured=float(np.average(measured[last], weights=rows[last])),
+        within=int(np.sum((low <= measured) & (measured <= high))),
+        later=len(later),
+        seen=seen,
     )
-
-
-def _band(ahead: AverageForecast, compute: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """At compute [M] in any order."""
-    order = np.argsort(compute)
-    back = np.argsort(order)
-    low, high = ahead.band(compute[order], level=level)
-    return low[back], high[back]

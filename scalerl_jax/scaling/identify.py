@@ -22,6 +22,7 @@ import numpy as np
 import scipy.special
 
 from scalerl_jax.scaling.profile import LEVEL, FitState
+from scalerl_jax.scaling.units import short_number
 
 SEED_MARGIN = 0.02  # A of runs that differ only in the seed, as the paper found
 IDENTIFIED_WIDTH = 0.04  # widest 95 % interval of A that still tells A
@@ -101,13 +102,13 @@ def sentence(identified: bool, interval: tuple[float, float], most: float, neede
     """The verdict as the command prints it. interval: of A; most: the compute reached; needed: what would tell;
     misfit: why no sigmoid does (misfit.py)."""
     low, high = interval
+    ends = f"(these end at {_number(float(f'{most:.4g}'))})"
     if identified:
         return f"A is identified: {low:.3f} to {high:.3f} (95 %), and {SEED_MARGIN:g} either way between seeds"
     if misfit:
-        return f"A is not identified: one sigmoid does not describe these points, {misfit} (these end at {most:.4g})"
+        return f"A is not identified: one sigmoid does not describe these points, {misfit} {ends}"
     digits = 2 if high - low >= 0.02 else 3
     verdict = f"A is not identified yet: {low:.{digits}f} to {high:.{digits}f} fit as well"
-    ends = f"(these end at {most:.4g})"
     if np.isfinite(needed):
         return (
             f"{verdict}; evaluations up to about {_round(needed, most)} would identify it, if the curve is as fitted "
@@ -117,6 +118,10 @@ def sentence(identified: bool, interval: tuple[float, float], most: float, neede
 
 
 def _round(value: float, most: float) -> str:
-    """Two digits, no more is known: 31840 -> 32000; but more than `most`, as the value is."""
+    """Two digits, no more is known: 31840 -> 32000, 2.38e13 -> 24T; but more than `most`, as the value is."""
     rounded = next((near for digits in (2, 3, 4) if (near := float(f"{value:.{digits}g}")) > most), value)
-    return f"{rounded:.10g}" if 1 <= rounded < 1e7 else f"{rounded:g}"
+    return _number(rounded)
+
+
+def _number(value: float) -> str:
+    return f"{value:.10g}" if 1 <= value < 1e7 else short_number(value)

@@ -1,6 +1,6 @@
 """What the rest of a run will bring, by the averaged forecast: the score at its end, and when more stops paying.
 
-stop    the most that the rest may gain (95 %) is less than what counts
+stop    the most that the rest may gain (90 %) is less than what counts
 go on   it may gain as much; and from some compute on, most likely, twice the compute gains less than what counts
 """
 
@@ -11,8 +11,9 @@ import numpy as np
 from scalerl_jax.scaling.average import AverageForecast
 from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.identify import SEED_MARGIN
+from scalerl_jax.scaling.statement import LEVEL, hours, statement
+from scalerl_jax.scaling.units import short_number
 
-LEVEL = 0.95
 _FURTHER = 64.0  # times the compute so far: beyond nothing is said
 _PLACES = 49
 
@@ -31,17 +32,17 @@ class Outlook:
     def goes_on(self) -> bool:
         return self.gain.high >= self.worth
 
-    def sentence(self, unit: str = "", place=lambda compute: f"{compute:.3g}") -> str:
-        """unit: of compute, or what `place` makes of it."""
-        score, gain = self.score, self.gain
-        said = f"{score.value:.3f} at the end ({LEVEL:.0%}: {score.low:.3f} to {score.high:.3f})"
+    def sentence(self, seen: str, axis: str, *, place: str = "", rate: float | None = None) -> str:
+        """seen, axis: as of `statement`; place: where more stops paying, in words; rate: as of `hours`."""
+        said, gain = statement(seen, axis, self.score), self.gain
         rest = f"the rest gains {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         if not self.goes_on:
             return f"{said}; {rest}, less than the {self.worth:g} that count: stop"
         if not np.isfinite(self.pays_until):
             return f"{said}; {rest}: go on"
-        after = f"from {place(self.pays_until)}{unit} on twice the compute gains less than {self.worth:g}, most likely"
-        return f"{said}; {rest}: go on; {after}"
+        place = place or short_number(self.pays_until)
+        after = f"from {place} on twice the compute gains less than {self.worth:g}, most likely"
+        return f"{said}; {rest}: go on; {after}{hours(self.pays_until, rate)}"
 
 
 def outlook(forecast: AverageForecast, end: float, *, worth: float = SEED_MARGIN) -> Outlook:

@@ -6,6 +6,7 @@ are written whole or not at all.
 
 import io
 import os
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,13 +16,15 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from scalerl_jax.scaling.binning import MOST_POINTS, thinned
 from scalerl_jax.scaling.fit import Run
-from scalerl_jax.scaling.half_time import BAND_LEVEL, HalfTimeForecast
+from scalerl_jax.scaling.half_time import LAST, HalfTimeForecast
+from scalerl_jax.scaling.statement import LEVEL, PERCENT
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system.files import write_whole
 
 # Okabe and Ito's colours: told apart by colour-blind readers, and in grey by their lightness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A800")
 _INK = "#222222"
+_CAPTION = 110  # characters of a line
 GREY = "#8a8a8a"
 
 
@@ -64,18 +67,22 @@ def log_compute_axis(axes, x: np.ndarray, ticks_at: Sequence[float] = (1, 2, 5))
         axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
-def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "compute", y_label: str = "pass rate") -> None:
-    """curve.png of a run: what was measured, and what its first half said. The compute axis is linear, 0 included."""
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+def plot_forecast(result: HalfTimeForecast, path: str, *, axis: str, y_label: str, more: str = "") -> None:
+    """curve.png of a run: what was measured, and what its first half said. The compute axis is linear, 0 included.
+
+    axis: what the compute is; more: a line below what the forecast says.
+    """
+    figure = Figure(figsize=(8, 5.2), layout="constrained")
     axes = figure.subplots()
-    style_axes(axes, x_label=x_label, y_label=y_label)
+    style_axes(axes, x_label=f"compute: {axis}", y_label=y_label)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     compute, reward, fit = result.compute, result.reward, result.fit
     end = compute.max()
     x = np.linspace(end / 400, 1.04 * end, 400)
     ahead = x[x >= result.ahead.reached]
-    low, high = result.ahead.band(ahead, level=BAND_LEVEL)
+    low, high = result.ahead.band(ahead, level=LEVEL)
     used = fit.used | (compute == 0)
-    axes.fill_between(ahead, low, high, color=COLOURS[0], alpha=0.15, linewidth=0, label="90 % of what is evaluated")
+    axes.fill_between(ahead, low, high, color=COLOURS[0], alpha=0.15, linewidth=0, label=f"{PERCENT} of evaluations")
     axes.plot(ahead, result.ahead.predict(ahead), color=COLOURS[0], linewidth=2, label="forecast by all laws")
     curve = np.concatenate([[0.0], x])
     axes.plot(curve, fit.predict(curve), color=COLOURS[0], linewidth=1, label="sigmoid fitted on the first half")
@@ -86,17 +93,18 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, x_label: str = "comput
         compute[~used], reward[~used], "o", markerfacecolor="white", markeredgecolor=COLOURS[1], markeredgewidth=1.6,
         markersize=6, label="evaluated, held out",
     )  # fmt: skip
-    quarter = (0.75 * end, end)
-    axes.plot(quarter, (result.measured_mean,) * 2, color=COLOURS[1], linewidth=1.6, label="mean of the last quarter")
+    axes.plot(
+        (LAST * end, end), (result.measured,) * 2, color=COLOURS[1], linewidth=1.6, label="at the end, their mean"
+    )  # fmt: skip
     axes.set_xlim(-0.02 * end, 1.04 * end)
     bottom = max(0.0, min(reward.min(), fit.initial_reward) - 0.06)
     axes.set_ylim(bottom, min(1.02, max(reward.max(), high.max()) + 0.06))
     write_beside(axes, f"A = {fit.asymptote:.3f}", (0, fit.asymptote), (4, -12), COLOURS[0])
     middle = {"xycoords": ("data", "axes fraction"), "ha": "right"}
-    write_beside(axes, "half of the compute", (end / 2, 1.0), (-5, -10), GREY, **middle)
-    outcome = f"measured {result.measured_mean:.3f} (error {result.error:+.3f})"
-    title = f"Forecast at half time {result.forecast_mean:.3f}, {outcome}"
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    write_beside(axes, "half of the compute", (end / 2, 0.0), (-5, 5), GREY, **middle)
+    said = (result.statement(axis), result.outcome, more)
+    title = "\n".join(line for text in said for line in textwrap.wrap(text, _CAPTION))
+    axes.set_title(title, loc="left", fontsize=9, color=_INK)
     axes.legend(loc="lower right", frameon=False, fontsize=9)
     write_figure(figure, path)
 

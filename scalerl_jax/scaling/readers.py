@@ -22,7 +22,8 @@ from scalerl_jax.scaling.cells import BAD, BLANK, NAN
 from scalerl_jax.scaling.noise import Counts
 from scalerl_jax.scaling.tables import RUN_FOLDER_FILE, TRAINER_STATE_FILE, InputError, Table, read_table
 
-RUN_FOLDER_X = "device_hours"
+RUN_FOLDER_X = "model_flops"  # work, which is the same however fast the machine is
+RUN_FOLDER_HOURS = "device_hours"
 RUN_FOLDER_Y = "pass_rate"
 _TIMES = ("time", "_timestamp", "timestamp", "wall_time", "Wall time")  # columns that tell when a row was written
 
@@ -42,6 +43,7 @@ class Evaluations:
     table: Table
     rows: np.ndarray  # [N] of the table
     remarks: tuple[str, ...]
+    hours: float | None = None  # device-hours up to the last row, of a run folder by RUN_FOLDER_X
 
     @property
     def source(self) -> str:
@@ -115,7 +117,7 @@ def read_runs(
 
     def wanted(name: str) -> bool:
         ends = (f" - {y or RUN_FOLDER_Y}", " - passes", " - samples")
-        return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_Y, "step") or name.endswith(ends)
+        return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_HOURS, RUN_FOLDER_Y, "step") or name.endswith(ends)
 
     for path in paths:
         table = read_table(path, wanted)
@@ -254,7 +256,11 @@ def _one_run(
         )
     kept, one_reward, counts = repeats.without(found, duplicates, reward[rows], counts)
     rows = rows[kept]
-    return Evaluations(name, seed, compute[rows], one_reward, counts, table, rows, tuple(remarks))
+    hours = None
+    if x == RUN_FOLDER_X and RUN_FOLDER_HOURS in table.cells and os.path.basename(table.source) == RUN_FOLDER_FILE:
+        spent, state = columns.get(RUN_FOLDER_HOURS)
+        hours = float(spent[rows[-1]]) if rows.size and state[rows[-1]] == cells_lib.GOOD else None
+    return Evaluations(name, seed, compute[rows], one_reward, counts, table, rows, tuple(remarks), hours=hours)
 
 
 def _counts(columns: _Columns, rows: np.ndarray, counted: tuple[str, str]) -> Counts:
@@ -286,6 +292,12 @@ def _list(columns: _Columns, row: int, column: str) -> list[float]:
         at = int(np.argmax(state != cells_lib.GOOD))
         raise InputError(f"{place}: {cells_lib.complaint(value[at] if isinstance(value, list) else value)}")
     return values.tolist()
+
+
+def hours_rate(members: Sequence[Evaluations]) -> float | None:
+    """Device-hours of a unit of compute, over all seeds of a run as far as they are; None: not known."""
+    hours, compute = [one.hours for one in members], sum(float(one.compute.max()) for one in members)
+    return sum(filter(None, hours)) / compute if compute > 0 and None not in hours else None
 
 
 def seeds_together(

@@ -14,6 +14,7 @@ _FLOPS = {
 }
 _TOKENS = {"token": 1.0, "Ktoken": 1e3, "Mtoken": 1e6, "Gtoken": 1e9, "Ttoken": 1e12}
 _KINDS = (_SECONDS, _FLOPS, _TOKENS)
+AXES = {"model_flops": "model FLOPs", "device_hours": "device-hours"}  # columns of a run folder, as they are called
 RANGES = {"accuracy": (0, 1), "reward": (-1, 1), "percent": (0, 100)}  # of the scales of a score
 
 
@@ -49,12 +50,17 @@ def to_accuracy(scores: np.ndarray, scale: str) -> np.ndarray:
     return (scores - low) / (high - low)
 
 
+def axis_name(column: str) -> str:
+    """A column of compute as figures, tables and sentences call it."""
+    return AXES.get(column, column)
+
+
 def short_number(value: float) -> str:
-    """1500 -> 1.5k, 2e21 -> 2e+21: at most four digits that matter."""
+    """1500 -> 1.5k, 2e21 -> 2Z: at most four digits that matter."""
     size = abs(value)
     if size == 0 or 0.001 <= size < 1000:
         return f"{value:.4g}"
-    for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for scale, suffix in zip((1e21, 1e18, 1e15, 1e12, 1e9, 1e6, 1e3), "ZEPTGMk"):
         if scale <= size < scale * 1000:
             return f"{value / scale:.4g}{suffix}"
     return f"{value:.3g}"

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from scalerl_jax.scaling.commands import results as lay_out
-from scalerl_jax.scaling.units import short_number
+from scalerl_jax.scaling.units import axis_name, short_number
 from scalerl_jax.study.results import Member, Results, StudyResults
 
 HEADS = (
@@ -49,7 +49,9 @@ def cells(one: Member) -> list[str]:
 
 
 def _table(found: StudyResults, x: str) -> Table:
-    title = f"{found.name}: R0 + (A - R0) / (1 + (C_mid / C)^B), C is {x}; intervals 95 %; pass rates held out"
+    title = (
+        f"{found.name}: R0 + (A - R0) / (1 + (C_mid / C)^B), C is {axis_name(x)}; intervals 95 %; pass rates held out"
+    )
     table = lay_out.new_table(title, *HEADS, overflow="fold")
     table.columns[0].min_width = 10
     for one in found.members:

@@ -85,9 +85,9 @@ def test_axes_fits_and_tables(open_page):
     page = open_page("one")
     before = drawn(page, "#score .plot")
     rest = page.locator("#score .readout").first
-    assert rest.inner_text().startswith("device-hours")
-    page.get_by_role("radio", name="FLOPs").check()
     assert rest.inner_text().startswith("model FLOPs")
+    page.get_by_role("radio", name="Device-hours").check()
+    assert rest.inner_text().startswith("device-hours")
     page.get_by_role("radio", name="Log").check()
     assert "no place on a log axis" in rest.inner_text() and drawn(page, "#score .plot") > 20
     page.get_by_label("on all evaluations").uncheck()
@@ -182,11 +182,11 @@ def test_everything_is_reached_and_moved_by_keys(open_page):
     assert sum("square" in name for name in names) == 1  # one stop for all of them
 
     page.locator("#score .plot").first.focus()
-    for key, said in (("End", "update 30, 0.3 device-hours"), ("ArrowLeft", "update 28,"), ("Home", "update 0,")):
+    for key, said in (("End", "update 30, 9TFLOP"), ("ArrowLeft", "update 28,"), ("Home", "update 0,")):
         page.keyboard.press(key)
         assert page.locator("#score .readout").first.inner_text().startswith(said)
     page.keyboard.press("Escape")
-    assert page.locator("#score .readout").first.inner_text().startswith("device-hours; ")
+    assert page.locator("#score .readout").first.inner_text().startswith("model FLOPs; ")
 
     page.locator(".square[tabindex='0']").focus()
     for key, at in (

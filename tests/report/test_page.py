@@ -80,7 +80,7 @@ def test_the_evaluations_and_the_forecast(data):
         run_folders.rate(0.3), abs=1 / run_folders.PROMPTS / run_folders.SAMPLES
     )
     assert rows["device_hours"] == pytest.approx([0.02 * i for i in range(16)])
-    for axis, scale in (("device_hours", 1.0), ("model_flops", 3e13)):
+    for axis, scale in (("model_flops", 3e13), ("device_hours", 1.0)):
         curve = data["score"]["curves"][axis]["all"]
         assert curve["asymptote"] == pytest.approx(0.9, abs=0.02) and curve["fits"]
         assert curve["midpoint"] == pytest.approx(0.2 * scale, rel=0.08)
@@ -88,8 +88,8 @@ def test_the_evaluations_and_the_forecast(data):
         drawn = [run_folders.rate(x / scale) for x in curve["x"]]
         assert curve["y"] == pytest.approx(drawn, abs=0.02)
         assert np.all(np.array(curve["low"]) <= curve["y"]) and np.all(np.array(curve["y"]) <= curve["high"])
-    half = data["score"]["curves"]["device_hours"]["half"]
-    assert half["until"] == pytest.approx(0.14)
+    half = data["score"]["curves"]["model_flops"]["half"]
+    assert half["until"] == pytest.approx(0.14 * 3e13)
     last = np.mean([run_folders.rate(0.01 * step) for step in range(24, 31, 2)])
     assert half["measured"] == pytest.approx(last, abs=0.002)
     assert half["error"] == pytest.approx(half["forecast"][0] - half["measured"], abs=1e-4)
@@ -159,11 +159,22 @@ def test_a_clock_that_is_set_back_in_mid_run_takes_no_time_back():
     assert time_line.running_seconds(rows) == 4 + 4
 
 
-def test_every_interval_is_of_one_level(data):
-    assert {curve["level"] for axis in data["score"]["curves"].values() for curve in axis.values()} == {0.95}
-    half = data["score"]["curves"]["device_hours"]["half"]
-    assert "(95 %: " in half["sentence"] and "90 %" not in json.dumps(data["score"])
-    assert all("90" not in text.read_text() for text in ASSETS.glob("score.js"))
+def test_forecasts_have_one_form_and_one_level(data):
+    curves = data["score"]["curves"]
+    assert list(curves) == ["model_flops", "device_hours"]
+    assert {curve["level"] for axis in curves.values() for curve in axis.values()} == {0.9}
+    form = r"forecast at {} \({}\): 0\.\d{{3}} at {} \(90 %: 0\.\d{{3}} to 0\.\d{{3}}\); {}"
+    measured, cost = (
+        r"measured 0\.\d{3}; \d of 8 later evaluations within",
+        "up to there about 0.6 device-hours at this",
+    )
+    for axis, name, until, after in (
+        ("model_flops", "model FLOPs", "9T", cost),
+        ("device_hours", "device-hours", "0.3", "A"),
+    ):
+        half, whole = (curves[axis][part]["sentence"] for part in ("half", "all"))
+        assert re.fullmatch(form.format("half of the compute", name, "the end", measured), half)
+        assert re.match(form.format(until, name, "twice the compute", after), whole)
 
 
 def test_a_flat_run_has_words_in_the_place_of_a_curve(tmp_path):
@@ -417,7 +428,7 @@ def test_a_run_that_lacks_something_has_a_page(tmp_path, missing):
 
 def test_a_run_of_few_evaluations_says_why_there_is_no_curve(tmp_path):
     workdir = run_folders.write_run(tmp_path / "run", updates=6, every=2)
-    curves = read_run(workdir)["score"]["curves"]["device_hours"]
+    curves = read_run(workdir)["score"]["curves"]["model_flops"]
     assert curves == {"all": {"why": "3 evaluations above compute 0, of at least 4 that a curve needs"}}
 
 

@@ -1,6 +1,7 @@
 """The last page of a run, from run folders written the way the trainer writes them."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
 def compute(step, *, first_hours=0.0):
     """The ledger's columns after `step` updates: a quarter of device_hours each, and what is outside of it."""
     hours = 0.01 * step + (first_hours if step else 0.0)
-    row = {"device_hours": hours, **{f"{name}_hours": hours / 4 for name in HOURS}}
+    row = {"device_hours": hours, "model_flops": 1e13 * hours, **{f"{name}_hours": hours / 4 for name in HOURS}}
     for side in ("trainer", "generator"):
         row |= {f"{side}_evaluation_hours": 0.003 * step, f"{side}_setup_hours": 0.02}
     return row | {"sampled_tokens": 2000 * step, "trained_tokens": 1500 * step, "evaluation_tokens": 1234}
@@ -135,7 +136,7 @@ def test_the_table(run):
 def test_the_forecast_and_its_picture(run):
     workdir, text = run
     last = np.mean([sigmoid(step) for step in range(48, 61, 3)])
-    said = float(row_of(text, "forecast at half of the compute").split()[0])
+    said = float(row_of(text, "forecast at half of the compute (model FLOPs)").split()[0])
     assert abs(said - last) < 0.03
     ahead = (sigmoid(60) - sigmoid(30)) / (sigmoid(60) - 0.3)
     assert float(row_of(text, "still to gain at half").split("%")[0]) == pytest.approx(100 * ahead, abs=1.5)
@@ -146,12 +147,17 @@ def test_the_forecast_and_its_picture(run):
 
 def test_it_ends_with_the_forecast_beside_the_outcome_and_the_report(run):
     workdir, text = run
-    alarm, sentence, report = text.strip().splitlines()[-3:]
+    alarm, sentence, verdict, report = text.strip().splitlines()[-4:]
     assert alarm.startswith("ALARM: 25% of the completions have their thinking cut short (mean of the last 10 updates")
     assert "What to do: " in alarm
-    assert sentence.startswith("forecast at half of the compute for the last quarter: ")
-    measured = float(sentence.partition(" measured ")[2].partition(",")[0])
-    assert measured == pytest.approx(np.mean([sigmoid(step) for step in range(48, 61, 3)]), abs=0.005)
+    made = re.fullmatch(
+        r"(forecast at half of the compute \(model FLOPs\)): (0\.\d{3} at the end \(90 %: 0\.\d{3} to 0\.\d{3}\)); "
+        r"measured (0\.\d{3}); (\d+ of 10 later evaluations within)",
+        sentence,
+    )
+    assert made is not None and row_of(text, made[1]) == made[2] and row_of(text, "measured") == f"{made[3]}; {made[4]}"
+    assert float(made[3]) == pytest.approx(np.mean([sigmoid(step) for step in range(48, 61, 3)]), abs=0.005)
+    assert verdict.startswith("A is ")
     assert report == f"report: {workdir}/report.html"
     with open(f"{workdir}/report.html", encoding="utf-8") as file:
         assert file.read().startswith("<!doctype html>")
@@ -179,6 +185,13 @@ def test_a_run_that_cannot_be_forecast_still_ends_well(tmp_path):
     assert row_of(text, "pass rate after").endswith("(step 20, 11 evaluations)")
     assert "no forecast: " in text
     assert not (tmp_path / "run" / "curve.png").exists()
+
+
+def test_rows_without_the_axis_are_named(tmp_path):
+    workdir = make_run(tmp_path / "run", updates=20, every=2, pass_rate=sigmoid)
+    path = tmp_path / "run" / "evals.jsonl"
+    path.write_text(path.read_text().replace("model_flops", "flops"))
+    assert "\nno forecast: evals.jsonl: the row of step 0 has no 'model_flops'\n" in shown(workdir)
 
 
 def test_a_workdir_whose_name_looks_like_markup(tmp_path):

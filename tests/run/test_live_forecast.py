@@ -1,5 +1,6 @@
 """The forecast beside the trainer: right numbers, never in the way."""
 
+import re
 import threading
 
 import jax
@@ -9,12 +10,14 @@ import pytest
 from scalerl_jax.report.score import AXES, score
 from scalerl_jax.run import live_forecast
 from scalerl_jax.run.live_forecast import LEAST_POINTS, LiveForecast, forecast_of_end
+from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 from tests.support.processes import SECONDS
 from tests.support.waiting import eventually
 
 UPDATES = 6400
 HOURS = 2.5  # of one update
+FLOPS = 1e15  # in a device-hour
 
 
 def run_rows(evaluations, every=100, prompts=300, **changes):
@@ -23,7 +26,8 @@ def run_rows(evaluations, every=100, prompts=300, **changes):
     passes = sampled_passes(np.random.default_rng(0), curve(compute, *TABLE_1["ScaleRL"]), runs=1, prompts=prompts)[0]
     return [
         {
-            "step": int(step), "device_hours": float(c), "pass_rate": float(p.sum() / (16 * prompts)), "samples": 16,
+            "step": int(step), "device_hours": float(c), "model_flops": FLOPS * float(c),
+            "pass_rate": float(p.sum() / (16 * prompts)), "samples": 16,
             "passes": p.tolist(), **changes,
         }
         for step, c, p in zip(steps, compute, passes)
@@ -36,9 +40,10 @@ def wait_for(forecast):
 
 def test_the_end_that_is_planned():
     rows = run_rows(33)
-    found = forecast_of_end(rows, updates=UPDATES)
+    found, _ = forecast_of_end(rows, updates=UPDATES)
     assert found["step"] == 3200
-    assert found["end_compute"] == pytest.approx(UPDATES * HOURS)
+    assert found["end_compute"] == pytest.approx(UPDATES * HOURS * FLOPS)
+    assert found["end_device_hours"] == pytest.approx(UPDATES * HOURS)
     truth = float(curve(UPDATES * HOURS, *TABLE_1["ScaleRL"]))
     assert found["end_low"] <= truth <= found["end_high"]
     assert found["end_low"] <= found["end_score"] <= found["end_high"]
@@ -48,7 +53,34 @@ def test_the_end_that_is_planned():
     mixed = [*rows[:-1], {**rows[-1], "passes": rows[-1]["passes"][:200], "pass_rate": rows[-2]["pass_rate"]}]
     mixed[-1]["passes"] = [round(16 * rows[-2]["pass_rate"])] * 200
     mixed[-1]["pass_rate"] = mixed[-1]["passes"][0] / 16
-    assert 0 < forecast_of_end(mixed, updates=UPDATES)["end_score"] < 1
+    assert 0 < forecast_of_end(mixed, updates=UPDATES)[0]["end_score"] < 1
+
+
+def test_a_stretch_in_which_the_machine_is_slow_bends_nothing():
+    rows = run_rows(20)
+    slow = [row | {"device_hours": row["device_hours"] + 900 * (row["step"] >= 800)} for row in rows]
+    (even, _), (found, said) = (forecast_of_end(some, updates=UPDATES) for some in (rows, slow))
+    hours, flops = slow[-1]["device_hours"], slow[-1]["model_flops"]
+    assert found.pop("end_device_hours") == pytest.approx(found["end_compute"] * hours / flops)
+    even.pop("end_device_hours")
+    assert found == even
+    pays = short_number(float(f"{found['pays_until'] * hours / flops:.2g}"))
+    assert said[0].endswith(f"most likely; up to there about {pays} device-hours at this run's rate")
+
+
+def test_what_is_said_of_the_end():
+    early, said = forecast_of_end(run_rows(14), updates=UPDATES)
+    score, low, high = (early[name] for name in ("end_score", "end_low", "end_high"))
+    assert said[0].startswith(
+        f"forecast at update 1300 (model FLOPs): {score:.3f} at the end (90 %: {low:.3f} to {high:.3f}); the rest gains"
+    )
+    assert re.fullmatch(
+        r"A is not identified yet: .* fit as well; evaluations up to about [\d.]+E would identify it, if the curve is "
+        r"as fitted \(these end at 3\.25E\); up to there about [\d.]+k device-hours at this run's rate",
+        said[1],
+    )
+    _, said = forecast_of_end(run_rows(33), updates=UPDATES)
+    assert said[1].startswith("A is identified: ") and said[1].endswith("between seeds")
 
 
 @pytest.mark.slow
@@ -63,7 +95,7 @@ def test_evaluations_that_come_compile_nothing_more():
         compiled.clear()
         rows = run_rows(evaluations)
         forecast_of_end(rows, updates=UPDATES)
-        found = score([row | {"model_flops": row["device_hours"] * 1e18} for row in rows])
+        found = score(rows)
         assert all("asymptote" in found["curves"][axis][part] for axis in AXES for part in ("all", "half"))
         return len(compiled)
 
@@ -94,7 +126,8 @@ def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations(monkeypa
         assert not forecast.take()
         forecast.evaluated(run_rows(UPDATES // 100 + 1))  # at its end a run needs no forecast
         assert not forecast.take()
-    assert [line.split(":")[0] for line in said] == ["forecast at update 1300"]  # the next comes too soon after it
+    made, told = (line.split(":")[0] for line in said)  # the next comes too soon after it
+    assert made == "forecast at update 1300 (model FLOPs)" and told == "A is not identified yet"
 
 
 def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
@@ -114,25 +147,34 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
         assert wait_for(forecast)["step"] == 900
 
 
+def test_rows_without_the_column_are_said_once():
+    said = []
+    rows = [{name: value for name, value in row.items() if name != "model_flops"} for row in run_rows(10)]
+    with LiveForecast(updates=UPDATES, say=said.append) as forecast:
+        forecast.evaluated(rows)
+        eventually(lambda: not (forecast.take() or forecast._asked), "the fit has failed", seconds=SECONDS)
+    assert said == ["no forecast: evals.jsonl: the row of step 0 has no 'model_flops'"]
+
+
 def test_each_environment_of_a_mixture_is_forecast_by_itself():
     rows = run_rows(10)
     parts = ("pass_rate", "samples", "passes")
     mixture = [{**row, "environments": {"math": {name: row[name] for name in parts}}} for row in rows]
-    found = live_forecast.forecasts(mixture, updates=UPDATES)
+    found, _ = live_forecast.forecasts(mixture, updates=UPDATES)
     assert found["forecasts"]["math"] == found["forecast"]
     # Of an environment without an evaluation at compute 0 nothing can be said, and the others are not held up.
     for row in mixture[1:]:
         row["environments"]["code"] = row["environments"]["math"]
-    assert list(live_forecast.forecasts(mixture, updates=UPDATES)["forecasts"]) == ["math"]
+    assert list(live_forecast.forecasts(mixture, updates=UPDATES)[0]["forecasts"]) == ["math"]
 
 
 def test_the_trainer_never_waits(monkeypatch):
     release = threading.Event()
-    foretold = forecast_of_end(run_rows(8), updates=UPDATES)
+    foretold, said = forecast_of_end(run_rows(8), updates=UPDATES)
 
     def slow(rows, *, updates):
         assert release.wait(SECONDS)
-        return {**foretold, "step": rows[-1]["step"]}
+        return {**foretold, "step": rows[-1]["step"]}, said
 
     monkeypatch.setattr(live_forecast, "forecast_of_end", slow)
     with LiveForecast(updates=UPDATES, say=print) as forecast:

@@ -13,6 +13,7 @@ from scalerl_jax.scaling.laws import LAWS
 from scalerl_jax.scaling.outlook import outlook
 from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.shape import Shape
+from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
 COMPUTE = np.linspace(0, 8000, 17)
@@ -139,7 +140,8 @@ def test_a_run_that_is_done_is_told_to_stop_and_one_that_climbs_to_go_on():
     narrow = only("sigmoid")
     found = outlook(average.average_forecast(done, narrow), 80_000.0)
     assert not found.goes_on and found.gain.high < 0.02
-    assert found.sentence().endswith("less than the 0.02 that count: stop")
+    said = found.sentence("at 40k", "GPU-hours")
+    assert said.startswith("forecast at 40k (GPU-hours): 0.") and said.endswith("less than the 0.02 that count: stop")
     assert found.pays_until == pytest.approx(60_000)
 
     early, _ = simulated(compute=np.linspace(0, 4000, 12))
@@ -151,7 +153,8 @@ def test_a_run_that_is_done_is_told_to_stop_and_one_that_climbs_to_go_on():
     at = np.geomspace(4000, 64_000, 400)
     gains = curve(2 * at, *TABLE_1["ScaleRL"]) - curve(at, *TABLE_1["ScaleRL"])
     assert np.log2(found.pays_until / at[np.argmax(gains < 0.02)]) == pytest.approx(0, abs=0.6)
-    assert "go on; from" in found.sentence()
+    pays = short_number(found.pays_until)
+    assert f"go on; from {pays} on twice the compute" in found.sentence("at 4k", "GPU-hours")
 
 
 # ---------------------------------------------------------------------- the file

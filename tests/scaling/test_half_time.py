@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from scalerl_jax.scaling import fit_sigmoid, plot
+from scalerl_jax.scaling import fit_sigmoid, plot, statement
 from scalerl_jax.scaling.fit import Run
+from scalerl_jax.scaling.forecast import Estimate
 from scalerl_jax.scaling.half_time import half_time_forecast
 from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
@@ -18,21 +19,32 @@ def test_forecast_of_a_run_on_the_law(tmp_path):
     reward = passes.mean(axis=1) / 16
     result = half_time_forecast(COMPUTE, reward, (passes, 16))
     np.testing.assert_array_equal(result.fit.used, (COMPUTE > 0) & (COMPUTE <= 8000))
-    np.testing.assert_array_equal(result.last, COMPUTE > 12_000)
-    assert result.measured_mean == pytest.approx(reward[COMPUTE > 12_000].mean())
+    assert result.measured == pytest.approx(reward[COMPUTE > 12_000].mean())
     assert abs(result.error) < 0.015
-    forecast = result.fit.predict(COMPUTE[result.last])
-    assert np.all(result.band[0] <= forecast) and np.all(forecast <= result.band[1])
+    assert result.score.low <= result.fit.predict(COMPUTE[COMPUTE > 12_000]).mean() <= result.score.high
+    low, high = result.ahead.band(COMPUTE[COMPUTE > 8000], level=0.9)
+    inside = (low <= reward[COMPUTE > 8000]) & (reward[COMPUTE > 8000] <= high)
+    assert (result.within, result.later) == (inside.sum(), 10)
     assert 0.03 < result.gain_ahead < 0.2
     # What comes after the half has no say.
     changed = reward.copy()
     changed[COMPUTE > 8000] = 0.9
-    assert half_time_forecast(COMPUTE, changed).forecast_mean == half_time_forecast(COMPUTE, reward).forecast_mean
+    assert half_time_forecast(COMPUTE, changed).score == half_time_forecast(COMPUTE, reward).score
     path = tmp_path / "curve.png"
-    plot.plot_forecast(result, str(path), x_label="GPU-hours")
-    assert imread(path).shape == (720, 1200, 4)
+    plot.plot_forecast(result, str(path), axis="GPU-hours", y_label="pass rate")
+    assert imread(path).shape == (780, 1200, 4)
     assert [p.name for p in tmp_path.iterdir()] == ["curve.png"]
-    assert f"{result.error:+.3f}" in result.sentence()
+    # In any unit it is the same.
+    again = half_time_forecast(1e18 * COMPUTE, reward, (passes, 16))
+    assert again.score.value == pytest.approx(result.score.value, abs=2e-3)
+
+
+def test_one_form_of_one_statement():
+    said = statement.statement("at half of the compute", "model FLOPs", Estimate(0.9312, 0.88, 0.9604))
+    assert said == "forecast at half of the compute (model FLOPs): 0.931 at the end (90 %: 0.880 to 0.960)"
+    assert statement.outcome(0.9268, 14, 15) == "measured 0.927; 14 of 15 later evaluations within"
+    assert statement.hours(2e13, 0.25e-13) == "; up to there about 0.5 device-hours at this run's rate"
+    assert statement.hours(np.inf, 1.0) == statement.hours(1.0, None) == ""
 
 
 def test_too_few_evaluations_are_said():
@@ -60,7 +72,7 @@ def test_many_runs_in_one_picture(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.5, "0.5"), (1500, "1.5k"), (2.5e6, "2.5M"), (1.48e12, "1.48T"), (3e21, "3e+21"), (1e-5, "1e-05")],
+    [(0, "0"), (0.5, "0.5"), (1500, "1.5k"), (2.5e6, "2.5M"), (1.48e12, "1.48T"), (3e21, "3Z"), (1e-5, "1e-05")],
 )
 def test_short_numbers(value, text):
     assert short_number(value) == text

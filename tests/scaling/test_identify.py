@@ -93,3 +93,5 @@ def test_sentences():
         "A is not identified yet: 0.62 to 0.80 fit as well; evaluations up to about 32000 would identify it, if the "
         "curve is as fitted (these end at 8000)"
     )
+    flops = identify.sentence(False, (0.6213, 0.8), most=1.8123e13, needed=2.38e13)
+    assert "up to about 24T would identify it" in flops and flops.endswith("(these end at 18.12T)")

@@ -1,10 +1,15 @@
 // The score against compute with its fits; parts of a mixture; what the run came to, in a few figures.
 
 const AXES = {
-  device_hours: { title: 'device-hours', form: (value) => `${plain(value)} device-hours`, ticks: plain },
   model_flops: { title: 'model FLOPs', form: (value) => `${short(value)}FLOP`, ticks: short },
+  device_hours: { title: 'device-hours', form: (value) => `${plain(value)} device-hours`, ticks: plain },
   step: { title: 'updates', form: (value) => `update ${Math.round(value)}`, ticks: short },
 };
+
+// Of figures, tables and the chart at first: work, unless a run's rows do not have it.
+const MAIN = RUNS.some((run) => run.score.curves.device_hours && !run.score.curves.model_flops)
+  ? 'device_hours'
+  : 'model_flops';
 
 const ALL = '';
 
@@ -20,7 +25,7 @@ function scoreSection() {
     body.append(make('p', { class: 'none', text: 'No evaluation is done yet.' }));
     return body;
   }
-  const state = { axis: 'device_hours', scale: 'linear', part: ALL, all: true, half: evaluated.length === 1 };
+  const state = { axis: MAIN, scale: 'linear', part: ALL, all: true, half: evaluated.length === 1 };
   const parts = [...new Set(evaluated.flatMap((run) => Object.keys(run.score.environments)))];
   const host = make('div');
   const legend = make('ul', { class: 'legend' });
@@ -47,8 +52,8 @@ function scoreSection() {
       'axis',
       'Compute',
       [
-        ['device_hours', 'Device-hours'],
         ['model_flops', 'FLOPs'],
+        ['device_hours', 'Device-hours'],
         ['step', 'Updates'],
       ],
       state.axis,
@@ -74,7 +79,7 @@ function scoreSection() {
   );
   const numbers = tableOf(
     'Evaluations',
-    ['run', 'update', 'device-hours', 'FLOPs', 'pass rate', 'standard error', 'trials'],
+    ['run', 'update', 'FLOPs', 'device-hours', 'pass rate', 'standard error', 'trials'],
     () =>
       evaluated.flatMap((run) =>
         run.score.evaluations.step.map((step, at) => {
@@ -82,8 +87,8 @@ function scoreSection() {
           return [
             run.name,
             step,
-            plain(rows.device_hours[at]),
             short(rows.model_flops[at]),
+            plain(rows.device_hours[at]),
             decimals(rows.pass_rate[at]),
             decimals(rows.deviation[at], 4),
             `${rows.prompts[at]} × ${rows.samples[at]}`,
@@ -132,10 +137,10 @@ function drawScore(host, legend, said, runs, state) {
       points: true,
       x: rows[state.axis],
       y: rows.pass_rate,
-      error: rows.deviation.map((value) => (known(value) ? 1.96 * value : null)),
+      error: rows.deviation.map((value) => (known(value) ? 1.645 * value : null)),
     });
     if (single) {
-      marks.push([swatch(mine, 'dot'), 'evaluations; bars: 95 % interval of the sampling noise']);
+      marks.push([swatch(mine, 'dot'), 'evaluations; bars: 90 % interval of the sampling noise']);
       for (const [curve, stroke, what] of fits)
         marks.push([
           swatch(stroke, 'band'),
@@ -233,20 +238,15 @@ function between(level, low, high) {
 
 // What the fits of a run say, in words.
 function verdicts(run, state) {
-  const { axis } = state;
-  const curves = scoreOf(run, state).curves[axis];
+  const curves = scoreOf(run, state).curves[state.axis];
   if (!curves) return [];
   const name = RUNS.length > 1 ? `${run.name}: ` : '';
   const out = [];
   const { all, half } = curves;
-  if (all && all.x) {
-    const [compute, score, low, high] = all.double;
-    out.push(
-      `${name}Fitted on ${all.what}: ${all.verdict}. ` +
-        `At twice the compute, ${AXES[axis].form(compute)}: ${decimals(score)} ${between(all.level, low, high)}.`,
-    );
-  } else if (all) out.push(`${name}No fit yet: ${all.why}.`);
-  if (half && half.sentence) out.push(`${name}${half.sentence[0].toUpperCase()}${half.sentence.slice(1)}.`);
+  const upper = (text) => `${text[0].toUpperCase()}${text.slice(1)}`;
+  if (all && all.x) out.push(`${name}${upper(all.sentence)}.`);
+  else if (all) out.push(`${name}No fit yet: ${all.why}.`);
+  if (half && half.sentence) out.push(`${name}${upper(half.sentence)}.`);
   else if (half && half.why) out.push(`${name}No forecast from the first half: ${half.why}.`);
   return out.map((text) => make('p', { text }));
 }
@@ -337,7 +337,7 @@ function makeTile(name, value, ...lines) {
 function figures(run) {
   const rows = run.score.evaluations;
   const last = rows.step.length - 1;
-  const curves = run.score.curves.device_hours || {};
+  const curves = run.score.curves[MAIN] || {};
   const { hours } = run.totals;
   const busy = (side) => hours[side].busy / (hours[side].busy + hours[side].idle || 1);
   const tiles = [];
@@ -356,7 +356,8 @@ function figures(run) {
       'Forecast at half time',
       decimals(value),
       `${percent(curves.half.level)}: ${decimals(low)} to ${decimals(high)}`,
-      `measured ${decimals(curves.half.measured)}, off by ${signed(curves.half.error)}`,
+      curves.half.outcome,
+      `by ${AXES[MAIN].title}`,
     );
   }
   if (curves.all && curves.all.x) {
@@ -366,7 +367,7 @@ function figures(run) {
       curves.all.identified ? decimals(curves.all.asymptote) : 'not known yet',
       curves.all.fits ? `95 %: ${decimals(low)} to ${decimals(high)}` : 'one sigmoid does not describe these evaluations',
       'with unlimited compute',
-      `steepness B ${plain(curves.all.exponent)}; half of the gain at C_mid = ${plain(curves.all.midpoint)} device-hours`,
+      `steepness B ${plain(curves.all.exponent)}; half of the gain at C_mid = ${AXES[MAIN].form(curves.all.midpoint)}`,
     );
   }
   tile(
@@ -379,6 +380,7 @@ function figures(run) {
     'Compute',
     short(run.totals.device_hours),
     'device-hours, evaluation and set-up apart',
+    `${short(run.totals.model_flops)}FLOP`,
     `busy: trainer ${percent(busy('trainer'), 0)}, generators ${percent(busy('generator'), 0)}`,
   );
   const { alarms } = run.health;
@@ -424,7 +426,7 @@ function comparison() {
   };
   const rows = RUNS.map((run, at) => {
     const scores = run.score.evaluations.pass_rate;
-    const { all, half } = run.score.curves.device_hours || {};
+    const { all, half } = run.score.curves[MAIN] || {};
     const name = make('span', { class: 'named' }, swatch(runColour(at), 'dot'), make('span', { text: run.name }));
     const fitted = all && all.x;
     return [
@@ -434,7 +436,7 @@ function comparison() {
       interval(all, 'asymptote', decimals),
       fitted ? (all.identified ? 'yes' : 'no') : MISSING,
       interval(all, 'exponent', plain),
-      interval(all, 'midpoint', plain),
+      interval(all, 'midpoint', AXES[MAIN].ticks),
       fitted ? two(decimals(all.double[1]), `${decimals(all.double[2])} to ${decimals(all.double[3])}`) : MISSING,
       half && half.forecast
         ? two(`${decimals(half.forecast[0])}, then ${decimals(half.measured)}`, `off by ${signed(half.error)}`)
@@ -454,13 +456,13 @@ function comparison() {
           'A',
           'A identified',
           'B',
-          'C_mid',
+          `C_mid, ${AXES[MAIN].title}`,
           'at twice the compute',
           'half-time forecast',
           'device-hours',
         ],
         rows,
-        'Comparison of the runs; intervals are 95 %, compute in device-hours',
+        `Comparison of the runs; A, B and C_mid with 95 % intervals, forecasts with 90 %, by ${AXES[MAIN].title}`,
       ),
     ),
   );
@@ -470,8 +472,8 @@ function comparison() {
       text:
         'A is the highest pass rate a run is heading for, B how steeply it rises, C_mid the compute at which half of ' +
         'the gain has come. A is identified where its interval is narrower than 0.04, closes below 1, and the run has ' +
-        'gone well past C_mid. Intervals are 95 %; runs that differ only in their seed differ by up to 0.02 in A, ' +
-        'which no interval here includes.',
+        'gone well past C_mid. These intervals are 95 %, those of forecasts 90 %. Runs that differ only in their seed ' +
+        'differ by up to 0.02 in A, which no interval here includes.',
     }),
   );
   return body;

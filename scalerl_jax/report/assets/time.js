@@ -189,8 +189,8 @@ function costs(run) {
   const legend = kinds.map(([kind, name]) => make('li', {}, swatch(kind, 'box'), make('span', { text: name })));
   const { totals } = run;
   const text =
-    'Busy and idle of both sides are the compute axis: ' +
-    `${plain(totals.device_hours)} device-hours, ${short(totals.model_flops)}FLOP. ` +
+    `Busy and idle of both sides are ${plain(totals.device_hours)} device-hours, ` +
+    `in which the model did ${short(totals.model_flops)}FLOP. ` +
     `${short(totals.sampled_tokens)} tokens sampled, ${short(totals.trained_tokens)} trained on, ` +
     `${short(totals.evaluation_tokens)} for evaluations.`;
   return make(

@@ -2,47 +2,32 @@
 
 from typing import Any
 
-import numpy as np
-
 from scalerl_jax.scaling.average import average_forecast
-from scalerl_jax.scaling.binning import MOST_POINTS, make_bins
 from scalerl_jax.scaling.calibration import Calibration
 from scalerl_jax.scaling.fit import Run
+from scalerl_jax.scaling.forecast import Estimate
+from scalerl_jax.scaling.half_time import HALF, judged
+from scalerl_jax.scaling.statement import LEVEL, hours, statement
 from scalerl_jax.scaling.units import short_number
 
-LEVEL = 0.9
 
+def foretold(one: Run, calibration: Calibration, axis: str, *, half: bool) -> tuple[dict[str, Any], str]:
+    """For fit.json, in the fit's units, and in words. half: the points are those up to half of the compute.
 
-def foretold(one: Run, calibration: Calibration) -> dict[str, Any]:
-    """Of the run's last point held out, or of twice the compute, in the fit's units. Raises ValueError where the points
-    tell nothing of their noise."""
-    forecast = average_forecast(one.points, calibration)
-    order = np.argsort(one.compute[one.held], kind="stable")
-    later, measured = one.compute[one.held][order], one.reward[one.held][order]
-    rows, end = np.ones(len(later)), later[-1] if later.size else 2 * one.reached
-    if len(later) > MOST_POINTS:
-        bins = make_bins(later, np.zeros(len(later), int))
-        later, measured, rows = bins.sums(later) / bins.rows, bins.sums(measured) / bins.rows, bins.rows
-    places, of = np.append(later, end), np.append(rows, 1)
-    low, high = forecast.band(places, level=LEVEL, rows=of)
-    found = {
-        "compute": float(end),
-        "score": float(forecast.predict(end)[0]),
-        "interval_90": (float(low[-1]), float(high[-1])),
-        "weights": forecast.law_weights,
-    }
-    if later.size:
-        within = (low[:-1] <= measured) & (measured <= high[:-1])
-        found |= {"held_out_within_90": int(within.sum()), "held_out_points": len(later)}
-    return found
-
-
-def sentence(one: Run, found: dict[str, Any]) -> str:
-    low, high = found["interval_90"]
-    said = f"by all laws an evaluation at {short_number(found['compute'])} gives {found['score']:.3f}"
-    said = f"{one.name}: {said} ({LEVEL:.0%}: {low:.3f} to {high:.3f})"
-    if "held_out_within_90" not in found:
-        return f"{said}, twice the compute."
-    points, rows = found["held_out_points"], int(one.held.sum())
-    held_out = f"{rows} held out" if points == rows else f"{points} bins of those held out"
-    return f"{said}; {found['held_out_within_90']} of the {held_out} lie in such bands."
+    Raises ValueError where the points tell nothing of their noise.
+    """
+    ahead = average_forecast(one.points, calibration)
+    seen = HALF if half else f"at {short_number(one.reached)}"
+    if not one.held.any():
+        end = 2 * one.reached
+        (low,), (high,) = ahead.band(end, level=LEVEL)
+        score = Estimate(float(ahead.predict(end)[0]), float(low), float(high))
+        found, said = {}, statement(seen, axis, score, "at twice the compute") + hours(end, one.rate)
+    else:
+        later = judged(one.compute, one.reward, one.fit, ahead, seen)
+        end, score = float(one.compute.max()), later.score
+        found = {"measured": later.measured, "held_out_within_90": later.within, "held_out_points": later.later}
+        said = f"{later.statement(axis)}; {later.outcome}"
+    interval = (score.low, score.high)
+    document = {"compute": end, "score": score.value, "interval_90": interval, "weights": ahead.law_weights, **found}
+    return document, said

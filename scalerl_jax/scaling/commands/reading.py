@@ -34,7 +34,7 @@ def check_arguments(paths: Sequence[str], name: str) -> str:
 
 def axis_labels() -> tuple[str, str]:
     """Of compute and of the score, as the flags name them."""
-    x_name = given.X.value or readers.RUN_FOLDER_X
+    x_name = units.axis_name(given.X.value or readers.RUN_FOLDER_X)
     unit = units.conversion(given.X_UNIT.value)[1]
     return f"{x_name}, in {unit}" if unit else x_name, given.Y.value or readers.RUN_FOLDER_Y
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -38,6 +39,7 @@ from scalerl_jax.scaling.compare_json import (
 from scalerl_jax.scaling.compare_plot import plot_comparison
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Estimate, Forecast
+from scalerl_jax.scaling.statement import hours
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
@@ -106,9 +108,13 @@ def main(paths: Sequence[str]) -> None:
         console.print(_forecast_table(runs, forecasts, label))
         for run, forecast in zip(runs, forecasts):
             results.say(console, f"{run.name}: {forecast.advice}: {forecast.reason}.")
+            _say_hours(console, run, forecast.budget)
     if plan is not None:
         console.print(_plan_table(plan, label))
         results.say(console, f"{plan.reason}.")
+        for run in runs:
+            extra = {} if plan.recommended is None else plan.recommended.extra
+            _say_hours(console, run, run.reached + extra[run.name] if run.name in extra else None)
 
     # ------------------------------------------------------------------ write
     figure = None
@@ -122,6 +128,12 @@ def main(paths: Sequence[str]) -> None:
     if plan is not None:
         document["plan"] = plan_document(plan)
     results.say(console, f"written: {', '.join(results.write(out, 'compare', document, figure))}")
+
+
+def _say_hours(console: Console, run: Run, compute: float | None) -> None:
+    """What so much compute of a run costs, where its rows tell."""
+    if compute is not None and (cost := hours(compute, run.rate)):
+        results.say(console, f"{run.name}: to {short_number(compute)}{cost}.")
 
 
 def _forecast(run: Run, target: float | None) -> Forecast:

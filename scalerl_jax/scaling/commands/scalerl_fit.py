@@ -23,14 +23,15 @@ from rich.table import Table
 
 from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
-from scalerl_jax.scaling import SigmoidFit, fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling import calibration as calibration_lib
+from scalerl_jax.scaling import fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling.calibration import Calibration
 from scalerl_jax.scaling.commands import ahead as ahead_lib
 from scalerl_jax.scaling.commands import reading, results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 from scalerl_jax.scaling.plot import plot_fits
 from scalerl_jax.scaling.profile import PARAMETERS
+from scalerl_jax.scaling.statement import hours, of_asymptote
 from scalerl_jax.scaling.units import short_number
 from scalerl_jax.system import platforms
 
@@ -60,19 +61,19 @@ def main(paths: Sequence[str]) -> None:
         path = given.CALIBRATION.value
         calibration = calibration_lib.default() if path is None else calibration_lib.read(path)
     fitted = read_and_fit(paths, said)
-    ahead = [_ahead(one, calibration) for one in fitted]
+    label, y_label = reading.axis_labels()
+    ahead = [_ahead(one, calibration, label) for one in fitted]
 
     # ------------------------------------------------------------------ tell
-    label, y_label = reading.axis_labels()
     for line in said:
         results.say(console, line)
     console.print(_table(fitted, label, console.width))
     for result, found in zip(fitted, ahead):
-        results.say(console, f"{result.name}: {result.fit.verdict}.")
+        results.say(console, f"{result.name}: {of_asymptote(result.fit, result.rate)}.")
         if found is not None:
-            results.say(console, ahead_lib.sentence(result, found))
+            results.say(console, f"{result.name}: {found[1]}.")
         if given.TARGET.value is not None and result.fit.rises:
-            results.say(console, f"{result.name}: {_reach(result.fit, given.TARGET.value, label)}.")
+            results.say(console, f"{result.name}: {_reach(result, given.TARGET.value, label)}.")
     console.print(
         f"±{SEED_MARGIN:g}: what runs that differ only in their seed showed in the paper. The interval of a single run "
         "does not hold it; that of --bootstrap does where there are several seeds.",
@@ -192,7 +193,8 @@ def _fit(name: str, members: list[readers.Evaluations], factor: float, initial, 
         else:
             place, text = place_of(int(named[1])), text.replace(named[0], "")
         raise UserError(f"{place}: {text}") from error
-    return Run(name, compute, reward, fit)
+    rate = readers.hours_rate(members)
+    return Run(name, compute, reward, fit, None if rate is None else rate / factor)
 
 
 def _table(fitted: list[Run], label: str, width: int) -> Table:
@@ -228,24 +230,24 @@ def _table(fitted: list[Run], label: str, width: int) -> Table:
     return table
 
 
-def _reach(fit: SigmoidFit, target: float, label: str) -> str:
-    needed = fit.compute_to_reach(target)
+def _reach(one: Run, target: float, label: str) -> str:
+    needed = one.fit.compute_to_reach(target)
     if not math.isfinite(needed):
         return f"the fitted curve never reaches {target:g}"
-    return f"the fitted curve reaches {target:g} at {short_number(needed)} {label}"
+    return f"the fitted curve reaches {target:g} at {short_number(needed)} {label}{hours(needed, one.rate)}"
 
 
-def _ahead(one: Run, calibration: Calibration) -> dict[str, Any] | None:
+def _ahead(one: Run, calibration: Calibration, label: str) -> tuple[dict[str, Any], str] | None:
     """None with the paper's procedure, and where the points tell nothing of their noise."""
     if given.GRID.value == "paper":
         return None
     try:
-        return ahead_lib.foretold(one, calibration)
+        return ahead_lib.foretold(one, calibration, label, half=given.FIT_UNTIL.value == "half")
     except ValueError:
         return None
 
 
-def _document(fitted: list[Run], ahead: list[dict[str, Any] | None], x_label: str, y_label: str) -> dict:
+def _document(fitted: list[Run], ahead: list[tuple[dict[str, Any], str] | None], x_label: str, y_label: str) -> dict:
     fits = []
     for one, foretold in zip(fitted, ahead):
         fit = one.fit
@@ -267,7 +269,7 @@ def _document(fitted: list[Run], ahead: list[dict[str, Any] | None], x_label: st
             "held_out_error": one.held_error if rises else None,
         }
         if foretold is not None:
-            entry["ahead"] = foretold
+            entry["ahead"] = foretold[0]
         if fit.samples is not None and rises:
             entry["bootstrap_95"] = {name: fit.bootstrap_interval(name) for name in PARAMETERS}
         if given.TARGET.value is not None and rises:

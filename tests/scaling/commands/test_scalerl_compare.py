@@ -33,9 +33,12 @@ def folder(tmp_path_factory):
         (path / name).mkdir()
         passes = sampled_passes(np.random.default_rng(seed), curve(compute, *triple), runs=1, prompts=300)[0]
         rows = [
-            {"step": step, "device_hours": c, "pass_rate": p.sum() / 4800, "samples": 16, "passes": p.tolist()}
+            {
+                "step": step, "model_flops": c, "device_hours": c / 2000, "pass_rate": p.sum() / 4800, "samples": 16,
+                "passes": p.tolist(),
+            }
             for step, (c, p) in enumerate(zip(compute, passes))
-        ]
+        ]  # fmt: skip
         (path / name / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -84,11 +87,13 @@ def test_two_run_folders_with_forecast_and_plan(folder):
     assert by_name["a"]["score_at_budget"]["low"] <= true <= by_name["a"]["score_at_budget"]["high"]
     for name, one in by_name.items():
         assert f"{name}: {one['advice']}: {one['reason']}." in done.stdout
+        assert f"{name}: to 16k; up to there about 8 device-hours at this run's rate." in done.stdout
     plan = written["plan"]
     assert plan["by"] == "score" and plan["at"] == 16_000
     assert plan["best_now"] == "a" and sum(plan["chance_to_be_best"].values()) == pytest.approx(1)
     assert all(one["compute"] <= 8000 for one in plan["extensions"])
     assert f"{plan['reason']}." in done.stdout
+    assert "C is model FLOPs" in done.stdout
     (pair,) = written["pairs"]
     assert pair["first"] == "a"
 
