@@ -277,6 +277,13 @@ FAULTS = (
         "tests/run/test_ledger.py::test_the_trainers_time",
     ),
     Fault(
+        "a stall is on the x axis",
+        "scalerl_jax/run/ledger.py",
+        '(kind == "idle" and not self._serving)',
+        "False",
+        "tests/run/test_ledger_stalls.py::test_a_stall_is_no_compute",
+    ),
+    Fault(
         "pass@k with replacement",
         "scalerl_jax/run/pass_rates.py",
         "return -math.expm1(float(np.log1p(-k / np.arange(samples - correct + 1, samples + 1)).sum()))",
