@@ -21,6 +21,7 @@ average.py        these averaged, with what each may be off by
 calibration.py    how far each is to be trusted: read from calibration.json, fitted by calibrate.py, told by judged.py
 outlook.py        what the rest of a run brings, by the average
 half_time.py      the forecast made at half time beside the outcome
+statement.py      the one form in which forecasts are said
 forecast.py       what more compute will buy a run
 compare.py        which of several runs ends higher, and which gets there faster
 decide.py         the next experiment, by curves drawn from what the points allow (posterior.py)
