@@ -23,7 +23,7 @@ _MOST = {
 }  # 28 million device-hours, ...: far beyond any run
 
 CLASSES = ("busy", "idle", "evaluation", "setup", "stalled")
-_LATER = ("trainer_stalled", "generator_stalled")  # which an older file and its rows lack: nothing
+_LATER = ("trainer_stalled", "generator_stalled")  # which an older file and its rows lack: none was booked
 TOKENS = ("training", "evaluation", "setup")
 _PARTS = {  # of the file: its numbers, each with its unit
     "seconds": {f"{side}_{kind}": "seconds" for side in ("trainer", "generator") for kind in CLASSES},
