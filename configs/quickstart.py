@@ -36,7 +36,7 @@ def get_config() -> Config:
     config.rollout.answer_budget = 8
 
     config.optimizer.learning_rate = 8e-5
-    config.optimizer.warmup_steps = 65
+    config.optimizer.warmup_steps = 10
     config.optimizer.beta2 = 0.99
 
     # One micro-batch holds the largest batch, so an update costs the same when most of its prompts are dropped: the

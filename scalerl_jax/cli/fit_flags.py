@@ -5,7 +5,8 @@ from absl import flags
 SCALES = ("auto", "accuracy", "reward", "percent")
 
 X = flags.DEFINE_string(
-    "x", None, "Column of the compute: FLOPs, GPU-hours, tokens, steps; without it model_flops, of run folders.",
+    "x", None, "Column of the compute: GPU-hours, FLOPs, tokens, steps. typical_hours, the default of run folders, is "
+    "the step times the run's median device_hours a step.",
 )  # fmt: skip
 Y = flags.DEFINE_string("y", None, "Column of the score.")
 X_UNIT = flags.DEFINE_string("x_unit", "", "Unit of x to show, or FROM:TO to convert, for example s:h or FLOP:EFLOP.")
@@ -24,6 +25,9 @@ TARGET = flags.DEFINE_float("target", None, "Accuracy whose compute is asked for
 RUN_COLUMN = flags.DEFINE_string("run_column", None, "Column that tells runs apart within a file.")
 SEED_COLUMN = flags.DEFINE_string("seed_column", None, "Column that tells the seeds of a run apart within a file.")
 SEEDS = flags.DEFINE_enum("seeds", "none", ("none", "folder"), "folder: files of one folder are seeds of one run.")
+TASK_COLUMN = flags.DEFINE_string(
+    "task_column", None, "scalerl-calibrate: column of a run's task; runs are then judged by what other tasks gave.",
+)  # fmt: skip
 PASSES = flags.DEFINE_string("passes", None, "Column of the passes of each evaluation.")
 TRIALS = flags.DEFINE_string("trials", None, "Column of the trials of each evaluation.")
 DUPLICATES = flags.DEFINE_enum(

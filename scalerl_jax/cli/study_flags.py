@@ -22,7 +22,10 @@ RENDER = flags.DEFINE_enum(
     "flags of scalerl-launch go with it.",
 )  # fmt: skip
 RESULTS_ONLY = flags.DEFINE_bool("results_only", False, "Run nothing: tell what came of what has run by now.")
-X = flags.DEFINE_string("x", "model_flops", "Column of evals.jsonl that is the compute: device_hours, step, ...")
+X = flags.DEFINE_string(
+    "x", "typical_hours", "Compute: typical_hours (step times a run's median device_hours a step) or a column of "
+    "evals.jsonl, such as device_hours, model_flops, step.",
+)  # fmt: skip
 BASELINE = flags.DEFINE_string("baseline", "", "Member that the others are compared with; default: a study's first.")
 
 

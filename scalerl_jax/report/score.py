@@ -51,13 +51,15 @@ def score(evals: Sequence[Row]) -> dict[str, Any]:
     columns: dict[str, Any] = {
         name: [row.get(name) for row in evals] for name in ("step", "time", "prompts", "samples", "seconds")
     }
-    columns |= {name: rounded(row.get(name) for row in evals) for name in ("pass_rate", *AXES)}
+    known = AXES if evals and all("device_hours" in row for row in evals) else ()
+    columns["pass_rate"] = rounded(row.get("pass_rate") for row in evals)
+    columns |= {axis: rounded(column(evals, axis)) if known else [None] * len(evals) for axis in AXES}
     columns["deviation"] = [] if counts is None else rounded(np.sqrt(counts.variance()))  # with the prompts held fixed
     return {
         "evaluations": columns,
         "environments": {name: score(rows) for name, rows in environments_of(evals).items()},
         "tasks": tasks(evals),
-        "curves": {axis: curves(evals, axis) for axis in AXES if evals and all(axis in row for row in evals)},
+        "curves": {axis: curves(evals, axis) for axis in known},
     }
 
 
@@ -81,7 +83,7 @@ def tasks(evals: Sequence[Row]) -> list[dict[str, Any]]:
 
 def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
     """The fit on all evaluations and the one on the first half of the compute, or why they cannot be had."""
-    compute = np.array([row[axis] for row in evals], np.float64)
+    compute = column(evals, axis)
     reward = np.array([row["pass_rate"] for row in evals], np.float64)
     rate = hours_rate(evals) if axis == RUN_FOLDER_X else None
     out: dict[str, Any] = {}

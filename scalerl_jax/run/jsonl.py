@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from scalerl_jax.scaling.units import TYPICAL_HOURS, typical_hours
 from scalerl_jax.system import files
 from scalerl_jax.system.files import write_whole
 
@@ -100,6 +101,8 @@ def evaluation_counts(evals: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, n
 
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     """Numbers [N] of rows of evals.jsonl. Raises ValueError where one has none of that name."""
+    if name == TYPICAL_HOURS:
+        return typical_hours(column(rows, "step"), column(rows, "device_hours"))
     for row in rows:
         if row.get(name) is None:
             raise ValueError(f"evals.jsonl: the row of step {row['step']} has no {name!r}")
@@ -107,9 +110,11 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 
 
 def hours_rate(evals: Sequence[Mapping[str, Any]]) -> float | None:
-    """Device-hours of a model FLOP, over the whole run up to the last row; None where that row does not tell."""
-    hours, flops = (evals[-1].get(name) or 0.0 for name in ("device_hours", "model_flops"))
-    return hours / flops if hours > 0 and flops > 0 else None
+    """Device-hours of a typical one, over the whole run up to the last row; None where that row does not tell."""
+    if not evals or not all("device_hours" in row for row in evals):
+        return None
+    hours, typical = float(evals[-1]["device_hours"] or 0.0), float(column(evals, TYPICAL_HOURS)[-1])
+    return hours / typical if hours > 0 and typical > 0 else None
 
 
 def environments_of(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -4,10 +4,10 @@ The fit runs on one thread of its own, in float64 on the CPU, and the trainer ne
 comes while a fit is still running is fitted next, and if several come, the latest. What is done is taken into the next
 row of metrics. A fit that cannot be made is said once, and training goes on.
 
-Compute is model FLOPs, which do not depend on how fast the machine is; places on that axis are converted to
-device-hours by the average of the run so far. The planned end is the last update, at the compute that updates have cost
-so far (the median between evaluations). What is foretold of it is said when it is first known, when the advice to go on
-or to stop changes, and every tenth of the run.
+Compute is typical device-hours (scaling/units.py), which do not depend on how busy the machine is; what places on that
+axis cost is told in device-hours as they are, by the average of the run so far. The planned end is the last update.
+What is foretold of it is said when it is first known, when the advice to go on or to stop changes, and every tenth of
+the run.
 """
 
 import contextlib
@@ -44,8 +44,7 @@ class LiveForecast:
 
     def evaluated(self, rows: Sequence[Row]) -> None:
         """All rows of evals.jsonl so far; nothing is done before there are enough, or at the run's end."""
-        # A row without the column counts: that there is none is said by the fit.
-        if sum(row.get(RUN_FOLDER_X) != 0 for row in rows) < LEAST_POINTS or rows[-1]["step"] >= self._updates:
+        if sum(row["step"] > 0 for row in rows) < LEAST_POINTS or rows[-1]["step"] >= self._updates:
             return
         if len(self._asked) > 1 and self._asked[-1].cancel():  # it has not begun
             self._asked.pop()
@@ -113,8 +112,8 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, flo
     """The fit of a run's evaluations and what is foretold of its end after `updates`: as numbers for a row of metrics,
     and in words.
 
-    Compute is in model FLOPs. _low and _high are 95 % intervals of A, the fit's; of the rest 90 % intervals of the
-    averaged forecast. Raises ValueError where no curve can be fitted.
+    Compute is in typical device-hours. _low and _high are 95 % intervals of A, the fit's; of the rest 90 % intervals of
+    the averaged forecast. Raises ValueError where no curve can be fitted.
     """
     compute, rate = column(rows, RUN_FOLDER_X), hours_rate(rows)
     steps = np.array([row["step"] for row in rows])

@@ -124,10 +124,10 @@ _FORECAST: Names = {
     "asymptote_low": ("share", "lower end of A's 95 % interval"),
     "asymptote_high": ("share", "upper end of A's 95 % interval"),
     "exponent": ("", "B of the fitted sigmoid: how steeply it rises"),
-    "midpoint": ("FLOPs", "C_mid of the fitted sigmoid: where half of the gain is made"),
+    "midpoint": ("typical device-hours", "C_mid of the fitted sigmoid: where half of the gain is made"),
     "identified": ("0 or 1", "whether the evaluations tell A"),
     "next_low": ("share", "lower end of the 90 % band for the next evaluation"),
-    "end_compute": ("FLOPs", "compute (model_flops) expected at the last step"),
+    "end_compute": ("typical device-hours", "compute at the last step"),
     "end_device_hours": ("device-hours", "what that costs at the rate of the run so far; left out where not known"),
     "end_score": ("share", "forecast pass rate of the evaluation there, by all laws averaged"),
     "end_low": ("share", "lower end of its 90 % band"),
@@ -136,10 +136,10 @@ _FORECAST: Names = {
     "gain_low": ("share", "lower end of its 90 % interval"),
     "gain_high": ("share", "upper end of its 90 % interval"),
     "go_on": ("0 or 1", "whether the rest may gain 0.02 or more"),
-    "pays_until": ("FLOPs", "from where on twice the compute gains less than 0.02, most likely; "
+    "pays_until": ("typical device-hours", "from where on twice the compute gains less than 0.02, most likely; "
                    "left out where that is not in sight"),
     "pays_until_step": ("steps", "the step at that compute"),
-    "weight_*": ("share", "weight of each law in the average: sigmoid, richards, informed, logistic, power, "
+    "weight_*": ("share", "weight of each law in the average: sigmoid, richards, logistic, power, "
                  "random_walk"),
 }  # fmt: skip
 FORECAST: Names = {
@@ -158,7 +158,7 @@ LEDGER_COLUMNS: Names = {
     "generator_evaluation_hours": ("device-hours", "generators evaluated; not in device_hours"),
     "generator_setup_hours": ("device-hours", "generators before training began; not in device_hours"),
     "generator_stalled_hours": ("device-hours", "generators were idle while the trainer stalled; not in device_hours"),
-    "model_flops": ("FLOPs", "trainer_flops + generator_flops: the x axis of the fit"),
+    "model_flops": ("FLOPs", "trainer_flops + generator_flops"),
     "trainer_flops": ("FLOPs", "updates, by formula: forward and backward pass"),
     "generator_flops": ("FLOPs", "sampling for training, by formula"),
     "evaluation_flops": ("FLOPs", "sampling for evaluations; not in model_flops"),

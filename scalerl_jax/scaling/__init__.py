@@ -15,8 +15,7 @@ trend.py          whether a run rises at all
 identify.py       whether the points tell A, and what compute would
 fit.py            fit_sigmoid: all of these
 misfit.py         whether one sigmoid describes the points
-laws.py           what a score may do: six laws, drawn by curve_draws.py and random_walk.py
-informed.py       the shapes of complete runs (shape.py) as the prior of one of them
+laws.py           what a score may do: five laws, drawn by curve_draws.py and random_walk.py
 average.py        these averaged, with what each may be off by
 calibration.py    how far each is to be trusted: read from calibration.json, fitted by calibrate.py, told by judged.py
 outlook.py        what the rest of a run brings, by the average

@@ -15,7 +15,7 @@ but the random walk rise, so of a run that has fallen (trend.py) the walk alone 
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from scipy.special import expit, logit, logsumexp
@@ -23,7 +23,6 @@ from scipy.special import expit, logit, logsumexp
 from scalerl_jax.scaling.calibration import SCALES, Calibration, Weights
 from scalerl_jax.scaling.laws import LAWS, Drawn
 from scalerl_jax.scaling.points import Points, TooFewPoints
-from scalerl_jax.scaling.shape import Shape
 from scalerl_jax.scaling.trend import has_fallen
 
 DRAWS = 2000  # of each law
@@ -105,7 +104,7 @@ def from_record(
     seed: int = 0,
 ) -> AverageForecast:
     """found: as `record` gives it."""
-    drawn = {name: draw(name, points, calibration.shapes, count=count, seed=seed) for name in LAWS}
+    drawn = {name: draw(name, points, count=count, seed=seed) for name in LAWS}
     each = points.rows * points.noise_variance / np.maximum(4 * points.reward * (1 - points.reward), _LEAST_CHANCE)
     heard = 1.0
     if points.counts is not None:  # an upper bound where prompts differ; what the best law leaves tells by how much
@@ -125,10 +124,9 @@ def _parts(values: np.ndarray) -> list[np.ndarray]:
     return np.array_split(values, range(_AT_ONCE, len(values), _AT_ONCE))
 
 
-def draw(name: str, points: Points, shapes: Sequence[Shape], *, count: int, seed: int) -> Drawn:
-    """Of a law, with random numbers of its own. shapes: of complete runs, for the law that takes them."""
-    given = {"shapes": shapes} if name == "informed" else {}
-    return LAWS[name](points, count=count, seed=seed + zlib.crc32(name.encode()) % 1000, **given)
+def draw(name: str, points: Points, *, count: int, seed: int) -> Drawn:
+    """Of a law, with random numbers of its own."""
+    return LAWS[name](points, count=count, seed=seed + zlib.crc32(name.encode()) % 1000)
 
 
 def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[str, tuple[float, ...]] | None:
@@ -141,7 +139,7 @@ def record(points: Points, calibration: Calibration, *, seed: int = 0) -> dict[s
     ratio = np.sort(later.compute) / before.most
     found = {}
     for name in LAWS:
-        off, noise = away(draw(name, before, calibration.shapes, count=RECORD_DRAWS, seed=seed), later)
+        off, noise = away(draw(name, before, count=RECORD_DRAWS, seed=seed), later)
         densities = (log_density(off, noise, calibration.deviation(scale, ratio)) for scale in SCALES)
         found[name] = tuple(float(np.mean(density)) for density in densities)
     return found

@@ -5,10 +5,12 @@ From each of FRACTIONS of a run's compute every law foretells all later evaluati
     the prior weights of every law at every scale, the rate and g maximise the mean log density of the logits of those
     evaluations under the average, over all cases but those of runs that had fallen by then, of which one law speaks
 
-with weak priors on all of them, so that few runs give a sane answer. Judged leaving out: the cases of a run are
-foretold by what the runs of all other recipes gave; runs that differ only in their seed are one recipe. The shapes that
-the law `informed` expects are those of the runs of all other recipes as well. (The prior weights are fitted on cases
-whose expected shapes are those of all recipes but their own, the one that is judged among them.)
+with priors on all of them that are heard as a tenth of a task. Each task counts as much as any other, however many runs
+it has: which law is right is a property of tasks.
+
+Judged leaving out: the cases of a run are foretold by what the runs of all other tasks gave (of one task alone: of all
+other recipes; runs that differ only in their seed are one recipe). A run whose evaluations agree with the judged one's,
+within the noise of both, has no part in that either, whatever it is called.
 """
 
 import dataclasses
@@ -20,28 +22,27 @@ from scipy.special import logsumexp
 
 from scalerl_jax.scaling import average
 from scalerl_jax.scaling.calibration import SCALES, Calibration
-from scalerl_jax.scaling.fit import fit_sigmoid
-from scalerl_jax.scaling.laws import LAWS, shapes_of
+from scalerl_jax.scaling.laws import LAWS
 from scalerl_jax.scaling.points import Points, TooFewPoints, check_points
-from scalerl_jax.scaling.shape import Shape
 from scalerl_jax.scaling.trend import has_fallen
 
 FRACTIONS = (0.3, 0.5, 0.7)  # of a run's compute, from which the rest is foretold
 LEVELS = (0.5, 0.8, 0.9)
 _GROWTHS = (0.75, 1.0, 1.5, 2.0, 3.0)  # of which one is chosen
-# Normal priors of the logs of the weights (all equal) and of the rate: mean and deviation, heard as one case in fifty.
+# Normal priors of the logs of the weights (all equal) and of the rate: mean and deviation.
 _WEIGHT_DEVIATION = 1.5
 _RATE_PRIOR = (float(np.log(2.0)), 1.0)
-_HEARD = 0.02
-_SHAPES = 4  # of each complete run
+_HEARD = 0.1  # of a task
+_AGREE = 3.0  # standard errors of a mean square of differences, each in units of its noise, up to which runs agree
+_LEAST_ALIKE = 5  # evaluations at compute that both have reached
 
 
 @dataclasses.dataclass(frozen=True)
 class CompleteRun:
     name: str
-    recipe: str  # runs of one recipe are left out together
+    recipe: str  # runs of one recipe differ in their seed
+    task: str
     points: Points  # all evaluations
-    shapes: tuple[Shape, ...]  # what they leave possible; none of a run that did not rise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,31 +73,26 @@ class Case:
 
 def cases(runs: Iterable[CompleteRun], *, tick: Callable[[], None] = lambda: None) -> list[Case]:
     """All of them; a run with too few points before a fraction has no case there."""
-    runs, found = list(runs), []
+    found = []
     for run in runs:
-        shapes = _shapes(other for other in runs if other.recipe != run.recipe)
         for fraction in FRACTIONS:
             try:
                 before, later = run.points.split(fraction * run.points.most)
             except TooFewPoints:
                 continue
             try:
-                record = _foretell(*before.split(average.BACKTEST * before.most), shapes)
+                record = _foretell(*before.split(average.BACKTEST * before.most))
             except TooFewPoints:
                 record = None
-            found.append(Case(run, fraction, before, later, _foretell(before, later, shapes), record))
+            found.append(Case(run, fraction, before, later, _foretell(before, later), record))
         tick()
     return found
 
 
-def _shapes(runs: Iterable[CompleteRun]) -> tuple[Shape, ...]:
-    return tuple(shape for run in runs for shape in run.shapes)
-
-
-def _foretell(before: Points, later: Points, shapes: Sequence[Shape]) -> dict[str, _Foretold]:
+def _foretell(before: Points, later: Points) -> dict[str, _Foretold]:
     found = {}
     for name in LAWS:
-        drawn = average.draw(name, before, shapes, count=average.RECORD_DRAWS, seed=0)
+        drawn = average.draw(name, before, count=average.RECORD_DRAWS, seed=0)
         found[name] = _Foretold(*average.away(drawn, later), np.log(np.sort(later.compute) / before.most))
     return found
 
@@ -134,30 +130,33 @@ def calibrate(densities: Densities, chosen: Sequence[int] | None = None) -> Cali
     *logs, log_rate = fits[growth].x
     weights = np.exp(logs - logsumexp(logs)).reshape(len(LAWS), len(SCALES))
     prior = {name: tuple(row.tolist()) for name, row in zip(LAWS, weights)}
-    runs = {densities.given[index].run.name: densities.given[index].run for index in chosen}
-    return Calibration(prior, growth, float(np.exp(log_rate)), len(runs), _shapes(runs.values()))
+    runs = len({densities.given[index].run.name for index in chosen})
+    return Calibration(prior, growth, float(np.exp(log_rate)), runs)
 
 
 def _fit(densities: Densities, growth: float, chosen: Sequence[int]) -> scipy.optimize.OptimizeResult:
     """Of the logs of the weights and of the rate."""
     later, record = densities.later[growth], densities.record[growth]
+    tasks = [densities.given[index].run.task for index in chosen]
+    many = len(set(tasks))
+    heard = _HEARD / many  # of the priors, beside the mean over the tasks
+    shares = [1 / (many * tasks.count(task)) for task in tasks]  # of each case in that mean; their sum is 1
 
     def cost(at: np.ndarray) -> tuple[float, np.ndarray]:
         logs, rate = at[:-1], np.exp(at[-1])
         total, gradient = 0.0, np.zeros(len(at))
-        for index in chosen:
+        for index, part in zip(chosen, shares):
             tilted = logs + rate * record[index]
             share = tilted - logsumexp(tilted)
             joint = share[:, None] + later[index]
             mixed = logsumexp(joint, axis=0)
-            total += float(mixed.mean())
+            total += part * float(mixed.mean())
             moved = np.exp(joint - mixed).mean(axis=1) - np.exp(share)
-            gradient[:-1] += moved
-            gradient[-1] += rate * moved @ record[index]
+            gradient[:-1] += part * moved
+            gradient[-1] += part * rate * moved @ record[index]
         off = np.append(logs / _WEIGHT_DEVIATION, (at[-1] - _RATE_PRIOR[0]) / _RATE_PRIOR[1])
         deviations = np.append(np.full(len(logs), _WEIGHT_DEVIATION), _RATE_PRIOR[1])
-        value = -total / len(chosen) + _HEARD / 2 * off @ off
-        return value, -gradient / len(chosen) + _HEARD * off / deviations
+        return -total + heard / 2 * off @ off, -gradient + heard * off / deviations
 
     start = np.append(np.zeros(len(LAWS) * len(SCALES)), _RATE_PRIOR[0])
     return scipy.optimize.minimize(cost, start, jac=True, method="L-BFGS-B")
@@ -211,29 +210,51 @@ def _crps(made: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return np.mean(np.abs(made - measured), axis=0) - np.sum(rank * made, axis=0) / count**2
 
 
+def agree(first: CompleteRun, second: CompleteRun) -> bool:
+    """Whether the evaluations of two runs are the same within their noise, where both have been. The second's lie
+    between its own, so they are taken as noisy as those."""
+    x, other = first.points.compute, second.points
+    order = np.argsort(other.compute)
+    both = (x >= other.compute.min()) & (x <= other.compute.max())
+    if both.sum() < _LEAST_ALIKE:
+        return False
+    there = np.log(x[both]), np.log(other.compute[order])
+    reward = np.interp(*there, other.reward[order])
+    noise = np.interp(*there, other.noise_variance[order])
+    squares = (first.points.reward[both] - reward) ** 2 / (first.points.noise_variance[both] + noise)
+    return bool(squares.mean() <= 1 + _AGREE * np.sqrt(2 / len(squares)))
+
+
 def leave_one_out(given: Sequence[Case], *, tick: Callable[[], None] = lambda: None) -> list[dict[str, Score]]:
-    """Of each case, judged by what the runs of other recipes gave. Raises ValueError where there are no others."""
-    recipes = {case.run.recipe for case in given}
-    if not recipes:
+    """Of each case, judged by what the runs of other tasks gave, or of other recipes where there is one task, without
+    those that agree with the judged one. Calls `tick` after each run. Raises ValueError where there are no others."""
+    runs = {case.run.name: case.run for case in given}
+    if not runs:
         raise ValueError("no run has points enough")
-    if len(recipes) < 2:
-        raise ValueError(f"all runs are of one recipe, {next(iter(recipes))!r}: none is left to judge it by")
-    densities = Densities(given)
-    found: dict[int, dict[str, Score]] = {}
-    for recipe in sorted(recipes):
-        others = calibrate(densities, [i for i, case in enumerate(given) if case.run.recipe != recipe])
+    what = "task" if len({run.task for run in runs.values()}) > 1 else "recipe"
+    if len({getattr(run, what) for run in runs.values()}) < 2:
+        one = next(iter(runs.values()))
+        raise ValueError(f"all runs are of one recipe, {one.recipe!r}: none is left to judge it by")
+    densities, made = Densities(given), dict[tuple[str, ...], Calibration]()
+    found: list[dict[str, Score]] = [{} for _ in given]
+    for run in runs.values():
+        others = [other for other in runs.values() if getattr(other, what) != getattr(run, what)]
+        names = tuple(other.name for other in others if not agree(run, other))
+        if not names:
+            raise ValueError(f"every run of another {what} agrees with {run.name!r}: none is left to judge it by")
+        if names not in made:
+            made[names] = calibrate(densities, [i for i, case in enumerate(given) if case.run.name in names])
         for index, case in enumerate(given):
-            if case.run.recipe == recipe:
-                found[index] = judge(case, others)
+            if case.run.name == run.name:
+                found[index] = judge(case, made[names])
         tick()
-    return [found[index] for index in range(len(given))]
+    return found
 
 
-def whole_run(name: str, recipe: str, compute, passes, trials) -> CompleteRun:
+def whole_run(name: str, recipe: str, compute, passes, trials, *, task: str = "") -> CompleteRun:
     """compute [N], one of them 0; passes and trials [N]. Raises ValueError naming the row that cannot be."""
     passes, trials = np.asarray(passes, np.float64), np.asarray(trials, np.float64)
     points = check_points(
         compute, passes / trials, initial_reward=None, burn_in=0.0, fit_until=None, counts=(passes, trials), run=None
     )
-    rises = fit_sigmoid(compute, passes / trials, counts=(passes, trials)).rises
-    return CompleteRun(name, recipe, points, tuple(shapes_of(points, count=_SHAPES)) if rises else ())
+    return CompleteRun(name, recipe, task, points)

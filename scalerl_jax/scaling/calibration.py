@@ -9,11 +9,9 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from scalerl_jax.scaling.shape import Shape
 from scalerl_jax.system import files
 
 FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "calibration.json")
@@ -30,7 +28,6 @@ class Calibration:
     growth: float  # power of ln(compute / compute so far) with which a law goes off
     rate: float  # what a nat of mean log density in the record is worth
     runs: int = 0  # that it was fitted on
-    shapes: tuple[Shape, ...] = ()  # of complete runs, several of each
 
     def deviation(self, scale: float, ratio) -> np.ndarray:
         """Logits [M] at `ratio` [M] times the compute so far."""
@@ -70,25 +67,12 @@ def read(path: str) -> Calibration:
         prior = {name: tuple(_number(weight) for weight in found["prior"][name]) for name in LAWS}
         if any(len(row) != len(SCALES) for row in prior.values()) or sum(map(sum, prior.values())) == 0:
             raise ValueError("prior: a weight for each of the scales")
-        shapes = _shapes(found["shapes"])
-        return Calibration(prior, _number(found["growth"]), _number(found["rate"]), int(found["runs"]), shapes)
+        return Calibration(prior, _number(found["growth"]), _number(found["rate"]), int(found["runs"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is not a calibration as scalerl-calibrate writes it ({error!r})") from error
 
 
-def _shapes(found: Mapping[str, Any]) -> tuple[Shape, ...]:
-    columns = [[_number(value) for value in found[name]] for name in Shape._fields]
-    exponents, skews, asymptotes = columns
-    if (
-        len({len(column) for column in columns}) > 1
-        or min(exponents + skews, default=1) == 0
-        or max(asymptotes, default=0) > 1
-    ):
-        raise ValueError("shapes: as many exponents and skews above 0 as asymptotes up to 1")
-    return tuple(Shape(*each) for each in zip(*columns))
-
-
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{value!r} is not a number from 0 on")
     return float(value)
@@ -102,8 +86,5 @@ def text(calibration: Calibration) -> str:
         "growth": float(f"{calibration.growth:.3g}"),
         "rate": float(f"{calibration.rate:.3g}"),
         "runs": calibration.runs,
-        "shapes": {
-            name: [float(f"{getattr(shape, name):.4g}") for shape in calibration.shapes] for name in Shape._fields
-        },
     }
     return "{\n" + ",\n".join(f'  "{name}": {json.dumps(part)}' for name, part in document.items()) + "\n}\n"

@@ -2,22 +2,21 @@
 
     R(C) = R0 + (A - R0) s(C; shape)
 
-A law gives s and a box of shapes with a prior (laws.py). The posterior, with a uniform A in [0, 1] (or A = 1, or
-A normal around a value that is expected, within [0, 1]), R0 as it was measured, and the noise's dispersion phi
-integrated out (noise.py; conjugate, so the likelihood is a Student's t):
+A law gives s and a box of shapes with a prior (laws.py). The posterior, with a uniform A in [0, 1] (or A = 1), R0 as it
+was measured, and the noise's dispersion phi integrated out (noise.py; conjugate, so the likelihood is a Student's t):
 
     ln p(shape | points) = ln prior - ln det(H) / 2 - n / 2 ln(nu_0 + Q) + ln P(0 <= A <= 1) + const
 
-Q: least squares of the points over (R0, A) at this shape, weights 1 / variance; H its matrix. An expected A is one more
-point of them. A grid over the box is narrowed to where the mass is, cells are drawn by their weight and places within
-them at random, and the draws are resampled by their own weights; then phi, A and R0 are drawn given the shape.
+Q: least squares of the points over (R0, A) at this shape, weights 1 / variance; H its matrix. A grid over the box is
+narrowed to where the mass is, cells are drawn by their weight and places within them at random, and the draws are
+resampled by their own weights; then phi, A and R0 are drawn given the shape.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.special import gammaln, log_ndtr, logsumexp, ndtr, ndtri
+from scipy.special import log_ndtr, ndtr, ndtri
 
 from scalerl_jax.scaling.points import LEAST_VARIANCE, Points
 
@@ -28,7 +27,6 @@ _INITIAL_SPREAD = 0.3  # standard deviation of an R0 of which nothing was measur
 _EXACT = 1e10  # weight of an R0 that is known, over that of all points
 _UNSEEN = 1e-6  # a share of the gain that no point shows: such a shape says nothing but R0
 _BATCH = 1 << 22  # cells times points at once
-_HALF_LOG_TWO_PI = 0.5 * float(np.log(2 * np.pi))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +38,6 @@ class Axis:
     cells: int  # of the grid
     mean: float = 0.0  # of a normal prior
     deviation: float = np.inf  # inf: uniform
-
-    def log_prior(self, value: np.ndarray) -> np.ndarray:
-        """Of values in the box, by its density there; what of a normal lies outside is taken as nothing."""
-        if np.isinf(self.deviation):
-            return np.full(value.shape, -np.log(self.high - self.low))
-        return -0.5 * ((value - self.mean) / self.deviation) ** 2 - np.log(self.deviation) - _HALF_LOG_TWO_PI
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """A is normal around `asymptote`, with sqrt(phi) * `deviation`, within [0, 1]."""
-
-    asymptote: np.ndarray  # [K], of each shape
-    deviation: float
-
-    def of(self, chosen: np.ndarray | slice) -> "Expected":
-        return Expected(self.asymptote[chosen], self.deviation)
 
 
 # s [K, N] of shapes [K, P] at ln C [N].
@@ -79,35 +60,6 @@ class DrawnCurves:
         return self.initial_reward[:, None] + (self.asymptote - self.initial_reward)[:, None] * s
 
 
-def together(parts: Sequence[DrawnCurves], order: np.ndarray) -> DrawnCurves:
-    """Curves of one law, in that order [S]."""
-    found = {
-        name: np.concatenate([getattr(part, name) for part in parts])[order]
-        for name in ("asymptote", "initial_reward", "shape", "dispersion")
-    }
-    return DrawnCurves(**found, rise=parts[0].rise)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cells:
-    """Places in the space of shapes, and how much of the posterior each stands for; an axis of width 0 is not drawn."""
-
-    shape: np.ndarray  # [K, P]
-    width: np.ndarray  # [K, P] or [P], of the cell around each
-    log_weight: np.ndarray  # [K] logarithm of the posterior's density there, with the constants of its prior
-    expected: Expected | None = None
-
-    @property
-    def log_mass(self) -> np.ndarray:
-        """[K] logarithm of prior times likelihood within each cell."""
-        width = np.broadcast_to(self.width, self.shape.shape)
-        return self.log_weight + np.sum(np.log(np.where(width > 0, width, 1.0)), axis=1)
-
-    @property
-    def log_evidence(self) -> float:
-        return float(logsumexp(self.log_mass))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Given:
     """What each shape leaves: [K] each."""
@@ -125,8 +77,23 @@ def draw_curves(
     points: Points, axes: Sequence[Axis], rise: Rise, *, count: int, seed: int, asymptote: float | None = None
 ) -> DrawnCurves:
     """`count` curves. asymptote: A where the law has it fixed. Raises ValueError where nothing tells the noise."""
-    posterior = Posterior(points, axes, rise, asymptote)
-    return posterior.draw(posterior.grid(), count, np.random.default_rng(seed))
+    posterior = _Posterior(points, axes, rise, asymptote)
+    rng = np.random.default_rng(seed)
+    lows, highs = (np.array([getattr(axis, end) for axis in axes]) for end in ("low", "high"))
+    counts = np.array([axis.cells for axis in axes])
+    for _ in range(_REFINEMENTS):
+        width = (highs - lows) / counts
+        middles = [low + step * (np.arange(n) + 0.5) for low, step, n in zip(lows, width, counts)]
+        cells = np.stack([grid.ravel() for grid in np.meshgrid(*middles, indexing="ij")], axis=-1)
+        log_weight = posterior.given(cells).log_weight
+        kept = cells[log_weight > log_weight.max() - _KEPT]
+        lows, highs = np.maximum(kept.min(axis=0) - width, lows), np.minimum(kept.max(axis=0) + width, highs)
+    share = np.exp(log_weight - log_weight.max())
+    chosen = _stratified(share, _OVERSAMPLED * count, rng)
+    shapes = cells[chosen] + width * rng.uniform(-0.5, 0.5, (len(chosen), len(axes)))
+    weight = posterior.given(shapes).log_weight - log_weight[chosen]
+    shapes = shapes[_stratified(np.exp(weight - weight.max()), count, rng)]
+    return posterior.rest(rng.permutation(shapes), rng)
 
 
 def _stratified(weight: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -136,10 +103,8 @@ def _stratified(weight: np.ndarray, count: int, rng: np.random.Generator) -> np.
     return np.minimum(np.searchsorted(cumulative, places), len(weight) - 1)
 
 
-class Posterior:
-    """What points and a prior leave of a law's shapes. Raises ValueError where nothing tells the noise."""
-
-    def __init__(self, points: Points, axes: Sequence[Axis], rise: Rise, asymptote: float | None = None):
+class _Posterior:
+    def __init__(self, points: Points, axes: Sequence[Axis], rise: Rise, asymptote: float | None):
         self._axes, self._rise, self._fixed = axes, rise, asymptote
         self._log_compute, self._reward = np.log(points.compute), points.reward
         self._weight = 1 / points.variance
@@ -157,50 +122,17 @@ class Posterior:
             )
         self._least = LEAST_VARIANCE / float(np.median(points.variance))
 
-    def grid(self) -> Cells:
-        """Over the box of the axes, narrowed to where the mass is."""
-        lows, highs = (np.array([getattr(axis, end) for axis in self._axes]) for end in ("low", "high"))
-        counts = np.array([axis.cells for axis in self._axes])
-        for _ in range(_REFINEMENTS):
-            width = (highs - lows) / counts
-            middles = [low + step * (np.arange(n) + 0.5) for low, step, n in zip(lows, width, counts)]
-            shapes = np.stack([grid.ravel() for grid in np.meshgrid(*middles, indexing="ij")], axis=-1)
-            log_weight = self.log_weight(shapes)
-            kept = shapes[log_weight > log_weight.max() - _KEPT]
-            lows, highs = np.maximum(kept.min(axis=0) - width, lows), np.minimum(kept.max(axis=0) + width, highs)
-        return Cells(shapes, width, log_weight)
-
-    def draw(self, cells: Cells, count: int, rng: np.random.Generator) -> DrawnCurves:
-        """`count` curves of the shapes in `cells`."""
-        log_mass = cells.log_mass
-        chosen = _stratified(np.exp(log_mass - log_mass.max()), _OVERSAMPLED * count, rng)
-        width = np.broadcast_to(cells.width, cells.shape.shape)[chosen]
-        shapes = cells.shape[chosen] + width * rng.uniform(-0.5, 0.5, width.shape)
-        expected = cells.expected and cells.expected.of(chosen)
-        weight = self.log_weight(shapes, expected) - cells.log_weight[chosen]
-        kept = rng.permutation(_stratified(np.exp(weight - weight.max()), count, rng))
-        return self._rest(shapes[kept], expected and expected.of(kept), rng)
-
-    def log_weight(self, shapes: np.ndarray, expected: Expected | None = None) -> np.ndarray:
-        """[K] logarithm of prior times likelihood of shapes [K, P]. With `expected` that is the prior of A, and shapes
-        are as probable as the axes that are uniform say."""
-        return self._given(shapes, expected).log_weight
-
-    def _given(self, shapes: np.ndarray, expected: Expected | None) -> _Given:
+    def given(self, shapes: np.ndarray) -> _Given:
+        """shapes [K, P]."""
         batch = max(1, _BATCH // max(1, len(self._log_compute)))
-        some = [slice(at, at + batch) for at in range(0, len(shapes), batch)]
-        parts = [self._some(shapes[each], expected and expected.of(each)) for each in some]
+        parts = [self._some(shapes[at : at + batch]) for at in range(0, len(shapes), batch)]
         return _Given(*[np.concatenate([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(_Given)])
 
-    def _some(self, shapes: np.ndarray, expected: Expected | None) -> _Given:
+    def _some(self, shapes: np.ndarray) -> _Given:
         s = self._rise(shapes, self._log_compute)
         u, w, y, known = 1 - s, self._weight, self._reward, self._known
-        degrees = self._degrees
         h00, h01, h11 = (u * u) @ w + known, (u * s) @ w, (s * s) @ w
         b0, b1 = u @ (w * y) + known * self._initial, s @ (w * y)
-        if expected is not None:
-            heard = expected.deviation**-2
-            h11, b1, degrees = h11 + heard, b1 + heard * expected.asymptote, degrees + 1
         if self._fixed is None:
             h11 = np.maximum(h11, 1e-30)
             determinant = np.maximum(h00 * h11 - h01 * h01, 1e-12 * h00 * h11)
@@ -211,28 +143,21 @@ class Posterior:
             initial = (b0 - h01 * asymptote) / h00
         residual = y - initial[:, None] * u - asymptote[:, None] * s
         squares = (residual**2) @ w + known * (initial - self._initial) ** 2
-        if expected is not None:
-            squares += heard * (asymptote - expected.asymptote) ** 2
-        log_weight = -0.5 * np.log(determinant) - 0.5 * degrees * np.log((self._heard + squares) / 2 + 1e-300)
-        log_weight += gammaln(degrees / 2)
+        log_weight = -0.5 * np.log(determinant) - 0.5 * self._degrees * np.log(self._heard + squares + 1e-300)
         if self._fixed is None:
-            spread = np.sqrt(self._dispersion(squares, degrees) * h00 / determinant)
+            spread = np.sqrt(self._dispersion(squares) * h00 / determinant)
             log_weight += _log_share(asymptote, spread)
-        if expected is not None:
-            log_weight -= np.log(expected.deviation) + _HALF_LOG_TWO_PI
-            log_weight -= _log_share(expected.asymptote, np.full(len(shapes), expected.deviation))
         log_weight = np.where(s.max(axis=1) < _UNSEEN, -np.inf, log_weight)
         for axis, value in zip(self._axes, shapes.T):
-            if expected is None or np.isinf(axis.deviation):
-                log_weight += axis.log_prior(value)
+            log_weight -= 0.5 * ((value - axis.mean) / axis.deviation) ** 2
         return _Given(asymptote, initial, h00, h01, h11, squares, log_weight)
 
-    def _dispersion(self, squares: np.ndarray, degrees: float) -> np.ndarray:
-        return np.maximum((self._heard + squares) / degrees, self._least)
+    def _dispersion(self, squares: np.ndarray) -> np.ndarray:
+        return np.maximum((self._heard + squares) / self._degrees, self._least)
 
-    def _rest(self, shapes: np.ndarray, expected: Expected | None, rng: np.random.Generator) -> DrawnCurves:
-        given, count = self._given(shapes, expected), len(shapes)
-        phi = (self._heard + given.squares) / rng.chisquare(self._degrees + (expected is not None), count)
+    def rest(self, shapes: np.ndarray, rng: np.random.Generator) -> DrawnCurves:
+        given, count = self.given(shapes), len(shapes)
+        phi = (self._heard + given.squares) / rng.chisquare(self._degrees, count)
         phi = np.maximum(phi, self._least)
         asymptote = given.asymptote
         if self._fixed is None:

@@ -136,6 +136,7 @@ def case_document(case: Case, scores: dict[str, Score], alone: Sigmoid) -> dict[
     return {
         "run": case.run.name,
         "recipe": case.run.recipe,
+        "task": case.run.task,
         "fraction": case.fraction,
         "evaluations": len(case.later.compute),
         "forecasts": {

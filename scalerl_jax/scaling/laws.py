@@ -2,7 +2,6 @@
 
     sigmoid      R0 + (A - R0) / (1 + (C_mid / C)^B)                               arXiv 2510.13786, law.py
     richards     R0 + (A - R0) / (1 + (2^nu - 1) (C_mid / C)^B)^(1 / nu)           Richards 1959; nu = 1 is the sigmoid
-    informed     richards where B, nu and A are as in complete runs, unless the points deny it       informed.py
     logistic     R0 + (A - R0) (S(C) - S(0)) / (1 - S(0)), S = 1 / (1 + e^(k - k C / C_0))     Verhulst 1838
     power        1 - (1 - R0) (1 + C / C_0)^-k                                     arXiv 2509.25300
     random_walk  logit R drifts and moves about as it has so far: no law at all     random_walk.py
@@ -17,17 +16,15 @@ The priors are weak, and those of the sigmoid are posterior.py's: ln C_mid unifo
 to 50 times the most, ln B normal around ln 2 with standard deviation 0.5.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from scipy.special import expit
 
-from scalerl_jax.scaling import informed as informed_prior
 from scalerl_jax.scaling import random_walk
 from scalerl_jax.scaling.curve_draws import Axis, DrawnCurves, draw_curves
 from scalerl_jax.scaling.points import Points
-from scalerl_jax.scaling.shape import Shape
 
 
 class Drawn(Protocol):
@@ -80,19 +77,6 @@ def richards(points: Points, *, count: int, seed: int) -> DrawnCurves:
     return draw_curves(points, [_EXPONENT, _midpoint(points), _SKEW], _richards, count=count, seed=seed)
 
 
-def informed(points: Points, *, count: int, seed: int, shapes: Sequence[Shape] = ()) -> DrawnCurves:
-    """shapes: of complete runs; without any it is richards."""
-    axes = [_EXPONENT, _midpoint(points), _SKEW]
-    return informed_prior.draw(points, axes, _richards, shapes, count=count, seed=seed)
-
-
-def shapes_of(points: Points, *, count: int, seed: int = 0) -> list[Shape]:
-    """What the evaluations of a complete run leave possible, as `informed` takes it."""
-    drawn = richards(points, count=count, seed=seed)
-    exponent, skew = np.exp(drawn.shape[:, 0]), np.exp(drawn.shape[:, 2])
-    return [Shape(*each) for each in zip(exponent.tolist(), skew.tolist(), drawn.asymptote.tolist())]
-
-
 def logistic(points: Points, *, count: int, seed: int) -> DrawnCurves:
     return draw_curves(points, [_STEEPNESS, _midpoint(points)], _logistic, count=count, seed=seed)
 
@@ -107,7 +91,6 @@ Law = Callable[..., Drawn]
 LAWS: dict[str, Law] = {
     "sigmoid": sigmoid,
     "richards": richards,
-    "informed": informed,
     "logistic": logistic,
     "power": power,
     "random_walk": random_walk.draw_walks,

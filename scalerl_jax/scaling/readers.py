@@ -21,8 +21,9 @@ from scalerl_jax.scaling import repeats, tfevents
 from scalerl_jax.scaling.cells import BAD, BLANK, NAN
 from scalerl_jax.scaling.noise import Counts
 from scalerl_jax.scaling.tables import RUN_FOLDER_FILE, TRAINER_STATE_FILE, InputError, Table, read_table
+from scalerl_jax.scaling.units import TYPICAL_HOURS, typical_hours
 
-RUN_FOLDER_X = "model_flops"  # work, which is the same however fast the machine is
+RUN_FOLDER_X = TYPICAL_HOURS  # work, which is the same however busy the machine is
 RUN_FOLDER_HOURS = "device_hours"
 RUN_FOLDER_Y = "pass_rate"
 _TIMES = ("time", "_timestamp", "timestamp", "wall_time", "Wall time")  # columns that tell when a row was written
@@ -43,6 +44,7 @@ class Evaluations:
     table: Table
     rows: np.ndarray  # [N] of the table
     remarks: tuple[str, ...]
+    task: str = ""
     hours: float | None = None  # device-hours up to the last row, of a run folder by RUN_FOLDER_X
 
     @property
@@ -72,6 +74,16 @@ class _Columns:
             self._made[name] = cells_lib.numbers(self.table.cells[name], comma=self._comma)
         return self._made[name]
 
+    def compute(self, x: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `get`, of the axis x, for rows [M] of one run."""
+        if x != TYPICAL_HOURS:
+            return self.get(x)
+        (step, of_step), (hours, of_hours) = map(self.get, _made_of(x))
+        good = rows[(of_step[rows] == cells_lib.GOOD) & (of_hours[rows] == cells_lib.GOOD)]
+        found = np.full(len(step), np.nan)
+        found[good] = typical_hours(step[good], hours[good])
+        return found, np.where(of_step == cells_lib.GOOD, of_hours, of_step)
+
     def refuse(self, name: str, rows: np.ndarray, wrong: np.ndarray) -> None:
         """Raises InputError on the first of these rows, [M], whose cell is wrong, [M] bool."""
         if wrong.any():
@@ -79,6 +91,11 @@ class _Columns:
             blank = self.get(name)[1][row] == BLANK
             what = " is empty" if blank else f": {cells_lib.complaint(self.table.cells[name][row])}"
             raise InputError(f"{self.table.place(row)}: column {name!r}{what}")
+
+
+def _made_of(x: str) -> tuple[str, ...]:
+    """The columns of a table that make an axis."""
+    return ("step", RUN_FOLDER_HOURS) if x == TYPICAL_HOURS else (x,)
 
 
 def _require(table: Table, column: str, flag: str) -> None:
@@ -102,6 +119,7 @@ def read_runs(
     seeds_by_folder: bool = False,
     passes_column: str | None = None,
     trials_column: str | None = None,
+    task_column: str | None = None,
     duplicates: str = "error",
     parts_too: bool = True,
 ) -> list[Evaluations]:
@@ -109,15 +127,16 @@ def read_runs(
 
     x, y: columns; None is allowed for run folders only (and x for trainer_state.json). run_column, seed_column: columns
     that tell runs, and seeds of a run, apart within a file. seeds_by_folder: files of one folder are seeds of one run,
-    which is named by the folder. passes_column, trials_column: counts of each row. duplicates: error | last | mean.
-    parts_too: of the run folder of a mixture also the curve of each environment, as RUN/NAME.
+    which is named by the folder. passes_column, trials_column: counts of each row. task_column: of a run's task.
+    duplicates: error | last | mean. parts_too: of the run folder of a mixture also the curve of each environment, as
+    RUN/NAME.
     """
     runs = []
-    asked = {x, y, run_column, seed_column, passes_column, trials_column, "passes", "samples", *_TIMES}
+    asked = {x, y, run_column, seed_column, passes_column, trials_column, task_column, "passes", "samples", *_TIMES}
 
     def wanted(name: str) -> bool:
         ends = (f" - {y or RUN_FOLDER_Y}", " - passes", " - samples")
-        return name in asked or name in (RUN_FOLDER_X, RUN_FOLDER_HOURS, RUN_FOLDER_Y, "step") or name.endswith(ends)
+        return name in asked or name in (RUN_FOLDER_HOURS, RUN_FOLDER_Y, "step") or name.endswith(ends)
 
     for path in paths:
         table = read_table(path, wanted)
@@ -128,12 +147,15 @@ def read_runs(
         if x_here is None or y_here is None:
             flag = "x" if x_here is None else "y"
             raise InputError(f"{table.source}: --{flag} is needed; the columns are {table.listed()}")
+        if task_column is not None:
+            _require(table, task_column, "task_column")
         name, seed = _label(table.source if logged else path, seeds_by_folder)
         wide = [c for c in table.columns if c.endswith(f" - {y_here}")]
         every, counts = np.arange(len(table)), None
         if wide and y_here not in table.columns:
             # The table that the charts of Weights & Biases export: one column for each run, "RUN - METRIC".
-            _require(table, x_here, "x")
+            for column in _made_of(x_here):
+                _require(table, column, "x")
             for column in wide:
                 if column in table.twice:
                     raise InputError(
@@ -143,8 +165,8 @@ def read_runs(
             parts = [(c, c.removesuffix(f" - {y_here}"), seed, every, None) for c in wide]
         else:
             for flag, asked_for in (
-                ("x", x_here), ("y", y_here), ("run_column", run_column), ("seed_column", seed_column),
-                ("passes", passes_column), ("trials", trials_column),
+                *(("x", column) for column in _made_of(x_here)), ("y", y_here), ("run_column", run_column),
+                ("seed_column", seed_column), ("passes", passes_column), ("trials", trials_column),
             ):  # fmt: skip
                 if asked_for is not None:
                     _require(table, asked_for, flag)
@@ -160,9 +182,11 @@ def read_runs(
                     own = (f"{part} - passes", f"{part} - samples") if counts is not None else None
                     parts.append((f"{part} - {y_here}", f"{name}/{part}", seed, every, own))
         needed = (column for part in parts for column in (part[0], *(part[4] or ())))
-        columns = _Columns(table, (x_here, *dict.fromkeys(needed)))
+        columns = _Columns(table, (*_made_of(x_here), *dict.fromkeys(needed)))
         for score, of_run, of_seed, chosen, counted in parts:
-            runs.append(_one_run(columns, chosen, x_here, score, of_run, of_seed, counted, duplicates))
+            one = _one_run(columns, chosen, x_here, score, of_run, of_seed, counted, duplicates)
+            task = table.cells[task_column][int(one.rows[0])] if task_column is not None else ""
+            runs.append(dataclasses.replace(one, task=str(task)))
         table.cells.clear()  # they have become numbers; the table goes on to say where rows stand
     return runs
 
@@ -212,15 +236,18 @@ def _one_run(
 ) -> Evaluations:
     """chosen: [M] rows of the table that are this run's. counted: the columns of passes and trials."""
     table = columns.table
-    (compute, of_x), (reward, of_y) = columns.get(x), columns.get(y)
+    reward, of_y = columns.get(y)
     rows = chosen[of_y[chosen] != BLANK]
+    compute, of_x = columns.compute(x, rows)
     if not rows.size:
         raise InputError(f"{table.source}: no row has a value in column {y!r}")
-    for column, state in ((x, of_x), (y, of_y)):
-        columns.refuse(column, rows, state[rows] == BAD)
-    empty = of_x[rows] == BLANK
-    if empty.any():
-        raise InputError(f"{table.place(int(rows[np.argmax(empty)]))}: column {x!r} is empty, but {y!r} is not")
+    for column in (*_made_of(x), y):
+        columns.refuse(column, rows, columns.get(column)[1][rows] == BAD)
+    for column in _made_of(x):
+        empty = columns.get(column)[1][rows] == BLANK
+        if empty.any():
+            where = table.place(int(rows[np.argmax(empty)]))
+            raise InputError(f"{where}: column {column!r} is empty, but {y!r} is not")
     remarks = list(table.remarks)
     # A label tells runs of one file apart, the file's own name does not have to be said twice.
     of_whom = table.source if len(chosen) == len(table) else f"{table.source}: {name}{f', {seed}' if seed else ''}"

@@ -14,7 +14,9 @@ _FLOPS = {
 }
 _TOKENS = {"token": 1.0, "Ktoken": 1e3, "Mtoken": 1e6, "Gtoken": 1e9, "Ttoken": 1e12}
 _KINDS = (_SECONDS, _FLOPS, _TOKENS)
-AXES = {"model_flops": "model FLOPs", "device_hours": "device-hours"}  # columns of a run folder, as they are called
+TYPICAL_HOURS = "typical_hours"  # made of the columns step and device_hours: typical_hours() below
+# Columns of a run folder, as they are called.
+AXES = {TYPICAL_HOURS: "typical device-hours", "device_hours": "device-hours", "model_flops": "model FLOPs"}
 RANGES = {"accuracy": (0, 1), "reward": (-1, 1), "percent": (0, 100)}  # of the scales of a score
 
 
@@ -48,6 +50,15 @@ def to_accuracy(scores: np.ndarray, scale: str) -> np.ndarray:
     """Scores in [0, 1] from those of a scale that find_scale gave; what is out of range stays so, to be refused."""
     low, high = RANGES[scale]
     return (scores - low) / (high - low)
+
+
+def typical_hours(step: np.ndarray, device_hours: np.ndarray) -> np.ndarray:
+    """What `step` [N] steps cost at the typical rate of their run, in device-hours [N]: the median over the stretches
+    between evaluations of device-hours a step, times the steps. Slow minutes of the machine move no point."""
+    order = np.argsort(step, kind="stable")
+    steps, hours = np.diff(step[order]), np.diff(device_hours[order])
+    rates = hours[steps > 0] / steps[steps > 0]
+    return step * (np.median(rates) if rates.size else 0.0)
 
 
 def axis_name(column: str) -> str:

@@ -1,8 +1,8 @@
 """The models that the runs of a study start from: the base's model.path where it is there, else ones made here.
 
     WORKDIR/warm-start                  of the base, for all runs that do not change it
-    WORKDIR/warm-start-error_rate_0.4   of runs whose sft.* or environment.* makes other traces than the base's, named by
-                                        what differs
+    WORKDIR/warm-start-error_rate_0.4   of runs whose sft.* or environment.* makes other traces than the base's, named
+                                        by what differs
 
 What else a run changes (its trainer's steps, seed, loss) makes no other model. A run that changes sft.* asks for
 another model by that, and gets one though the base's is there; one that changes the environment alone starts from it.

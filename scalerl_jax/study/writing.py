@@ -24,7 +24,8 @@ from scalerl_jax.system.json_values import plain
 
 JSON, CSV, PAGE = "study.json", "evaluations.csv", "study.html"
 COLUMNS = (
-    "run", "recipe", "task", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials", "pass_rate",
+    "run", "recipe", "task", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials",
+    "pass_rate",
 )  # fmt: skip
 _SCRIPTS = ("dom", "charts", "study", "theme")
 
@@ -55,7 +56,7 @@ def _members_of(study: Study, run: str) -> list[str]:
 
 
 def evaluations(study: Study, found: Results) -> str:
-    """COLUMNS of every evaluation; recipe: the first of the runs that differ in their seed alone; task: the environments;
+    """COLUMNS of every evaluation; recipe: the first of the runs that differ in the seed alone; task: its environments;
     flops: of the model, trainer and generators, as the row has them. scalerl-fit and scalerl-calibrate read it."""
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
@@ -69,9 +70,9 @@ def evaluations(study: Study, found: Results) -> str:
         flags = " ".join(flag for flag in told if not flag.startswith("config.model.path="))  # a place on this machine
         for row in rows:
             table.writerow([
-                run, recipes[_recipe(study, config)], _task(config), " ".join(_members_of(study, run)), config.seed, flags,
-                row["step"], _short(row.get("device_hours")), _short(row.get("model_flops")), sum(row["passes"]),
-                len(row["passes"]) * row["samples"], _short(row["pass_rate"]),
+                run, recipes[_recipe(study, config)], _task(config), " ".join(_members_of(study, run)), config.seed,
+                flags, row["step"], _short(row.get("device_hours")), _short(row.get("model_flops")),
+                sum(row["passes"]), len(row["passes"]) * row["samples"], _short(row["pass_rate"]),
             ])  # fmt: skip
     return out.getvalue()
 

@@ -85,7 +85,7 @@ def test_axes_fits_and_tables(open_page):
     page = open_page("one")
     before = drawn(page, "#score .plot")
     rest = page.locator("#score .readout").first
-    assert rest.inner_text().startswith("model FLOPs")
+    assert rest.inner_text().startswith("typical device-hours")
     page.get_by_role("radio", name="Device-hours").check()
     assert rest.inner_text().startswith("device-hours")
     page.get_by_role("radio", name="Log").check()
@@ -182,11 +182,11 @@ def test_everything_is_reached_and_moved_by_keys(open_page):
     assert sum("square" in name for name in names) == 1  # one stop for all of them
 
     page.locator("#score .plot").first.focus()
-    for key, said in (("End", "update 30, 9TFLOP"), ("ArrowLeft", "update 28,"), ("Home", "update 0,")):
+    for key, said in (("End", "update 30, 0.3 device-hours"), ("ArrowLeft", "update 28,"), ("Home", "update 0,")):
         page.keyboard.press(key)
         assert page.locator("#score .readout").first.inner_text().startswith(said)
     page.keyboard.press("Escape")
-    assert page.locator("#score .readout").first.inner_text().startswith("model FLOPs; ")
+    assert page.locator("#score .readout").first.inner_text().startswith("typical device-hours; ")
 
     page.locator(".square[tabindex='0']").focus()
     for key, at in (

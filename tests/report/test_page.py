@@ -80,16 +80,16 @@ def test_the_evaluations_and_the_forecast(data):
         run_folders.rate(0.3), abs=1 / run_folders.PROMPTS / run_folders.SAMPLES
     )
     assert rows["device_hours"] == pytest.approx([0.02 * i for i in range(16)])
-    for axis, scale in (("model_flops", 3e13), ("device_hours", 1.0)):
+    for axis in ("typical_hours", "device_hours"):
         curve = data["score"]["curves"][axis]["all"]
         assert curve["asymptote"] == pytest.approx(0.9, abs=0.02) and curve["fits"]
-        assert curve["midpoint"] == pytest.approx(0.2 * scale, rel=0.08)
-        assert curve["x"][0] == 0 and curve["x"][-1] == pytest.approx(0.6 * scale) and np.all(np.diff(curve["x"]) > 0)
-        drawn = [run_folders.rate(x / scale) for x in curve["x"]]
+        assert curve["midpoint"] == pytest.approx(0.2, rel=0.08)
+        assert curve["x"][0] == 0 and curve["x"][-1] == pytest.approx(0.6) and np.all(np.diff(curve["x"]) > 0)
+        drawn = [run_folders.rate(x) for x in curve["x"]]
         assert curve["y"] == pytest.approx(drawn, abs=0.02)
         assert np.all(np.array(curve["low"]) <= curve["y"]) and np.all(np.array(curve["y"]) <= curve["high"])
-    half = data["score"]["curves"]["model_flops"]["half"]
-    assert half["until"] == pytest.approx(0.14 * 3e13)
+    half = data["score"]["curves"]["typical_hours"]["half"]
+    assert half["until"] == pytest.approx(0.14)
     last = np.mean([run_folders.rate(0.01 * step) for step in range(24, 31, 2)])
     assert half["measured"] == pytest.approx(last, abs=0.002)
     assert half["error"] == pytest.approx(half["forecast"][0] - half["measured"], abs=1e-4)
@@ -161,7 +161,7 @@ def test_a_clock_that_is_set_back_in_mid_run_takes_no_time_back():
 
 def test_forecasts_have_one_form_and_one_level(data):
     curves = data["score"]["curves"]
-    assert list(curves) == ["model_flops", "device_hours"]
+    assert list(curves) == ["typical_hours", "device_hours"]
     assert {curve["level"] for axis in curves.values() for curve in axis.values()} == {0.9}
     form = r"forecast at {} \({}\): 0\.\d{{3}} at {} \(90 %: 0\.\d{{3}} to 0\.\d{{3}}\); {}"
     measured, cost = (
@@ -169,7 +169,7 @@ def test_forecasts_have_one_form_and_one_level(data):
         "up to there about 0.6 device-hours at this",
     )
     for axis, name, until, after in (
-        ("model_flops", "model FLOPs", "9T", cost),
+        ("typical_hours", "typical device-hours", "0.3", cost),
         ("device_hours", "device-hours", "0.3", "A"),
     ):
         half, whole = (curves[axis][part]["sentence"] for part in ("half", "all"))
@@ -428,7 +428,7 @@ def test_a_run_that_lacks_something_has_a_page(tmp_path, missing):
 
 def test_a_run_of_few_evaluations_says_why_there_is_no_curve(tmp_path):
     workdir = run_folders.write_run(tmp_path / "run", updates=6, every=2)
-    curves = read_run(workdir)["score"]["curves"]["model_flops"]
+    curves = read_run(workdir)["score"]["curves"]["typical_hours"]
     assert curves == {"all": {"why": "3 evaluations above compute 0, of at least 4 that a curve needs"}}
 
 

@@ -1,6 +1,7 @@
 """The last page of a run, from run folders written the way the trainer writes them."""
 
 import io
+import json
 import re
 
 import numpy as np
@@ -17,9 +18,9 @@ from tests.support.evaluations import counted
 HOURS = ("trainer_busy", "trainer_idle", "generator_busy", "generator_idle")
 
 
-def compute(step, *, first_hours=0.0):
+def compute(step):
     """The ledger's columns after `step` updates: a quarter of device_hours each, and what is outside of it."""
-    hours = 0.01 * step + (first_hours if step else 0.0)
+    hours = 0.01 * step
     row = {"device_hours": hours, "model_flops": 1e13 * hours, **{f"{name}_hours": hours / 4 for name in HOURS}}
     for side in ("trainer", "generator"):
         row |= {f"{side}_evaluation_hours": 0.003 * step, f"{side}_setup_hours": 0.02}
@@ -43,7 +44,7 @@ def sample(step, group, *, correct, completion):
     }
 
 
-def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwargs) -> str:
+def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4) -> str:
     config = Config()
     config.telemetry.tensorboard, config.telemetry.samples_every = False, 4
     with RunFolder(str(path), config) as run:
@@ -56,7 +57,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwarg
                     "prompts_retired": step // 3,
                     "interrupted": 0.25,
                     "truncated": 0.01 * (step % 2),
-                    "compute": compute(step, **kwargs),
+                    "compute": compute(step),
                 }
                 run.metrics(step, values)
             if step and run.wants_rollouts(step):
@@ -66,7 +67,7 @@ def make_run(path, *, updates, every, pass_rate, prompts=100, samples=4, **kwarg
             if step % every == 0 or step == updates:
                 right = round(pass_rate(step) * prompts * samples)
                 passes = [right // prompts + (i < right % prompts) for i in range(prompts)]
-                run.evaluation(step=step, found=counted(passes, samples), seconds=1.0, compute=compute(step, **kwargs))
+                run.evaluation(step=step, found=counted(passes, samples), seconds=1.0, compute=compute(step))
     return str(path)
 
 
@@ -136,7 +137,7 @@ def test_the_table(run):
 def test_the_forecast_and_its_picture(run):
     workdir, text = run
     last = np.mean([sigmoid(step) for step in range(48, 61, 3)])
-    said = float(row_of(text, "forecast at half of the compute (model FLOPs)").split()[0])
+    said = float(row_of(text, "forecast at half of the compute (typical device-hours)").split()[0])
     assert abs(said - last) < 0.03
     ahead = (sigmoid(60) - sigmoid(30)) / (sigmoid(60) - 0.3)
     assert float(row_of(text, "still to gain at half").split("%")[0]) == pytest.approx(100 * ahead, abs=1.5)
@@ -151,7 +152,7 @@ def test_it_ends_with_the_forecast_beside_the_outcome_and_the_report(run):
     assert alarm.startswith("ALARM: 25% of the completions have their thinking cut short (mean of the last 10 updates")
     assert "What to do: " in alarm
     made = re.fullmatch(
-        r"(forecast at half of the compute \(model FLOPs\)): (0\.\d{3} at the end \(90 %: 0\.\d{3} to 0\.\d{3}\)); "
+        r"(forecast at half of the compute \(typical device-hours\)): (0\.\d{3} at the end \(90 %: 0\.\d{3} to 0\.\d{3}\)); "
         r"measured (0\.\d{3}); (\d+ of 10 later evaluations within)",
         sentence,
     )
@@ -180,9 +181,12 @@ def test_a_short_run_has_no_forecast(tmp_path):
 
 def test_a_run_that_cannot_be_forecast_still_ends_well(tmp_path):
     """All of the first half of the compute went before the first evaluation but one."""
-    workdir = make_run(tmp_path / "run", updates=20, every=2, pass_rate=sigmoid, first_hours=0.5)
+    workdir = make_run(tmp_path / "run", updates=40, every=2, pass_rate=sigmoid)
+    path = tmp_path / "run" / "evals.jsonl"
+    first, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text(first + "".join(row for row in rows if json.loads(row)["step"] > 20))
     text = shown(workdir)
-    assert row_of(text, "pass rate after").endswith("(step 20, 11 evaluations)")
+    assert row_of(text, "pass rate after").endswith("(step 40, 11 evaluations)")
     assert "no forecast: " in text
     assert not (tmp_path / "run" / "curve.png").exists()
 
@@ -190,8 +194,8 @@ def test_a_run_that_cannot_be_forecast_still_ends_well(tmp_path):
 def test_rows_without_the_axis_are_named(tmp_path):
     workdir = make_run(tmp_path / "run", updates=20, every=2, pass_rate=sigmoid)
     path = tmp_path / "run" / "evals.jsonl"
-    path.write_text(path.read_text().replace("model_flops", "flops"))
-    assert "\nno forecast: evals.jsonl: the row of step 0 has no 'model_flops'\n" in shown(workdir)
+    path.write_text(path.read_text().replace("device_hours", "hours"))
+    assert "\nno forecast: evals.jsonl: the row of step 0 has no 'device_hours'\n" in shown(workdir)
 
 
 def test_a_workdir_whose_name_looks_like_markup(tmp_path):

@@ -17,7 +17,6 @@ from tests.support.waiting import eventually
 
 UPDATES = 6400
 HOURS = 2.5  # of one update
-FLOPS = 1e15  # in a device-hour
 
 
 def run_rows(evaluations, every=100, prompts=300, **changes):
@@ -26,7 +25,7 @@ def run_rows(evaluations, every=100, prompts=300, **changes):
     passes = sampled_passes(np.random.default_rng(0), curve(compute, *TABLE_1["ScaleRL"]), runs=1, prompts=prompts)[0]
     return [
         {
-            "step": int(step), "device_hours": float(c), "model_flops": FLOPS * float(c),
+            "step": int(step), "device_hours": float(c),
             "pass_rate": float(p.sum() / (16 * prompts)), "samples": 16,
             "passes": p.tolist(), **changes,
         }
@@ -42,7 +41,7 @@ def test_the_end_that_is_planned():
     rows = run_rows(33)
     found, _ = forecast_of_end(rows, updates=UPDATES)
     assert found["step"] == 3200
-    assert found["end_compute"] == pytest.approx(UPDATES * HOURS * FLOPS)
+    assert found["end_compute"] == pytest.approx(UPDATES * HOURS)
     assert found["end_device_hours"] == pytest.approx(UPDATES * HOURS)
     truth = float(curve(UPDATES * HOURS, *TABLE_1["ScaleRL"]))
     assert found["end_low"] <= truth <= found["end_high"]
@@ -60,11 +59,11 @@ def test_a_stretch_in_which_the_machine_is_slow_bends_nothing():
     rows = run_rows(20)
     slow = [row | {"device_hours": row["device_hours"] + 900 * (row["step"] >= 800)} for row in rows]
     (even, _), (found, said) = (forecast_of_end(some, updates=UPDATES) for some in (rows, slow))
-    hours, flops = slow[-1]["device_hours"], slow[-1]["model_flops"]
-    assert found.pop("end_device_hours") == pytest.approx(found["end_compute"] * hours / flops)
+    rate = slow[-1]["device_hours"] / rows[-1]["device_hours"]
+    assert found.pop("end_device_hours") == pytest.approx(found["end_compute"] * rate)
     even.pop("end_device_hours")
     assert found == even
-    pays = short_number(float(f"{found['pays_until'] * hours / flops:.2g}"))
+    pays = short_number(float(f"{found['pays_until'] * rate:.2g}"))
     assert said[0].endswith(f"most likely; up to there about {pays} device-hours at this run's rate")
 
 
@@ -72,11 +71,11 @@ def test_what_is_said_of_the_end():
     early, said = forecast_of_end(run_rows(14), updates=UPDATES)
     score, low, high = (early[name] for name in ("end_score", "end_low", "end_high"))
     assert said[0].startswith(
-        f"forecast at update 1300 (model FLOPs): {score:.3f} at the end (90 %: {low:.3f} to {high:.3f}); the rest gains"
+        f"forecast at update 1300 (typical device-hours): {score:.3f} at the end (90 %: {low:.3f} to {high:.3f}); the rest gains"
     )
     assert re.fullmatch(
-        r"A is not identified yet: .* fit as well; evaluations up to about [\d.]+E would identify it, if the curve is "
-        r"as fitted \(these end at 3\.25E\); up to there about [\d.]+k device-hours at this run's rate",
+        r"A is not identified yet: .* fit as well; evaluations up to about \d+ would identify it, if the curve is "
+        r"as fitted \(these end at 3\.25k\); up to there about [\d.]+k device-hours at this run's rate",
         said[1],
     )
     _, said = forecast_of_end(run_rows(33), updates=UPDATES)
@@ -127,7 +126,7 @@ def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations(monkeypa
         forecast.evaluated(run_rows(UPDATES // 100 + 1))  # at its end a run needs no forecast
         assert not forecast.take()
     made, told = (line.split(":")[0] for line in said)  # the next comes too soon after it
-    assert made == "forecast at update 1300 (model FLOPs)" and told == "A is not identified yet"
+    assert made == "forecast at update 1300 (typical device-hours)" and told == "A is not identified yet"
 
 
 def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
@@ -149,11 +148,11 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
 
 def test_rows_without_the_column_are_said_once():
     said = []
-    rows = [{name: value for name, value in row.items() if name != "model_flops"} for row in run_rows(10)]
+    rows = [{name: value for name, value in row.items() if name != "device_hours"} for row in run_rows(10)]
     with LiveForecast(updates=UPDATES, say=said.append) as forecast:
         forecast.evaluated(rows)
         eventually(lambda: not (forecast.take() or forecast._asked), "the fit has failed", seconds=SECONDS)
-    assert said == ["no forecast: evals.jsonl: the row of step 0 has no 'model_flops'"]
+    assert said == ["no forecast: evals.jsonl: the row of step 0 has no 'device_hours'"]
 
 
 def test_each_environment_of_a_mixture_is_forecast_by_itself():

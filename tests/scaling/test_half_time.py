@@ -40,8 +40,8 @@ def test_forecast_of_a_run_on_the_law(tmp_path):
 
 
 def test_one_form_of_one_statement():
-    said = statement.statement("at half of the compute", "model FLOPs", Estimate(0.9312, 0.88, 0.9604))
-    assert said == "forecast at half of the compute (model FLOPs): 0.931 at the end (90 %: 0.880 to 0.960)"
+    said = statement.statement("at half of the compute", "typical device-hours", Estimate(0.9312, 0.88, 0.9604))
+    assert said == "forecast at half of the compute (typical device-hours): 0.931 at the end (90 %: 0.880 to 0.960)"
     assert statement.outcome(0.9268, 14, 15) == "measured 0.927; 14 of 15 later evaluations within"
     assert statement.hours(2e13, 0.25e-13) == "; up to there about 0.5 device-hours at this run's rate"
     assert statement.hours(np.inf, 1.0) == statement.hours(1.0, None) == ""

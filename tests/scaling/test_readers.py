@@ -74,27 +74,27 @@ def test_runs_and_seeds_by_column_and_by_folder(tmp_path):
 
 def test_run_folder_brings_its_counts(tmp_path):
     rows = [
-        {"step": 0, "model_flops": 0, "pass_rate": 0.25, "prompts": 2, "samples": 4, "passes": [0, 2]},
-        {"step": 5, "model_flops": 2e13, "pass_rate": 0.75, "prompts": 2, "samples": 4, "passes": [2, 4]},
+        {"step": 0, "device_hours": 0, "pass_rate": 0.25, "prompts": 2, "samples": 4, "passes": [0, 2]},
+        {"step": 5, "device_hours": 0.5, "pass_rate": 0.75, "prompts": 2, "samples": 4, "passes": [2, 4]},
+        {"step": 10, "device_hours": 1.0, "pass_rate": 0.75, "prompts": 2, "samples": 4, "passes": [3, 3]},
+        {"step": 15, "device_hours": 2.5, "pass_rate": 0.75, "prompts": 2, "samples": 4, "passes": [3, 3]},
     ]
-    for row in rows:
-        row["device_hours"] = row["step"] / 10
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for path in (folder, folder / "evals.jsonl"):
         run = one(path, x=None, y=None)
         assert run.name == "mine"
-        np.testing.assert_array_equal(run.compute, [0, 2e13])
-        assert readers.hours_rate([run, run]) == pytest.approx(0.5 / 2e13)
-        np.testing.assert_array_equal(run.counts.passes, [[0, 2], [2, 4]])
-        np.testing.assert_array_equal(run.counts.trials, [[4, 4], [4, 4]])
+        np.testing.assert_allclose(run.compute, [0, 0.5, 1.0, 1.5])  # the last stretch was slow
+        assert readers.hours_rate([run, run]) == pytest.approx(2.5 / 1.5)
+        np.testing.assert_array_equal(run.counts.passes, [[0, 2], [2, 4], [3, 3], [3, 3]])
+        np.testing.assert_array_equal(run.counts.trials, [[4, 4]] * 4)
     by_hours = one(folder, x="device_hours", y=None)
-    np.testing.assert_array_equal(by_hours.compute, [0, 0.5])
+    np.testing.assert_array_equal(by_hours.compute, [0, 0.5, 1.0, 2.5])
     assert readers.hours_rate([by_hours]) is None
-    without = [{name: value for name, value in row.items() if name != "model_flops"} for row in rows]
+    without = [{name: value for name, value in row.items() if name != "device_hours"} for row in rows]
     (folder / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in without))
-    with pytest.raises(readers.InputError, match=r"evals.jsonl: no column 'model_flops' \(--x\); .*device_hours"):
+    with pytest.raises(readers.InputError, match=r"evals.jsonl: no column 'device_hours' \(--x\); "):
         one(folder, x=None, y=None)
 
 
@@ -103,7 +103,7 @@ def test_a_run_folder_of_a_mixture_has_a_curve_for_each_environment(tmp_path):
         return {"pass_rate": sum(passes) / 4 / len(passes), "passes": passes, "samples": 4, "prompts": len(passes)}
 
     rows = [
-        {"step": s, "model_flops": s / 10, **part(m + c), "environments": {"math": part(m), "code": part(c)}}
+        {"step": s, "device_hours": s / 10, **part(m + c), "environments": {"math": part(m), "code": part(c)}}
         for s, m, c in ((0, [0, 2], [1]), (5, [2, 4], [3]))
     ]
     (tmp_path / "mine").mkdir()

@@ -28,7 +28,7 @@ def made(tmp_path: pathlib.Path, *names: str, left_out: tuple[str, ...] = (), se
 
 def test_members_are_fitted_and_compared(tmp_path: pathlib.Path) -> None:
     one = made(tmp_path, "two", "seeds", left_out=("seed_7",))
-    found = results(one, str(tmp_path / "study" / "runs"), x="model_flops")
+    found = results(one, str(tmp_path / "study" / "runs"), x="typical_hours")
     two, seeds = found.studies
     plain, slow = two.members
     assert plain.curve is not None and plain.curve.fit.asymptote == pytest.approx(0.9, abs=0.05)

@@ -1,15 +1,12 @@
 // The score against compute with its fits; parts of a mixture; what the run came to, in a few figures.
 
 const AXES = {
-  model_flops: { title: 'model FLOPs', form: (value) => `${short(value)}FLOP`, ticks: short },
+  typical_hours: { title: 'typical device-hours', form: (value) => `${plain(value)} device-hours`, ticks: plain },
   device_hours: { title: 'device-hours', form: (value) => `${plain(value)} device-hours`, ticks: plain },
   step: { title: 'updates', form: (value) => `update ${Math.round(value)}`, ticks: short },
 };
 
-// Of figures, tables and the chart at first: work, unless a run's rows do not have it.
-const MAIN = RUNS.some((run) => run.score.curves.device_hours && !run.score.curves.model_flops)
-  ? 'device_hours'
-  : 'model_flops';
+const MAIN = 'typical_hours'; // of figures, tables and the chart at first
 
 const ALL = '';
 
@@ -52,7 +49,7 @@ function scoreSection() {
       'axis',
       'Compute',
       [
-        ['model_flops', 'FLOPs'],
+        ['typical_hours', 'Typical device-hours'],
         ['device_hours', 'Device-hours'],
         ['step', 'Updates'],
       ],
@@ -79,7 +76,7 @@ function scoreSection() {
   );
   const numbers = tableOf(
     'Evaluations',
-    ['run', 'update', 'FLOPs', 'device-hours', 'pass rate', 'standard error', 'trials'],
+    ['run', 'update', 'typical device-hours', 'device-hours', 'pass rate', 'standard error', 'trials'],
     () =>
       evaluated.flatMap((run) =>
         run.score.evaluations.step.map((step, at) => {
@@ -87,7 +84,7 @@ function scoreSection() {
           return [
             run.name,
             step,
-            short(rows.model_flops[at]),
+            plain(rows.typical_hours[at]),
             plain(rows.device_hours[at]),
             decimals(rows.pass_rate[at]),
             decimals(rows.deviation[at], 4),

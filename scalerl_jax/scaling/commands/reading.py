@@ -53,6 +53,7 @@ def read_evaluations(paths: Sequence[str], *, parts_too: bool) -> list[readers.E
             seeds_by_folder=given.SEEDS.value == "folder",
             passes_column=given.PASSES.value,
             trials_column=given.TRIALS.value,
+            task_column=given.TASK_COLUMN.value,
             duplicates=given.DUPLICATES.value,
             parts_too=parts_too,
         )

@@ -1,10 +1,11 @@
 """scalerl-calibrate: how often a forecast of each law holds on complete runs, and the numbers that make it hold.
 
-    scalerl-calibrate configs/bank.csv --x=device_hours --y=pass_rate --run_column=recipe --seed_column=seed
-        --passes=passes --trials=trials --out=calibrated
+    scalerl-calibrate configs/bank.csv --x=flops --y=pass_rate --run_column=recipe --seed_column=seed
+        --task_column=task --passes=passes --trials=trials --out=calibrated
 
 Reads as scalerl-fit does. Every run is foretold from 30, 50 and 70 % of its compute, by numbers fitted on the runs of
-all other recipes (runs of one name are one recipe), and judged on all evaluations after that (scaling/calibrate.py).
+all other tasks, or of all other recipes where there is one task (runs of one name are one recipe), without those that
+agree with it, and judged on all evaluations after that (scaling/calibrate.py).
 Writes calibration.json, the numbers fitted on all of them, which scalerl-fit takes as --calibration, and
 calibrate.json, .png and .svg: coverage of the bands, continuous ranked probability score and error of the last quarter
 of each law, of their average, and of the sigmoid as it is fitted without a calibration; and how often "identified" was
@@ -53,27 +54,29 @@ def main(paths: Sequence[str]) -> None:
             passes, trials = one.counts.passes.sum(axis=1), one.counts.total
             with user_mistakes(before=f"{one.source}: {name}: "):
                 try:
-                    runs.append(whole_run(name, one.name, one.compute * factor, passes, trials))
+                    runs.append(whole_run(name, one.name, one.compute * factor, passes, trials, task=one.task))
                 except TooFewPoints as error:
                     results.say(console, f"{one.source}: {name} is left out: {error}")
-    recipes = {one.recipe for one in runs}
+    recipes, tasks = ({getattr(one, what) for one in runs} for what in ("recipe", "task"))
     with user_mistakes(), Progress(console=console, transient=True) as progress:
         first = progress.add_task("runs foretold", total=len(runs))
         found = cases(runs, tick=lambda: progress.advance(first))
-        second = progress.add_task("recipes left out", total=len(recipes))
+        second = progress.add_task("runs left out", total=len(runs))
         scores = leave_one_out(found, tick=lambda: progress.advance(second))
         whole = calibrate(Densities(found))
         third = progress.add_task("sigmoids fitted", total=len(found))
         sigmoids = [judged.sigmoid(case, tick=lambda: progress.advance(third)) for case in found]
 
     table = summaries(found, scores, sigmoids)
-    console.print(_table(table, f"{len(runs)} runs of {len(recipes)} recipes"))
+    what = f"{len(runs)} runs of {len(recipes)} recipes" + (f" on {len(tasks)} tasks" if len(tasks) > 1 else "")
+    console.print(_table(table, what, "tasks" if len(tasks) > 1 else "recipes"))
     for fraction in FRACTIONS:
         results.say(console, judged.identified_sentence(found, sigmoids, fraction))
     document: dict[str, Any] = {
         "x": reading.axis_labels()[0],
         "runs": len(runs),
         "recipes": len(recipes),
+        "tasks": len(tasks),
         "levels": LEVELS,
         "summaries": [one._asdict() for one in table],
         "cases": [judged.case_document(*both) for both in zip(found, scores, sigmoids)],
@@ -84,10 +87,10 @@ def main(paths: Sequence[str]) -> None:
     results.say(console, f"written: {', '.join([path, *written])}")
 
 
-def _table(rows: Sequence[Summary], what: str) -> Table:
+def _table(rows: Sequence[Summary], what: str, others: str) -> Table:
     heads = ["from", "forecast of", *(f"within {level:.0%}" for level in LEVELS), "CRPS"]
     heads += ["|error| mean", "median", "bias", "width"]
-    table = results.new_table(f"later evaluations of {what}, foretold by those of other recipes", *heads, no_wrap=True)
+    table = results.new_table(f"later evaluations of {what}, foretold by those of other {others}", *heads, no_wrap=True)
     last = None
     for row in rows:
         if last not in (None, row.fraction):

@@ -34,10 +34,9 @@ def folder(tmp_path_factory):
         passes = sampled_passes(np.random.default_rng(seed), curve(compute, *triple), runs=1, prompts=300)[0]
         rows = [
             {
-                "step": step, "model_flops": c, "device_hours": c / 2000, "pass_rate": p.sum() / 4800, "samples": 16,
-                "passes": p.tolist(),
+                "step": round(c), "device_hours": c, "pass_rate": p.sum() / 4800, "samples": 16, "passes": p.tolist(),
             }
-            for step, (c, p) in enumerate(zip(compute, passes))
+            for c, p in zip(compute, passes)
         ]  # fmt: skip
         (path / name / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -93,7 +92,7 @@ def test_two_run_folders_with_forecast_and_plan(folder):
     assert plan["best_now"] == "a" and sum(plan["chance_to_be_best"].values()) == pytest.approx(1)
     assert all(one["compute"] <= 8000 for one in plan["extensions"])
     assert f"{plan['reason']}." in done.stdout
-    assert "C is model FLOPs" in done.stdout
+    assert "C is typical device-hours" in done.stdout
     (pair,) = written["pairs"]
     assert pair["first"] == "a"
 

@@ -27,7 +27,7 @@ COMPUTE = np.concatenate([[0.0], np.linspace(500, 16_000, 32)])
 def rows(count, start=0):
     scores = curve(COMPUTE, *TABLE_1["ScaleRL"])
     return "".join(
-        json.dumps({"step": step, "model_flops": COMPUTE[step], "pass_rate": scores[step]}) + "\n"
+        json.dumps({"step": step, "device_hours": COMPUTE[step], "pass_rate": scores[step]}) + "\n"
         for step in range(start, count)
     )
 
