@@ -14,6 +14,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.report import page
 from scalerl_jax.report.numbers import rounded
 from scalerl_jax.report.score import curve
+from scalerl_jax.run.jsonl import column
 from scalerl_jax.scaling import readers
 from scalerl_jax.scaling.compare_json import comparison_document, run_document
 from scalerl_jax.study.members import Study
@@ -177,9 +178,10 @@ def _page(
 
 
 def _drawn(one: Member, found: Results) -> dict[str, Any]:
-    rows = [row for run in one.runs for row in found.rows[run] if row.get(found.x) is not None]
-    rows.sort(key=lambda row: row[found.x])
-    x = np.array([row[found.x] for row in rows], np.float64)
+    rows = [row for run in one.runs for row in found.rows[run]]
+    x = np.concatenate([column(found.rows[run], found.x) for run in one.runs])
+    order = np.argsort(x, kind="stable")
+    rows, x = [rows[at] for at in order], x[order]
     return {
         "name": one.name,
         "runs": one.runs,

@@ -98,7 +98,7 @@ def test_the_files(tmp_path: pathlib.Path) -> None:
         "run", "recipe", "task", "members", "seed", "config", "step", "device_hours", "flops", "passes", "trials",
         "pass_rate",
     ]  # fmt: skip
-    assert {row["task"] for row in rows} == {"arithmetic"}
+    assert {row["task"] for row in rows} == {"math"}
     assert {row["run"]: row["recipe"] for row in rows} == {"plain": "plain", "slow": "slow", "seed_6": "plain"}
     last = next(row for row in rows if row["run"] == "plain" and row["step"] == "130")
     assert last["members"] == "two/plain seeds/seed_5" and last["seed"] == "5" and last["trials"] == "800"
