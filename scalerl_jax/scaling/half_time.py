@@ -25,8 +25,9 @@ class HalfTimeForecast:
     ahead: AverageForecast  # by all laws, of those beyond
     score: Estimate  # of an evaluation at the end, at LEVEL
     measured: float  # mean of the evaluations there
-    within: int  # evaluations beyond that lie in their bands (or means of neighbours, where there are very many)
+    within: int  # evaluations beyond that lie in their bands
     later: int  # of so many
+    bins: bool  # or means of neighbours, where there are very many
     seen: str  # up to where evaluations were known
 
     @property
@@ -50,7 +51,7 @@ class HalfTimeForecast:
 
     @property
     def outcome(self) -> str:
-        return outcome(self.measured, self.within, self.later)
+        return outcome(self.measured, self.within, self.later, bins=self.bins)
 
 
 def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
@@ -88,5 +89,6 @@ def judged(
         measured=float(np.average(measured[last], weights=rows[last])),
         within=int(np.sum((low <= measured) & (measured <= high))),
         later=len(later),
+        bins=len(later) < beyond.sum(),
         seen=seen,
     )

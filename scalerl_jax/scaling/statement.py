@@ -22,9 +22,9 @@ def statement(seen: str, axis: str, score: Estimate, where: str = "at the end") 
     return f"forecast {seen} ({axis}): {score.value:.3f} {where} ({PERCENT}: {score.low:.3f} to {score.high:.3f})"
 
 
-def outcome(measured: float, within: int, later: int) -> str:
-    """What came of it."""
-    return f"measured {measured:.3f}; {within} of {later} later evaluations within"
+def outcome(measured: float, within: int, later: int, *, bins: bool = False) -> str:
+    """What came of it. bins: `later` counts means of neighbours, of very many evaluations."""
+    return f"measured {measured:.3f}; {within} of {later} {'bins of ' if bins else ''}later evaluations within"
 
 
 def of_asymptote(fit: SigmoidFit, rate: float | None) -> str:

@@ -77,13 +77,14 @@ def test_the_file_is_what_scalerl_fit_takes(calibrated, folder):
     for name, flag in (("own", ["--calibration=out/calibration.json"]), ("default", [])):
         done = fit("bank.csv", *flags, *flag, folder=folder)
         assert done.returncode == 0, done.stderr
-        (said[name],) = re.findall(r"8gen: by all laws .*", done.stdout)
+        (said[name],) = re.findall(r"8gen: forecast .*", done.stdout)
         entries = {entry["run"]: entry for entry in json.loads((folder / "fit/fit.json").read_text())["fits"]}
         (found,) = [value for value in entries["8gen"].values() if isinstance(value, dict) and "interval_90" in value]
         low, high = found["interval_90"]
         assert said[name] == (
-            f"8gen: by all laws an evaluation at 16k gives {found['score']:.3f} (90%: {low:.3f} to {high:.3f}); "
-            f"{found['held_out_within_90']} of the 8 held out lie in such bands."
+            f"8gen: forecast at half of the compute (hours): {found['score']:.3f} at the end "
+            f"(90 %: {low:.3f} to {high:.3f}); measured {found['measured']:.3f}; "
+            f"{found['held_out_within_90']} of 8 later evaluations within."
         )
     assert said["own"] != said["default"]
 
