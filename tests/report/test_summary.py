@@ -152,7 +152,8 @@ def test_it_ends_with_the_forecast_beside_the_outcome_and_the_report(run):
     assert alarm.startswith("ALARM: 25% of the completions have their thinking cut short (mean of the last 10 updates")
     assert "What to do: " in alarm
     made = re.fullmatch(
-        r"(forecast at half of the compute \(typical device-hours\)): (0\.\d{3} at the end \(90 %: 0\.\d{3} to 0\.\d{3}\)); "
+        r"(forecast at half of the compute \(typical device-hours\)): "
+        r"(0\.\d{3} at the end \(90 %: 0\.\d{3} to 0\.\d{3}\)); "
         r"measured (0\.\d{3}); (\d+ of 10 later evaluations within)",
         sentence,
     )

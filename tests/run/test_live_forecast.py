@@ -71,7 +71,8 @@ def test_what_is_said_of_the_end():
     early, said = forecast_of_end(run_rows(14), updates=UPDATES)
     score, low, high = (early[name] for name in ("end_score", "end_low", "end_high"))
     assert said[0].startswith(
-        f"forecast at update 1300 (typical device-hours): {score:.3f} at the end (90 %: {low:.3f} to {high:.3f}); the rest gains"
+        f"forecast at update 1300 (typical device-hours): {score:.3f} at the end "
+        f"(90 %: {low:.3f} to {high:.3f}); the rest gains"
     )
     assert re.fullmatch(
         r"A is not identified yet: .* fit as well; evaluations up to about \d+ would identify it, if the curve is "
