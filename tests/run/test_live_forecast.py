@@ -76,7 +76,7 @@ def test_what_is_said_of_the_end():
     )
     assert re.fullmatch(
         r"A is not identified yet: .* fit as well; evaluations up to about \d+ would identify it, if the curve is "
-        r"as fitted \(these end at 3\.25k\); up to there about [\d.]+k device-hours at this run's rate",
+        r"as fitted \(these end at 3250\); up to there about [\d.]+k device-hours at this run's rate",
         said[1],
     )
     _, said = forecast_of_end(run_rows(33), updates=UPDATES)
