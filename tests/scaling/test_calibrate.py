@@ -128,7 +128,10 @@ def test_each_task_counts_as_much_as_any_other(on_the_law):
     densities = calibrate.Densities(given)
     whole, few, many = (_cost(densities, chosen) for chosen in (range(len(given)), range(3), range(3, len(given))))
     at = whole[1] + 0.5 * np.random.default_rng(0).standard_normal(len(whole[1]))
-    assert whole[0](at)[0] == pytest.approx((few[0](at)[0] + many[0](at)[0]) / 2, rel=1e-12)
+    mean, rate = calibrate._RATE_PRIOR
+    off = np.append(at[:-1] / calibrate._WEIGHT_DEVIATION, (at[-1] - mean) / rate)
+    prior = calibrate._HEARD / 2 * off @ off  # with one task; with two it is heard half as much beside the mean
+    assert whole[0](at)[0] == pytest.approx((few[0](at)[0] + many[0](at)[0] - prior) / 2, rel=1e-12)
 
 
 @pytest.mark.slow
