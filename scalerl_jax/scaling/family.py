@@ -13,12 +13,13 @@ A's interval is profile likelihood as in profile.py, with p and q free besides B
 
     { A : min over p, q, B, C_mid, R0 of Q - min Q  <=  phi F(level; 1, nu_0 + degrees of freedom) }
 
-so it holds every A at which one of these laws fits as well. One search cannot see the whole family, so twelve shapes
-are starts of searches side by side (Levenberg-Marquardt), and the interval is from the lowest end that one of them
-finds to the highest.
+so it holds every A at which one of these laws fits as well. One search cannot see the whole family, so searches
+(Levenberg-Marquardt) go from the best curve of each of twelve shapes side by side, and the interval is from the lowest
+end that one of them finds to the highest.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -66,7 +67,8 @@ def gain(shape: np.ndarray, log_compute: np.ndarray) -> tuple[np.ndarray, np.nda
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """K curves, each the best that a search has found. A curve is A, R0, ln B, ln C_mid, ln p, ln q."""
+    """K curves, the best of some shapes and the best that searches from them have found. A curve is A, R0, ln B,
+    ln C_mid, ln p, ln q."""
 
     points: Points
     curves: np.ndarray  # [K, 6]
@@ -112,7 +114,7 @@ class Family:
                 break
             tried = curves[on]
             tried[:, _ASYMPTOTE] = start[on] + (side * away)[on]
-            found, risen = search.lowest(tried, pinned=True, steps=_STEPS_ON)
+            found, risen = search.lowest(tried, held=[_ASYMPTOTE], steps=_STEPS_ON)
             risen = np.sqrt(np.maximum(risen - cost[on], 0.0))
             holds = risen <= root[on]
             inside[on[holds]], curves[on[holds]] = away[on[holds]], found[holds]
@@ -137,7 +139,9 @@ def find_family(state: FitState) -> Family:
     # As steep in the middle as the sigmoid, whose slope by ln C_mid is B / 4 there.
     _, slope = gain(np.concatenate([np.zeros((len(_STARTS), 2)), _STARTS], axis=1), np.zeros(1))
     curves[:, _EXPONENT] += np.log(0.25 / -slope[:, 1, 0])
-    curves, cost = search.lowest(np.clip(curves, search.low, search.high), pinned=False, steps=_STEPS)
+    of_shapes, their_cost = search.lowest(np.clip(curves, search.low, search.high), held=[_P, _Q], steps=_STEPS)
+    curves, cost = search.lowest(of_shapes, held=[], steps=_STEPS)
+    curves, cost = np.concatenate([curves, of_shapes]), np.concatenate([cost, their_cost])
     degrees, dispersion = state.degrees - _MORE, state.dispersion
     if degrees > 0:
         dispersion = (points.belief + float(cost.min()) + points.inner_squares) / degrees
@@ -176,18 +180,18 @@ class _Search:
             jacobian @ jacobian.transpose(0, 2, 1),
         )
 
-    def lowest(self, curves: np.ndarray, *, pinned: bool, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where Q is least from each of curves [K, 6], and Q there [K]. pinned: A stays."""
+    def lowest(self, curves: np.ndarray, *, held: Sequence[int], steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where Q is least from each of curves [K, 6], and Q there [K]. held: parameters that stay."""
         curves = curves.copy()
         cost, slope, curvature = self.squares(curves)
         damping, going, each = np.full(len(curves), 1e-2), np.arange(len(curves)), np.arange(6)
         for _ in range(steps):
             here, down = curves[going], slope[going]
-            held = ((here <= self.low) & (down > 0)) | ((here >= self.high) & (down < 0))
-            held[:, _ASYMPTOTE] |= pinned
-            held[:, _INITIAL] |= self._exact
-            down = np.where(held, 0.0, down)
-            matrix = np.where(held[:, :, None] | held[:, None, :], 0.0, curvature[going])
+            still = ((here <= self.low) & (down > 0)) | ((here >= self.high) & (down < 0))
+            still[:, held] = True
+            still[:, _INITIAL] |= self._exact
+            down = np.where(still, 0.0, down)
+            matrix = np.where(still[:, :, None] | still[:, None, :], 0.0, curvature[going])
             scale = np.sqrt(matrix[:, each, each])  # so that units do not matter to the damping
             scale = np.where(scale > 0, scale, 1.0)
             matrix /= scale[:, :, None] * scale[:, None, :]

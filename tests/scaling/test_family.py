@@ -5,7 +5,8 @@ import pytest
 import scipy.optimize
 import scipy.stats
 
-from scalerl_jax.scaling import fit_sigmoid
+from scalerl_jax.scaling import fit as fit_module
+from scalerl_jax.scaling import fit_sigmoid, least_squares, profile
 from scalerl_jax.scaling.compare import compare
 from scalerl_jax.scaling.family import gain
 from scalerl_jax.scaling.fit import Run
@@ -110,3 +111,16 @@ def test_what_sigmoids_tell_is_still_told():
     for pair in zip(lower, higher):
         (found,) = compare(pair).pairs
         assert found.verdict == "first" and found.first is pair[1]
+
+
+def test_searches_that_end_alike_do_not_hide_the_other_asymptotes():
+    """Two seeds up to the bend, best fitted by a step, whence no search finds back to A = 1, which a sigmoid fits with
+    as well."""
+    passes = np.array([393, 422, 511, 565, 667, 729, 738] + [402, 471, 508, 568, 690, 766, 790])
+    compute, trials = np.tile(np.arange(0, 13, 2.0), 2), np.full(14, 1600)
+    fit = fit_sigmoid(compute, passes / trials, counts=(passes, trials), run=np.repeat([0, 1], 7))
+    _, cost = fit_module.least_squares_estimate(
+        fit.state.data, least_squares.search_cells(fit.state.data.log_compute), least_squares.free(1.0, 1.0)
+    )
+    assert cost < fit.laws.cost.min() + profile.threshold(0.95, fit.laws.dispersion, fit.laws.degrees)
+    assert fit.laws.asymptote < 0.5 and fit.intervals["asymptote"][1] == 1
