@@ -86,7 +86,7 @@ def test_axes_fits_and_tables(open_page):
     before = drawn(page, "#score .plot")
     rest = page.locator("#score .readout").first
     assert rest.inner_text().startswith("typical device-hours")
-    page.get_by_role("radio", name="Device-hours").check()
+    page.get_by_role("radio", name="Device-hours", exact=True).check()
     assert rest.inner_text().startswith("device-hours")
     page.get_by_role("radio", name="Log").check()
     assert "no place on a log axis" in rest.inner_text() and drawn(page, "#score .plot") > 20
@@ -104,7 +104,7 @@ def test_axes_fits_and_tables(open_page):
         run_folders.rate(0.3), abs=0.002
     )
     # Under the pointer stand the evaluation nearest to it and the fit there.
-    page.get_by_role("radio", name="Device-hours").check()
+    page.get_by_role("radio", name="Device-hours", exact=True).check()
     page.get_by_role("radio", name="Linear").check()
     page.get_by_label("on all evaluations").check()
     box = page.locator("#score .u-over").first.bounding_box()
