@@ -86,7 +86,7 @@ def test_two_run_folders_with_forecast_and_plan(folder):
     assert by_name["a"]["score_at_budget"]["low"] <= true <= by_name["a"]["score_at_budget"]["high"]
     for name, one in by_name.items():
         assert f"{name}: {one['advice']}: {one['reason']}." in done.stdout
-        assert f"{name}: to 16k; up to there about 8 device-hours at this run's rate." in done.stdout
+        assert f"{name}: to 16k; up to there about 16k device-hours at this run's rate." in done.stdout
     plan = written["plan"]
     assert plan["by"] == "score" and plan["at"] == 16_000
     assert plan["best_now"] == "a" and sum(plan["chance_to_be_best"].values()) == pytest.approx(1)
