@@ -11,10 +11,11 @@ precision.py      float64 on the CPU
 least_squares.py  the fit over the whole plane of shapes
 profile.py        intervals and bands by profile likelihood
 resample.py       bootstrap
+family.py         A's interval over all laws that the points allow
 trend.py          whether a run rises at all
 identify.py       whether the points tell A, and what compute would
 fit.py            fit_sigmoid: all of these
-misfit.py         whether one sigmoid describes the points
+misfit.py         whether a law describes the points
 laws.py           what a score may do: five laws, drawn by curve_draws.py and random_walk.py
 average.py        these averaged, with what each may be off by
 calibration.py    how far each is to be trusted: read from calibration.json, fitted by calibrate.py, told by judged.py

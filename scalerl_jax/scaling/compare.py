@@ -11,7 +11,10 @@ The interval of a difference comes from the two runs' own intervals, lopsided as
     low  = d - sqrt((a - a_low)^2 + (b_high - b)^2)        d = a - b
     high = d + sqrt((a_high - a)^2 + (b - b_low)^2)
 
-The runs' own are profile likelihood; where a run has seeds, widened to what a bootstrap of whole seeds gives.
+The runs' own are profile likelihood, those of A over all laws that the points allow (family.py); where a run has seeds,
+widened to what a bootstrap of whole seeds gives. The sigmoid's A may be off where the truth is another law, so the
+interval of a difference of A's holds also what comes of the A's of the laws that fit best. Where no law describes the
+points of a run, they do not tell.
 
 With A fixed at one number for all, B and C_mid are fitted anew (the paper's leave-one-out procedure), and the
 straightened form
@@ -120,8 +123,7 @@ def compare(
         return refit(run.points, asymptote, grid=grid)
 
     def differ(first: Run, second: Run) -> tuple[Difference, str]:
-        found = difference(first.fit.asymptote, own[first], second.fit.asymptote, own[second])
-        return found, verdict(found, margin)
+        return judge(first, own[first], second, own[second], margin)
 
     alike = [run for run in runs if run is base or differ(run, base)[1] == "none"]
     common = None
@@ -197,6 +199,28 @@ def difference(first: float, own: tuple[Interval, Interval], second: float, othe
     return Difference(first - second, ends[0], ends[1])
 
 
+def judge(
+    first: Run, own: tuple[Interval, Interval], second: Run, others: tuple[Interval, Interval], margin: float
+) -> tuple[Difference, str]:
+    """Of A, from each run's (95 %, 90 %) intervals: around the sigmoids' and around the best laws'; and the verdict."""
+    value = first.fit.asymptote - second.fit.asymptote
+    best = [run.fit.asymptote if run.fit.laws is None else run.fit.laws.asymptote for run in (first, second)]
+    by_sigmoids = difference(first.fit.asymptote, own, second.fit.asymptote, others)
+    by_laws = difference(best[0], own, best[1], others)
+    found = Difference(
+        value,
+        _hull(value, by_sigmoids.interval_95, by_laws.interval_95),
+        _hull(value, by_sigmoids.interval_90, by_laws.interval_90),
+    )
+    word = verdict(found, margin)
+    return found, "open" if word != "none" and (first.fit.misfit or second.fit.misfit) else word
+
+
+def _hull(value: float, *intervals: Interval) -> Interval:
+    lows, highs = zip(*intervals)
+    return min(value, *lows), max(value, *highs)
+
+
 def exponent_difference(first: Slope, second: Slope) -> Difference:
     """Of B with one A."""
     own = (first.exponent_95, first.exponent_90)
@@ -210,7 +234,7 @@ def _mover(first: float, own: Interval, second: float, others: Interval) -> Inte
 
 
 def asymptote_intervals(run: Run, *, seed: int = 0) -> tuple[Interval, Interval]:
-    """95 % and 90 % of A: the profile's, widened to the bootstrap of whole seeds where there are some."""
+    """95 % and 90 % of A: over all laws, widened to the bootstrap of whole seeds where there are some."""
     fit = run.fit
     samples = None
     if run.seeds > 1:
@@ -238,6 +262,8 @@ def _sentence(first: Run, second: Run, found: Difference, word: str, both, expon
     if word == "open":
         vague = " and ".join(run.name for run in (first, second) if not run.fit.identified)
         more = f"; A of {vague} is not identified yet" if vague else ""
+        if undescribed := " and ".join(run.name for run in (first, second) if run.fit.misfit):
+            more = f"; no law describes the points of {undescribed}"
         return f"these points do not tell which of {first.name} and {second.name} ends higher: {apart}{more}"
     start = f"no difference shown in A between {first.name} and {second.name}: {apart}, margin {margin:g}"
     sides = list(zip((first, second), both))

@@ -10,7 +10,8 @@ Of more than 2,000 points the means of neighbours are fitted, as heavy as what i
 grid="paper"  the paper's procedure exactly: a grid over A and C_mid, B by least squares from 1 in each cell
 grid="auto"   cells over the whole plane of shapes, then polished to the minimum over all A in [0, 1], B > 0, C_mid > 0
 
-Intervals are 95 % profile likelihood (profile.py) for either grid.
+Intervals are 95 % profile likelihood for either grid: of B and C_mid the sigmoid's (profile.py), of A over all laws
+that the points allow (family.py).
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 
 from scalerl_jax.scaling import identify, law, least_squares, misfit, paper_grid, profile, resample, trend
+from scalerl_jax.scaling.family import Family, find_family
 from scalerl_jax.scaling.identify import SEED_MARGIN as SEED_MARGIN
 from scalerl_jax.scaling.points import Points, check_points
 from scalerl_jax.scaling.precision import double_precision
@@ -34,7 +36,7 @@ class SigmoidFit(law.Sigmoid):
     ssr: float  # sum of squared residuals over the points used (times trials / mean trials where counts differ)
     points: int  # used, as given
     intervals: dict[str, tuple[float, float]]  # 95 %, of asymptote, exponent, midpoint; 0 or inf where open
-    identified: bool  # the points tell A (identify.py), and one sigmoid describes them (misfit.py)
+    identified: bool  # the points tell A (identify.py), and a law describes them (misfit.py)
     verdict: str  # one sentence: that they do, what fits as well and what compute would tell, or that they do not rise
     used: np.ndarray  # [N] bool over the points given
     dispersion: float  # noise variance of the residuals over that of the counts (without counts: the variance itself)
@@ -42,8 +44,9 @@ class SigmoidFit(law.Sigmoid):
     samples: np.ndarray | None = dataclasses.field(default=None, repr=False)  # [bootstrap, 4] A, B, C_mid, R0
     trend: str = trend.RISING  # where it is not, the parameters mean nothing (trend.py)
     bins: int | None = None  # so many means of the points were fitted, where there are too many (binning.py)
-    misfit: str = ""  # why one sigmoid does not describe the points (misfit.py); "": nothing says so
+    misfit: str = ""  # why no law describes the points (misfit.py); "": nothing says so
     compute_to_identify: float = np.inf  # evaluated up to here the points tell A: where they end, if they do already
+    laws: Family | None = dataclasses.field(default=None, repr=False)  # all laws; None: the points do not rise
 
     @property
     def rises(self) -> bool:
@@ -78,7 +81,9 @@ class SigmoidFit(law.Sigmoid):
         return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)
 
     def interval(self, name: str, *, level: float) -> tuple[float, float]:
-        """Profile interval of asymptote, exponent or midpoint at another level than 95 %."""
+        """Of asymptote, exponent or midpoint, at another level than 95 %."""
+        if name == "asymptote" and self.laws is not None:
+            return _around(self.laws.interval(level), self.asymptote)
         return self.state.intervals(level, tuple(self.parameters.values()))[name]
 
     def compute_to_reach(self, target: float) -> float:
@@ -189,17 +194,18 @@ def fit_sigmoid(
     else:
         estimate, ssr = least_squares_estimate(data, cells, least_squares.free())
     intervals = state.intervals(LEVEL, estimate)
-    identified, needed, why = False, np.inf, ""
+    identified, needed, why, laws = False, np.inf, "", None
     if word == trend.RISING:
-        told = (*intervals["asymptote"], intervals["midpoint"][1])
-        fitted = law.Sigmoid(*estimate).parameters
+        laws = find_family(state)
+        intervals["asymptote"] = _around(laws.interval(LEVEL), estimate[0])
         if grid == "auto":  # the paper tests nothing of the kind
-            curve = np.asarray(_curve(_widened(points.compute), **fitted))
-            why = misfit.find_misfit(points, curve[: len(points.compute)], estimate[0], intervals["asymptote"])
+            why = misfit.find_misfit(points, laws.predict(points.compute))
         if not why:
+            told = (*intervals["asymptote"], intervals["midpoint"][1])
+            fitted = law.Sigmoid(*estimate).parameters
             reached = float(_curve(_widened(np.array([points.most])), **fitted)[0])
             identified = bool(identify.is_identified(*told, initial=estimate[3], most=points.most, reached=reached))
-            needed = points.most if identified else identify.compute_that_tells(state, estimate, intervals)
+            needed = points.most if identified else identify.compute_that_tells(laws, estimate, intervals)
         verdict = identify.sentence(identified, intervals["asymptote"], most=points.most, needed=needed, misfit=why)
     else:
         verdict = trend.sentence(word, points)
@@ -221,7 +227,13 @@ def fit_sigmoid(
         bins=None if points.binned is None else len(points.compute),
         compute_to_identify=needed,
         misfit=why,
+        laws=laws,
     )
+
+
+def _around(interval: tuple[float, float], value: float) -> tuple[float, float]:
+    """Widened to hold a value."""
+    return min(interval[0], value), max(interval[1], value)
 
 
 _curve = jax.jit(law.sigmoid_law)

@@ -1,19 +1,21 @@
 """Whether the points tell A, and if not, what compute would.
 
-They tell it when A's 95 % interval is narrower than 0.04, closes inside (R0, 1), and the data reach 1.5 times the upper
-end of C_mid's interval: only then is the bend behind them, and what looks like an asymptote is one. An interval that
-ends at 1 is cut off there, and may be narrow for that alone, unless the curve has come within 0.04 of 1 already: no
-score is above 1, and none falls. Where one sigmoid does not describe the points (misfit.py) they tell no A, whatever
-its interval.
+They tell it when A's 95 % interval over all laws that they allow (family.py) is narrower than 0.04 and closes inside
+(R0, 1), and the data reach 1.5 times the upper end of C_mid's interval: only then is the bend behind them, and what
+looks like an asymptote is one. An interval that ends at 1 is cut off there, and may be narrow for that alone, unless
+the curve has come within 0.04 of 1 already: no score is above 1, and none falls. Where no law describes the points
+(misfit.py) they tell no A, whatever its interval.
 
 If they do not, the run is imagined to go on along its fitted curve, evaluated as often and as finely as so far, and the
 first compute is named at which the same three conditions hold for the intervals to be expected there:
 
     half width = sqrt(threshold * (J^T W J)^-1)
-    J: derivatives of the curve in (A, ln B, ln C_mid, R0); W: 1 / variance
+    J: derivatives of the curve in (A, ln B, ln C_mid, ln p, ln q, R0) of family.py; W: 1 / variance
 
-Profile intervals are wider than these where the points leave much open. By how much they are now is carried on, fading
-as most / compute.
+C_mid's is the sigmoid's: without p and q.
+
+Profile intervals are wider than these, the more so where the points leave much open; they stay as much wider as they
+are.
 
 Left out: that the curve may turn out to be another one. Where the points leave much open, so does this number.
 """
@@ -21,14 +23,15 @@ Left out: that the curve may turn out to be another one. Where the points leave 
 import numpy as np
 import scipy.special
 
-from scalerl_jax.scaling.profile import LEVEL, FitState
+from scalerl_jax.scaling.family import SHAPE_RANGE, Family, gain
+from scalerl_jax.scaling.profile import LEVEL
 from scalerl_jax.scaling.units import short_number
 
 SEED_MARGIN = 0.02  # A of runs that differ only in the seed, as the paper found
 IDENTIFIED_WIDTH = 0.04  # widest 95 % interval of A that still tells A
 IDENTIFIED_REACH = 1.5  # the data must reach this many times the upper end of C_mid's interval
 _HORIZON = 100.0  # times the compute so far: further ahead nothing is named
-_MOST_WIDER = 3.0  # an interval that is open says no more than that
+_WIDER = (1.25, 3.0)  # at least, as simulated runs have it; at most, since an interval that is open says no more
 _STEPS = 400  # on the way there
 
 
@@ -41,31 +44,30 @@ def is_identified(low, high, highest_midpoint, initial, most, reached):
 
 
 def compute_that_tells(
-    state: FitState, estimate: tuple[float, float, float, float], intervals: dict[str, tuple[float, float]]
+    laws: Family, estimate: tuple[float, float, float, float], intervals: dict[str, tuple[float, float]]
 ) -> float:
     """The compute up to which evaluations of the same kind are expected to tell A; inf if 100 times the compute is not.
 
-    estimate: A, B, C_mid, R0; intervals: the profile's.
+    estimate: A, B, C_mid, R0; intervals: of A over all laws, of C_mid the profile's.
     """
     asymptote, exponent, midpoint, initial = estimate
-    data, dispersion = state.data, state.dispersion
-    real = data.weight > 0
-    log_compute, weight = data.log_compute[real], data.weight[real]
-    if not 0 < exponent < np.inf or not np.isfinite(dispersion) or asymptote <= initial:
+    points = laws.points
+    log_compute, weight = np.log(points.compute), 1 / points.variance
+    if not 0 < exponent < np.inf or not np.isfinite(laws.dispersion) or asymptote <= initial:
         return np.inf
-    exact = bool(np.isinf(data.initial_weight))
+    shape = np.array([[np.log(exponent), np.log(midpoint), 0.0, 0.0]])
+    exact = points.initial_variance == 0
 
     def information(at: np.ndarray) -> np.ndarray:
-        """J^T J of one evaluation of weight 1 at each ln C [M]: [M, 4, 4], or [M, 3, 3] where R0 is exact."""
-        x = at - np.log(midpoint)
-        rise = 1 / (1 + np.exp(-np.clip(exponent * x, -500, 500)))
-        slope = (asymptote - initial) * exponent * rise * (1 - rise)
-        gradient = np.stack([rise, slope * x, -slope, 1 - rise][: 3 if exact else 4], axis=-1)
+        """J^T J of one evaluation of weight 1 at each ln C [M]: [M, 6, 6] by A, ln B, ln C_mid, R0, ln p, ln q."""
+        (s,), (slopes,) = gain(shape, at)
+        by_shape = (asymptote - initial) * slopes
+        by_initial = np.zeros(len(at)) if exact else 1 - s
+        gradient = np.stack([s, *by_shape[:2], by_initial, *by_shape[2:]], axis=-1)
         return gradient[:, :, None] * gradient[:, None, :]
 
     so_far = np.sum(weight[:, None, None] * information(log_compute), axis=0)
-    if not exact:
-        so_far[3, 3] += data.initial_weight
+    so_far[3, 3] += 1.0 if exact else 1 / points.initial_variance
     # Evaluations to come: as dense along the compute as these are, and of their mean weight.
     places = np.unique(log_compute)
     most = np.exp(places[-1])
@@ -75,22 +77,15 @@ def compute_that_tells(
     each = weight.sum() / len(places)
     steps = each * added[:, None, None] * information(np.log((edges[:-1] + edges[1:]) / 2))
     total = so_far + np.cumsum(np.concatenate([np.zeros((1, *so_far.shape)), steps]), axis=0)
-    scale = np.sqrt(np.einsum("kii->ki", total))  # so that units do not matter to the inverse
-    scale = np.where(scale > 0, scale, 1.0)
-    scaled = total / (scale[:, :, None] * scale[:, None, :]) + 1e-13 * np.eye(total.shape[-1])
     come = np.concatenate([[0.0], np.cumsum(added)]) * len(log_compute) / len(places)
-    rise = dispersion * scipy.special.fdtri(1, state.degrees + come, LEVEL)
+    rise = laws.dispersion * scipy.special.fdtri(1, laws.degrees + come, LEVEL)
+    # p and q have a range, which tells as much as an evaluation of them would.
+    ranged = total + rise[:, None, None] * np.diag([0.0, 0.0, 0.0, 0.0, *SHAPE_RANGE**-2])
+    low, high = intervals["asymptote"]
+    half_asymptote = _half_widths(ranged, rise, 0, (high - low) / 2)
+    highest = np.log(intervals["midpoint"][1] / midpoint)
     with np.errstate(over="ignore"):
-        variance = np.einsum("kii->ki", np.linalg.inv(scaled)) / scale**2
-        half = np.sqrt(np.maximum(rise[:, None] * variance, 0.0))
-        low, high = intervals["asymptote"]
-        now = np.array([(high - low) / 2, np.log(intervals["midpoint"][1] / midpoint)])
-        expected = half[0, [0, 2]]
-        # 0 is expected where points lie on the curve exactly, inf where they tell nothing: no factor makes them wider.
-        some = (expected > 0) & np.isfinite(expected)
-        wider = np.divide(now, expected, out=np.ones(2), where=some).clip(1.0, _MOST_WIDER)
-        half_asymptote, half_midpoint = (half[:, [0, 2]] * (1 + (wider - 1) * most / edges[:, None])).T
-        highest = midpoint * np.exp(half_midpoint)
+        highest = midpoint * np.exp(_half_widths(total[:, :4, :4], rise, 2, highest))
     reached = initial + (asymptote - initial) * scipy.special.expit(exponent * np.log(edges / midpoint))
     low, high = asymptote - half_asymptote, asymptote + half_asymptote
     told = is_identified(low, high, highest, initial=initial, most=edges, reached=reached)
@@ -98,15 +93,27 @@ def compute_that_tells(
     return float(edges[np.argmax(told)]) if told.any() else np.inf
 
 
+def _half_widths(information: np.ndarray, rise: np.ndarray, which: int, now: float) -> np.ndarray:
+    """Of the intervals to be expected of parameter `which`, [K], for matrices [K, P, P] and thresholds [K]; the first
+    is known to be `now`."""
+    scale = np.sqrt(np.einsum("kii->ki", information))  # so that units do not matter to the inverse
+    scale = np.where(scale > 0, scale, 1.0)
+    scaled = information / (scale[:, :, None] * scale[:, None, :]) + 1e-13 * np.eye(information.shape[-1])
+    variance = np.linalg.inv(scaled)[:, which, which] / scale[:, which] ** 2
+    half = np.sqrt(np.maximum(rise * variance, 0.0))
+    # 0 is expected where points lie on the curve exactly, inf where they tell nothing: no factor makes them wider.
+    return half * (np.clip(now / half[0], *_WIDER) if 0 < half[0] < np.inf else 1.0)
+
+
 def sentence(identified: bool, interval: tuple[float, float], most: float, needed: float, misfit: str = "") -> str:
     """The verdict as the command prints it. interval: of A; most: the compute reached; needed: what would tell;
-    misfit: why no sigmoid does (misfit.py)."""
+    misfit: why no law describes the points (misfit.py)."""
     low, high = interval
     ends = f"(these end at {_number(float(f'{most:.4g}'))})"
     if identified:
         return f"A is identified: {low:.3f} to {high:.3f} (95 %), and {SEED_MARGIN:g} either way between seeds"
     if misfit:
-        return f"A is not identified: one sigmoid does not describe these points, {misfit} {ends}"
+        return f"A is not identified: no law describes these points, {misfit} {ends}"
     digits = 2 if high - low >= 0.02 else 3
     verdict = f"A is not identified yet: {low:.{digits}f} to {high:.{digits}f} fit as well"
     if np.isfinite(needed):

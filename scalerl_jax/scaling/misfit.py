@@ -1,12 +1,10 @@
-"""Whether one sigmoid describes the points: an interval of A says nothing where it does not.
+"""Whether a law describes the points, the best of them all (family.py): an interval of A says nothing where none does.
 
     runs   the residuals' signs change too seldom (Wald and Wolfowitz 1940; 1 %)
     end    the mean of the last fifth of the points, three at least, is more than 3 standard errors off the curve
-    edge   A fitted with equal weights lies at the end of, or outside, the interval found with weights 1 / variance, and
-           that makes a difference
 
 A fit follows its points, so its residuals change their signs more often, and end nearer, than those of the true curve:
-the first two are rarer than they say where the law holds. The noise is what the counts tell; without counts, half the
+both are rarer than they say where the law holds. The noise is what the counts tell; without counts, half the
 mean square of the difference of neighbouring residuals, which a slow drift hardly moves.
 
 Near 0 and 1 the counts of one evaluation tell too little noise (all have passed), so what the curve makes of it counts
@@ -23,11 +21,10 @@ _ALPHA = 0.01
 _SURE = 3.0
 _END = 5  # one point in so many is at the end
 _FEW = 5.0  # completions that the curve expects to be the exception, where the counts tell too little noise
-_NO_MATTER = 0.01  # an interval of A so narrow is one value, wherever in it A is
 
 
-def find_misfit(points: Points, curve: np.ndarray, asymptote: float, interval: tuple[float, float]) -> str:
-    """Why one sigmoid does not describe the points, "" if nothing says so. curve: [N] at the points; interval: of A."""
+def find_misfit(points: Points, curve: np.ndarray) -> str:
+    """Why no law describes the points, "" if nothing says so. curve: [N] of the best law, at the points."""
     if len(points.compute) < FEWEST:
         return ""
     order = np.argsort(points.compute, kind="stable")
@@ -51,9 +48,6 @@ def find_misfit(points: Points, curve: np.ndarray, asymptote: float, interval: t
     changes = int(np.sum(above[1:] != above[:-1])) + 1
     if len(above) >= FEWEST and runs_probability(int(above.sum()), int((~above).sum()), changes) < _ALPHA:
         return f"its points lie on one side of the curve for long stretches ({changes} of them, in {len(above)} points)"
-    at_an_end = (asymptote >= interval[1] and interval[1] < 1) or (asymptote <= interval[0] and interval[0] > 0)
-    if at_an_end and interval[1] - interval[0] > _NO_MATTER:
-        return "the fitted A is at the end of its own interval: the exact points and the others disagree"
     return ""
 
 

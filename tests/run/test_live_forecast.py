@@ -47,7 +47,7 @@ def test_the_end_that_is_planned():
     assert found["end_low"] <= truth <= found["end_high"]
     assert found["end_low"] <= found["end_score"] <= found["end_high"]
     assert found["asymptote_low"] <= 0.61 <= found["asymptote_high"]
-    assert found["identified"] == 1
+    assert found["identified"] == 0
     # Evaluations of other prompts are compared by their totals.
     mixed = [*rows[:-1], {**rows[-1], "passes": rows[-1]["passes"][:200], "pass_rate": rows[-2]["pass_rate"]}]
     mixed[-1]["passes"] = [round(16 * rows[-2]["pass_rate"])] * 200
@@ -79,7 +79,8 @@ def test_what_is_said_of_the_end():
         r"as fitted \(these end at 3250\); up to there about [\d.]+k device-hours at this run's rate",
         said[1],
     )
-    _, said = forecast_of_end(run_rows(33), updates=UPDATES)
+    late, said = forecast_of_end(run_rows(61), updates=UPDATES)
+    assert late["identified"] == 1
     assert said[1].startswith("A is identified: ") and said[1].endswith("between seeds")
 
 

@@ -63,3 +63,38 @@ def sampled_passes(rng, scores, *, runs, prompts=1000, samples=16, spread=2.5, r
         difficulty = spread * rng.standard_normal((runs, 1, prompts))
     rate = scipy.special.expit(level[:, None] + difficulty)
     return rng.binomial(samples, rate, size=(runs, len(scores), prompts)).astype(np.int16)
+
+
+def _richards(nu):
+    return lambda x: (1 + (2**nu - 1) * x**-2.0) ** (-1 / nu)
+
+
+def _logistic(x):
+    low = scipy.special.expit(-4.0)
+    return (scipy.special.expit(4 * x - 4) - low) / (1 - low)
+
+
+# The share of the gain that has come at x times C_mid, where half of it has, by laws most of which are no sigmoids.
+GAINS = {
+    "sigmoid 1.5": lambda x: 1 / (1 + x**-1.5),
+    "sigmoid": lambda x: 1 / (1 + x**-2.0),
+    "sigmoid 3": lambda x: 1 / (1 + x**-3.0),
+    "richards .3": _richards(0.3),
+    "richards 3": _richards(3.0),
+    "power": lambda x: 1 - (1 + 3 * x) ** -0.5,
+    "exponential": lambda x: 1 - 2.0**-x,
+    "gompertz": lambda x: 2.0 ** -(x**-1.5),
+    "stretched .5": lambda x: 1 - 2.0 ** -(x**0.5),
+    "stretched 2": lambda x: 1 - 2.0 ** -(x**2),
+    "logistic": _logistic,
+    "two phases": lambda x: 0.6 / (1 + (0.6 / x) ** 3) + 0.4 / (1 + (4 / x) ** 3),
+    "plateau": lambda x: np.minimum(x / 2, 1.0),  # a straight line that stops at twice C_mid
+}
+
+
+def evaluated(rng, gain, asymptote, *, share, evaluations=24, samples=16_000, initial=0.3):
+    """Compute in C_mid, one evaluation at 0 and the rest evenly up to `share`; scores; (passes, trials)."""
+    compute = share * np.arange(evaluations + 1) / evaluations
+    come = np.append(0.0, GAINS[gain](compute[1:]))
+    passes = rng.binomial(samples, initial + (asymptote - initial) * come)
+    return compute, passes / samples, (passes, np.full(len(compute), samples))

@@ -177,12 +177,13 @@ def test_the_interval_of_a_difference_holds_the_true_one():
 
 def test_seeds_widen_the_interval():
     rng = np.random.default_rng(0)
-    compute = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])
-    rewards = [curve(compute, 2542, 1.92, a, 0.4) + 0.001 * rng.standard_normal(16) for a in (0.595, 0.61, 0.625)]
-    label = np.repeat(["a", "b", "c"], 16)
+    compute = np.concatenate([[0.0], np.linspace(1500, 16_000, 60)])
+    rewards = [curve(compute, 2542, 1.92, a, 0.4) + 0.001 * rng.standard_normal(61) for a in (0.57, 0.61, 0.65)]
+    label = np.repeat(["a", "b", "c"], 61)
     seeded = make_run("seeded", np.tile(compute, 3), np.concatenate(rewards), run=label)
     assert seeded.seeds == 3
     (low, high), _ = compare_module.asymptote_intervals(seeded)
     profile_low, profile_high = seeded.fit.intervals["asymptote"]
-    assert high - low > 1.5 * (profile_high - profile_low)
-    assert low <= profile_low and high >= profile_high
+    of_sigmoid = np.diff(seeded.fit.state.intervals(0.95, tuple(seeded.fit.parameters.values()))["asymptote"])[0]
+    assert high - low > 1.5 * of_sigmoid
+    assert low < profile_low and high >= profile_high

@@ -1,4 +1,4 @@
-"""Intervals by simulation: how often the nominal 90 % hold the truth, over all runs and not only those that look good.
+"""The sigmoid's intervals by simulation: how often the nominal 90 % hold the truth, of all runs, good-looking or not.
 
 Runs look like the paper's (many.py): 1,000 prompts x 16, one set of prompts, evaluations every 100 steps. `-s` prints
 the table; the slow tests are its full size.
@@ -60,7 +60,7 @@ def test_many_at_once_are_what_each_is_alone(told):
         for level, fits in of_level.items():
             np.testing.assert_allclose(fits.estimate[i], list(fit.parameters.values()), rtol=1e-6)
             for k, name in enumerate(PARAMETERS):
-                ends = fit.intervals[name] if level == 0.95 else fit.interval(name, level=level)
+                ends = fit.state.intervals(level, tuple(fit.parameters.values()))[name]
                 np.testing.assert_allclose([fits.low[i, k], fits.high[i, k]], ends, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""When one sigmoid does not describe the points, and how seldom that is said where it does."""
+"""When no law describes the points, and how seldom that is said where one does."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def test_a_late_fall_is_no_part_of_a_sigmoid(counted):
     fit = fitted(scores, counted=counted)
     assert not fit.identified and fit.compute_to_identify == np.inf
     assert "standard errors below the curve" in fit.misfit
-    assert fit.verdict.startswith("A is not identified: one sigmoid does not describe these points, the last 6 points")
+    assert fit.verdict.startswith("A is not identified: no law describes these points, the last 6 points")
 
 
 def test_a_slow_wave_is_seen_by_its_signs():

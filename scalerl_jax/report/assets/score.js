@@ -362,7 +362,7 @@ function figures(run) {
     tile(
       'Highest pass rate ahead (A)',
       curves.all.identified ? decimals(curves.all.asymptote) : 'not known yet',
-      curves.all.fits ? `95 %: ${decimals(low)} to ${decimals(high)}` : 'one sigmoid does not describe these evaluations',
+      curves.all.fits ? `95 %: ${decimals(low)} to ${decimals(high)}` : 'no law describes these evaluations',
       'with unlimited compute',
       `steepness B ${plain(curves.all.exponent)}; half of the gain at C_mid = ${AXES[MAIN].form(curves.all.midpoint)}`,
     );

@@ -1,0 +1,211 @@
+"""A over all laws that the points allow: the sigmoid is one of a family, and its shape is not known beforehand.
+
+    R(C) = R0 + (A - R0) s(C),   s(C) = (1 - (1 + c (C / C_mid)^B)^-q)^p        c: half of the gain has come at C_mid
+
+It begins as C^(B p) and ends as C^-(B q): the exponentiated law of Burr 1942 (Mudholkar and Srivastava 1993 have its
+limit of large q). What it holds, or comes near to:
+
+    p = q = 1   the sigmoid                          q = 1       richards with nu = 1 / p (laws.py), Dagum
+    p = 1       Burr XII: at B = 1 power laws        q large     stretched exponentials, at B = 1 the exponential
+    q = 1, p large   Gompertz in ln C                p small, q large   a power of C that stops at once
+
+A's interval is profile likelihood as in profile.py, with p and q free besides B, C_mid and R0:
+
+    { A : min over p, q, B, C_mid, R0 of Q - min Q  <=  phi F(level; 1, nu_0 + degrees of freedom) }
+
+so it holds every A at which one of these laws fits as well. One search cannot see the whole family, so searches
+(Levenberg-Marquardt) go from the best curve of each of twelve shapes side by side, and the interval is from the lowest
+end that one of them finds to the highest.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from scalerl_jax.scaling.points import Points
+from scalerl_jax.scaling.profile import LOG_COMPUTE_RANGE, LOG_EXPONENT_RANGE, FitState, threshold
+
+_MORE = 2  # parameters than the sigmoid's
+_LOG_P = (-4.0, 2.0)
+_LOG_Q = (-1.5, 3.0)
+SHAPE_RANGE = np.array([np.ptp(_LOG_P), np.ptp(_LOG_Q)]) / 2  # of ln p and ln q, either way
+_STARTS = np.array([(p, q) for p in (-1.5, -0.7, 0.0, 1.0) for q in (-1.0, 0.0, 1.5)])  # of ln p, ln q
+_STEPS, _STEPS_ON = 40, 12  # of a search, and of one that goes on from the value of A before
+_WALK = 10  # values of A on the way to an end
+_NEAR = 0.9  # of the threshold: searches that end higher are not followed
+_FINE = 2e-5  # of A
+_ENOUGH = 1e-4  # a step that lowers Q by less of it, and of the square of one residual, is the last
+_TINY = 1e-9
+_DIFFERENCE = 1e-5
+_ASYMPTOTE, _INITIAL, _EXPONENT, _MIDPOINT, _P, _Q = range(6)  # A, R0, ln B, ln C_mid, ln p, ln q
+
+
+def _log_c(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    a = -np.log1p(-np.exp2(-np.exp(-log_p))) * np.exp(-log_q)
+    return a + np.log(-np.expm1(-a))
+
+
+def gain(shape: np.ndarray, log_compute: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """s [K, N] of shapes [K, 4] (ln B, ln C_mid, ln p, ln q), and its derivatives by these [K, 4, N]."""
+    log_p, log_q = shape[:, 2], shape[:, 3]
+    b, middle, p, q = (column[:, None] for column in (np.exp(shape[:, 0]), shape[:, 1], np.exp(log_p), np.exp(log_q)))
+    h = _DIFFERENCE * np.array([[0.0], [1.0], [-1.0], [0.0], [0.0]])
+    log_c, *near = _log_c(log_p + h, log_q + np.roll(h, 2))
+    by_p, by_q = ((near[at] - near[at + 1]) / (2 * _DIFFERENCE) for at in (0, 2))
+    away = log_compute - middle
+    z = np.clip(b * away + log_c[:, None], -500.0, 500.0)
+    log_one = np.logaddexp(0.0, z)
+    left = np.exp(-q * log_one)
+    come = np.maximum(-np.expm1(-q * log_one), 1e-300)
+    s = np.exp(p * np.log(come))
+    by_left = p * q * s / come * left
+    by_z = by_left * np.exp(z - log_one)
+    of_p = p * s * np.log(come) + by_z * by_p[:, None]
+    return s, np.stack([by_z * b * away, -by_z * b, of_p, by_left * log_one + by_z * by_q[:, None]], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """K curves, the best of some shapes and the best that searches from them have found. A curve is A, R0, ln B,
+    ln C_mid, ln p, ln q."""
+
+    points: Points
+    curves: np.ndarray  # [K, 6]
+    cost: np.ndarray  # [K] Q
+    degrees: float  # of freedom, the counts' included
+    dispersion: float
+
+    @property
+    def best(self) -> np.ndarray:
+        return self.curves[np.argmin(self.cost)]
+
+    @property
+    def asymptote(self) -> float:
+        """Of the best curve."""
+        return float(self.best[_ASYMPTOTE])
+
+    def predict(self, compute: np.ndarray) -> np.ndarray:
+        """The best curve at compute [M] above 0."""
+        s, _ = gain(self.best[None, _EXPONENT:], np.log(compute))
+        return self.best[_INITIAL] + (self.best[_ASYMPTOTE] - self.best[_INITIAL]) * s[0]
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Of A."""
+        highest = self.cost.min() + threshold(level, self.dispersion, self.degrees)
+        near = self.cost <= self.cost.min() + _NEAR * (highest - self.cost.min())
+        curves, cost = np.tile(self.curves[near], (2, 1)), np.tile(self.cost[near], 2)
+        down = np.arange(len(cost)) < len(cost) // 2
+        side, start = np.where(down, -1.0, 1.0), curves[:, _ASYMPTOTE].copy()
+        room = np.where(down, start, 1 - start)
+        search, root = _Search(self.points, self.dispersion), np.sqrt(highest - cost)
+        # From the start outwards: sqrt(Q - its least) is near linear in A. What the other parameters give way is not
+        # seen at first, so the first step falls short of the end.
+        _, _, curvature = search.squares(curves)
+        away = np.minimum(root / np.sqrt(np.maximum(curvature[:, 0, 0], 1e-300)), room)
+        inside, outside = np.zeros(len(away)), np.full(len(away), np.inf)
+        for _ in range(_WALK):
+            ends = side * start + inside
+            furthest = np.where(down, ends[down].max(), ends[~down].max())
+            gap = np.minimum(outside, room) - inside
+            # Those that may still go further than any other has.
+            (on,) = np.nonzero((ends + gap > furthest + _FINE) & (gap > _FINE + 0.02 * inside))
+            if not len(on):
+                break
+            tried = curves[on]
+            tried[:, _ASYMPTOTE] = start[on] + (side * away)[on]
+            found, risen = search.lowest(tried, held=[_ASYMPTOTE], steps=_STEPS_ON)
+            risen = np.sqrt(np.maximum(risen - cost[on], 0.0))
+            holds = risen <= root[on]
+            inside[on[holds]], curves[on[holds]] = away[on[holds]], found[holds]
+            outside[on[~holds]] = away[on[~holds]]
+            guess = 1.02 * away[on] * np.clip(root[on] / np.maximum(risen, 1e-300), 0.3, 4.0)
+            least, most = inside[on], outside[on]
+            known = np.isfinite(most)
+            gap = np.where(known, most, 0.0) - least
+            bad = (guess < least + 0.1 * gap) | (guess > least + 0.9 * gap)
+            away[on] = np.where(known, np.where(bad, least + 0.5 * gap, guess), np.minimum(guess, room[on]))
+        ends = start + side * inside
+        return float(ends.min()), float(ends.max())
+
+
+def find_family(state: FitState) -> Family:
+    """The curves that fit best, from the sigmoid that does."""
+    points, sigmoid = state.points, state.found.best
+    search = _Search(points, state.dispersion)
+    curves = np.empty((len(_STARTS), 6))
+    curves[:, :_P] = (sigmoid.asymptote, sigmoid.initial_reward, *sigmoid.shape)
+    curves[:, _P:] = _STARTS
+    # As steep in the middle as the sigmoid, whose slope by ln C_mid is B / 4 there.
+    _, slope = gain(np.concatenate([np.zeros((len(_STARTS), 2)), _STARTS], axis=1), np.zeros(1))
+    curves[:, _EXPONENT] += np.log(0.25 / -slope[:, 1, 0])
+    of_shapes, their_cost = search.lowest(np.clip(curves, search.low, search.high), held=[_P, _Q], steps=_STEPS)
+    curves, cost = search.lowest(of_shapes, held=[], steps=_STEPS)
+    curves, cost = np.concatenate([curves, of_shapes]), np.concatenate([cost, their_cost])
+    degrees, dispersion = state.degrees - _MORE, state.dispersion
+    if degrees > 0:
+        dispersion = (points.belief + float(cost.min()) + points.inner_squares) / degrees
+    else:  # so many parameters leave no residual: the sigmoid's tell the noise
+        degrees = state.degrees
+    return Family(points, curves, cost, degrees, dispersion)
+
+
+class _Search:
+    """Q of curves, and how it is lowered, many at once."""
+
+    def __init__(self, points: Points, dispersion: float):
+        self._enough = _ENOUGH * dispersion if np.isfinite(dispersion) else 0.0
+        self._log_compute, self._reward = np.log(points.compute), points.reward
+        self._weight = points.variance**-0.5
+        self._exact = points.initial_variance == 0
+        self._initial, self._known = points.initial, 0.0 if self._exact else points.initial_variance**-0.5
+        beyond = self._log_compute.min() - LOG_COMPUTE_RANGE, self._log_compute.max() + LOG_COMPUTE_RANGE
+        ranges = ((0.0, 1.0), (0.0, 1.0), LOG_EXPONENT_RANGE, beyond, _LOG_P, _LOG_Q)
+        self.low, self.high = (np.array(ends) for ends in zip(*ranges))
+
+    def squares(self, curves: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Q [K] of curves [K, 6], half its gradient [K, 6], and the matrix of Gauss and Newton [K, 6, 6]."""
+        s, slopes = gain(curves[:, _EXPONENT:], self._log_compute)
+        initial = curves[:, _INITIAL, None]
+        rise = curves[:, _ASYMPTOTE, None] - initial
+        jacobian = np.zeros((*curves.shape, len(self._reward) + 1))
+        jacobian[:, _ASYMPTOTE, :-1], jacobian[:, _INITIAL, :-1] = self._weight * s, self._weight * (1 - s)
+        jacobian[:, _INITIAL, -1] = self._known
+        jacobian[:, _EXPONENT:, :-1] = (self._weight * rise)[:, None] * slopes
+        of_points = self._weight * (initial + rise * s - self._reward)
+        residual = np.concatenate([of_points, self._known * (initial - self._initial)], axis=1)
+        return (
+            np.sum(residual**2, axis=1),
+            (jacobian @ residual[..., None])[..., 0],
+            jacobian @ jacobian.transpose(0, 2, 1),
+        )
+
+    def lowest(self, curves: np.ndarray, *, held: Sequence[int], steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where Q is least from each of curves [K, 6], and Q there [K]. held: parameters that stay."""
+        curves = curves.copy()
+        cost, slope, curvature = self.squares(curves)
+        damping, going, each = np.full(len(curves), 1e-2), np.arange(len(curves)), np.arange(6)
+        for _ in range(steps):
+            here, down = curves[going], slope[going]
+            still = ((here <= self.low) & (down > 0)) | ((here >= self.high) & (down < 0))
+            still[:, held] = True
+            still[:, _INITIAL] |= self._exact
+            down = np.where(still, 0.0, down)
+            matrix = np.where(still[:, :, None] | still[:, None, :], 0.0, curvature[going])
+            scale = np.sqrt(matrix[:, each, each])  # so that units do not matter to the damping
+            scale = np.where(scale > 0, scale, 1.0)
+            matrix /= scale[:, :, None] * scale[:, None, :]
+            matrix[:, each, each] += damping[going, None] + _TINY
+            move = np.clip(-np.linalg.solve(matrix, (down / scale)[..., None])[..., 0] / scale, -1.0, 1.0)
+            tried = np.clip(here + move, self.low, self.high)
+            cost_there, *rest = self.squares(tried)
+            better = cost_there < cost[going]
+            done = better & (cost[going] - cost_there <= self._enough + _ENOUGH * cost[going]) & (damping[going] < 1)
+            moved = going[better]
+            curves[moved], cost[moved] = tried[better], cost_there[better]
+            slope[moved], curvature[moved] = (new[better] for new in rest)
+            damping[going] *= np.where(better, 0.2, 5.0)
+            going = going[~done & (damping[going] < 1e6)]
+            if not len(going):
+                break
+        return curves, cost
