@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.make_bank [--parallel=2] [--members=NAME,...]        from the repository's root
 
-Writes runs/bank/, which scalerl-study makes of the study below; killed at any time, the same command goes on. Then the
-table is runs/bank/evaluations.csv, and configs/bank.csv once every run is finished.
+Writes runs/bank/, which scalerl-study makes of the study below; killed at any time, the same command goes on. Once
+every run is finished, their evaluations are in configs/bank.csv, beside those of other studies that it has.
 
     arithmetic          ceilings 1, .91, .82, .73 and .55: shares of unanswerable prompts; longer chains
     programs            judged in the sandbox, so it needs bubblewrap
@@ -19,7 +19,6 @@ import copy
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 
@@ -33,11 +32,11 @@ TRACES = os.path.join(WORKDIR, "traces")
 BASE = os.path.join("configs", "quickstart.py")
 TABLE = os.path.join("configs", "bank.csv")
 GYM = {
-    "spell_backward": {"min_word_len": 3, "max_word_len": 5},
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 4},
+    "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
     "letter_counting": {"min_words": 2, "max_words": 2},
 }
-_MADE, _WRONG = 3000, 0.25  # traces, and the share that answers another question
+_MADE, _WRONG = 2000, 0.25  # traces, and the share that answers another question
 _SEED = 1_000_000  # of the traces' questions: no run's
 
 ablations = load_module(os.path.join("configs", "ablations.py"), "the members of the bank")
@@ -97,12 +96,12 @@ def bank(base: Config) -> dict[str, Config]:
     for name, options in GYM.items():
         gym = changed(
             base, environment__name=reasoning_gym.NAME + name, environment__options=options,
-            sft__traces=os.path.join(TRACES, f"{name}.jsonl"), sft__max_steps=400,
+            sft__traces=os.path.join(TRACES, f"{name}.jsonl"), sft__max_steps=500,
             optimizer__learning_rate=4 * base.optimizer.learning_rate, rollout__max_prompt_tokens=64,
             rollout__answer_budget=24, rollout__thinking_budget_min=4, rollout__thinking_budget_max=4,
             rollout__length_control="none",
         )  # fmt: skip
-        add(name, gym, scalerl={}, seed_1=seed_1, fast=2.0, grpo=grpo, small=small, large=large, stall=0.02)
+        add(name, gym, scalerl={}, seed_1=seed_1, fast=2.0, grpo=grpo, stall=0.02)
     return found
 
 
@@ -139,20 +138,25 @@ def make_traces(base: Config) -> None:
 
 
 def main() -> None:
-    make_traces(load_file(BASE))
-    command = [
-        sys.executable,
-        "-m",
-        "scalerl_jax.study.command",
-        "--study=bank",
-        f"--base={BASE}",
-        f"--studies={__file__}",
-    ]
-    command += [f"--workdir={WORKDIR}", "--x=model_flops", *sys.argv[1:]]
+    base = load_file(BASE)
+    make_traces(base)
+    command = [sys.executable, "-m", "scalerl_jax.study.command", "--study=bank", f"--base={BASE}"]
+    command += [f"--studies={__file__}", f"--workdir={WORKDIR}", *sys.argv[1:]]
     done = subprocess.run(command, check=False)
     if done.returncode == 0 and not any(argument.startswith("--members") for argument in sys.argv[1:]):
-        shutil.copyfile(os.path.join(WORKDIR, "evaluations.csv"), TABLE)
+        write_table(set(bank(base)))
     sys.exit(done.returncode)
+
+
+def write_table(members: set[str]) -> None:
+    """The members' rows, behind those of other studies that the table has."""
+    with open(os.path.join(WORKDIR, "evaluations.csv"), encoding="utf-8") as file:
+        header, *made = file
+    with open(TABLE, encoding="utf-8") as file:
+        if next(file) != header:
+            raise ValueError(f"{TABLE}: its columns are others than those of {WORKDIR}/evaluations.csv")
+        kept = [line for line in file if line.split(",", 1)[0] not in members]
+    write_whole(TABLE, "".join([header, *kept, *made]))
 
 
 if __name__ == "__main__":
