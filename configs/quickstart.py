@@ -5,8 +5,8 @@ Command    make quickstart
             scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart)
 Hardware   2 CPU cores, 4 GB of memory
 Time       about 6 minutes, installation included
-Expect     held-out pass rate from under 0.40 to over 0.85 by RL alone; the sigmoid fitted on the first half of the
-           compute forecasts the last quarter within 0.05
+Expect     held-out pass rate from under 0.40 to over 0.90 by RL alone; the forecast at half of the compute is within
+           0.03 of the last quarter
 """
 
 from scalerl_jax.config import Config

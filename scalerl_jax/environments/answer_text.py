@@ -10,6 +10,7 @@
 `\\$` is money and delimits nothing.
 """
 
+import functools
 import re
 import unicodedata
 
@@ -74,6 +75,7 @@ _NEW_ROW = "\ue000"  # stands for two backslashes, neither of which begins a com
 MATRIX = re.compile(r"\\begin\s*\{[a-z]*(?:matrix|array|cases)\*?\}")
 
 
+@functools.lru_cache(maxsize=64)  # one question asks for the same text again and again
 def plain(text: str) -> str:
     """`text` without what does not change its meaning, and with one spelling of what has several."""
     s = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_SYMBOLS))
@@ -142,6 +144,7 @@ def unwrapped(text: str) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=64)
 def bare(text: str) -> str:
     """plain(), less a pair of braces around all of it, a period at the end, and the sign of a positive number."""
     s = plain(re.sub(r"</?answer>|```(?:[a-z]*\n)?", " ", text)).strip("` ")

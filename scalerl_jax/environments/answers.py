@@ -181,11 +181,10 @@ def _gives(said: str, gold: str) -> bool:
         return number.equals(given)
     if _in_bases(said) != _in_bases(gold) or not _as_many(gold, said):  # math-verify does not look
         return False
-    if _same_sets(_as_set(gold), _as_set(said)):
-        return True
     if not is_mathematics(said) and given is None:
-        return _found_in_prose(said, gold, number)
-    return _same(_parsed(_without_units(gold, number)), _parsed(_without_units(said, given)))
+        return _same_sets(gold, said) or _found_in_prose(said, gold, number)
+    same = _same(_parsed(_without_units(gold, number)), _parsed(_without_units(said, given)))
+    return same or _same_sets(gold, said)
 
 
 # ---- Words ---------------------------------------------------------------------------------------------------------
@@ -422,33 +421,41 @@ def _as_many(gold: str, said: str) -> bool:
     return values[0] == values[1] if repeated else len(values[0]) == len(values[1])
 
 
-def _as_set(text: str) -> Any:
-    """The set of what is written as conditions: x < 1 or x > 2, {x | x > 2}; None where it is neither."""
+def _same_sets(gold: str, said: str) -> bool:
+    """Whether both are written as conditions, and hold of the same numbers: x < 1 or x > 2, {x | x > 2}."""
+    wanted = _conditions(gold)
+    given = _conditions(said) if wanted else []
+    if not wanted or not given:
+        return False
+    if wanted == given:  # sympy takes long to solve them
+        return True
+    sets = [_union(each) for each in (wanted, given)]
+    return None not in sets and (sets[0] == sets[1] or sets[0].symmetric_difference(sets[1]).is_empty is True)
+
+
+def _conditions(text: str) -> list[Any]:
+    """Relations and sets of which one must hold; empty where it is written otherwise."""
     s = bare(text)
     builder = _BUILDER.fullmatch(s)
     if builder is None and not re.search(r"\\le|\\ge|<|>|\\cup|\\infty", s):
-        return None
+        return []
     found = []
     for part in _OR.split(builder["condition"] if builder else s):
         parsed = _parsed(part)
-        if not parsed or not isinstance(parsed[0], Basic):
-            return None
-        one = expressions.set_of(parsed[0])
-        if isinstance(one, Relational | And):
-            try:
-                one = one.as_set()
-            except expressions.NO_VALUE:  # of several variables, or of a kind that sympy does not solve
-                return None
-        if not isinstance(one, Set):
-            return None
+        one = expressions.set_of(parsed[0]) if parsed and isinstance(parsed[0], Basic) else None
+        if not isinstance(one, Relational | And | Set):
+            return []
         found.append(one)
-    return Union(*found)
+    return found
 
 
-def _same_sets(wanted: Any, found: Any) -> bool:
-    if wanted is None or found is None:
-        return False
-    return wanted == found or wanted.symmetric_difference(found).is_empty is True
+def _union(conditions: list[Any]) -> Any:
+    """Of their solutions; None where sympy finds none."""
+    try:
+        sets = [one if isinstance(one, Set) else one.as_set() for one in conditions]
+    except expressions.NO_VALUE:  # of several variables, or of a kind that sympy does not solve
+        return None
+    return Union(*sets) if all(isinstance(one, Set) for one in sets) else None
 
 
 def _in_bases(text: str) -> set[tuple[str, str]]:
