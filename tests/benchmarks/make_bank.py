@@ -65,13 +65,9 @@ def bank(base: Config) -> dict[str, Config]:
                      "objective__aggregation": "sample"}  # fmt: skip
     collapse = phased | {"objective__loss": "reinforce", "objective__advantage_normalization": "none",
                          "optimizer__learning_rate": 12 * base.optimizer.learning_rate}  # fmt: skip
-    small = {
-        "sft__layers": 2,
-        "sft__hidden_size": 48,
-        "sft__heads": 2,
-        "sft__kv_heads": 1,
-        "sft__intermediate_size": 96,
-    }
+    long = {"max_steps": 3 * base.max_steps}  # to see where the others level off
+    small = {"sft__layers": 2, "sft__hidden_size": 48, "sft__heads": 2, "sft__kv_heads": 1,
+             "sft__intermediate_size": 96}  # fmt: skip
     large = {"sft__layers": 4, "sft__hidden_size": 192, "sft__heads": 6, "sft__kv_heads": 3,
              "sft__intermediate_size": 512}  # fmt: skip
 
@@ -80,12 +76,12 @@ def bank(base: Config) -> dict[str, Config]:
         name = f"arithmetic_{100 * (1 - 0.9 * share):.0f}"
         add(name, capped, scalerl={}, seed_1=seed_1, slow=0.5, grpo=grpo, small=small)
         if share == 0.2:
-            add(name, capped, gspo=gspo, collapse=collapse, large=large)
+            add(name, capped, gspo=gspo, collapse=collapse, large=large, long=long)
     longer = changed(
         base, environment__minimum_terms=12, environment__maximum_terms=16, rollout__max_prompt_tokens=36,
         rollout__thinking_budget_min=60, rollout__thinking_budget_max=72,
     )  # fmt: skip
-    add("chains", longer, scalerl={}, fast=2.0, gspo=gspo, small=small)
+    add("chains", longer, scalerl={}, fast=2.0, gspo=gspo, small=small, long=long)
 
     programs = changed(
         base, environment__name="programs", environment__minimum_terms=3, environment__maximum_terms=5,
@@ -101,7 +97,7 @@ def bank(base: Config) -> dict[str, Config]:
             rollout__answer_budget=24, rollout__thinking_budget_min=4, rollout__thinking_budget_max=4,
             rollout__length_control="none",
         )  # fmt: skip
-        add(name, gym, scalerl={}, seed_1=seed_1, fast=2.0, grpo=grpo, stall=0.02)
+        add(name, gym, scalerl={}, seed_1=seed_1, fast=2.0, grpo=grpo, stall=0.02, long=long)
     return found
 
 
