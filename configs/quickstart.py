@@ -4,9 +4,9 @@ Command    make quickstart
            (scalerl-sft  --config=configs/quickstart.py --workdir=runs/quickstart-warm-start
             scalerl-train --config=configs/quickstart.py --workdir=runs/quickstart)
 Hardware   2 CPU cores, 4 GB of memory
-Time       about 6 minutes, installation included
-Expect     held-out pass rate from under 0.40 to over 0.90 by RL alone; the forecast at half of the compute is within
-           0.03 of the last quarter
+Time       4 to 9 minutes, installation included
+Expect     held-out pass rate from under 0.40 to about 0.90 or more by RL alone; the forecast at half of the compute is
+           within 0.05 of the last quarter
 """
 
 from scalerl_jax.config import Config
