@@ -17,8 +17,7 @@ from absl import app, flags
 
 from scalerl_jax.scaling import compare, fit_sigmoid, identify, misfit
 from scalerl_jax.scaling.fit import Run, SigmoidFit
-from scalerl_jax.scaling.profile import LEVEL
-from tests.scaling.simulated import evaluated
+from tests.scaling.simulated import evaluated, sigmoid_intervals
 
 PAIRS = {
     # end alike
@@ -50,7 +49,7 @@ HEAD = ("right", "wrong", "left", "identified", "outside")
 
 def by_sigmoid(fit: SigmoidFit) -> SigmoidFit:
     """The fit as if the sigmoid were the only law."""
-    intervals = fit.state.intervals(LEVEL, tuple(fit.parameters.values()))
+    intervals = sigmoid_intervals(fit)
     points = fit.state.points
     why = misfit.find_misfit(points, fit.predict(points.compute))
     reached = float(fit.predict(points.most))

@@ -7,6 +7,8 @@ level is set so that the mean over the prompts is the law's score exactly. So th
 import numpy as np
 import scipy.special
 
+from scalerl_jax.scaling.profile import LEVEL
+
 # Table 1 of the paper: C_mid, B, A, and R0 as read off its figures.
 TABLE_1 = {
     "ScaleRL": (2542, 1.92, 0.610, 0.40),
@@ -98,3 +100,8 @@ def evaluated(rng, gain, asymptote, *, share, evaluations=24, samples=16_000, in
     come = np.append(0.0, GAINS[gain](compute[1:]))
     passes = rng.binomial(samples, initial + (asymptote - initial) * come)
     return compute, passes / samples, (passes, np.full(len(compute), samples))
+
+
+def sigmoid_intervals(fit):
+    """95 % profile likelihood of A, B and C_mid by the sigmoid alone, which is what is drawn and resampled."""
+    return fit.state.intervals(LEVEL, tuple(fit.parameters.values()))

@@ -8,7 +8,7 @@ import pytest
 from scalerl_jax.scaling import decide, fit_sigmoid, posterior
 from scalerl_jax.scaling.decide import Contender, plan
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.simulated import FIGURE_2, TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import FIGURE_2, TABLE_1, curve, sampled_passes, sigmoid_intervals
 
 SPACING = 512.0
 CURVES = 4000
@@ -48,7 +48,7 @@ def test_drawn_curves_agree_with_the_profile(passes):
     fit = fit_sigmoid(*given, **rest)
     curves = posterior.draw_curves(check_points(*given, **rest), count=CURVES, seed=0)
     for name in ("asymptote", "exponent", "midpoint"):
-        low, high = fit.intervals[name]
+        low, high = sigmoid_intervals(fit)[name]
         drawn = np.percentile(getattr(curves, name), [2.5, 97.5])
         assert np.abs(drawn - [low, high]).max() < 0.12 * (high - low), name
     compute = np.array([700.0, 3000.0, 40_000.0])

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from scalerl_jax.scaling import fit as fit_module
-from scalerl_jax.scaling import fit_sigmoid, least_squares, noise, profile, resample
+from scalerl_jax.scaling import fit_sigmoid, least_squares, noise, resample
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.simulated import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes, sigmoid_intervals
 
 COMPUTE = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])
 
@@ -14,11 +14,6 @@ COMPUTE = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])
 def width(fit, name="asymptote"):
     low, high = fit.bootstrap_interval(name)
     return high - low
-
-
-def own_intervals(fit):
-    """95 % profile likelihood of the sigmoid alone, which is what resamples are fitted by."""
-    return fit.state.intervals(profile.LEVEL, tuple(fit.parameters.values()))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +25,7 @@ def test_agrees_with_the_profile(passes):
     reward = passes.mean(axis=1) / 16
     fit = fit_sigmoid(COMPUTE, reward, counts=(passes, 16), bootstrap=400)
     assert fit.samples.shape == (400, 4)
-    of_sigmoid = own_intervals(fit)
+    of_sigmoid = sigmoid_intervals(fit)
     for name in ("asymptote", "exponent", "midpoint"):
         low, high = fit.bootstrap_interval(name)
         assert low < getattr(fit, name) < high
@@ -60,7 +55,7 @@ def test_without_counts_the_residuals_speak():
     quiet = fit_sigmoid(COMPUTE, scores + 0.002 * rng.standard_normal(16), bootstrap=300)
     loud = fit_sigmoid(COMPUTE, scores + 0.008 * rng.standard_normal(16), bootstrap=300)
     assert 2 < width(loud) / width(quiet) < 8
-    assert width(quiet) == pytest.approx(np.diff(own_intervals(quiet)["asymptote"])[0], rel=0.4)
+    assert width(quiet) == pytest.approx(np.diff(sigmoid_intervals(quiet)["asymptote"])[0], rel=0.4)
     with pytest.raises(ValueError, match="bootstrap=0"):
         fit_sigmoid(COMPUTE, scores).bootstrap_interval("asymptote")
 
