@@ -425,8 +425,8 @@ def _same_sets(gold: str, said: str) -> bool:
     """Whether both are written as conditions, and hold of the same numbers: x < 1 or x > 2, {x | x > 2}."""
     wanted = _conditions(gold)
     given = _conditions(said) if wanted else []
-    if not wanted or not given or wanted == given:  # sympy takes long to solve them
-        return given == wanted != []
+    if not given or wanted == given:  # sympy takes long to solve them
+        return given != []
     sets = [_union(each) for each in (wanted, given)]
     return None not in sets and (sets[0] == sets[1] or sets[0].symmetric_difference(sets[1]).is_empty is True)
 

@@ -209,16 +209,11 @@ def judge(
     by_laws = difference(best[0], own, best[1], others)
     found = Difference(
         value,
-        _hull(value, by_sigmoids.interval_95, by_laws.interval_95),
-        _hull(value, by_sigmoids.interval_90, by_laws.interval_90),
+        profile.around(value, by_sigmoids.interval_95, by_laws.interval_95),
+        profile.around(value, by_sigmoids.interval_90, by_laws.interval_90),
     )
     word = verdict(found, margin)
     return found, "open" if word != "none" and (first.fit.misfit or second.fit.misfit) else word
-
-
-def _hull(value: float, *intervals: Interval) -> Interval:
-    lows, highs = zip(*intervals)
-    return min(value, *lows), max(value, *highs)
 
 
 def exponent_difference(first: Slope, second: Slope) -> Difference:

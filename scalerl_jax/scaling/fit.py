@@ -81,9 +81,11 @@ class SigmoidFit(law.Sigmoid):
         return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)
 
     def interval(self, name: str, *, level: float) -> tuple[float, float]:
-        """Of asymptote, exponent or midpoint, at another level than 95 %."""
+        """Of asymptote, exponent or midpoint, at any level."""
+        if level == LEVEL:
+            return self.intervals[name]
         if name == "asymptote" and self.laws is not None:
-            return _around(self.laws.interval(level), self.asymptote)
+            return profile.around(self.asymptote, self.laws.interval(level))
         return self.state.intervals(level, tuple(self.parameters.values()))[name]
 
     def compute_to_reach(self, target: float) -> float:
@@ -197,7 +199,7 @@ def fit_sigmoid(
     identified, needed, why, laws = False, np.inf, "", None
     if word == trend.RISING:
         laws = find_family(state)
-        intervals["asymptote"] = _around(laws.interval(LEVEL), estimate[0])
+        intervals["asymptote"] = profile.around(estimate[0], laws.interval(LEVEL))
         if grid == "auto":  # the paper tests nothing of the kind
             why = misfit.find_misfit(points, laws.predict(points.compute))
         if not why:
@@ -229,11 +231,6 @@ def fit_sigmoid(
         misfit=why,
         laws=laws,
     )
-
-
-def _around(interval: tuple[float, float], value: float) -> tuple[float, float]:
-    """Widened to hold a value."""
-    return min(interval[0], value), max(interval[1], value)
 
 
 _curve = jax.jit(law.sigmoid_law)

@@ -50,6 +50,12 @@ def threshold(level: float, dispersion: float, degrees: float) -> float:
     return min(dispersion * float(scipy.special.fdtri(1, degrees, level)), _UNLIMITED)
 
 
+def around(value: float, *intervals: tuple[float, float]) -> tuple[float, float]:
+    """From the lowest end to the highest, a value included."""
+    lows, highs = zip(*intervals)
+    return min(value, *lows), max(value, *highs)
+
+
 def _pinned(which, value, start, cells: Cells, data: Data, free: Constraint) -> Solution:
     """The best with parameter `which` held at `value`, from the better of `start` and the cells."""
     constraint = free._replace(

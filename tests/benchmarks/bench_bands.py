@@ -40,12 +40,12 @@ def falls(where: float, part: float) -> Gain:
     return lambda place, share: GAINS["sigmoid"](place * share) * np.where(place > where, 1 - part, 1.0)
 
 
-KINDS: dict[str, dict[str, Gain]] = {
-    "smooth": {law: smooth(law) for law in GAINS if law not in ("two phases", "plateau")},
-    "stop rising before the half": {f"at {where:g}": stops(where) for where in (0.2, 0.3, 0.4, 0.45)},
-    "stop rising later": {f"at {where:g}": stops(where) for where in (0.55, 0.7, 0.85)},
-    "fall before the half": {f"by {part:g}": falls(0.35, part) for part in (0.1, 0.2, 0.4)},
-    "fall later": {f"by {part:g}": falls(0.75, part) for part in (0.1, 0.2, 0.4)},
+KINDS: dict[str, list[Gain]] = {
+    "smooth": [smooth(law) for law in GAINS if law not in ("two phases", "plateau")],
+    "stop rising before the half": [stops(where) for where in (0.2, 0.3, 0.4, 0.45)],
+    "stop rising later": [stops(where) for where in (0.55, 0.7, 0.85)],
+    "fall before the half": [falls(0.35, part) for part in (0.1, 0.2, 0.4)],
+    "fall later": [falls(0.75, part) for part in (0.1, 0.2, 0.4)],
 }
 
 
@@ -54,7 +54,7 @@ def main(_) -> None:
     for index, (kind, gains) in enumerate(KINDS.items()):
         rng = np.random.default_rng([FLAGS.seed, index])
         held, errors, told = [], [], []
-        for gain in gains.values():
+        for gain in gains:
             for share in map(float, FLAGS.shares):
                 for _ in range(FLAGS.repeats):
                     place = np.arange(FLAGS.evaluations + 1) / FLAGS.evaluations

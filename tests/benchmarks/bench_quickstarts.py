@@ -14,13 +14,13 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 from absl import app, flags
 
 from scalerl_jax.report.score import half_time
 from scalerl_jax.run.jsonl import read_rows
+from tests.benchmarks import twin_runs
 from tests.support.paths import ROOT
 
 FLAGS = flags.FLAGS
@@ -28,27 +28,28 @@ _FOLDER = flags.DEFINE_string("folder", None, "of the runs", required=True)
 _SEEDS = flags.DEFINE_integer("seeds", 5, "0 to this less one", lower_bound=1)
 _MACHINES = flags.DEFINE_list("machines", ["quiet", "busy"], "quiet, busy")
 _AXES = flags.DEFINE_list("x", ["typical_hours", "device_hours"], "columns that the forecast is made by")
-CONFIG = "configs/quickstart.py"
 SECONDS = (15.0, 120.0)  # that loops run, and that they do not
 
 
 def run(workdir: str, seed: int, busy: bool) -> None:
     """A whole quickstart. Raises CalledProcessError."""
     start = f"{workdir}-warm-start"
-    arguments = [f"--config={CONFIG}", f"--config.seed={seed}"]
+    arguments = [f"--config={twin_runs.CONFIG}", f"--config.seed={seed}"]
     with busy_at_times(seed) if busy else contextlib.nullcontext(), open(f"{workdir}.log", "ab") as log:
-        for more in (
-            ["-m", "scalerl_jax.sft", *arguments, f"--workdir={start}"],
-            ["-m", "scalerl_jax.train", *arguments, f"--workdir={workdir}", f"--config.model.path={start}/model"],
+        for command in (
+            twin_runs.command("scalerl_jax.sft", *arguments, f"--workdir={start}"),
+            twin_runs.command(
+                "scalerl_jax.train", *arguments, f"--workdir={workdir}", f"--config.model.path={start}/model"
+            ),
         ):
-            subprocess.run([sys.executable, *more], cwd=ROOT, stdout=log, stderr=log, check=True)
+            environment = twin_runs.environment(None)
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=True)
 
 
-@contextlib.contextmanager
-def busy_at_times(seed: int) -> Iterator[None]:
-    rng, over = random.Random(seed), threading.Event()
+def busy_at_times(seed: int) -> contextlib.AbstractContextManager[None]:
+    rng = random.Random(seed)
 
-    def loops() -> None:
+    def loops(over: threading.Event) -> None:
         while not over.wait(rng.uniform(*SECONDS)):
             hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
             over.wait(rng.uniform(*SECONDS))
@@ -56,13 +57,7 @@ def busy_at_times(seed: int) -> Iterator[None]:
                 hog.kill()
                 hog.wait()
 
-    thread = threading.Thread(target=loops)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return twin_runs.beside(loops)
 
 
 def main(_) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
@@ -97,11 +97,22 @@ def _pinned_servers(workdir: str, *, model: str, servers: int, core: int) -> Ite
 
 
 @contextlib.contextmanager
-def _watched(path: str) -> Iterator[None]:
-    """Writes down, again and again: the time, seconds that all cores have worked, and those for this process's own."""
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """`work` on a thread of its own, until it sees that the event which it is given is set."""
     over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), name="beside", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
-    def watch() -> None:
+
+def _watched(path: str) -> contextlib.AbstractContextManager[None]:
+    """Writes down, again and again: the time, seconds that all cores have worked, and those for this process's own."""
+
+    def watch(over: threading.Event) -> None:
         known: dict[int, float] = {}  # of processes that may be gone by now
         with open(path, "w", encoding="ascii") as file:
             while not over.wait(_SECONDS):
@@ -114,10 +125,4 @@ def _watched(path: str) -> Iterator[None]:
                 file.write(json.dumps({"time": time.time(), "all": total, "ours": sum(known.values())}) + "\n")
                 file.flush()
 
-    thread = threading.Thread(target=watch, name="watch-cores", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return beside(watch)

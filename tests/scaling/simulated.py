@@ -102,6 +102,6 @@ def evaluated(rng, gain, asymptote, *, share, evaluations=24, samples=16_000, in
     return compute, passes / samples, (passes, np.full(len(compute), samples))
 
 
-def sigmoid_intervals(fit):
-    """95 % profile likelihood of A, B and C_mid by the sigmoid alone, which is what is drawn and resampled."""
-    return fit.state.intervals(LEVEL, tuple(fit.parameters.values()))
+def sigmoid_intervals(fit, level=LEVEL):
+    """Profile likelihood of A, B and C_mid by the sigmoid alone, which is what is drawn and resampled."""
+    return fit.state.intervals(level, tuple(fit.parameters.values()))

@@ -11,7 +11,7 @@ from scalerl_jax.scaling import fit_sigmoid
 from scalerl_jax.scaling.compare import compare, difference
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.points import check_points
-from tests.scaling.simulated import LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import LEAVE_ONE_OUT, TABLE_1, curve, sampled_passes, sigmoid_intervals
 
 # B with A fixed at 0.605, as the paper prints it beside its leave-one-out curves.
 PUBLISHED_SLOPES = {
@@ -184,6 +184,6 @@ def test_seeds_widen_the_interval():
     assert seeded.seeds == 3
     (low, high), _ = compare_module.asymptote_intervals(seeded)
     profile_low, profile_high = seeded.fit.intervals["asymptote"]
-    of_sigmoid = np.diff(seeded.fit.state.intervals(0.95, tuple(seeded.fit.parameters.values()))["asymptote"])[0]
+    of_sigmoid = np.diff(sigmoid_intervals(seeded.fit)["asymptote"])[0]
     assert high - low > 1.5 * of_sigmoid
     assert low < profile_low and high >= profile_high

@@ -7,7 +7,7 @@ from scipy.optimize import least_squares
 
 from scalerl_jax.scaling import fit_sigmoid
 from scalerl_jax.scaling.noise import read_counts
-from tests.scaling.simulated import TABLE_1, curve, sampled_passes
+from tests.scaling.simulated import TABLE_1, curve, sampled_passes, sigmoid_intervals
 
 COMPUTE = np.concatenate([[0.0], np.linspace(1500, 16_000, 15)])
 
@@ -25,11 +25,6 @@ def run():
         return (reward - score) / np.sqrt(variance)
 
     return fit, q
-
-
-def of_sigmoid(fit):
-    """Intervals as if the sigmoid were the only law."""
-    return fit.state.intervals(0.95, tuple(fit.parameters.values()))
 
 
 def lowest(q, *, held=None, value=0.0):
@@ -51,7 +46,7 @@ def lowest(q, *, held=None, value=0.0):
 
 def test_the_ends_are_where_q_has_risen_by_the_threshold(run):
     fit, q = run
-    intervals = of_sigmoid(fit)
+    intervals = sigmoid_intervals(fit)
     minimum = lowest(q)
     degrees = 10 + len(COMPUTE) - 4
     dispersion = (10 + minimum) / degrees
@@ -102,7 +97,7 @@ def test_levels_and_noise_widen(run):
 def test_far_out_the_band_is_the_interval_of_a(run):
     fit, _ = run
     low, high = fit.band([1e12])
-    np.testing.assert_allclose([low[0], high[0]], of_sigmoid(fit)["asymptote"], atol=6e-4)
+    np.testing.assert_allclose([low[0], high[0]], sigmoid_intervals(fit)["asymptote"], atol=6e-4)
 
 
 def test_more_trials_narrow_by_their_root():
@@ -110,5 +105,5 @@ def test_more_trials_narrow_by_their_root():
     widths = []
     for trials in (4000, 16_000):
         fit = fit_sigmoid(COMPUTE, scores, counts=(scores * trials, np.full(len(scores), trials)))
-        widths.append(np.diff(of_sigmoid(fit)["asymptote"])[0])
+        widths.append(np.diff(sigmoid_intervals(fit)["asymptote"])[0])
     assert widths[0] / widths[1] == pytest.approx(2, rel=0.05)
