@@ -5,9 +5,10 @@ import os
 import sys
 import threading
 
-from launch.accelerators import Sharing
+from launch import accelerators
 from launch.local import LocalServers, StartError, Times, stop_seconds
 from scalerl_jax.config import Config
+from scalerl_jax.system import signals
 
 
 def serve_command(config: Config, *, model: str, maximum_tokens: int, gpu_memory: float | None = None) -> list[str]:
@@ -56,21 +57,43 @@ def serve_flags(config: Config, *, engine: str, model: str, maximum_tokens: int)
 
 
 class StartingServers:
-    """Local servers as the config says, which start while something else is done. `close` may come at any time."""
+    """Local servers as the config says, which start when the context is entered, while something else is done."""
 
-    def __init__(self, config: Config, workdir: str, *, maximum_tokens: int, sharing: Sharing | None):
-        """maximum_tokens: see serve_command. sharing: how the processes of this machine share its GPUs; None: none."""
+    def __init__(self, config: Config, workdir: str, *, maximum_tokens: int, share: float):
+        """Settles how the processes of this machine share its GPUs, this one's part in its environment: to be made
+        before JAX first looks for them. Raises ValueError where a server's share is too small.
+
+        maximum_tokens: see serve_command. share: of a GPU's memory, see accelerators.share_out.
+        """
+        self._config, self._workdir, self._maximum_tokens = config, workdir, maximum_tokens
+        fleet = config.fleet
+        self._sharing = accelerators.share_out(servers=fleet.servers, share=share, engine=fleet.engine)
+        if self._sharing is not None:
+            os.environ.update(self._sharing.trainer)
         self._stopping = threading.Event()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="start-servers")
-        self._started = self._thread.submit(self._start, config, workdir, maximum_tokens, sharing)
 
-    def _start(self, config: Config, workdir: str, maximum_tokens: int, sharing: Sharing | None) -> LocalServers:
-        fleet = config.fleet
+    @property
+    def remarks(self) -> list[str]:
+        """Lines for the user: who has which GPUs."""
+        return [self._sharing.sentence] if self._sharing is not None else []
+
+    def __enter__(self) -> "StartingServers":
+        self._started = self._thread.submit(self._start)
+        signals.before_exit(self.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> LocalServers:
+        fleet, sharing = self._config.fleet, self._sharing
         gpu_memory, environments = (sharing.vllm_memory, sharing.servers) if sharing is not None else (None, [])
+        model = self._config.model.path
         return LocalServers(
-            serve_command(config, model=config.model.path, maximum_tokens=maximum_tokens, gpu_memory=gpu_memory),
+            serve_command(self._config, model=model, maximum_tokens=self._maximum_tokens, gpu_memory=gpu_memory),
             count=fleet.servers,
-            workdir=workdir,
+            workdir=self._workdir,
             threads=fleet.threads,
             times=Times(start=fleet.start_seconds, stop=stop_seconds(fleet.engine)),
             stopping=self._stopping,
@@ -82,7 +105,8 @@ class StartingServers:
         return self._started.result()
 
     def close(self) -> None:
-        """Stops those that serve, or are about to; those that could not start have stopped by themselves."""
+        """Stops those that serve, or are about to; those that could not start have stopped by themselves. It may be
+        called at any time."""
         self._stopping.set()
         if self._started.exception() is None:
             self._started.result().close()

@@ -12,6 +12,7 @@ Every completion is written down as it comes; the same command goes on where it 
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import os
 import sys
@@ -29,7 +30,6 @@ from scalerl_jax import config_check
 from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig
-from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.base import Row, ScorerError
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -39,17 +39,15 @@ from scalerl_jax.model.tensor_layout import layout
 from scalerl_jax.report.evaluation_table import evaluation_table
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
 from scalerl_jax.rollouts.evaluator import Evaluator
-from scalerl_jax.rollouts.parity.handshake import Expected
 from scalerl_jax.rollouts.requests import Requests
-from scalerl_jax.rollouts.servers import credentials as credentials_lib
 from scalerl_jax.rollouts.servers.context import Servers
-from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.run import compute_dtype, continuing
 from scalerl_jax.run.evaluation_folder import EvaluationFolder
 from scalerl_jax.run.evaluation_request import asked
 from scalerl_jax.run.inputs import check_length, digests, held_out_rows
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.run.progress import ProgressLine
+from scalerl_jax.run.setup import expected_of, given_servers
 from scalerl_jax.system import platforms, signals
 
 FLAGS = flags.FLAGS
@@ -219,33 +217,21 @@ def main(given: GivenConfig) -> None:
 def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Evaluator]:
     """The servers that are given, or local ones; the scorer; and the evaluator over them."""
     requests, decoder = Requests(config, tokenizer), decoder_of(config)
-    listed = Discovery(FLAGS.servers) if FLAGS.servers else None
-    credentials = credentials_lib.read(config.fleet, name=listed.name if listed is not None else "")
+    given = given_servers(config, FLAGS.servers)
     maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
     if decoder is not None:
         check_length(config, maximum_tokens, decoder)
-    expected = Expected(
-        tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
-        model_config=decoder.canonical_json() if decoder is not None else "",
-        head_precision=config.model.head_precision,
-        sync_dtype=config.model.sync_dtype,
-        maximum_tokens=maximum_tokens,
-    )
+    expected = expected_of(config, decoder, maximum_tokens=maximum_tokens)
+    expected = dataclasses.replace(expected, router_replay=False)  # nobody trains on what is sampled
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion, rows=rows))
-        local: StartingServers | None = None
-        if listed is not None:
-            addresses, resolve = listed.resolve(), listed.resolve if listed.changes else None
-        else:
+        addresses, local = given.addresses, None
+        if not addresses:
             # This process computes nothing, so the servers may have all of the machine's GPUs.
-            sharing = accelerators.share_out(
-                servers=config.fleet.servers, share=1 - 2 * accelerators.SPARE, engine=config.fleet.engine
-            )
-            local = StartingServers(config, out, maximum_tokens=maximum_tokens, sharing=sharing)
-            stack.callback(local.close)
-            signals.before_exit(local.close)
-            addresses, resolve = local.servers().addresses, None
-        servers = Servers(addresses, probe_prompts=rows, resolve=resolve, credentials=credentials)
+            share = 1 - 2 * accelerators.SPARE
+            local = StartingServers(config, out, maximum_tokens=maximum_tokens, share=share)
+            addresses = stack.enter_context(local).servers().addresses
+        servers = Servers(addresses, probe_prompts=rows, resolve=given.resolve, credentials=given.credentials)
         yield stack.enter_context(
             Evaluator(
                 config,

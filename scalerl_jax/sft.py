@@ -29,19 +29,17 @@ import optax
 from absl import flags
 
 from scalerl_jax.cli import command_flags, entry
-from scalerl_jax.config import Config, EnvironmentConfig, OptimizerConfig
+from scalerl_jax.config import Config, EnvironmentConfig, ObjectiveConfig, OptimizerConfig
 from scalerl_jax.config_check import ConfigError
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
-from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.packing import plain
-from scalerl_jax.learner.step import Learner, make_learner
+from scalerl_jax.learner.trainer import Trainer, make_trainer
 from scalerl_jax.model.decoder import Params, init_params
 from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, check_folder, config_of_file, read_config
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.safetensors_folder import Tensors
-from scalerl_jax.objective.losses import cross_entropy
 from scalerl_jax.run import compute_dtype, continuing, jsonl
 from scalerl_jax.run.folder import RunFolder, told_where_it_goes_on
 from scalerl_jax.run.progress import ProgressLine
@@ -52,6 +50,7 @@ from scalerl_jax.traces.example import Example, segments
 
 # The gradient is clipped: the first updates of a new decoder are steep.
 _ADAMW = OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=1e-8, max_grad_norm=1.0)
+_CROSS_ENTROPY = ObjectiveConfig(loss="cross_entropy")  # type: ignore[arg-type]  # no loss of RL
 _FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 _EVALUATED_ROWS = 8  # micro-batches that are scored at once
 _OUTDATED = "model.outdated"  # beside a model that a changed config is making again
@@ -113,27 +112,25 @@ def schedule_of(config: Config) -> optax.Schedule:
     )
 
 
-def learner_of(config: Config, decoder: DecoderConfig, *, longest: int) -> Learner:
+def trainer_of(config: Config, decoder: DecoderConfig, *, longest: int) -> Trainer:
     """`longest`: tokens of the longest example."""
     sft = config.sft
-    return make_learner(
+    return make_trainer(
         config,
         decoder,
         max_segment=min(longest, sft.seq_len),
         seq_len=sft.seq_len,
         rows_per_step=sft.rows_per_step,
-        optimizer=optimizer.from_config(
-            dataclasses.replace(_ADAMW, weight_decay=sft.weight_decay), schedule_of(config)
-        ),
-        loss=cross_entropy,
+        objective=_CROSS_ENTROPY,
+        optimizer=dataclasses.replace(_ADAMW, weight_decay=sft.weight_decay),
     )
 
 
-def initial_params(config: Config, decoder: DecoderConfig, learner: Learner) -> Params:
+def initial_params(config: Config, decoder: DecoderConfig, trainer: Trainer) -> Params:
     if config.sft.model_path:
-        return load_hf(config.sft.model_path, learner.mesh)[1]
+        return load_hf(config.sft.model_path, trainer.mesh)[1]
     seed = int(np.random.default_rng([config.seed, _INITIAL]).integers(2**31))
-    return init_params(decoder, jax.random.key(seed), learner.mesh)
+    return init_params(decoder, jax.random.key(seed), trainer.mesh)
 
 
 def relevant(config: Config) -> Config:
@@ -171,16 +168,16 @@ def _relevant(environment: EnvironmentConfig, *, made_here: bool) -> Environment
     return kept
 
 
-def evaluation_loss(learner: Learner, examples: Sequence[Example]) -> float:
+def evaluation_loss(trainer: Trainer, examples: Sequence[Example]) -> float:
     """The mean negative log-likelihood of their loss tokens, nats."""
     total, count = 0.0, 0
-    room = _EVALUATED_ROWS * learner.rows * learner.seq_len  # positions at once: more would have to lie in memory
+    room = _EVALUATED_ROWS * trainer.rows * trainer.seq_len  # positions at once: more would have to lie in memory
     some: list[Example] = []
     for at, example in enumerate(examples):
         some.append(example)
         following = len(examples[at + 1].tokens) if at + 1 < len(examples) else room
         if sum(len(example.tokens) for example in some) + following > room:
-            for scored, example in zip(learner.score([plain(example.tokens) for example in some]), some, strict=True):
+            for scored, example in zip(trainer.score([plain(example.tokens) for example in some]), some, strict=True):
                 total -= float(scored[example.trained].sum(dtype=np.float64))
                 count += int(example.trained.sum())
             some = []
@@ -234,19 +231,15 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 traces = built_in.BuiltInTraces(config, tokenizer)
             held_out = traces.evaluation()
             longest = max([traces.longest, *(len(example.tokens) for example in held_out)])
-            learner = learner_of(config, decoder, longest=longest)
+            trainer = trainer_of(config, decoder, longest=longest)
 
         # ---- 3. Begin, or go on ------------------------------------------------------------------------------------
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=2)
         stack.callback(checkpoints.close)
         with entry.user_mistakes():
-            found = checkpoints.restore(learner.abstract_state)
-            if found is None:
-                learner.start(initial_params(config, decoder, learner))
-        if found is not None:
-            learner.state = found.state
-            if isinstance(traces, trace_files.FileTraces) and _TAKEN in found.manifest:
-                traces.go_on(found.step, found.manifest[_TAKEN])
+            found = trainer.restore(checkpoints, begin=lambda dtype: initial_params(config, decoder, trainer))
+        if found is not None and isinstance(traces, trace_files.FileTraces) and _TAKEN in found.manifest:
+            traces.go_on(found.step, found.manifest[_TAKEN])
         start = found.step if found else 0
         if start > config.sft.max_steps:
             raise ConfigError(
@@ -258,7 +251,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             manifest = {"update": step}
             if isinstance(traces, trace_files.FileTraces):
                 manifest[_TAKEN] = traces.taken
-            checkpoints.save(step, learner.state, manifest=manifest, arrays={"update": np.asarray([step])})
+            trainer.save(checkpoints, step, manifest=manifest, arrays={"update": np.asarray([step])})
 
         if there:  # first, since the config that is written next is no longer this model's
             files.write_whole(folder.path(_OUTDATED), "model/ is of the config before\n")
@@ -266,19 +259,20 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             jsonl.cut(folder.path("metrics.jsonl"), -1)  # the row of step 0 is written anew
         folder.resume(start)
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.max_steps, step=start))
-        parameters = sum(x.size for x in jax.tree.leaves(learner.state["params"]))
+        parameters = sum(x.size for x in jax.tree.leaves(trainer.state["params"]))
         line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
-        for said in (*chosen, learner.attention_note, *traces.said):
+        for said in (*chosen, trainer.attention_note, *traces.said):
             line.say(f"warm start: {said}")
         if there:
             line.say(f"warm start: {out} is of the config before, and is replaced at the end")
         evaluated = ""
         if held_out and not start:
-            loss = evaluation_loss(learner, held_out)
+            loss = evaluation_loss(trainer, held_out)
             folder.metrics(0, {"evaluation_loss": loss})
             line.say(f"warm start: evaluation loss {loss:.4f} before the first update")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
+        rate = schedule_of(config)
         signals.be(signals.HOLD)
         for update in range(start, config.sft.max_steps):
             if signals.requested() and update > start:
@@ -288,14 +282,14 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             signals.look()
             with entry.user_mistakes():
                 examples = traces.batch(update)
-            sums = learner.update(segments(examples))
+            sums = trainer.optim_step(trainer.forward_backward(segments(examples)), learning_rate=float(rate(update)))
             step = update + 1
             values = {"loss": sums["loss"], "gradient_norm": sums["gradient_norm"], "row_use": sums["row_use"]}
             values |= {"examples": len(examples), "tokens": sums["tokens"]}
             last = step == config.sft.max_steps
             evaluate = bool(held_out) and (step % config.sft.evaluation_every == 0 or last)
             if evaluate:
-                values["evaluation_loss"] = evaluation_loss(learner, held_out)
+                values["evaluation_loss"] = evaluation_loss(trainer, held_out)
                 evaluated = f", evaluation {values['evaluation_loss']:.3f} at step {step}"
             if evaluate or step % config.sft.log_every == 0 or last:
                 folder.metrics(step, values)
@@ -306,7 +300,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
         write_model_folder(
             out,
-            params=learner.state["params"],
+            params=trainer.state["params"],
             decoder=decoder,
             tokenizer_dir=tokenizer_folder,
             dtype=config.model.sync_dtype,

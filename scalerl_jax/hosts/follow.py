@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from scalerl_jax import config_io
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
 from scalerl_jax.contract import security
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.contract.weight_parts import Part
@@ -26,14 +26,13 @@ from scalerl_jax.hosts.link import OtherHost
 from scalerl_jax.hosts.rank import Rank
 from scalerl_jax.learner import booking
 from scalerl_jax.learner.checkpoint import Checkpoints
-from scalerl_jax.learner.step import Learner, Pending, make_learner
+from scalerl_jax.learner.trainer import Pending, Trainer, make_trainer
 from scalerl_jax.model.decoder_config import check_folder, read_config
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.rollouts.loop_thread import LoopThread, watched
 from scalerl_jax.rollouts.weights.parts import PartPublisher, PartPush
 from scalerl_jax.rollouts.weights.push import PushRefused
-from scalerl_jax.rollouts.weights.versions import Versions
 
 SEEN_SECONDS = 65.0  # NFS keeps what it knows of a file for up to a minute
 
@@ -42,7 +41,7 @@ class _Sender:
     """The parts of versions that this host sends, on a thread of their own."""
 
     def __init__(
-        self, config: Config, learner: Learner, rank: Rank, other: OtherHost, credentials: security.Credentials
+        self, config: Config, trainer: Trainer, rank: Rank, other: OtherHost, credentials: security.Credentials
     ):
         self._other, self._credentials = other, credentials
         self._stubs: dict[str, tuple[Any, Stub]] = {}
@@ -51,8 +50,8 @@ class _Sender:
         self._to_host = ThreadPoolExecutor(1, thread_name_prefix="parts-to-host")
         self._publisher = PartPublisher(
             Part(rank.index, rank.count),
-            dtype=learner.sync_dtype,
-            shapes=hf_tensors(learner.decoder),
+            dtype=trainer.sync_dtype,
+            shapes=hf_tensors(trainer.decoder),
             connect=self._connect,
             chunk_bytes=config.fleet.chunk_bytes,
             delta_bytes=config.fleet.delta_cache_bytes,
@@ -113,23 +112,17 @@ def follow(*, rank: Rank, other: OtherHost, workdir: str, credentials: security.
     with contextlib.ExitStack() as stack:
         check_folder("config.model.path", config.model.path)
         decoder = read_config(config.model.path)
-        learner = make_learner(config, decoder, max_segment=maximum_tokens, router_replay=config.rollout.router_replay)
+        trainer = make_trainer(config, decoder, max_segment=maximum_tokens)
         checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), keep=config.checkpoint.keep)
         stack.callback(checkpoints.close)
-        found = checkpoints.restore(learner.abstract_state)
-        if found is None:
-            learner.start(load_hf(config.model.path, learner.mesh)[1])
-        else:
-            learner.state = found.state
-        if learner.layout.reference:
-            learner.keep_reference(load_hf(config.model.path, learner.mesh, learner.sync_dtype)[1])
-        booked = booking.book(learner, longest=maximum_tokens, refuse=config.learner.too_little_memory == "refuse")
+        trainer.restore(checkpoints, begin=lambda dtype: load_hf(config.model.path, trainer.mesh, dtype)[1])
+        booked = booking.book(trainer, longest=maximum_tokens, refuse=config.learner.too_little_memory == "refuse")
         print(f"host {rank.index} of {rank.count}: {booked}", file=sys.stderr)
-        sender = _Sender(config, learner, rank, other, credentials)
+        sender = _Sender(config, trainer, rank, other, credentials)
         stack.callback(sender.close)
         other.on("push", sender.push)
         other.on("keep", sender.keep)
-        return _loop(other, learner, checkpoints, Versions(config, learner, sender.publish), sender)
+        return _loop(other, trainer, checkpoints, sender)
 
 
 class _DroppedError(Exception):
@@ -139,15 +132,15 @@ class _DroppedError(Exception):
         self.frame = frame
 
 
-def _loop(other: OtherHost, learner: Learner, checkpoints: Checkpoints, versions: Versions, sender: _Sender) -> int:
-    received, pending, dropped_for = Received(), None, None
+def _loop(other: OtherHost, trainer: Trainer, checkpoints: Checkpoints, sender: _Sender) -> int:
+    received, dropped_for = Received(), None
+    pending: Pending | None = None
 
     def before_micro_batch() -> None:
         frame = other.next()
         if frame.kind != NEXT:
             raise _DroppedError(frame)
 
-    learner.before_micro_batch = before_micro_batch
     while True:
         frame, dropped_for = dropped_for or other.next(), None
         match frame.kind:
@@ -155,24 +148,31 @@ def _loop(other: OtherHost, learner: Learner, checkpoints: Checkpoints, versions
                 return _ended(frame)
             case kind if kind == MORE:
                 received.add(frame)
-            case "differentiate":
-                pending = None  # as large as the parameters: not beside the next one
+            case "forward_backward":
+                # A gradient is as large as the parameters: not beside the next one.
+                add_to, pending = (pending if frame.fields["add"] else None), None
+                segments, beside = received.take(frame)
+                told = frame.fields["objective"]
                 try:
-                    pending = learner.differentiate(*received.take(frame))
+                    pending = trainer.forward_backward(
+                        segments, beside=beside, objective=ObjectiveConfig(**told) if told is not None else None,
+                        add_to=add_to, before_micro_batch=before_micro_batch,
+                    )  # fmt: skip
                 except _DroppedError as dropped:
                     dropped_for = dropped.frame
-            case "apply":
+            case "optim_step":
                 received.take(frame)
                 assert isinstance(pending, Pending)
-                learner.apply(pending, scale=frame.fields["scale"])
+                rate, told = frame.fields["learning_rate"], frame.fields["optimizer"]
+                optimizer = OptimizerConfig(**told) if told is not None else None
+                trainer.optim_step(pending, learning_rate=rate, optimizer=optimizer)
             case "score":
-                learner.score(received.take(frame)[0])
+                trainer.score(received.take(frame)[0])
             case "version":
-                versions.snapshot(frame.fields["step"])()
+                sender.publish(*trainer.version(frame.fields["step"]))
             case "save":
-                checkpoints.save(
-                    frame.fields["step"], learner.state, manifest=frame.fields["manifest"], arrays=frame.arrays
-                )
+                fields = frame.fields
+                trainer.save(checkpoints, fields["step"], manifest=fields["manifest"], arrays=frame.arrays)
             case "push":  # of both only those that came before they were handled on the line's thread
                 sender.push(frame)
             case "keep":

@@ -51,7 +51,7 @@ def frames(
     segments: Sequence[Segment | Elsewhere],
     beside: Sequence[Segment | Elsewhere],
     wanted: Collection[int],
-    **fields: float,
+    **fields: Any,
 ) -> Iterator[Frame]:
     """wanted: the places of those that the host needs, counted over segments and beside. fields: told beside them."""
     every = [*segments, *beside]

@@ -1,35 +1,37 @@
 """What the first host tells the others: each act on the device that all hosts do together, just before it does it.
 
-    begin                            the config as it was settled, and where the run is
-    segments*, differentiate | apply | score    as learner.step.Learner has them; each host packs its own rows
-    next                             one more micro-batch of the gradient under way; what else comes drops it
-    version                          the policy of a step, as it goes out
-    push -> reply, keep              this host's part of it, to one server; which versions may still be asked for
-    save                             a checkpoint
+    begin                 the config as it was settled, and where the run is
+    segments*, forward_backward | optim_step | score    as Trainer has them; each host packs its own rows
+    next                  one more micro-batch of the gradient under way; what else comes drops it
+    version, save         the policy of a step, as it is sent; a checkpoint
+    push -> reply, keep   this host's part of a version, to one server; which versions may still be asked for
 
 follow.py does it on the others.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 
-from scalerl_jax.config import Config
+from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
 from scalerl_jax.config_io import to_json
 from scalerl_jax.contract.weight_parts import Part
 from scalerl_jax.hosts.frames import Frame, frames
 from scalerl_jax.hosts.link import FirstHost
+from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import Elsewhere, Segment, first_fit, positions_of
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.trainer import Pending, Trainer
+from scalerl_jax.learner.weight_snapshots import Version
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.rollouts.weights.parts import PartPush, Parts
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushRefused, PushReport
-from scalerl_jax.system import signals
 
 NEXT = "next"
+Placed = Segment | Elsewhere
 
 # What a push of another host fails with, on the line.
 FAULTS: dict[str, type[Exception]] = {
@@ -47,6 +49,65 @@ def fault_of(error: Exception) -> dict[str, str]:
     return {"fault": fault, "why": str(error)}
 
 
+class _LeadTrainer(Trainer):
+    """The first host's: what it does, the others are told to do too."""
+
+    def __init__(self, first: FirstHost, **arguments: Any):
+        super().__init__(**arguments)
+        self._first = first
+
+    def _tell(self, what: str, segments: Sequence[Placed] = (), beside: Sequence[Placed] = (), **fields: Any) -> None:
+        """To each host the segments that lie in its rows."""
+        every, host_rows = [*segments, *beside], self.rows_of_hosts()
+        where = first_fit([positions_of(one) for one in every], length=self.seq_len, beside=len(beside))
+        for index in self._first.others:
+            rows = host_rows.get(index, set())
+            wanted = {place for place, (row, _) in enumerate(where) if row % self.rows in rows}
+            for frame in frames(what, segments, beside, wanted, **fields):
+                self._first.tell(frame, to=index)
+
+    def forward_backward(
+        self,
+        segments: Sequence[Placed],
+        *,
+        beside: Sequence[Placed] = (),
+        objective: ObjectiveConfig | None = None,
+        add_to: Pending | None = None,
+        before_micro_batch: Callable[[], None] = lambda: None,
+    ) -> Pending:
+        told = dataclasses.asdict(objective) if objective is not None else None
+        self._tell("forward_backward", segments, beside, objective=told, add=add_to is not None)
+
+        def tell_next() -> None:
+            before_micro_batch()
+            self._first.tell(Frame(NEXT))
+
+        return super().forward_backward(
+            segments, beside=beside, objective=objective, add_to=add_to, before_micro_batch=tell_next
+        )
+
+    def optim_step(
+        self, pending: Pending, *, learning_rate: float | None = None, optimizer: OptimizerConfig | None = None
+    ) -> dict[str, Any]:
+        told = dataclasses.asdict(optimizer) if optimizer is not None else None
+        self._tell("optim_step", learning_rate=learning_rate, optimizer=told)
+        return super().optim_step(pending, learning_rate=learning_rate, optimizer=optimizer)
+
+    def score(self, segments: Sequence[Placed]) -> list[np.ndarray]:
+        self._tell("score", segments)
+        return super().score(segments)
+
+    def version(self, step: int) -> Version:
+        self._first.tell(Frame("version", {"step": step}))
+        return super().version(step)
+
+    def save(
+        self, checkpoints: Checkpoints, step: int, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        self._first.tell(Frame("save", {"step": step, "manifest": dict(manifest)}, arrays))
+        super().save(checkpoints, step, manifest=manifest, arrays=arrays)
+
+
 class Lead:
     """Of the first host; its methods may be called on any thread, those of the device on the trainer's."""
 
@@ -58,46 +119,19 @@ class Lead:
         return len(self._first.others) + 1
 
     def begin(self, config: Config, *, maximum_tokens: int, incarnation: int) -> None:
-        """All hosts make their learners, and read the checkpoint or the model."""
+        """All hosts make their trainers, and read the checkpoint or the model."""
         fields = {"config": to_json(config), "maximum_tokens": maximum_tokens, "incarnation": incarnation}
         self._first.tell(Frame("begin", fields))
 
-    def leads(self, learner: Learner) -> None:
-        """From here on what this learner does, those of the other hosts do too."""
-        host_rows = learner.rows_of_hosts()
+    def trainer(self, **arguments: Any) -> Trainer:
+        """arguments: of Trainer."""
+        return _LeadTrainer(self._first, **arguments)
 
-        def tell(
-            what: str,
-            segments: Sequence[Segment | Elsewhere],
-            beside: Sequence[Segment | Elsewhere],
-            **fields: float,
-        ) -> None:
-            every = [*segments, *beside]
-            where = first_fit([positions_of(one) for one in every], length=learner.seq_len, beside=len(beside))
-            for index in self._first.others:
-                rows = host_rows.get(index, set())
-                wanted = {place for place, (row, _) in enumerate(where) if row % learner.rows in rows}
-                for frame in frames(what, segments, beside, wanted, **fields):
-                    self._first.tell(frame, to=index)
-
-        learner.tell = tell
-
-    def before_micro_batch(self) -> None:
-        """Raises Interrupted where a signal has come."""
-        signals.look()
-        self._first.tell(Frame(NEXT))
-
-    def version(self, step: int) -> None:
-        self._first.tell(Frame("version", {"step": step}))
-
-    def save(self, step: int, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self._first.tell(Frame("save", {"step": step, "manifest": dict(manifest)}, arrays))
-
-    def parts(self, learner: Learner) -> Parts:
+    def parts(self, trainer: Trainer) -> Parts:
         return Parts(
             part=Part(0, self.count),
-            dtype=learner.sync_dtype,
-            shapes=hf_tensors(learner.decoder),
+            dtype=trainer.sync_dtype,
+            shapes=hf_tensors(trainer.decoder),
             push=self._push,
             keep=lambda until, steps: self._first.tell(Frame("keep", {"until": until, "steps": steps})),
         )

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION
 from scalerl_jax.system import memory
 
@@ -73,13 +73,13 @@ class Booking:
         return f"{self.where} {memory.gib(self.needed)} GiB{of} ({parts})"
 
 
-def needs_of(learner: Learner) -> Needs:
-    """As compiled. learner.compile comes before."""
-    state, params = learner.abstract_state, learner.abstract_state["params"]
-    wire = 2 if learner.sync_dtype == "bfloat16" else 4
+def needs_of(trainer: Trainer) -> Needs:
+    """As compiled."""
+    state, params = trainer.abstract_state, trainer.abstract_state["params"]
+    wire = 2 if trainer.sync_dtype == "bfloat16" else 4
     gradient = _on_one_device(params)
     sent = gradient // 4 * wire
-    batch, end = learner.compiled
+    batch, end = trainer.compile_update()
     return Needs(
         state=_on_one_device(state),
         gradient=gradient,
@@ -87,7 +87,7 @@ def needs_of(learner: Learner) -> Needs:
         temporaries=memory.working_bytes(batch),
         ending=memory.working_bytes(end),
         version=_on_host(state) + _on_host(params) // 4 * wire,
-        reference=sent if learner.layout.reference else 0,
+        reference=sent if trainer.layout.reference else 0,
     )
 
 
@@ -100,9 +100,9 @@ def _on_host(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) // jax.process_count()
 
 
-def forecast(learner: Learner) -> list[Booking]:
+def forecast(trainer: Trainer) -> list[Booking]:
     """Of each memory, with the state and the reference policy in it."""
-    needs, device = needs_of(learner), learner.mesh.local_devices[0]
+    needs, device = needs_of(trainer), trainer.mesh.local_devices[0]
     parts = {
         "state": needs.state,
         "gradient": needs.gradient,
@@ -115,7 +115,7 @@ def forecast(learner: Learner) -> list[Booking]:
     told = device.memory_stats() if device.platform != "cpu" else None
     if device.platform == "cpu":
         # The devices of one process share its memory, and its state is in there already.
-        devices = len(learner.mesh.local_devices)
+        devices = len(trainer.mesh.local_devices)
         needed = resident + devices * (needs.device - needs.state - needs.reference) + needs.version
         parts = {"now": resident, **{n: devices * size for n, size in parts.items() if n not in ("state", "reference")}}
         parts["a checkpoint and a version on their way"] = needs.version
@@ -132,36 +132,36 @@ class TooLittleMemory(ValueError):
     """A user's mistake: one line with what would make it fit."""
 
 
-def book(learner: Learner, *, longest: int, refuse: bool = True) -> str:
-    """Runs the worst step. Returns the line to be said; the learner is compiled, its state is there and stays.
+def book(trainer: Trainer, *, longest: int, refuse: bool = True) -> str:
+    """Runs the worst step. Returns the line to be said; the trainer is compiled, its state is there and stays.
 
     longest: tokens of the longest sequence that can come.
 
     Raises TooLittleMemory where it does not fit, when tried, or (refuse) by the forecast.
     """
     try:
-        learner.compile()
-        bookings = forecast(learner)
+        trainer.compile()
+        bookings = forecast(trainer)
         short = [booking for booking in bookings if not booking.fits]
         if short and refuse:
-            raise TooLittleMemory(f"too little memory: {short[0]}; {remedies(learner, short[0], longest)}")
-        learner.rehearse()
+            raise TooLittleMemory(f"too little memory: {short[0]}; {remedies(trainer, short[0], longest)}")
+        trainer.rehearse()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         asked = re.search(r"[^.\n]*(?:allocat|exceed|Ran out)[^\n]*", str(error))
         said = " ".join((asked[0] if asked else str(error)).split())[:200]
-        raise TooLittleMemory(f"too little memory for an update ({said}); {remedies(learner, None, longest)}") from None
+        raise TooLittleMemory(f"too little memory for an update ({said}); {remedies(trainer, None, longest)}") from None
     return ("too little memory, tried all the same: " if short else "memory: ") + "; ".join(map(str, bookings))
 
 
-def remedies(learner: Learner, short: Booking | None, longest: int) -> str:
+def remedies(trainer: Trainer, short: Booking | None, longest: int) -> str:
     """What would make it fit, as the config calls it."""
-    layout, found = learner.layout, []
-    shards = max(1, layout.rows // learner.rows_per_shard)
-    if short is None or short.available is None or needs_of(learner).kept < short.available:
-        if learner.rows_per_shard > 1:
-            found.append(f"config.learner.micro_batch_rows below {learner.rows_per_shard}")
+    layout, found = trainer.layout, []
+    shards = max(1, layout.rows // trainer.rows_per_shard)
+    if short is None or short.available is None or needs_of(trainer).kept < short.available:
+        if trainer.rows_per_shard > 1:
+            found.append(f"config.learner.micro_batch_rows below {trainer.rows_per_shard}")
         if layout.remat != FULL:
             found.append(f"config.model.remat={_LESS[_LESS.index(layout.remat) + 1]} (it is {layout.remat})")
         if layout.seq_len > longest:

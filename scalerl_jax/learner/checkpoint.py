@@ -65,8 +65,6 @@ class Checkpoints:
     def __init__(self, directory: str, *, keep: int):
         self._directory = os.path.abspath(directory)
         self._keep = keep
-        # Called before a save is begun, with its step, manifest and arrays: the other hosts save with this one.
-        self.tell: Callable[[int, Mapping[str, Any], Mapping[str, np.ndarray]], None] = lambda *save: None
         self.also: Callable[[Sequence[int]], Collection[int]] = lambda steps: ()
         self._opened: ocp.CheckpointManager | None = None
         self._failed = False
@@ -78,7 +76,6 @@ class Checkpoints:
         before it failed with: files.WriteError on a full disk.
         """
         with self._faults():
-            self.tell(step, manifest, arrays)
             manager = self._manager()
             if step in manager.all_steps():
                 return

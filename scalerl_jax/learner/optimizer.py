@@ -1,7 +1,8 @@
 """AdamW as the paper runs it: constant rate after a linear warm-up, epsilon 1e-15, float32 masters and moments.
 
-Weight decay leaves biases and the norms' scales alone (the paper does not say). The warm-up counts optimizer steps, so
-a batch with no surviving prompt does not advance it.
+The rate, the decays and the other numbers of a step are arguments of the compiled step, so another rate compiles
+nothing. Weight decay leaves biases and the norms' scales alone (the paper does not say). The warm-up counts optimizer
+steps, so a batch with no surviving prompt does not advance it.
 
 At a rate of 5e-7 hardly anything reaches a float32 weight of 8, whose last bit is 9.5e-7 (.3 % of what 1,000 updates
 want of it), and 63 % one of 5; norms' scales of published models are that large. So vectors (norms' scales and biases)
@@ -21,6 +22,7 @@ out.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -63,21 +65,42 @@ def apply_updates(params: Params, updates: Params, compensation: Params) -> tupl
     return whole, jax.tree.map(left, before, wanted, after)
 
 
-def from_config(config: OptimizerConfig, schedule: optax.Schedule | None = None) -> optax.GradientTransformation:
-    """schedule: of the learning rate, in place of the config's, which is constant after a linear warm-up."""
+Numbers = Mapping[str, Any]  # of one step, by their names in OptimizerConfig; floats or traced
 
-    def warmed_up(count: jax.Array) -> jax.Array:
-        return config.learning_rate * jax.numpy.minimum(1.0, (count + 1) / max(1, config.warmup_steps))
 
-    adam = optax.adamw(
-        schedule or warmed_up,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decayed,
+def numbers_of(config: OptimizerConfig, learning_rate: float) -> dict[str, float]:
+    """Of a step at this learning rate."""
+    names = ("beta1", "beta2", "epsilon", "weight_decay")
+    return {
+        **{name: float(getattr(config, name)) for name in names},
+        "max_grad_norm": config.max_grad_norm or math.inf,
+        "learning_rate": learning_rate,
+    }
+
+
+def adamw(numbers: Numbers) -> optax.GradientTransformation:
+    """AdamW with these numbers; its state has the same form for all of them."""
+    return optax.chain(
+        optax.clip_by_global_norm(numbers["max_grad_norm"]),
+        optax.adamw(
+            numbers["learning_rate"],
+            b1=numbers["beta1"],
+            b2=numbers["beta2"],
+            eps=numbers["epsilon"],
+            weight_decay=numbers["weight_decay"],
+            mask=decayed,
+        ),
     )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam) if config.max_grad_norm > 0 else adam
+
+
+def init(params: Params) -> optax.OptState:
+    """The state before the first step."""
+    return adamw(numbers_of(OptimizerConfig(), 0.0)).init(params)
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> float:
+    """Of the step after `steps`: constant after a linear warm-up."""
+    return config.learning_rate * min(1.0, (steps + 1) / max(1, config.warmup_steps))
 
 
 def step_scale(config: OptimizerConfig, effective_sample_size: float) -> float:
@@ -87,7 +110,7 @@ def step_scale(config: OptimizerConfig, effective_sample_size: float) -> float:
     return math.sqrt(min(1.0, effective_sample_size / config.ess_reference))
 
 
-def abstract_state(optimizer: optax.GradientTransformation, params: Params, mesh: Mesh) -> optax.OptState:
+def abstract_state(params: Params, mesh: Mesh) -> optax.OptState:
     """The optimizer's state for `params` (as abstract_params): ShapeDtypeStructs.
 
     Moments lie where their parameters lie; counters are whole everywhere.
@@ -97,7 +120,7 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Params, mesh
     def placed(struct: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
-    state: Any = jax.eval_shape(optimizer.init, params)
+    state: Any = jax.eval_shape(init, params)
     return optax.tree_map_params(
-        optimizer, lambda own, of: placed(own, of.sharding), state, params, transform_non_params=placed
+        init, lambda own, of: placed(own, of.sharding), state, params, transform_non_params=placed
     )

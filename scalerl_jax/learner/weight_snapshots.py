@@ -23,8 +23,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,31 @@ PIECES = (0.125, 0.25, 0.5, 1.0)
 
 _CUTS = PartitionSpec(WEIGHTS)
 Leaves = dict[str, Any]  # leaf of the parameter tree -> array
+
+
+class Version(NamedTuple):
+    """A policy as it is sent. Both functions wait for the device, and may be called on any thread."""
+
+    step: int
+    # All of it: Hugging Face names -> array in the sync dtype, or on several hosts the blocks that this one holds.
+    tensors: Callable[[], Mapping[str, Any]]
+    changes: Callable[[], WeightDelta] | None = None  # since the version before, called once; None: it is sent whole
+
+
+def host_arrays(weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value) for name, value in weights.items()}
+
+
+def host_blocks(weights: dict[str, jax.Array]) -> dict[str, Blocks]:
+    """What this host's devices hold of each; no element is on two hosts."""
+    return {
+        name: tuple(
+            Block(tuple(part.start or 0 for part in shard.index), np.asarray(shard.data))
+            for shard in value.addressable_shards
+            if shard.replica_id == 0
+        )
+        for name, value in weights.items()
+    }
 
 
 class WeightSnapshots:

@@ -23,6 +23,8 @@ Added to any of them over all loss tokens, masked or not, off by default:
     - entropy_bonus sum w_t H_t                     H_t: entropy of the policy where the token was sampled, nats
 
 Adding one: a function of (Tokens, ObjectiveConfig) and its row in LOSSES; the config's `objective.loss` names it.
+A compiled program fits every objective of one form: which loss, and which of its numbers are on (not 0). The numbers
+themselves are arguments of the program (`form_of`, `numbers_of`).
 Sources: arXiv 2510.13786 eq. 2-4; GRPO arXiv 2402.03300 eq. 4; GSPO arXiv 2507.18071.
 
 Which loss tokens have a part in the loss. All masks are off by default; a token must pass each that is on.
@@ -46,7 +48,7 @@ Sources: IcePop, ringtech.notion.site/icepop; DPPO, arXiv 2602.04879, binary tot
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -106,6 +108,45 @@ class Tokens:
     segment_ids: jax.Array  # int32, 1.. in each row; 0 is padding
 
 
+# Fields of ObjectiveConfig that a compiled program takes as arguments.
+_NUMBERS = (
+    *("max_ratio", "clip_low", "clip_high", "tis_cap", "icepop_low", "icepop_high", "dppo_tv_threshold"),
+    *("cppo_threshold", "cppo_least_weight", "cppo_budget", "reference_kl", "entropy_bonus"),
+)
+
+
+def numbers_of(objective: ObjectiveConfig) -> dict[str, float]:
+    """Those that are on, by their field's name."""
+    return {name: float(value) for name in _NUMBERS if (value := getattr(objective, name)) != 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What of an objective is compiled into a program: all but the values of its numbers."""
+
+    loss: str
+    on: tuple[str, ...]  # names of the numbers that are on
+    budget_by_completion: bool
+
+    def objective(self, numbers: Mapping[str, Any]) -> ObjectiveConfig:
+        """The objective with these numbers, which may be traced; the others are 0."""
+        values = {name: numbers[name] if name in self.on else 0.0 for name in _NUMBERS}
+        return ObjectiveConfig(
+            loss=self.loss,  # type: ignore[arg-type]
+            cppo_budget_by_completion=self.budget_by_completion,
+            **values,
+        )
+
+
+def form_of(objective: ObjectiveConfig) -> Form:
+    return Form(objective.loss, tuple(numbers_of(objective)), objective.cppo_budget_by_completion)
+
+
+def _on(number: jax.Array | float) -> bool:
+    """A number that is traced is on: `numbers_of` leaves the others out."""
+    return isinstance(number, jax.Array) or number > 0
+
+
 _PERCENTILE = 0.9  # of a completion's D
 
 
@@ -114,11 +155,11 @@ def kept(tokens: Tokens, objective: ObjectiveConfig) -> jax.Array:
     keep = tokens.loss_token
     # The sign of rho - 1, and no product: |pi - mu| of a rare token is 0 in float32, and so may a small product be.
     back = jnp.sign(tokens.log_ratio) * jnp.sign(tokens.advantages) <= 0
-    if objective.icepop_high > 0:
+    if _on(objective.icepop_high):
         keep &= (tokens.ratio >= objective.icepop_low) & (tokens.ratio <= objective.icepop_high)
-    if objective.dppo_tv_threshold > 0:
+    if _on(objective.dppo_tv_threshold):
         keep &= back | (jnp.abs(tokens.moved) <= objective.dppo_tv_threshold)
-    if objective.cppo_threshold > 0:
+    if _on(objective.cppo_threshold):
         keep &= back | _within_budget(tokens, objective)
     return keep
 
@@ -162,9 +203,15 @@ def gspo(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
 
 def reinforce(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     """The log-prob's gradient, weighted by no ratio, or by the truncated one."""
-    if objective.tis_cap > 0:
+    if _on(objective.tis_cap):
         return _weighed(tokens, objective.tis_cap)
     return tokens.advantages * tokens.logp_train, jnp.zeros_like(tokens.loss_token)
+
+
+def cross_entropy(tokens: Tokens, objective: ObjectiveConfig) -> Terms:
+    """The log-prob of an example to be learned by heart: nothing sampled it, and there is no advantage."""
+    del objective
+    return tokens.logp_train, jnp.zeros_like(tokens.loss_token)
 
 
 LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {
@@ -173,6 +220,7 @@ LOSSES: dict[str, Callable[[Tokens, ObjectiveConfig], Terms]] = {
     "gspo": gspo,
     "reinforce": reinforce,
 }
+_TERMS = {**LOSSES, "cross_entropy": cross_entropy}  # which no run of RL may choose
 
 
 def _weighed(tokens: Tokens, cap: float) -> Terms:
@@ -183,9 +231,10 @@ def _weighed(tokens: Tokens, cap: float) -> Terms:
 def _clipped(ratio: jax.Array, tokens: Tokens, objective: ObjectiveConfig) -> Terms:
     """ratio: no gradient in it; each token has that of its own log-prob."""
     low, high, advantages = 1 - objective.clip_low, 1 + objective.clip_high, tokens.advantages
-    capped = jnp.minimum(ratio, objective.tis_cap) if objective.tis_cap > 0 else ratio
+    truncated = _on(objective.tis_cap)
+    capped = jnp.minimum(ratio, objective.tis_cap) if truncated else ratio
     # 1; its derivative is that of the log-prob. A broken log-prob has none, unless its ratio is capped.
-    differentiated = tokens.logp_train if objective.tis_cap > 0 else tokens.log_ratio
+    differentiated = tokens.logp_train if truncated else tokens.log_ratio
     own = capped * jnp.exp(differentiated - jax.lax.stop_gradient(differentiated))
     clipped = ((capped < low) & (advantages < 0)) | ((capped > high) & (advantages > 0))
     return jnp.minimum(own * advantages, jnp.clip(own, low, high) * advantages), clipped
@@ -214,7 +263,7 @@ def policy_loss(
       logp_train, logp_gen, advantages, weights: [rows, length] float32, at the position that predicts each token;
         weights are 0 wherever there is no loss token, and whatever else stands there has no part in anything.
       segment_ids: [rows, length] int32, 1.. in each row; 0 is padding.
-      objective: static.
+      objective: of one form, static; its numbers may be traced.
       reference: the reference policy's log-probs, where there is a KL to it.
       entropy: of the policy at each position, nats, where there is a bonus on it; differentiated.
 
@@ -222,9 +271,9 @@ def policy_loss(
     combined by maximum and the others by addition).
     Raises ValueError on a loss that LOSSES lacks, and on tis_cap where no ratio is differentiated.
     """
-    if objective.loss not in LOSSES:
+    if objective.loss not in _TERMS:
         raise ValueError(f"loss {objective.loss!r} is not one of {', '.join(LOSSES)}")
-    if objective.tis_cap > 0 and objective.loss == "cispo":
+    if _on(objective.tis_cap) and objective.loss == "cispo":
         raise ValueError("tis_cap does not go with cispo, whose cap is max_ratio")
     loss_token = weights > 0
     logp_train, logp_gen, advantages = (jnp.where(loss_token, x, 0.0) for x in (logp_train, logp_gen, advantages))
@@ -233,7 +282,7 @@ def policy_loss(
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     moved = jnp.exp(jax.lax.stop_gradient(logp_train)) - jnp.exp(logp_gen)
     tokens = Tokens(logp_train, log_ratio, ratio, moved, advantages, loss_token, segment_ids)
-    maximized, clipped = LOSSES[objective.loss](tokens, objective)
+    maximized, clipped = _TERMS[objective.loss](tokens, objective)
     keep = kept(tokens, objective)
 
     loss = -jnp.sum(jnp.where(keep, weights * maximized, 0.0))
@@ -251,14 +300,14 @@ def policy_loss(
         "max_mismatch": jnp.max(jnp.abs(exact)),
         "max_ratio": jnp.max(jnp.where(loss_token, ratio, 0.0)),
     }
-    if objective.reference_kl > 0:
+    if _on(objective.reference_kl):
         assert reference is not None
         reference = jnp.where(loss_token, jax.lax.stop_gradient(reference), 0.0)
         away = jnp.clip(reference - logp_train, -_MAXIMUM_LOG_RATIO, _MAXIMUM_LOG_RATIO)
         divergence = _kl_estimate(away)
         loss += objective.reference_kl * jnp.sum(jnp.where(loss_token, weights * divergence, 0.0))
         sums["reference_kl"] = jax.lax.stop_gradient(jnp.sum(divergence * count))
-    if objective.entropy_bonus > 0:
+    if _on(objective.entropy_bonus):
         assert entropy is not None
         loss -= objective.entropy_bonus * jnp.sum(jnp.where(loss_token, weights * entropy, 0.0))
     return loss, sums
@@ -273,24 +322,3 @@ def _kl_estimate(log_ratio: jax.Array) -> jax.Array:
     near = jnp.clip(log_ratio, -0.1, 0.1)
     series = near**2 / 2 * (1 + near / 3 * (1 + near / 4 * (1 + near / 5)))
     return jnp.where(log_ratio == near, series, jnp.expm1(log_ratio) - log_ratio)
-
-
-def cross_entropy(
-    logp_train: jax.Array,
-    logp_gen: jax.Array,
-    advantages: jax.Array,
-    weights: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    reference: jax.Array | None = None,
-    entropy: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, Any]]:
-    """As policy_loss, of examples that are learnt by heart: nothing sampled them, and there is no advantage."""
-    del logp_gen, advantages, segment_ids, reference, entropy
-    loss_token = weights > 0
-    logp_train = jnp.where(loss_token, logp_train, 0.0)
-    sums = {
-        "tokens": jnp.sum(loss_token.astype(jnp.float32)),
-        "nll": -jnp.sum(jax.lax.stop_gradient(logp_train)),
-    }
-    return -jnp.sum(jnp.where(loss_token, weights * logp_train, 0.0)), sums

@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from launch.machines import Machine
 from scalerl_jax.config import Config
 from scalerl_jax.learner import booking
-from scalerl_jax.learner.step import Learner, make_learner
+from scalerl_jax.learner.trainer import Trainer, make_trainer
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.planning.collectives import Collective, found_in
 
@@ -67,35 +67,33 @@ def devices_of(machine: Machine) -> list[jax.Device]:
     return list(found.devices)
 
 
-def learner_for(config: Config, decoder: DecoderConfig, *, longest: int, devices: list[jax.Device]) -> Learner:
-    """As scalerl-train makes it. Raises ValueError as Learner."""
-    return make_learner(
-        config, decoder, max_segment=longest, router_replay=config.rollout.router_replay, devices=devices
-    )
+def trainer_for(config: Config, decoder: DecoderConfig, *, longest: int, devices: list[jax.Device]) -> Trainer:
+    """As scalerl-train makes it. Raises ValueError as Trainer."""
+    return make_trainer(config, decoder, max_segment=longest, devices=devices)
 
 
-def compile_update(learner: Learner) -> Update:
+def compile_update(trainer: Trainer) -> Update:
     """Minutes, and a few GiB of this machine's memory, for a large model."""
     # Programs for devices that are not here cannot be read back from a cache.
     jax.config.update("jax_enable_compilation_cache", False)
     start = time.perf_counter()
     try:
         with _native_messages_kept():
-            learner.compile_update()
+            trainer.compile_update()
     except jax.errors.JaxRuntimeError as error:
         found = _NO_ROOM.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
             raise
         number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
         needed = int(float(number) * _UNITS[unit])
-        return Update(needed, 0, None, None, learner.attention_note, time.perf_counter() - start)
-    needs, accumulate = booking.needs_of(learner), learner.compiled[0]
+        return Update(needed, 0, None, None, trainer.attention_note, time.perf_counter() - start)
+    needs, (accumulate, _) = booking.needs_of(trainer), trainer.compile_update()
     return Update(
         temporaries=needs.temporaries,
         ending=needs.ending,
         live=accumulate.memory_analysis().peak_memory_in_bytes,
         collectives=tuple(found_in(accumulate.as_text())),
-        attention=learner.attention_note,
+        attention=trainer.attention_note,
         seconds=time.perf_counter() - start,
     )
 

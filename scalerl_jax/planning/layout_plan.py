@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType
 from launch.machines import Machine
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer as optimizer_lib
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.attention import splash
 from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
@@ -39,7 +39,7 @@ def of(config: Config, decoder: DecoderConfig, devices: int) -> dict[str, int]:
     sizes = mesh_sizes(devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
     mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     params = abstract_params(decoder, mesh)
-    moments = optimizer_lib.abstract_state(optimizer_lib.from_config(config.optimizer), params, mesh)
+    moments = optimizer_lib.abstract_state(params, mesh)
     parameters = on_one_device(params)
     sent = parameters // 4 * (2 if config.model.sync_dtype == "bfloat16" else 4)
     return {
@@ -115,11 +115,11 @@ class LayoutPlan:
 
 
 def plan(question: Question, choice: Choice) -> LayoutPlan:
-    """Compiles, where the machine is of TPUs. Raises ValueError where the layout cannot be (as Learner)."""
+    """Compiles, where the machine is of TPUs. Raises ValueError where the layout cannot be (as Trainer)."""
     update = None
     if question.machine.chip.is_tpu:
         devices = compiled.devices_of(question.machine)
-        update = compiled.compile_update(_learner(question, choice, devices))
+        update = compiled.compile_update(_trainer(question, choice, devices))
     return _put_together(question, choice, update)
 
 
@@ -155,8 +155,8 @@ def search(
     return None, tried
 
 
-def _learner(question: Question, choice: Choice, devices: Sequence[jax.Device]) -> Learner:
-    return compiled.learner_for(
+def _trainer(question: Question, choice: Choice, devices: Sequence[jax.Device]) -> Trainer:
+    return compiled.trainer_for(
         choice.put_into(question.config), question.decoder, longest=question.workload.longest, devices=list(devices)
     )
 

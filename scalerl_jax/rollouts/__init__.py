@@ -4,8 +4,6 @@ fleet         all of it on one thread, behind blocking calls
 pacing        which group may be asked of a server that holds which version, and when a batch may be trained
 group_buffer  groups in flight, ready, pending: who was asked for what
 requests      ids, seeds, budgets: what a group looks like on the wire
-dispatch      who is asked for what next
-scoring       completions on their way to the scorer
 candidates    who is let in
 trust         who is sent away, what is asked for again
 evaluation    one version pinned on some servers
@@ -22,8 +20,5 @@ servers/      one server seen from the trainer, and all of them
 weights/      versions going out
     publisher      the versions, and who is sent what; push: one of them to one server
     payload        one version, cut into chunks; deltas: what the last versions changed
-    sync_stats     what was sent, between two rows of metrics
-parity/       trainer and generator agree on log-probs
-    handshake      what is compared when they meet
-    logprob_parity what is judged of every server's log-probs from then on; scrutiny: when, and what follows
+parity        trainer and generators agree on log-probs: when they meet, and of all that is delivered
 """

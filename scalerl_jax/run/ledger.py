@@ -245,6 +245,10 @@ class Ledger:
             self._books["prefilled"][kind] += max(counters.prefill_tokens - before.prefill_tokens, 0)
         self._save_if_due()
 
+    def observe_status(self, status: pb.StatusReply, evaluating: bool, anew: bool) -> None:
+        """As `observe`, what the status tells."""
+        self.observe(status.server_id, ServerCounters.of(status), evaluating=evaluating, anew=anew)
+
     def finished_groups(self, groups: Sequence[FinishedGroup], *, evaluation: bool = False) -> None:
         """As `finished`, of each."""
         for group in groups:

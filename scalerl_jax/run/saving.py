@@ -8,7 +8,7 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.checkpoint import Checkpoints
-from scalerl_jax.learner.step import Learner
+from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.ledger import Ledger
@@ -24,14 +24,14 @@ class Saving:
         *,
         folder: RunFolder,
         checkpoints: Checkpoints,
-        learner: Learner,
+        trainer: Trainer,
         arrays: Callable[[], Mapping[str, np.ndarray]],
         evaluations: Evaluations,
         ledger: Ledger,
         step: int,
     ):
-        """arrays: what is saved beside the learner's state. step: where the run begins, or goes on."""
-        self._config, self._folder, self._checkpoints, self._learner = config, folder, checkpoints, learner
+        """arrays: what is saved beside the trainer's state. step: where the run begins, or goes on."""
+        self._config, self._folder, self._checkpoints, self._trainer = config, folder, checkpoints, trainer
         self._arrays, self._evaluations, self._ledger = arrays, evaluations, ledger
         self.step = self.saved = step
         self._due = False
@@ -51,7 +51,7 @@ class Saving:
         manifest: dict[str, Any] = {"version": self.step, "incarnation": self._folder.incarnation}
         manifest["seed"] = self._config.seed
         with self._ledger.trainer("stalled"):  # until the state is copied, and the save before it is on disk
-            self._checkpoints.save(self.step, self._learner.state, manifest=manifest, arrays=self._arrays())
+            self._trainer.save(self._checkpoints, self.step, manifest=manifest, arrays=self._arrays())
         self.saved, self._due = self.step, False
         signals.expect(f"interrupted: the same command goes on from step {self.step}")
         memory.trim()

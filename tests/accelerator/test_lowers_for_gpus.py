@@ -10,10 +10,13 @@ from jax import export
 
 from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.weights import decode_precision, decode_weights
+from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
+from scalerl_jax.learner.optimizer import numbers_of as adamw_numbers
 from scalerl_jax.learner.packing import pack, plain
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision
-from tests.accelerator.test_numerics import make_learner
+from scalerl_jax.objective.losses import form_of, numbers_of
+from tests.accelerator.test_numerics import make_trainer
 from tests.support.params import DECODER
 
 PRECISION = Precision("bfloat16", "bfloat16")
@@ -32,15 +35,17 @@ def foreign(module: str) -> set[str]:
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_update(platform):
-    learner = make_learner(jax.devices("cpu")[0], DECODER, PRECISION, seq_len=LENGTH)
-    batch = learner._put(pack([plain(np.zeros(20))], length=LENGTH, rows=2)[0][0])
-    params = learner.state["params"]
-    carry = (learner._zeros(params), {name: jnp.float32(0) for name in learner._sums})
-    copies = WeightSnapshots(DECODER, learner.mesh, share=1 / 16)
+    trainer = make_trainer(jax.devices("cpu")[0], DECODER, PRECISION, seq_len=LENGTH)
+    batch = trainer._put(pack([plain(np.zeros(20))], length=LENGTH, rows=2)[0][0])
+    params = trainer.state["params"]
+    objective, optimizer = ObjectiveConfig(), OptimizerConfig()
+    program = trainer._program(form_of(objective))
+    carry = (trainer._zeros(params), {name: jnp.float32(0) for name in program.sums})
+    copies = WeightSnapshots(DECODER, trainer.mesh, share=1 / 16)
     for name, function, arguments in (
-        ("accumulate", learner._accumulate, (params, carry, batch)),
-        ("apply", learner._apply, (learner.state, carry[0], np.float32(1))),
-        ("score", learner._score, (params, batch)),
+        ("accumulate", program.run, (params, carry, batch, trainer._numbers(numbers_of(objective)))),
+        ("apply", trainer._apply, (trainer.state, carry[0], trainer._numbers(adamw_numbers(optimizer, 1.0)))),
+        ("score", trainer._score, (params, batch)),
         ("compare", copies._compare, (params, copies._nothing())),
     ):
         assert foreign(lowered(function, platform, *arguments)) == set(), name
@@ -48,9 +53,9 @@ def test_the_update(platform):
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_engine(platform):
-    learner = make_learner(jax.devices("cpu")[0], DECODER, PRECISION, seq_len=LENGTH)
+    trainer = make_trainer(jax.devices("cpu")[0], DECODER, PRECISION, seq_len=LENGTH)
     precision = decode_precision(PRECISION)
-    tensors = {name: np.asarray(value) for name, value in learner.sync_weights().items()}
+    tensors = {name: np.asarray(value) for name, value in trainer.sync_weights().items()}
     weights = decode_weights(tensors, DECODER, PRECISION)
     state = decode.empty_state(DECODER, precision, slots=SLOTS, length=64)
     slots = np.zeros(SLOTS, np.int32)

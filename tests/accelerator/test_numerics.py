@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from scalerl_jax.learner.packing import Segment, plain
-from scalerl_jax.learner.step import Layout, Learner
+from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import DecoderConfig, Precision, init_params
 from scalerl_jax.model.attention import Backend, Shapes, choose, packed_attention
 from scalerl_jax.model.sharding import make_mesh
 from tests.learner.segments import make_segments
-from tests.support.learners import learner_of
 from tests.support.params import relative
+from tests.support.trainers import trainer_of
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02
@@ -98,13 +98,13 @@ def test_kernels_are_the_cpus_blocks(device, sizes, wanted):
         assert off < BFLOAT16, name
 
 
-def make_learner(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, seq_len: int) -> Learner:
+def make_trainer(device: jax.Device, decoder: DecoderConfig, precision: Precision, *, seq_len: int) -> Trainer:
     mesh = make_mesh(fsdp=1, devices=[device])
     layout = Layout(seq_len=seq_len, rows=2, logprob_chunk=64)
-    learner = learner_of(decoder, layout, mesh=mesh, precision=precision, learning_rate=1e-3)
+    trainer = trainer_of(decoder, layout, mesh=mesh, precision=precision, learning_rate=1e-3)
     host = jax.device_get(init_params(decoder, jax.random.key(0), make_mesh(fsdp=1, devices=[CPU])))
-    learner.start(jax.device_put(host, learner.shardings["params"]))
-    return learner
+    trainer.start(jax.device_put(host, trainer.shardings["params"]))
+    return trainer
 
 
 def decoder_of(sizes) -> DecoderConfig:
@@ -127,8 +127,8 @@ def test_the_update_is_the_cpus(device, sizes, dtype):
     """The policy that the sync dtype makes of the masters: its log-probs, its gradient, the parameters after it."""
     decoder, seq_len = decoder_of(sizes), sizes.pick(128, 1024)
     segments: list[Segment] = make_segments([seq_len, seq_len // 2, seq_len // 3, 17, 2], vocabulary=decoder.vocab_size)
-    ours = make_learner(device, decoder, Precision(dtype, dtype), seq_len=seq_len)
-    exact = make_learner(CPU, decoder, Precision("float32", dtype), seq_len=seq_len)
+    ours = make_trainer(device, decoder, Precision(dtype, dtype), seq_len=seq_len)
+    exact = make_trainer(CPU, decoder, Precision("float32", dtype), seq_len=seq_len)
     before = jax.device_get(exact.state["params"])
 
     tokens = [plain(segment.tokens) for segment in segments]

@@ -13,10 +13,10 @@ from scalerl_jax.contract.codec import Completion, CompletionRequest, GroupReque
 from scalerl_jax.environments.tokenizer import make_tokenizer
 from scalerl_jax.model import Precision
 from scalerl_jax.model.hf_folder import write_model_folder
-from scalerl_jax.rollouts.parity import handshake
-from scalerl_jax.rollouts.weights.versions import host_arrays
-from tests.accelerator.test_numerics import decoder_of, make_learner
+from scalerl_jax.rollouts import parity
+from tests.accelerator.test_numerics import decoder_of, make_trainer
 from tests.learner.segments import make_segments
+from tests.support.trainers import scored, update
 
 SLOTS = 16
 
@@ -37,17 +37,17 @@ def test_log_probs_agree(device, sizes, dtype, tmp_path):
     """With the weights of the folder, and with those of an update that the engine is given while it serves."""
     decoder = decoder_of(sizes)
     maximum = sizes.pick(96, 256)
-    learner = make_learner(device, decoder, Precision(dtype, dtype), seq_len=maximum)
+    trainer = make_trainer(device, decoder, Precision(dtype, dtype), seq_len=maximum)
     make_tokenizer(corpus=[PHRASE] * 9, path=str(tmp_path / "tokenizer"), vocabulary=decoder.vocab_size)
     write_model_folder(
         str(tmp_path / "model"),
-        params=learner.state["params"],
+        params=trainer.state["params"],
         decoder=decoder,
         tokenizer_dir=str(tmp_path / "tokenizer"),
     )
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, decoder.vocab_size, n).astype(np.int32) for n in (3, 9, 24, 31)]
-    mean, p99 = handshake.LIMITS[dtype]
+    mean, p99 = parity.LIMITS[dtype]
 
     async def main() -> None:
         options = EngineOptions(
@@ -61,17 +61,17 @@ def test_log_probs_agree(device, sizes, dtype, tmp_path):
         )
         engine = JaxEngine(options)
         for step in range(2):
-            tensors = host_arrays(learner.sync_weights())
+            tensors = trainer.version(step).tensors()
             await engine.load(Version(1, step), tensors, dict.fromkeys(tensors))
             samples = await sample(engine, prompts, maximum - 40)
             assert len(samples) == 4 * len(prompts)
-            found = handshake.mismatch(samples, learner.score_completions(samples))
+            found = parity.mismatch(samples, scored(trainer, samples))
             print(
                 f"{dtype}, version {step}: {found.mean:.1e} on average, {found.p99:.1e} at p99, {found.tokens} tokens"
             )
             assert found.tokens > 100
             assert found.mean <= mean and found.p99 <= p99
-            learner.update(make_segments([maximum, 40, 9], vocabulary=decoder.vocab_size, seed=step))
+            update(trainer, make_segments([maximum, 40, 9], vocabulary=decoder.vocab_size, seed=step))
         await engine.close()
 
     asyncio.run(main())

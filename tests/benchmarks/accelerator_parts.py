@@ -14,9 +14,8 @@ from rollout_server.engines.jax.engine import JaxEngine
 from scalerl_jax.config import PHRASE, OptimizerConfig
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Sampling
 from scalerl_jax.environments.tokenizer import make_tokenizer
-from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.packing import pack
-from scalerl_jax.learner.step import Layout, Learner
+from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
@@ -32,24 +31,29 @@ from tests.benchmarks.accelerator_model import (
     speeds,
     timed,
 )
-from tests.support.learners import learner_of
+from tests.support.trainers import trainer_of
+from tests.support.trainers import update as trained
 
 GIB = 2**30
 GROUP = 8  # completions of one prompt
 
 
-def make_learner(work: Work, *, remat: str) -> Learner:
-    learner = learner_of(
+def make_trainer(work: Work, *, remat: str) -> Trainer:
+    trainer = trainer_of(
         work.decoder,
         Layout(seq_len=work.positions, rows=1, max_segment=max(work.lengths), logprob_chunk=work.chunk, remat=remat),
-        optimizer=optimizer.from_config(
-            OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY),
-            lambda _: LEARNING_RATE,
+        optimizer=OptimizerConfig(
+            learning_rate=LEARNING_RATE,
+            warmup_steps=0,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            epsilon=EPSILON,
+            weight_decay=DECAY,
         ),
         precision=Precision("bfloat16", "bfloat16"),
     )
-    learner.start(init_params(work.decoder, jax.random.key(0), learner.mesh))
-    return learner
+    trainer.start(init_params(work.decoder, jax.random.key(0), trainer.mesh))
+    return trainer
 
 
 def device() -> dict[str, Any]:
@@ -65,11 +69,11 @@ def peak_memory() -> float | None:
 
 def update(work: Work, *, remat: str = "block") -> dict[str, Any]:
     """Accumulate and apply on one packed row, and the gradient alone, as PyTorch's eager mode is timed too."""
-    learner, segments = make_learner(work, remat=remat), make_segments(work)
-    batches = pack(segments, length=learner.seq_len, rows=1)[0]
+    trainer, segments = make_trainer(work, remat=remat), make_segments(work)
+    batches = pack(segments, length=trainer.seq_len, rows=1)[0]
     assert len(batches) == 1
-    found = timed(lambda: learner.update(segments), work.repeats)
-    gradient = timed(lambda: jax.block_until_ready(learner.gradient(batches)), 2)["seconds"]
+    found = timed(lambda: trained(trainer, segments), work.repeats)
+    gradient = timed(lambda: jax.block_until_ready(trainer.gradient(batches)), 2)["seconds"]
     return {
         **device(),
         **speeds(work, found, device()["device"]),
@@ -84,18 +88,18 @@ def update_without_remat(work: Work) -> dict[str, Any]:
 
 def weights(work: Work) -> dict[str, Any]:
     """A version after an update: found on the device, encoded on the host; and all of it as one dense version."""
-    learner, segments = make_learner(work, remat="block"), make_segments(work)
-    copies = WeightSnapshots(work.decoder, learner.mesh, share=1 / 16)
-    first = copies.take(learner.state["params"], 0)
+    trainer, segments = make_trainer(work, remat="block"), make_segments(work)
+    copies = WeightSnapshots(work.decoder, trainer.mesh, share=1 / 16)
+    first = copies.take(trainer.state["params"], 0)
     first.delta()
     began = time.perf_counter()
     dense = sum(tensor.nbytes for tensor in first.tensors().values())
     found: dict[str, Any] = {**device(), "dense_seconds": time.perf_counter() - began, "dense_bytes": dense}
     for step in (1, 2):  # the first compiles
-        learner.update(segments)
-        jax.block_until_ready(learner.state)
+        trained(trainer, segments)
+        jax.block_until_ready(trainer.state)
         began = time.perf_counter()
-        version = copies.take(learner.state["params"], step)
+        version = copies.take(trainer.state["params"], step)
         jax.block_until_ready(version._found)
         found["compare_seconds"] = time.perf_counter() - began
         delta = version.delta()

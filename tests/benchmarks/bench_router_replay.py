@@ -23,11 +23,11 @@ import numpy as np
 from absl import app, flags
 
 from scalerl_jax.contract import codec
-from scalerl_jax.learner.step import Layout, Learner
+from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import Precision, load_hf
 from tests.benchmarks.serving import served
-from tests.support.learners import learner_of
 from tests.support.models import random_tensors, toy_decoder, write_folder
+from tests.support.trainers import scored, trainer_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_enum("engine", ["jax", "vllm"], ["jax", "vllm"], "whose; several times: several")
@@ -70,9 +70,9 @@ async def sampled(engine: str, python: str, folder: str) -> list[tuple[np.ndarra
         return [sample for group in await asyncio.gather(*map(one, requests)) for sample in group]
 
 
-def compare(name: str, learner: Learner, samples: list[tuple[np.ndarray, codec.Completion]]) -> None:
+def compare(name: str, trainer: Trainer, samples: list[tuple[np.ndarray, codec.Completion]]) -> None:
     apart = []
-    for ours, (_, completion) in zip(learner.score_completions(samples), samples, strict=True):
+    for ours, (_, completion) in zip(scored(trainer, samples), samples, strict=True):
         apart.append((ours.astype(np.float64) - completion.logprobs)[completion.sampled()])
     d = np.concatenate(apart)
     rho, size = np.exp(d), np.abs(d)
@@ -90,12 +90,12 @@ def main(argv: list[str]) -> None:
         sys.exit(f"{argv[1]}: not a flag")
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(write_folder(pathlib.Path(scratch) / "model", DECODER, random_tensors(DECODER, 0)))
-        learner = learner_of(
+        trainer = trainer_of(
             DECODER,
             Layout(seq_len=PROMPT + FLAGS.tokens, rows=8, router_replay=True),
             precision=Precision(FLAGS.dtype, FLAGS.dtype),
         )
-        learner.start(load_hf(folder, learner.mesh)[1])
+        trainer.start(load_hf(folder, trainer.mesh)[1])
         for engine in FLAGS.engine:
             samples = asyncio.run(sampled(engine, FLAGS.vllm_python if engine == "vllm" else sys.executable, folder))
             tokens = sum(int(completion.sampled().sum()) for _, completion in samples)
@@ -103,8 +103,8 @@ def main(argv: list[str]) -> None:
                 f"{engine}, {FLAGS.dtype}, {tokens:,} tokens, {DECODER.experts_per_token} of {DECODER.experts} experts"
             )
             own = [(prompt, dataclasses.replace(completion, experts=None)) for prompt, completion in samples]
-            compare("own routers", learner, own)
-            compare("router replay", learner, samples)
+            compare("own routers", trainer, own)
+            compare("router replay", trainer, samples)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,12 @@ from absl import app, flags
 
 from launch.commands import restart_with_tuned_malloc
 from scalerl_jax.config import OptimizerConfig
-from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack
-from scalerl_jax.learner.step import Layout
+from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model import DecoderConfig, Precision, init_params
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.objective import token_weights
-from tests.support.learners import learner_of
+from tests.support.trainers import trainer_of, update
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("case", "both", ["short", "long", "both"], "which sequences")
@@ -204,7 +203,7 @@ def compare(case: str) -> None:
     segments = make_segments(case, config.vocab_size)
     tokens = sum(len(s.tokens) - 1 for s in segments)
     long = case == "long"
-    learner = learner_of(
+    trainer = trainer_of(
         config,
         Layout(
             seq_len=FLAGS.long_length if long else FLAGS.seq_len,
@@ -213,19 +212,19 @@ def compare(case: str) -> None:
             logprob_chunk=FLAGS.logprob_chunk,
             remat=FLAGS.remat,
         ),
-        optimizer=optimizer_lib.from_config(
-            OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=EPSILON, weight_decay=DECAY), lambda _: LEARNING_RATE
+        optimizer=OptimizerConfig(
+            learning_rate=LEARNING_RATE, warmup_steps=0, beta1=0.9, beta2=0.95, epsilon=EPSILON, weight_decay=DECAY
         ),
         precision=Precision(FLAGS.dtype, FLAGS.dtype),
         max_ratio=CAP,
     )
-    params = init_params(config, jax.random.key(0), learner.mesh)
-    learner.start(params)
+    params = init_params(config, jax.random.key(0), trainer.mesh)
+    trainer.start(params)
     tensors = {name: np.asarray(value) for name, value in to_hf(params, config, np.float32).items()}
 
     # The two sides compute the same thing.
-    packed_batches, _ = pack(segments, length=learner.seq_len, rows=learner.rows)
-    grads, sums, _ = learner.gradient(packed_batches)
+    packed_batches, _ = pack(segments, length=trainer.seq_len, rows=trainer.rows)
+    grads, sums, _ = trainer.gradient(packed_batches)
     ours = {name: np.asarray(value) for name, value in to_hf(grads, config, np.float32).items()}
     del params, grads
     variants = {"padded": torch_inputs(torch_padded(segments, FLAGS.torch_tokens), packed=False)}
@@ -253,7 +252,7 @@ def compare(case: str) -> None:
         torch_gradient(policy, batches)
         adamw.step()
 
-    runs = {"jax": lambda: learner.update(segments)}
+    runs = {"jax": lambda: update(trainer, segments)}
     runs |= {f"torch {name}": lambda batches=batches: torch_update(batches) for name, batches in variants.items()}
     timed = {name: Timed([]) for name in runs}
     for repeat in range(FLAGS.repeats + 2):

@@ -12,7 +12,7 @@ from docs.generate import metric_names
 from docs.generate.metric_names import EVALS, LEDGER_FILE, METRICS, ROW, WARM_START, unexplained
 from scalerl_jax.learner.batch import per_token
 from scalerl_jax.rollouts.status import WaitTimes
-from scalerl_jax.rollouts.weights.versions import SyncStats
+from scalerl_jax.rollouts.weights.publisher import SyncStats
 from scalerl_jax.run import ledger_file
 from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT

@@ -58,7 +58,7 @@ FAULTS = (
         "share = prompts * kept.sum(axis=1, keepdims=True) * tokens",
         "tests/objective/test_token_weights.py::test_equal_the_averages",
     ),
-    # ---- The learner
+    # ---- The trainer
     Fault(
         "truncated completions count",
         f"{LEARNER}/batch.py",
@@ -68,7 +68,7 @@ FAULTS = (
     ),
     Fault(
         "a micro-batch's gradient takes the place of those before",
-        f"{LEARNER}/step.py",
+        f"{LEARNER}/trainer.py",
         "grads = jax.tree.map(jnp.add, grads, new)",
         "grads = new",
         "tests/learner/test_reference_policy.py::test_packing_and_micro_batches_have_no_part",
@@ -76,8 +76,8 @@ FAULTS = (
     Fault(
         "the warm-up is off by one",
         f"{LEARNER}/optimizer.py",
-        "(count + 1) / max(1, config.warmup_steps)",
-        "count / max(1, config.warmup_steps)",
+        "(steps + 1) / max(1, config.warmup_steps)",
+        "steps / max(1, config.warmup_steps)",
         "tests/learner/test_optimizer.py::test_equal_adamw_after_every_step",
     ),
     Fault(
@@ -199,7 +199,7 @@ FAULTS = (
     ),
     Fault(
         "another tokenizer is taken for ours",
-        f"{ROLLOUTS}/parity/handshake.py",
+        f"{ROLLOUTS}/parity.py",
         "if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:",
         "if not status.tokenizer_fingerprint:",
         "tests/rollouts/test_meeting.py::test_another_tokenizer_stops_the_run",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
-from scalerl_jax.learner.step import make_learner
+from scalerl_jax.learner.trainer import make_trainer
 from scalerl_jax.model.decoder_config import read_config
 from tests.hostile import random_faults
 from tests.hostile.liars import Liars
@@ -113,8 +113,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], re
 
 def last_checkpoint(run: PipedRun, command: list[str]) -> Checkpoint:
     config = config_of(command)
-    learner = make_learner(config, read_config(config.model.path), max_segment=64)
-    found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state)
+    trainer = make_trainer(config, read_config(config.model.path), max_segment=64)
+    found = Checkpoints(run.path("checkpoints"), keep=2).restore(trainer.abstract_state)
     assert found is not None
     return found
 

@@ -12,15 +12,15 @@ import jax
 import numpy as np
 
 from scalerl_jax.learner.packing import Segment
-from scalerl_jax.learner.step import Layout
+from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model import Precision
 from scalerl_jax.model.sharding import make_mesh
 from tests.learner.mesh_program import LENGTH, LENGTHS, ROWS, Results, arranged
 from tests.learner.segments import make_segments
 from tests.support.compiled import on_devices
-from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
+from tests.support.trainers import trainer_of
 
 # Four experts of 16 columns each: on both meshes a device has two of them.
 EXPERTS = toy_decoder(family="qwen3_moe")
@@ -45,21 +45,21 @@ def sent_elsewhere(segments: list[Segment]) -> list[Segment]:
 def gradient_on(name: str, compute: str, results: Results) -> None:
     """The gradient, what came to each expert, and where experts lie; in float32 also with router replay."""
     axes = MESHES[name]
-    learner = learner_of(
+    trainer = trainer_of(
         EXPERTS,
         Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16, router_replay=compute == "float32"),
         precision=Precision(compute=compute, sync=compute),
         mesh=make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))]),
     )
-    learner.start(jax.device_put(jax.device_get(params_of(EXPERTS)), learner.shardings["params"]))
+    trainer.start(jax.device_put(jax.device_get(params_of(EXPERTS)), trainer.shardings["params"]))
     segments = make_segments(LENGTHS, vocabulary=EXPERTS.vocab_size)
     if compute == "float32":
-        pending = learner.differentiate(sent_elsewhere(segments))
+        pending = trainer.forward_backward(sent_elsewhere(segments))
         results.tree(f"replay/{name}", pending.grads)
         results.arrays[f"replay/{name}/tokens"] = np.asarray(pending.sums["expert_tokens"])
-        grads, sums, _ = learner.gradient(learner.pack(segments)[0])
+        grads, sums, _ = trainer.gradient(trainer.pack(segments)[0])
     else:
-        grads, sums, _ = learner.gradient(arranged(segments, 2, 0))
+        grads, sums, _ = trainer.gradient(arranged(segments, 2, 0))
     results.arrays[f"{compute}/{name}/tokens"] = np.asarray(sums["expert_tokens"])
     results.tree(f"{compute}/{name}", grads)
     results.shards(f"shards/{compute}/{name}", grads)

@@ -14,22 +14,20 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
-from scalerl_jax.learner import optimizer
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import MicroBatch, Segment, pack, plain
-from scalerl_jax.learner.step import Layout, Learner
+from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import init_params
 from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.objective import policy_loss
 from tests.learner.segments import make_segments
 from tests.support.compiled import on_devices
-from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
+from tests.support.trainers import trainer_of, update
 
 # Heads, MLP and vocabulary divide over 2, the width over 8; two query heads share a key/value head.
 DECODER = toy_decoder()
@@ -64,22 +62,27 @@ def params() -> Any:
     return jax.device_get(params_of(DECODER))
 
 
-def make_learner(name: str, *, compute: str = "float32", **objective: float) -> Learner:
+def make_trainer(name: str, *, compute: str = "float32", **objective: float) -> Trainer:
     """With an epsilon as large as the gradients: else a first step is their sign, which rounding turns near 0."""
-    learner = learner_of(
+    trainer = trainer_of(
         DECODER,
         Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=16),
-        optimizer=optimizer.from_config(
-            OptimizerConfig(beta1=0.9, beta2=0.95, epsilon=1e-2, weight_decay=0.01, max_grad_norm=0.05),
-            optax.constant_schedule(1e-2),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-2,
+            warmup_steps=0,
+            beta1=0.9,
+            beta2=0.95,
+            epsilon=1e-2,
+            weight_decay=0.01,
+            max_grad_norm=0.05,
         ),
         mesh=mesh_of(name),
         precision=Precision(compute=compute, sync=compute),
         max_ratio=1.2,
         **objective,
     )
-    learner.start(jax.device_put(params(), learner.shardings["params"]))
-    return learner
+    trainer.start(jax.device_put(params(), trainer.shardings["params"]))
+    return trainer
 
 
 def arranged(segments: list[Segment], micro_batches: int, order: int) -> list[MicroBatch]:
@@ -113,28 +116,28 @@ class Results:
         self.facts[name] = {key: float(value) for key, value in sums.items()}
 
 
-def float32_on(name: str, segments: list[Segment], results: Results) -> Learner:
+def float32_on(name: str, segments: list[Segment], results: Results) -> Trainer:
     """Gradients of every arrangement, then one update."""
-    learner = make_learner(name)
+    trainer = make_trainer(name)
     for micro_batches in MICRO_BATCHES:
         for order in range(ORDERS):
             key = f"gradient/{name}/{micro_batches}/{order}"
-            grads, sums, _ = learner.gradient(arranged(segments, micro_batches, order))
+            grads, sums, _ = trainer.gradient(arranged(segments, micro_batches, order))
             results.tree(key, grads)
             results.sums(key, sums)
     results.shards(f"shards/{name}/gradient", grads)
     if name == "one":
         for i, segment in enumerate(segments):
-            results.tree(f"alone/{i}", learner.gradient(pack([segment], length=LENGTH, rows=ROWS)[0])[0])
-    results.sums(f"update/{name}", learner.update(segments))
-    results.tree(f"state1/{name}", learner.state)
-    results.shards(f"shards/{name}/state", learner.state)
-    return learner
+            results.tree(f"alone/{i}", trainer.gradient(pack([segment], length=LENGTH, rows=ROWS)[0])[0])
+    results.sums(f"update/{name}", update(trainer, segments))
+    results.tree(f"state1/{name}", trainer.state)
+    results.shards(f"shards/{name}/state", trainer.state)
+    return trainer
 
 
-def together_on(learner: Learner, batch: MicroBatch, objective: ObjectiveConfig) -> Any:
+def together_on(trainer: Trainer, batch: MicroBatch, objective: ObjectiveConfig) -> Any:
     """(loss, d loss / d logp) with rows laid out as an update has them."""
-    rows = learner._put(batch)
+    rows = trainer._put(batch)
     logp = rows["generator_logprobs"] + 0.1 * rows["tokens"] / DECODER.vocab_size
 
     @jax.jit
@@ -152,28 +155,28 @@ def main(out: str) -> None:
     segments = make_segments(LENGTHS, vocabulary=DECODER.vocab_size)
     following = make_segments(LENGTHS, vocabulary=DECODER.vocab_size, seed=1)
 
-    learners = {name: float32_on(name, segments, results) for name in MESHES}
+    trainers = {name: float32_on(name, segments, results) for name in MESHES}
 
     # A checkpoint of one mesh goes on on another, and on its own.
     checkpoints = Checkpoints(f"{out}-checkpoints", keep=1)
-    checkpoints.save(1, learners["fsdp4-tensor2"].state, manifest={}, arrays={})
+    checkpoints.save(1, trainers["fsdp4-tensor2"].state, manifest={}, arrays={})
     for name in ("fsdp4-tensor2", "fsdp8"):
-        found = checkpoints.restore(learners[name].abstract_state)
+        found = checkpoints.restore(trainers[name].abstract_state)
         assert found is not None
-        continued, learners[name].state = learners[name].state, found.state
-        learners[name].update(following)
-        results.tree(f"restored/{name}", learners[name].state)
-        learners[name].state = continued
+        continued, trainers[name].state = trainers[name].state, found.state
+        update(trainers[name], following)
+        results.tree(f"restored/{name}", trainers[name].state)
+        trainers[name].state = continued
     checkpoints.close()
     for name in MESHES:
-        learners[name].update(following)
-        results.tree(f"state2/{name}", learners[name].state)
+        update(trainers[name], following)
+        results.tree(f"state2/{name}", trainers[name].state)
 
     # What leaves the mesh: weights under their names, scores.
     mesh = "replica2-fsdp2-tensor2"
-    results.tree("wire", learners[mesh].sync_weights())
+    results.tree("wire", trainers[mesh].sync_weights())
     for name in ("one", mesh):
-        results.tree(f"score/{name}", learners[name].score([plain(segment.tokens) for segment in segments]))
+        results.tree(f"score/{name}", trainers[name].score([plain(segment.tokens) for segment in segments]))
 
     # Fresh parameters are made where they lie; params() began with those of the same key, made on one device.
     fresh = init_params(DECODER, jax.random.key(0), mesh_of("fsdp4-tensor2"))
@@ -184,21 +187,21 @@ def main(out: str) -> None:
     # The loss and the mask in which tokens of a row meet.
     for name in ("one", "fsdp4-tensor2", "fsdp2-context2-tensor2"):
         for what, objective in TOGETHER.items():
-            results.tree(f"{what}/{name}", together_on(learners[name], arranged(segments, 1, 0)[0], objective))
+            results.tree(f"{what}/{name}", together_on(trainers[name], arranged(segments, 1, 0)[0], objective))
 
     # A KL to a policy that is kept, and the entropy's gradient.
     for name in ("one", "fsdp2-context2-tensor2"):
-        learner = make_learner(name, reference_kl=0.3, entropy_bonus=0.2)
+        trainer = make_trainer(name, reference_kl=0.3, entropy_bonus=0.2)
         reference = jax.tree.map(lambda p: p * np.float32(1.1), params())
-        learner.keep_reference(jax.device_put(reference, learner.shardings["params"]))
-        grads, sums, _ = learner.gradient(arranged(segments, 2, 0))
+        trainer.keep_reference(jax.device_put(reference, trainer.shardings["params"]))
+        grads, sums, _ = trainer.gradient(arranged(segments, 2, 0))
         results.tree(f"reference/{name}", grads)
         results.sums(f"reference/{name}", sums)
 
     for name in ("one", "fsdp8", "fsdp4-tensor2"):
-        learner = make_learner(name, compute="bfloat16")
+        trainer = make_trainer(name, compute="bfloat16")
         for micro_batches in (1, 4):
-            grads, _, _ = learner.gradient(arranged(segments, micro_batches, 0))
+            grads, _, _ = trainer.gradient(arranged(segments, micro_batches, 0))
             results.tree(f"bfloat16/{name}/{micro_batches}", grads)
 
     np.savez(f"{out}.npz", **results.arrays)

@@ -1,4 +1,4 @@
-"""Random segments that the tests of the learner share."""
+"""Random segments that the tests of the trainer share."""
 
 import numpy as np
 

@@ -10,35 +10,35 @@ import numpy as np
 import pytest
 
 from scalerl_jax.learner import booking, optimizer
-from scalerl_jax.learner.step import Layout
+from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model import init_params
 from scalerl_jax.system import memory
-from tests.support.learners import learner_of
 from tests.support.params import DECODER
 from tests.support.paths import ROOT
+from tests.support.trainers import trainer_of
 
 LAYOUT = Layout(seq_len=64, rows=2, max_segment=20, logprob_chunk=16, remat="none")
 
 
-def learner_at(layout=LAYOUT):
-    learner = learner_of(DECODER, layout)
-    learner.start(init_params(DECODER, jax.random.key(0), learner.mesh))
-    return learner
+def trainer_at(layout=LAYOUT):
+    trainer = trainer_of(DECODER, layout)
+    trainer.start(init_params(DECODER, jax.random.key(0), trainer.mesh))
+    return trainer
 
 
 @pytest.fixture(scope="module")
 def booked():
-    learner = learner_at()
-    before = jax.device_get(learner.state)
-    return learner, before, booking.book(learner, longest=20)
+    trainer = trainer_at()
+    before = jax.device_get(trainer.state)
+    return trainer, before, booking.book(trainer, longest=20)
 
 
 def test_the_line_says_what_is_needed_and_what_there_is(booked):
-    learner, before, said = booked
+    trainer, before, said = booked
     assert said.startswith("memory: host ") and "GiB of " in said
     for part in ("now", "gradient", "weights sent", "an update's temporaries", "a checkpoint and a version"):
         assert part in said
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(learner.state), before)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), before)
 
 
 def test_needs_are_those_of_the_arrays(booked):
@@ -62,30 +62,30 @@ def test_needs_are_those_of_the_arrays(booked):
     ],
 )
 def test_too_little_is_told_before_anything_runs(booked, monkeypatch, change, said, unsaid):
-    learner, layout = booked[0], Layout(**(vars(LAYOUT) | change))
-    monkeypatch.setattr(learner, "compile", lambda: None)
-    monkeypatch.setattr(learner, "rehearse", lambda: pytest.fail("it was run"))
-    monkeypatch.setattr(learner, "layout", layout)
-    monkeypatch.setattr(learner, "rows_per_shard", layout.rows)
+    trainer, layout = booked[0], Layout(**(vars(LAYOUT) | change))
+    monkeypatch.setattr(trainer, "compile", lambda: None)
+    monkeypatch.setattr(trainer, "rehearse", lambda: pytest.fail("it was run"))
+    monkeypatch.setattr(trainer, "layout", layout)
+    monkeypatch.setattr(trainer, "rows_per_shard", layout.rows)
     taken = memory.resident()
     monkeypatch.setattr(memory, "resident", lambda: taken)
     monkeypatch.setattr(memory, "available", lambda: 100_000)
     with pytest.raises(booking.TooLittleMemory, match=r"^too little memory: host .* what would make it fit: ") as error:
-        booking.book(learner, longest=20)
+        booking.book(trainer, longest=20)
     line = str(error.value)
     assert "\n" not in line and "more devices" in line
     assert all(words in line for words in said) and not any(words in line for words in unsaid), line
 
 
 def test_too_little_by_the_forecast_may_be_tried_all_the_same(booked, monkeypatch):
-    learner, _, _ = booked
+    trainer, _, _ = booked
     ran = []
-    monkeypatch.setattr(learner, "compile", lambda: None)
-    monkeypatch.setattr(learner, "rehearse", lambda: ran.append(True))
+    monkeypatch.setattr(trainer, "compile", lambda: None)
+    monkeypatch.setattr(trainer, "rehearse", lambda: ran.append(True))
     taken = memory.resident()
     monkeypatch.setattr(memory, "resident", lambda: taken)
     monkeypatch.setattr(memory, "available", lambda: 100_000)
-    said = booking.book(learner, longest=20, refuse=False)
+    said = booking.book(trainer, longest=20, refuse=False)
     assert said.startswith("too little memory, tried all the same: host ") and ran
 
 
@@ -128,23 +128,23 @@ import dataclasses, json
 import jax, numpy as np
 from scalerl_jax.learner import booking
 from scalerl_jax.learner.packing import plain
-from scalerl_jax.learner.step import Layout
+from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model import init_params
 from scalerl_jax.system import memory
-from tests.support.learners import learner_of
+from tests.support.trainers import trainer_of, update
 from tests.support.params import DECODER
 
 decoder = dataclasses.replace(DECODER, hidden_size=128, intermediate_size=256, head_dim=32)
 layout = Layout(seq_len=512, rows=48, max_segment=64, remat="none")
-learner = learner_of(decoder, layout)
-learner.start(init_params(decoder, jax.random.key(0), learner.mesh))
-learner.compile()
+trainer = trainer_of(decoder, layout)
+trainer.start(init_params(decoder, jax.random.key(0), trainer.mesh))
+trainer.compile()
 memory.trim()
-(found,) = booking.forecast(learner)
-learner.rehearse()
-learner.update([plain(np.arange(65, dtype=np.int32) % 61) for _ in range(8 * 48 + 1)])  # two micro-batches
+(found,) = booking.forecast(trainer)
+trainer.rehearse()
+update(trainer, [plain(np.arange(65, dtype=np.int32) % 61) for _ in range(8 * 48 + 1)])  # two micro-batches
 print(json.dumps({
-    "forecast": found.needed - booking.needs_of(learner).version, "before": found.parts["now"],
+    "forecast": found.needed - booking.needs_of(trainer).version, "before": found.parts["now"],
     "measured": memory.peak_resident(),
 }))
 """

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from scalerl_jax.learner.batch import effective_share, off_policy_metrics
 from scalerl_jax.learner.packing import Segment, plain
-from scalerl_jax.learner.step import Layout
+from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model import Precision, init_params
 from tests.learner.segments import make_segments
-from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
+from tests.support.trainers import trainer_of
 
 
 def completions(seed, lengths, spread):
@@ -101,9 +101,9 @@ def test_of_a_real_update_they_agree_with_its_sums_however_it_is_packed():
     segments = make_segments([9, 30, 17, 40, 5, 22], vocabulary=decoder.vocab_size)
     for seq_len, rows, beside in ((64, 3, []), (64, 1, [plain(segments[1].tokens)]), (40, 2, [])):
         layout = Layout(seq_len=seq_len, rows=rows, logprob_chunk=8)
-        learner = learner_of(decoder, layout, precision=Precision("float32", "float32", "default"))
-        learner.start(init_params(decoder, jax.random.key(0), learner.mesh))
-        pending = learner.differentiate(segments, beside)
+        trainer = trainer_of(decoder, layout, precision=Precision("float32", "float32", "default"))
+        trainer.start(init_params(decoder, jax.random.key(0), trainer.mesh))
+        pending = trainer.forward_backward(segments, beside=beside)
         logprobs = pending.logprobs()
         found.append(off_policy_metrics(segments, logprobs))
         parts = [np.abs(ours - s.generator_logprobs)[s.weights > 0] for s, ours in zip(segments, logprobs)]

@@ -9,24 +9,24 @@ import pytest
 
 from scalerl_jax.learner import booking
 from scalerl_jax.learner.packing import Segment, plain
-from scalerl_jax.learner.step import Layout, Learner
+from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import Precision, forward, token_logprobs
 from tests.learner.segments import make_segments
-from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
+from tests.support.trainers import trainer_of, update
 
 DECODER = toy_decoder()
 LENGTH, KL, BONUS = 48, 0.3, 0.2
 
 
-def started(params: Any, *, reference: Any = None, rows: int = 2, sync: str = "float32", **objective: Any) -> Learner:
+def started(params: Any, *, reference: Any = None, rows: int = 2, sync: str = "float32", **objective: Any) -> Trainer:
     layout = Layout(seq_len=LENGTH, rows=rows, logprob_chunk=16)
-    learner = learner_of(DECODER, layout, precision=Precision(sync=sync), **objective)
-    learner.start(params)
+    trainer = trainer_of(DECODER, layout, precision=Precision(sync=sync), **objective)
+    trainer.start(params)
     if reference is not None:
-        learner.keep_reference(jax.tree.map(lambda p: jnp.asarray(p, sync), reference))
-    return learner
+        trainer.keep_reference(jax.tree.map(lambda p: jnp.asarray(p, sync), reference))
+    return trainer
 
 
 def moved(params: Any) -> Any:
@@ -66,9 +66,9 @@ def by_formula(params: Any, reference: Any, given: list[Segment]) -> Any:
 
 def test_the_gradient_is_that_of_the_formulas() -> None:
     policy, reference, given = params_of(DECODER), moved(params_of(DECODER)), segments()[:2]
-    plain_one = started(policy).differentiate(given)
-    learner = started(policy, reference=reference, reference_kl=KL, entropy_bonus=BONUS)
-    pending = learner.differentiate(given)
+    plain_one = started(policy).forward_backward(given)
+    trainer = started(policy, reference=reference, reference_kl=KL, entropy_bonus=BONUS)
+    pending = trainer.forward_backward(given)
     added = flat(pending.grads) - flat(plain_one.grads)
     wanted = flat(by_formula(policy, reference, given))
     assert np.linalg.norm(wanted) > 1e-3
@@ -91,10 +91,10 @@ def test_packing_and_micro_batches_have_no_part() -> None:
         "cppo_threshold": 0.002,
         "cppo_budget": 0.0005,
     }
-    wanted = started(policy, reference=reference, **objective).differentiate(given)
+    wanted = started(policy, reference=reference, **objective).forward_backward(given)
     assert wanted.sums["masked"] > 3
     for order in (1, -1):
-        got = started(policy, reference=reference, rows=1, **objective).differentiate(given[::order])
+        got = started(policy, reference=reference, rows=1, **objective).forward_backward(given[::order])
         assert np.linalg.norm(flat(got.grads) - flat(wanted.grads)) < 1e-5 * np.linalg.norm(flat(wanted.grads))
         for name in ("masked", "clipped", "tokens"):
             assert got.sums[name] == wanted.sums[name]
@@ -103,11 +103,11 @@ def test_packing_and_micro_batches_have_no_part() -> None:
 def test_the_policy_that_it_began_with_has_no_kl_to_itself() -> None:
     """Also where weights are sent rounded: the reference is kept as the forward pass rounds it."""
     policy, given = params_of(DECODER), segments()
-    learner = started(policy, reference=policy, sync="bfloat16", reference_kl=KL)
-    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(learner._reference))
-    sums = learner.update(given)
+    trainer = started(policy, reference=policy, sync="bfloat16", reference_kl=KL)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(trainer._reference))
+    sums = update(trainer, given)
     assert sums["reference_kl"] == 0
-    assert learner.update(given)["reference_kl"] > 0  # it is the policy that has moved, and not the reference
+    assert update(trainer, given)["reference_kl"] > 0  # it is the policy that has moved, and not the reference
 
 
 def test_it_is_booked_and_nothing_is_compiled_later() -> None:
@@ -119,20 +119,20 @@ def test_it_is_booked_and_nothing_is_compiled_later() -> None:
     more = booking.needs_of(with_one).device - booking.needs_of(without).device
     assert more >= sum(leaf.nbytes for leaf in jax.tree.leaves(policy))
     compiled = with_one._score_reference
-    with_one.update(given)
+    update(with_one, given)
     assert with_one._score_reference is compiled
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_a_scaled_step_is_a_step_of_a_scaled_learning_rate(scale: float) -> None:
+def test_a_step_is_at_the_learning_rate_that_it_is_given(scale: float) -> None:
     """Weight decay included; the moments are those of the gradient."""
     policy, given = params_of(DECODER), segments()
     ends = []
-    for rate, by in ((1e-2, scale), (1e-2 * scale, 1.0)):
-        learner = learner_of(DECODER, Layout(seq_len=LENGTH, rows=2, logprob_chunk=16), learning_rate=rate)
-        learner.start(jax.tree.map(jnp.array, policy))
-        learner.apply(learner.differentiate(given), scale=by)
-        ends.append(learner.state)
+    for rate, given_rate in ((1e-2, 1e-2 * scale), (1e-2 * scale, None)):
+        trainer = trainer_of(DECODER, Layout(seq_len=LENGTH, rows=2, logprob_chunk=16), learning_rate=rate)
+        trainer.start(jax.tree.map(jnp.array, policy))
+        trainer.optim_step(trainer.forward_backward(given), learning_rate=given_rate)
+        ends.append(trainer.state)
     one, other = (flat(end["params"]) for end in ends)
     np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
     assert np.abs(one - flat(policy)).max() > 1e-4

@@ -9,21 +9,21 @@ import pytest
 from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import per_token
 from scalerl_jax.learner.packing import Segment, pack, plain
-from scalerl_jax.learner.step import Layout, Learner, make_learner
+from scalerl_jax.learner.trainer import Layout, Trainer, make_trainer
 from scalerl_jax.model.experts import OWN
 from tests.learner.segments import make_segments
-from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
 from tests.support.params import params_of
+from tests.support.trainers import trainer_of, update
 
 DECODER = toy_decoder(family="qwen3_moe")
 SHAPE = (DECODER.layers, DECODER.experts_per_token)
 
 
-def started(*, seq_len: int = 32, rows: int = 2, router_replay: bool = True) -> Learner:
-    learner = learner_of(DECODER, Layout(seq_len=seq_len, rows=rows, logprob_chunk=16, router_replay=router_replay))
-    learner.start(params_of(DECODER))
-    return learner
+def started(*, seq_len: int = 32, rows: int = 2, router_replay: bool = True) -> Trainer:
+    trainer = trainer_of(DECODER, Layout(seq_len=seq_len, rows=rows, logprob_chunk=16, router_replay=router_replay))
+    trainer.start(params_of(DECODER))
+    return trainer
 
 
 def segments(seed: int | None = None) -> list[Segment]:
@@ -40,14 +40,14 @@ def segments(seed: int | None = None) -> list[Segment]:
     return [dataclasses.replace(segment, experts=some(len(segment.tokens) - 1)) for segment in made]
 
 
-def gradient(learner: Learner, given: list[Segment]) -> tuple[dict[str, np.ndarray], np.ndarray, list[np.ndarray]]:
-    pending = learner.differentiate(given)
+def gradient(trainer: Trainer, given: list[Segment]) -> tuple[dict[str, np.ndarray], np.ndarray, list[np.ndarray]]:
+    pending = trainer.forward_backward(given)
     grads = {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree.leaves_with_path(pending.grads)}
     return grads, np.asarray(pending.sums["expert_tokens"]), pending.logprobs()
 
 
-def pending_sums(learner: Learner, given: list[Segment]) -> dict[str, np.ndarray]:
-    return jax.device_get(learner.differentiate(given).sums)
+def pending_sums(trainer: Trainer, given: list[Segment]) -> dict[str, np.ndarray]:
+    return jax.device_get(trainer.forward_backward(given).sums)
 
 
 def test_they_lie_at_the_positions_of_their_tokens() -> None:
@@ -81,7 +81,7 @@ def test_tokens_go_where_they_are_sent() -> None:
     moved = pending_sums(started(), given)["moved_pairs"]
     assert moved.shape == (DECODER.layers,) and (moved > 0.2 * tokens.sum(axis=1)).all()
     assert not pending_sums(started(), segments())["moved_pairs"].any()
-    assert per_token(started().update(given))["experts_moved"] == pytest.approx(moved.sum() / tokens.sum())
+    assert per_token(update(started(), given))["experts_moved"] == pytest.approx(moved.sum() / tokens.sum())
     own = gradient(started(), segments())[2]
     assert np.mean([np.abs(a - b).mean() for a, b in zip(logprobs, own, strict=True)]) > 0.01
 
@@ -99,16 +99,16 @@ def test_the_gradient_does_not_depend_on_the_packing() -> None:
 
 def test_what_is_only_scored_is_sent_there_too() -> None:
     given = segments(seed=3)
-    learner = started()
-    scored = learner.score([plain(segment.tokens, segment.experts) for segment in given])
-    for one, other in zip(scored, gradient(learner, given)[2], strict=True):
+    trainer = started()
+    scored = trainer.score([plain(segment.tokens, segment.experts) for segment in given])
+    for one, other in zip(scored, gradient(trainer, given)[2], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
-    learner.compile()
-    learner.rehearse()
+    trainer.compile()
+    trainer.rehearse()
 
 
 def test_a_model_without_experts_is_named() -> None:
     config = Config()
-    config.learner.fsdp = 1
+    config.learner.fsdp, config.rollout.router_replay = 1, True
     with pytest.raises(ValueError, match=r"config\.rollout\.router_replay: the model has no experts"):
-        make_learner(config, toy_decoder(), max_segment=32, seq_len=32, router_replay=True)
+        make_trainer(config, toy_decoder(), max_segment=32, seq_len=32)

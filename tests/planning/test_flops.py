@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from scalerl_jax.learner.step import Layout
+from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION
 from scalerl_jax.planning.flops import Flops, of_micro_batch, pairs
 from scalerl_jax.planning.workload import Workload
-from tests.support.learners import learner_of
 from tests.support.models import toy_decoder
+from tests.support.trainers import trainer_of
 
 # One layer, one block of attention, one chunk of the head: every loop has one round. What the formula leaves out
 # (norms, softmax, rotations, the loss) is small at this width.
@@ -28,9 +28,9 @@ def formula(decoder: DecoderConfig, remat: str, **changed: int) -> Flops:
 
 @pytest.mark.parametrize("remat", [NONE, SAVE_ATTENTION, BLOCK, FULL])
 def test_the_formula_is_the_compilers_count_where_nothing_is_scanned(remat):
-    learner = learner_of(WIDE, Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=LENGTH, remat=remat, attention="blocks"))
-    learner.compile_update()
-    counted = learner.compiled[0].cost_analysis()["flops"]
+    trainer = trainer_of(WIDE, Layout(seq_len=LENGTH, rows=ROWS, logprob_chunk=LENGTH, remat=remat, attention="blocks"))
+    accumulate, _ = trainer.compile_update()
+    counted = accumulate.cost_analysis()["flops"]
     assert formula(WIDE, remat).total == pytest.approx(counted, rel=TOLERANCE)
 
 

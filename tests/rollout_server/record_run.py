@@ -67,16 +67,16 @@ def record(arrays: dict[str, np.ndarray], delta: WeightDelta, whole: dict[str, n
 def main(model: str, out: str) -> None:
     import jax
 
-    from scalerl_jax.learner.step import Layout
+    from scalerl_jax.learner.trainer import Layout
     from scalerl_jax.learner.weight_snapshots import WeightSnapshots
     from scalerl_jax.model import Precision, load_hf
     from scalerl_jax.model.sharding import make_mesh
     from tests.learner.segments import make_segments
-    from tests.support.learners import learner_of
+    from tests.support.trainers import trainer_of, update
 
     mesh = make_mesh(fsdp=1, devices=jax.devices()[:1])
     config, params = load_hf(model, mesh)
-    learner = learner_of(
+    trainer = trainer_of(
         config,
         Layout(seq_len=32, rows=8, logprob_chunk=32),
         learning_rate=3e-6,
@@ -84,14 +84,14 @@ def main(model: str, out: str) -> None:
         mesh=mesh,
         precision=Precision(compute="float32", sync="bfloat16"),
     )
-    learner.start(params)
+    trainer.start(params)
     copies = WeightSnapshots(config, mesh, share=1 / 16)
     arrays: dict[str, np.ndarray] = {}
     for step in range(UPDATES + 1):
         if step and step % EMPTY:
-            learner.update(make_segments(LENGTHS, vocabulary=config.vocab_size, seed=step))
-        version = copies.take(learner.state["params"], step)
-        whole = jax.device_get(learner.sync_weights())
+            update(trainer, make_segments(LENGTHS, vocabulary=config.vocab_size, seed=step))
+        version = copies.take(trainer.state["params"], step)
+        whole = jax.device_get(trainer.sync_weights())
         record(arrays, version.delta(), {name: whole[name] for name in hf_tensors(config)})
     np.savez(out, **arrays)
 

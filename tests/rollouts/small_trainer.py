@@ -18,7 +18,7 @@ from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts.fleet import Fleet, Servers
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.parity.handshake import Expected, Probe
+from scalerl_jax.rollouts.parity import Expected, Probe
 from scalerl_jax.rollouts.requests import Requests
 from tests.rollouts.replay_server import hold_file, read_dump
 from tests.support.replay.scripts import Scripted

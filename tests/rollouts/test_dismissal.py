@@ -8,9 +8,7 @@ import pytest
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.parity.handshake import FEWEST_TOKENS, Expected, Probe
-from scalerl_jax.rollouts.parity.logprob_parity import Parity, Scored, sums_of
-from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
+from scalerl_jax.rollouts.parity import FEWEST_TOKENS, Expected, Judge, Parity, Scored, sums_of
 from scalerl_jax.rollouts.servers.probe_samples import Probed
 from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
 from tests.rollouts.small_trainer import Trainer, config, row, weights
@@ -228,7 +226,11 @@ class Probes:
     """Two servers of a fleet that the trainer's thread sees; `samples`: what has come, by server."""
 
     def __init__(self, *processes):
-        self.trust, self._processes, self.samples, self.asked = self, processes, {}, []
+        self.trust = self.candidates = self
+        self._processes, self.samples, self.asked = processes, {}, []
+
+    def due(self):
+        return []
 
     def working(self):
         return list(self._processes)
@@ -247,28 +249,31 @@ def test_each_server_is_probed_until_it_could_be_compared():
     """That one of them could be does not end the tries of the others."""
     made = config(parity_every=10)
     expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
-    probe = Probe(made.parity, expected=expected, score=lambda of: [c.logprobs for _, c in of], dtype="float32")
+
+    def score(segments):  # the servers' own log-probs are the policy's
+        return [np.full(len(segment.tokens), -1.0, np.float32) for segment in segments]
+
     a, b = Process("a:1", "1"), Process("b:2", "1")
     fleet = Probes(a, b)
-    scrutiny = Scrutiny(made, learner=None, fleet=fleet, probe=probe, say=lambda line: None)
+    parity = Parity(made, score=score, expected=expected, fleet=fleet, say=lambda line: None)
 
     def sampled(version):
         ids, logprobs = np.arange(20, dtype=np.int32), np.full(20, -1.0, np.float32)
         return ((row(1), Completion(1, "probe", 0, ids, logprobs, ((version, 0, 20),), (), "stop")),)
 
     for version in range(10, 14):
-        scrutiny.trained(version)
+        parity.trained(version)
         # a samples with the trainer's version, b with the one before, as a slow one does; b's come late but once.
         fleet.samples = {a: sampled(version), b: sampled(version - 1)} if version == 10 else {b: sampled(version - 1)}
-        scrutiny.attend(version)
+        parity.attend(version)
     assert fleet.asked == [{a, b}, {b}, {b}]
     fleet.samples = {}
-    scrutiny.trained(20)
-    scrutiny.attend(20)  # nothing has come: that is no try
+    parity.trained(20)
+    parity.attend(20)  # nothing has come: that is no try
     fleet.samples = {b: sampled(21)}
-    scrutiny.trained(21)
-    scrutiny.attend(21)
-    scrutiny.trained(22)
+    parity.trained(21)
+    parity.attend(21)
+    parity.trained(22)
     assert fleet.asked[3:] == [{a, b}, {a, b}, {a}]
 
 
@@ -277,7 +282,7 @@ def test_a_lying_server_is_found_by_what_it_delivers(start):
     servers = start({**BRISK, "faults": "shifted_logprobs:60:-0.5"}, BRISK)
     with Trainer(config(), servers) as trainer:
         trainer.admit_all()
-        parity, trained = Parity(trainer.config.parity, mean_limit=1e-3), 0
+        judge, trained = Judge(trainer.config.parity, mean_limit=1e-3), 0
         while trainer.states()[servers[0].address] == "active":
             groups = trainer.fleet.batch(trainer.version, trainer.wait)
             places = [(g, i) for g in groups for i in range(len(g.completions))]
@@ -285,12 +290,12 @@ def test_a_lying_server_is_found_by_what_it_delivers(start):
             scored = [
                 Scored(g.servers[i], g.number, sums_of(g.completions[i], ours)) for (g, i), ours in zip(places, scores)
             ]
-            found = parity.judge(scored)
+            found = judge.judge(scored)
             for finding in found:
                 assert finding.process.address == servers[0].address
                 trainer.fleet.trust.dismiss(finding.process, finding.what, finding.numbers)
             if not found:
-                parity.accept(scored)
+                judge.accept(scored)
                 accept(trainer, groups)
                 trained += sum(
                     np.abs(ours - g.completions[i].logprobs)[g.completions[i].sampled()].max() > 1e-3

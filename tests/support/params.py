@@ -1,4 +1,4 @@
-"""Small decoders, packed rows and reference values that the model and learner tests share."""
+"""Small decoders, packed rows and reference values that the model and trainer tests share."""
 
 from collections.abc import Callable
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
-from scalerl_jax.learner.step import make_learner
+from scalerl_jax.learner.trainer import make_trainer
 from scalerl_jax.model.decoder_config import read_config
 from tests.support.runs import Run, config_of
 
@@ -45,8 +45,8 @@ def damage(run: Run, step: int) -> None:
 
 def last_checkpoint(run: Run, flags: Sequence[str]) -> Checkpoint:
     config = config_of(flags)
-    learner = make_learner(config, read_config(config.model.path), max_segment=64)
-    found = Checkpoints(run.path("checkpoints"), keep=2).restore(learner.abstract_state)
+    trainer = make_trainer(config, read_config(config.model.path), max_segment=64)
+    found = Checkpoints(run.path("checkpoints"), keep=2).restore(trainer.abstract_state)
     assert found is not None
     return found
 

@@ -13,7 +13,7 @@ from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.packing import plain
-from scalerl_jax.learner.step import make_learner
+from scalerl_jax.learner.trainer import make_trainer
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.run.jsonl import read_rows
@@ -99,11 +99,11 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
     # 2. The weights that sampled are those of the timeline that survived: what the rollouts say of a token, who sampled
     #    it and with what probability, agrees with the checkpoint of that version. The first span of a completion has no
     #    older weights in its cache.
-    learner = make_learner(config, read_config(model), max_segment=64)
-    learner.start(load_hf(model, learner.mesh)[1])
-    states = {0: learner.state}
+    trainer = make_trainer(config, read_config(model), max_segment=64)
+    trainer.start(load_hf(model, trainer.mesh)[1])
+    states = {0: trainer.state}
     for step in saved_steps(run):
-        found = Checkpoints(only(tmp_path, run, step), keep=1).restore(learner.abstract_state)
+        found = Checkpoints(only(tmp_path, run, step), keep=1).restore(trainer.abstract_state)
         assert found is not None and found.step == step
         states[step] = found.state
     tokenizer = Tokenizer(model)
@@ -117,11 +117,11 @@ def test_servers_ahead_of_the_checkpoint_are_brought_back(tmp_path, flags, model
             tokens = np.array(prompt + sample["token_ids"][:end], np.int32)
             sampled = np.array([not any(a <= t < b for a, b in sample["forced"]) for t in range(end)])
             recorded = np.array(sample["logprobs"][:end])[sampled]
-            learner.state = states[version]
-            scored = learner.score([plain(tokens)])[0][len(prompt) :][sampled]
+            trainer.state = states[version]
+            scored = trainer.score([plain(tokens)])[0][len(prompt) :][sampled]
             np.testing.assert_allclose(scored, recorded, atol=1e-4, err_msg=json.dumps(sample["versions"]))
-            learner.state = states[last]
-            other = learner.score([plain(tokens)])[0][len(prompt) :][sampled]
+            trainer.state = states[last]
+            other = trainer.score([plain(tokens)])[0][len(prompt) :][sampled]
             moved = max(moved, float(jnp.abs(other - recorded).max()))
             compared += int(sampled.sum())
     assert compared > 100  # the first batch after either start is sampled with saved weights

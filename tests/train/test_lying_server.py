@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scalerl_jax.rollouts.parity.logprob_parity import GROSS
+from scalerl_jax.rollouts.parity import GROSS
 from tests.support.runs import Run, config_of
 from tests.support.servers import serve
 

@@ -8,11 +8,10 @@ import socket
 
 import pytest
 
-from scalerl_jax.cli.entry import UserError
 from scalerl_jax.environments.base import Row, Rows
 from scalerl_jax.learner.checkpoint import newest_step
+from scalerl_jax.run import setup
 from scalerl_jax.run.folder import RunFolder
-from scalerl_jax.train import too_few
 from tests.support.runs import config_of
 from tests.support.servers import serve
 from tests.support.tiny_task import smaller, write_model
@@ -99,21 +98,21 @@ def test_fewer_prompts_than_asked_for_are_enough_and_that_is_said():
 
         return Rows(some(training), some(held_out), [], [])
 
-    assert too_few(config, rows(training=15, held_out=7)) == []
-    assert too_few(config, rows(training=14, held_out=6)) == [
+    assert setup.remarks_on(config, rows(training=15, held_out=7)) == []
+    assert setup.remarks_on(config, rows(training=14, held_out=6)) == [
         "config.evaluation.prompts=7: there are 6 held-out prompts, and all of them are used",
         "config.rollout.prompts_per_step=15: there are 14 training prompts, so a batch has some of them more than once",
     ]
-    with pytest.raises(UserError, match="nothing to evaluate on"):
-        too_few(config, rows(training=14, held_out=0))
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        setup.remarks_on(config, rows(training=14, held_out=0))
     config.mixture = {"sums": config.environment, "words": config.environment}
     sums, words = rows(training=9, held_out=7, environment="sums"), rows(training=9, held_out=6, environment="words")
     both = Rows([*sums.train, *words.train], [*sums.held_out, *words.held_out], [], [])
-    assert too_few(config, both) == [
+    assert setup.remarks_on(config, both) == [
         "config.evaluation.prompts=7: there are 6 held-out prompts of words, and all of them are used"
     ]
-    with pytest.raises(UserError, match="there is no held-out prompt of words"):
-        too_few(config, sums)
+    with pytest.raises(ValueError, match="there is no held-out prompt of words"):
+        setup.remarks_on(config, sums)
 
 
 def test_nobody_listens(tmp_path, flags, refused):

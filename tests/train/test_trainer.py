@@ -1,9 +1,5 @@
 """What the trainer writes down for people to read: whom it waited for, how each part of a mixture is doing."""
 
-import contextlib
-import types
-import weakref
-
 import numpy as np
 import pytest
 
@@ -13,7 +9,6 @@ from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.rollouts.status import WaitTimes
 from scalerl_jax.run.pass_rates import evaluation_row, of_groups
-from scalerl_jax.train import counted_batch
 
 
 def test_a_wait_is_theirs_who_were_seen_to_hold_it_up():
@@ -67,34 +62,3 @@ def test_the_parts_of_a_mixture():
     assert (
         evaluation_row(of_groups(groups[::2]))["tasks"] == evaluation_row(of_groups(groups[::2]))["environments"] == {}
     )
-
-
-class Gradient:
-    """Stands for one on the device."""
-
-
-class Batches:
-    """Fleet and scrutiny as `counted_batch` sees them: the first batch is asked for again, the second counts."""
-
-    def __init__(self):
-        self.gradients = []
-
-    def batch(self, number, wait):
-        assert all(gradient() is None for gradient in self.gradients)  # before the wait for what is asked for again
-        return [group("", True)]
-
-    def look(self, groups, batch):
-        assert all(gradient() is None for gradient in self.gradients)
-        gradient = Gradient()
-        self.gradients.append(weakref.ref(gradient))
-        return len(self.gradients) > 1, gradient
-
-
-def test_the_gradient_of_a_batch_that_does_not_count_is_let_go_of():
-    """Before the batch is waited for again: the device may not have room for two."""
-    parts = Batches()
-    ledger = types.SimpleNamespace(trainer=lambda what: contextlib.nullcontext())
-    _, _, pending = counted_batch(
-        0, fleet=parts, scrutiny=parts, waits=WaitTimes(), ledger=ledger, make=lambda groups: None, wait=lambda: None
-    )
-    assert len(parts.gradients) == 2 and parts.gradients[1]() is pending

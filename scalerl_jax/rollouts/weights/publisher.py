@@ -17,6 +17,8 @@ On several hosts this is the first one's: it sends its own part, and has the oth
 import asyncio
 import collections
 import contextlib
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -31,6 +33,8 @@ from scalerl_jax.rollouts.weights.deltas import DeltaCache
 from scalerl_jax.rollouts.weights.parts import PartPush, Parts
 from scalerl_jax.rollouts.weights.payload import Payload, TensorBlocks, Tensors
 from scalerl_jax.rollouts.weights.push import Push, PushReport, together
+
+_log = logging.getLogger(__name__)
 
 # Of several hosts: a function that brings this one's blocks of each tensor.
 Source = Tensors | Callable[[], Tensors] | Callable[[], TensorBlocks]
@@ -164,3 +168,44 @@ class Publisher:
             )  # fmt: skip
 
         return await asyncio.get_running_loop().run_in_executor(self._staging, make)
+
+
+_OF_PUSH = (
+    *("sparse", "payload_bytes", "resent_chunks"),
+    *("seconds", "transfer_seconds", "staging_seconds", "pause_seconds"),
+)
+_OF_VERSION = ("delta_bytes", "dense_bytes", "changed", "elements", "whole_tensors", "encode_seconds")
+
+
+class SyncStats:
+    """`event` is called on the fleet's thread, `take` on the trainer's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pushes: list[dict[str, Any]] = []
+        self._versions: list[dict[str, Any]] = []
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Of the fleet's; one that is of neither kind goes into the log."""
+        if kind in ("push", "version"):
+            with self._lock:
+                (self._pushes if kind == "push" else self._versions).append(fields)
+        else:
+            _log.info("%s: %s", kind, fields)
+
+    def take(self) -> dict[str, float]:
+        """Sums since the last call: of the versions applied, by all servers, and of the deltas that were made.
+
+        sparse: pushes that were deltas. transfer, staging, pause: see push.PushReport. delta_bytes, dense_bytes,
+        changed, elements: of the versions that were compared with the one before them; encode: comparison, transfer to
+        the host and encoding of those.
+        """
+        with self._lock:
+            pushes, self._pushes = self._pushes, []
+            versions, self._versions = self._versions, []
+        return {
+            "applied": len(pushes),
+            **{name: sum(push[name] for push in pushes) for name in _OF_PUSH},
+            "deltas": len(versions),
+            **{name: sum(version[name] for version in versions) for name in _OF_VERSION},
+        }

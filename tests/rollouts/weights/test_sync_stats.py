@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from scalerl_jax.rollouts.weights.publisher import SyncStats
 from scalerl_jax.rollouts.weights.push import PushReport
-from scalerl_jax.rollouts.weights.versions import SyncStats
 
 
 def push(**changes: object) -> dict[str, object]:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from scalerl_jax.config import Config, ParityConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.parity.handshake import Expected, Probe
-from scalerl_jax.rollouts.parity.logprob_parity import CAP, Parity, Scored, Sums, comparable, sums_of
-from scalerl_jax.rollouts.parity.scrutiny import Scrutiny
+from scalerl_jax.rollouts.parity import CAP, Expected, Judge, Parity, Scored, Sums, comparable, sums_of
 
+EXPECTED = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
 LIAR, HONEST = Process("liar:1", "1"), Process("honest:2", "2")
 VOCABULARY, GROUP, TOKENS = 24, 8, 40
 
@@ -60,8 +59,8 @@ def group(rng, process: Process, number: int, *, drift: float, lie=honest, token
     return out
 
 
-def make(**fields) -> Parity:
-    return Parity(ParityConfig(**fields), mean_limit=1e-3)
+def make(**fields) -> Judge:
+    return Judge(ParityConfig(**fields), mean_limit=1e-3)
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.03, 0.1, 0.3])
@@ -70,15 +69,15 @@ def make(**fields) -> Parity:
 def test_honest_servers_are_left_alone(drift, alone, tokens):
     """400 groups at each drift; 0.03 is what the quickstart has at a lag of 8."""
     rng = np.random.default_rng(0)
-    parity = make()
+    judge = make()
     for start in range(0, 400, 20):
         batch = [
             s
             for n in range(start, start + 20)
             for s in group(rng, LIAR if alone or n % 2 else HONEST, n, drift=drift, tokens=tokens)
         ]
-        assert parity.judge(batch) == []
-        parity.accept(batch)
+        assert judge.judge(batch) == []
+        judge.accept(batch)
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "two"])
@@ -87,15 +86,15 @@ def test_an_honest_server_is_kept_however_stale_its_tokens_are(alone, far):
     """A policy that learns fast comes to differ by nats on average; where no other server shows that it is the policy
     that moved there is an alarm."""
     rng = np.random.default_rng(0)
-    parity, alarmed = make(), []
+    judge, alarmed = make(), []
     for start in range(0, 200, 8):
         drift = far * min(1.0, start / 120)
         batch = [
             s for n in range(start, start + 8) for s in group(rng, LIAR if alone or n % 2 else HONEST, n, drift=drift)
         ]
-        assert parity.judge(batch) == []
-        alarmed.append(parity.alarms)
-        parity.accept(batch)
+        assert judge.judge(batch) == []
+        alarmed.append(judge.alarms)
+        judge.accept(batch)
     assert np.mean([scored.sums.mean_difference for scored in batch]) > 1.05
     assert alarmed[0] == {}
     if alone:
@@ -109,7 +108,7 @@ def test_an_honest_server_is_kept_however_stale_its_tokens_are(alone, far):
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "two"])
 def test_each_lie_is_found(lie, per_batch, alone):
     rng = np.random.default_rng(1)
-    parity, number, trained = make(), 0, 0
+    judge, number, trained = make(), 0, 0
     for batch in range(40):
         lies = batch >= 10
         scored = []
@@ -118,7 +117,7 @@ def test_each_lie_is_found(lie, per_batch, alone):
             scored += group(rng, LIAR, number, drift=0.03, lie=lie if lies else honest)
             if not alone:
                 scored += group(rng, HONEST, number + 1, drift=0.03)
-        found = parity.judge(scored)
+        found = judge.judge(scored)
         assert {finding.process for finding in found} <= {LIAR}
         if any(finding.numbers is None for finding in found):
             assert lies and trained <= 4, trained
@@ -126,14 +125,14 @@ def test_each_lie_is_found(lie, per_batch, alone):
         dropped = {n for finding in found for n in finding.numbers}
         kept = [s for s in scored if s.process != LIAR or s.number not in dropped]
         trained += lies * len({s.number for s in kept if s.process == LIAR})
-        parity.accept(kept)
+        judge.accept(kept)
     raise AssertionError("not found")
 
 
 def test_noise_is_found_in_groups_of_few_tokens_and_nothing_else():
     """Of which six groups together have too few tokens to be certain of anything."""
     rng = np.random.default_rng(2)
-    parity = make()
+    judge = make()
 
     def noise(rng, theirs, ours):
         return theirs + rng.normal(size=len(theirs)).astype(np.float32), ours
@@ -141,34 +140,34 @@ def test_noise_is_found_in_groups_of_few_tokens_and_nothing_else():
     for number in range(60):
         batch = group(rng, LIAR, 2 * number, drift=0.03, lie=noise if number >= 10 else honest, tokens=3)
         batch += group(rng, HONEST, 2 * number + 1, drift=0.03, tokens=3)
-        if found := parity.judge(batch):
+        if found := judge.judge(batch):
             assert [(finding.process, finding.numbers) for finding in found] == [(LIAR, None)]
             assert 15 < number < 45, number
             break
-        parity.accept(batch)
+        judge.accept(batch)
     else:
         pytest.fail("the liar is not found")
 
 
 def test_one_bad_group_is_dropped_and_the_second_one_sends_the_server_away():
     rng = np.random.default_rng(2)
-    parity, flat = make(), LIES["-30 on all"]
+    judge, flat = make(), LIES["-30 on all"]
     good = [s for n in range(20) for s in group(rng, LIAR, n, drift=0.03)]
-    parity.accept(good)
-    (finding,) = parity.judge([*group(rng, LIAR, 20, drift=0.03), *group(rng, LIAR, 21, drift=0.03, lie=flat)])
+    judge.accept(good)
+    (finding,) = judge.judge([*group(rng, LIAR, 20, drift=0.03), *group(rng, LIAR, 21, drift=0.03, lie=flat)])
     assert (finding.process, finding.numbers) == (LIAR, {21})
-    assert parity.judge(group(rng, LIAR, 22, drift=0.03)) == []
-    (finding,) = parity.judge(group(rng, LIAR, 23, drift=0.03, lie=flat))
+    assert judge.judge(group(rng, LIAR, 22, drift=0.03)) == []
+    (finding,) = judge.judge(group(rng, LIAR, 23, drift=0.03, lie=flat))
     assert finding.numbers is None and "not the first" in finding.what and "\n" not in finding.what
 
 
 def test_a_process_is_judged_by_what_it_did_itself():
     """Another one on the same address begins anew."""
     rng = np.random.default_rng(3)
-    parity, flat = make(), LIES["-30 on all"]
+    judge, flat = make(), LIES["-30 on all"]
     again = Process(LIAR.address, "another")
-    assert parity.judge(group(rng, LIAR, 0, drift=0.0, lie=flat))[0].numbers == {0}
-    assert parity.judge(group(rng, again, 1, drift=0.0, lie=flat))[0].numbers == {1}
+    assert judge.judge(group(rng, LIAR, 0, drift=0.0, lie=flat))[0].numbers == {0}
+    assert judge.judge(group(rng, again, 1, drift=0.0, lie=flat))[0].numbers == {1}
 
 
 def test_a_single_completion_of_random_tokens_is_enough():
@@ -182,15 +181,15 @@ def test_who_allows_more_at_the_meeting_allows_it_here():
     """The limits of tests whose servers sample from nothing."""
     rng = np.random.default_rng(5)
     for lie in LIES.values():
-        parity = Parity(ParityConfig(), mean_limit=100.0)
-        assert parity.judge([s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=lie)]) == []
+        judge = Judge(ParityConfig(), mean_limit=100.0)
+        assert judge.judge([s for n in range(20) for s in group(rng, LIAR, n, drift=0.0, lie=lie)]) == []
 
 
 @settings(max_examples=20, deadline=None)
 @given(share=st.floats(0, 1), number=st.integers(0, 10**6))
 def test_the_share_is_the_same_whoever_delivers(share, number):
-    parity = make(share=share)
-    chosen = [parity.chosen(f"train/{number + n}", i) for n in range(40) for i in range(50)]
+    judge = make(share=share)
+    chosen = [judge.chosen(f"train/{number + n}", i) for n in range(40) for i in range(50)]
     assert chosen == [make(share=share).chosen(f"train/{number + n}", i) for n in range(40) for i in range(50)]
     assert abs(np.mean(chosen) - share) < 0.08
     assert all(chosen) or share < 1
@@ -231,32 +230,28 @@ def test_where_sampling_is_not_from_the_policy_itself_nothing_is_judged():
     for changes in ({"temperature": 0.2}, {"top_p": 0.9}, {"top_k": 1}):
         other = dataclasses.replace(rollout, **changes)
         assert not comparable(other)
-        parity = Parity(ParityConfig(), mean_limit=1e-3, judges=comparable(other))
-        assert parity.judge(at_temperature(0.2)) == []
-        assert not any(parity.chosen(f"train/{number}", 0) for number in range(400))  # nor is anything scored for it
+        judge = Judge(ParityConfig(), mean_limit=1e-3, judges=comparable(other))
+        assert judge.judge(at_temperature(0.2)) == []
+        assert not any(judge.chosen(f"train/{number}", 0) for number in range(400))  # nor is anything scored for it
 
 
 @pytest.mark.parametrize(("temperature", "lines"), [(1.0, 0), (0.2, 1)])
 def test_a_run_says_that_nothing_is_judged(temperature, lines):
     config, said = Config(), []
     config.rollout.temperature = temperature
-    expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
-    probe = Probe(config.parity, expected=expected, score=lambda samples: [], dtype="float32")
-    scrutiny = Scrutiny(config, learner=None, fleet=None, probe=probe, say=said.append)
+    parity = Parity(config, score=None, expected=EXPECTED, fleet=None, say=said.append)
     batch = at_temperature(0.2)
-    assert scrutiny._parity.judge(batch) == [] if lines else scrutiny._parity.judge(batch)
+    assert parity._judge.judge(batch) == [] if lines else parity._judge.judge(batch)
     assert len(said) == lines and all("\n" not in line and "not judged" in line for line in said)
 
 
 def test_the_alarm_is_one_line_until_it_is_over():
     config, said = Config(), []
-    expected = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
-    probe = Probe(config.parity, expected=expected, score=lambda samples: [], dtype="float32")
-    scrutiny = Scrutiny(config, learner=None, fleet=None, probe=probe, say=said.append)
+    parity = Parity(config, score=None, expected=EXPECTED, fleet=None, say=said.append)
     rng, drifts = np.random.default_rng(0), [*np.linspace(0.0, 1.8, 14), 1.8, *[0.0] * 6, *np.linspace(0.0, 1.8, 14)]
     for start, drift in enumerate(drifts):
         batch = [scored for n in range(8 * start, 8 * start + 8) for scored in group(rng, LIAR, n, drift=drift)]
-        assert scrutiny._judge(batch)
+        assert parity._counts(batch)
     assert len(said) == 2, said
     for line in said:
         assert line.startswith(f"warning: {LIAR.address}: kept, with no other server to hold it against: its log-probs")

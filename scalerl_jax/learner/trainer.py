@@ -1,0 +1,531 @@
+"""The trainer: gradients of batches, the optimizer's steps, log-probs, versions and checkpoints of one policy.
+
+    pending = trainer.forward_backward(segments, beside=scored_only)     as often as the batch needs `accumulate`
+    pending.logprobs()                                                   of every token, before anything has changed
+    trainer.optim_step(pending)                                          `apply`
+    version = trainer.version(step)                                      the weights as they are sent
+
+    grads = 0;  for each micro-batch: grads += d loss / d params;  params, moments, compensation = adamw(grads)
+
+A gradient may be dropped: nothing changes before `optim_step`. Gradients of several calls add up where one is given to
+the next (`add_to`). Where the loss has a KL to the policy that the run began with, that policy is kept in the dtype
+that weights are sent in, which is what the forward pass rounds to anyway, and scores each micro-batch before it.
+
+Compiled once: `accumulate` for each form of the objective (which loss, which of its numbers are on), `apply`, `score`,
+all for one shape of micro-batches; they overwrite what they carry (donated). The numbers of the objective and of the
+optimizer are arguments. The loss is a plain sum of weighted tokens, so the gradient is the same however the batch is
+packed, cut or laid out on the mesh. The state is one tree {"params", "opt_state", "compensation", "step"}; `step`
+counts the optimizer's steps (compensation: optimizer.py).
+
+Left out on purpose: versions and batches are the caller's count: a batch in which no prompt survives never comes here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.learner import optimizer as optimizer_lib
+from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
+from scalerl_jax.learner.packing import Elsewhere, MicroBatch, Place, Segment, pack, plain, positions_of
+from scalerl_jax.learner.weight_snapshots import Version, WeightSnapshots, host_arrays, host_blocks
+from scalerl_jax.model.attention import Shapes
+from scalerl_jax.model.attention import choose as choose_attention
+from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.head import token_logprobs
+from scalerl_jax.model.hf import to_hf
+from scalerl_jax.model.sharding import MESH_AXES, ROWS, make_mesh, row_shards
+from scalerl_jax.objective.losses import Form, form_of, numbers_of, policy_loss
+
+REFERENCE = "reference_logprobs"  # of a micro-batch, beside its arrays
+IN_FLIGHT = 2  # micro-batches that are computed, or wait for that: the device never waits for the next one
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is on the devices at once."""
+
+    seq_len: int  # tokens of a packed row
+    rows: int  # of one micro-batch on the whole mesh; they divide over replica x fsdp x expert
+    max_segment: int | None = None  # positions of the longest segment that will come; None: seq_len
+    logprob_chunk: int = 128  # tokens per chunk of the head
+    remat: str = "block"  # what is kept for the backward pass, as config.model.remat
+    attention: str = "auto"  # what computes it, as config.model.attention
+    router_replay: bool = False  # tokens go to the experts that their segment names
+    reference: bool = False  # the policy that the run began with is kept, and its log-probs are the loss's
+    # share of a tensor's shard that may change for the change alone to be sent; 0: versions are sent whole
+    delta_share: float = 0.0
+
+
+@dataclasses.dataclass
+class Pending:
+    """A gradient that is computed and not applied, and the log-probs that the call computed on its way."""
+
+    grads: Params | None  # None: it has been applied, or another one was added to it
+    sums: dict[str, jax.Array]  # of the loss, `entropy`, `loss`, and what model.forward counts
+    batches: int  # micro-batches
+    filled: int  # positions that segments take, those beside left out
+    _scored: list[jax.Array]  # of each micro-batch of the last call: [rows, length] float32
+    _places: list[Place]
+
+    def logprobs(self) -> list[np.ndarray]:
+        """The policy's log p of each token given those before it, at temperature 1: [t] float32 each, the first 0.
+
+        Of the last call's segments in the order given, those beside after the others. Waits for the device.
+        """
+        return unpack([np.asarray(scored) for scored in self._scored], self._places)
+
+    def give_up_gradient(self) -> Params:
+        """It is used once: what it is used for overwrites it."""
+        assert self.grads is not None, "used before"
+        grads, self.grads = self.grads, None
+        return grads
+
+
+def unpack(scored: Sequence[np.ndarray], places: Sequence[Place]) -> list[np.ndarray]:
+    """Of micro-batches [rows, length]: each segment's part [t], with a 0 for the token that nothing predicts."""
+    out = []
+    for place in places:
+        row = scored[place.batch][place.row, place.start : place.start + place.positions]
+        out.append(np.concatenate([np.zeros(1, np.float32), row]))
+    return out
+
+
+def scored_only(prompt: np.ndarray, completion: Completion) -> Segment:
+    """Prompt [tokens] and completion, as a segment without loss."""
+    return plain(np.concatenate([prompt, completion.token_ids]), completion.experts)
+
+
+def _merged(name: str, one: Any, other: Any) -> Any:
+    """Sums of the loss of two micro-batches, or of two calls."""
+    return jnp.maximum(one, other) if name.startswith("max_") else one + other
+
+
+@dataclasses.dataclass
+class _Program:
+    """`accumulate` for one form of the objective."""
+
+    run: Any  # (params, (grads, sums), batch, numbers) -> ((grads, sums), logp [rows, length])
+    sums: dict[str, tuple[int, ...]]  # shapes
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+
+class Trainer:
+    """Owns the training state and the compiled functions over it. On several hosts every one of them calls the same
+    methods in the same order (hosts/lead.py, hosts/follow.py)."""
+
+    def __init__(
+        self,
+        *,
+        decoder: DecoderConfig,
+        objective: ObjectiveConfig,
+        optimizer: OptimizerConfig,
+        mesh: Mesh,
+        precision: Precision,
+        layout: Layout,
+    ):
+        """objective, optimizer: those of a call that names no others.
+
+        Raises ValueError where the layout's rows do not divide over the mesh, or attention cannot be as wanted.
+        """
+        seq_len, rows = layout.seq_len, layout.rows
+        shards = row_shards(mesh)
+        if rows % shards:
+            raise ValueError(f"{rows} rows of a micro-batch do not divide over {shards} shards ({' x '.join(ROWS)})")
+        if decoder.experts % mesh.shape["expert"]:
+            across = mesh.shape["expert"]
+            raise ValueError(
+                f"config.learner.expert={across}: the model's {decoder.experts} experts do not divide over it"
+            )
+        if layout.router_replay and not decoder.experts:
+            raise ValueError("config.rollout.router_replay: the model has no experts")
+        if seq_len % (parts := mesh.shape["context"]):
+            raise ValueError(f"rows of {seq_len} tokens do not divide over config.learner.context={parts}")
+        self.decoder, self.mesh, self.layout, self.sync_dtype = decoder, mesh, layout, precision.sync
+        self.seq_len, self.rows, self.rows_per_shard = seq_len, rows, rows // shards
+        self._objective, self._optimizer = objective, optimizer
+        self._routed = (decoder.layers, decoder.experts_per_token) if layout.router_replay else None
+        self.attention, self.attention_note = choose_attention(
+            layout.attention,
+            mesh.devices.flat[0],
+            Shapes(seq_len, decoder.head_dim, precision.compute, parts),
+        )
+        self._batch_sharding = batches = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
+        self._whole = whole = NamedSharding(mesh, PartitionSpec())
+        # What a host reads has to be on one of its devices.
+        self.several_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
+        self._read = whole if self.several_hosts else batches
+        abstract = abstract_params(decoder, mesh)
+        # The state as ShapeDtypeStructs with shardings: what a checkpoint is restored into.
+        self.abstract_state = {
+            "params": abstract,
+            "opt_state": optimizer_lib.abstract_state(abstract, mesh),
+            "compensation": optimizer_lib.vectors(abstract),
+            "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        }
+        self.shardings = jax.tree.map(lambda struct: struct.sharding, self.abstract_state)
+        self.abstract_reference = jax.tree.map(
+            lambda struct: jax.ShapeDtypeStruct(struct.shape, precision.sync, sharding=struct.sharding), abstract
+        )
+        self.state: State = {}
+        self._reference: Params | None = None
+        self._snapshots = WeightSnapshots(decoder, mesh, share=layout.delta_share) if layout.delta_share else None
+
+        self._hidden_of = functools.partial(
+            forward, config=decoder, precision=precision, max_segment=layout.max_segment, remat=layout.remat, mesh=mesh,
+            attention=self.attention,
+        )  # fmt: skip
+        self._logprobs_of = functools.partial(
+            token_logprobs, config=decoder, precision=precision, chunk=layout.logprob_chunk, mesh=mesh
+        )
+
+        def score(params: Params, batch: dict[str, jax.Array]) -> Any:
+            return self._scored(params, batch, entropy=False)[0]
+
+        def apply(state: State, grads: Params, numbers: Mapping[str, jax.Array]) -> tuple[State, jax.Array]:
+            adamw = optimizer_lib.adamw(numbers)
+            updates, opt_state = adamw.update(grads, state["opt_state"], state["params"])
+            params, lost = optimizer_lib.apply_updates(state["params"], updates, state["compensation"])
+            after = {"params": params, "opt_state": opt_state, "compensation": lost, "step": state["step"] + 1}
+            return after, optax.tree.norm(grads)
+
+        def zeros(params: Params) -> Any:
+            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+        self._batch_shape = {
+            name: jax.ShapeDtypeStruct((rows, seq_len, *value.shape[2:]), value.dtype, sharding=batches)
+            for name, value in pack([plain(np.zeros(2))], length=2, rows=1, routed=self._routed)[0][0].arrays().items()
+        }
+        self._programs: dict[Form, _Program] = {}
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
+        self._score = jax.jit(score, out_shardings=self._read)
+        self._score_reference = jax.jit(score, out_shardings=batches)
+        self._zeros = jax.jit(zeros, out_shardings=self.shardings["params"])
+        self._to_sync = jax.jit(lambda params: to_hf(params, decoder, precision.sync))
+        self._init_optimizer = jax.jit(
+            lambda params: (optimizer_lib.init(params), jax.tree.map(jnp.zeros_like, optimizer_lib.vectors(params))),
+            out_shardings=(self.shardings["opt_state"], self.shardings["compensation"]),
+        )
+
+    # ---- what is compiled
+
+    def _scored(
+        self, params: Params, batch: dict[str, jax.Array], *, entropy: bool, entropy_gradient: bool = False
+    ) -> Any:
+        hidden, counts = self._hidden_of(
+            params, tokens=batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"],
+            experts=batch.get("experts"), counted=True,
+        )  # fmt: skip
+        scored = self._logprobs_of(
+            params, hidden=hidden, targets=batch["targets"], entropy=entropy, entropy_gradient=entropy_gradient
+        )
+        return scored, counts
+
+    def _program(self, form: Form) -> _Program:
+        """Made once for each form, compiled at its first use, or by `compile`."""
+        if form in self._programs:
+            return self._programs[form]
+        with_reference = "reference_kl" in form.on
+        assert self.layout.reference or not with_reference, "the layout keeps no reference policy"
+
+        def loss_of(params: Params, batch: dict[str, jax.Array], numbers: Mapping[str, jax.Array]) -> tuple[Any, Any]:
+            (logp, entropy), counts = self._scored(
+                params, batch, entropy=True, entropy_gradient="entropy_bonus" in form.on
+            )
+            total, sums = policy_loss(
+                logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
+                form.objective(numbers), reference=batch.get(REFERENCE), entropy=entropy,
+            )  # fmt: skip
+            sums["entropy"] = jax.lax.stop_gradient(jnp.sum(jnp.where(batch["weights"] > 0, entropy, 0.0)))
+            sums["loss"] = jax.lax.stop_gradient(total)
+            return total, ({**sums, **counts}, jax.lax.stop_gradient(logp))
+
+        def accumulate(params: Params, carry: Any, batch: dict[str, jax.Array], numbers: Any) -> Any:
+            grads, sums = carry
+            new, (parts, logp) = jax.grad(loss_of, has_aux=True)(params, batch, numbers)
+            grads = jax.tree.map(jnp.add, grads, new)
+            return (grads, {name: _merged(name, sums[name], parts[name]) for name in sums}), logp
+
+        batch = dict(self._batch_shape)
+        if with_reference:
+            batch[REFERENCE] = jax.ShapeDtypeStruct(
+                (self.rows, self.seq_len), jnp.float32, sharding=self._batch_sharding
+            )
+        sums = jax.eval_shape(
+            lambda p, b, n: loss_of(p, b, n)[1][0], self.abstract_state["params"], batch, dict.fromkeys(form.on, 1.0)
+        )
+        carried = (self.shardings["params"], dict.fromkeys(sums, self._whole))
+        run = jax.jit(accumulate, donate_argnums=1, out_shardings=(carried, self._read))
+        self._programs[form] = _Program(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
+        return self._programs[form]
+
+    def _scalar(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
+
+    def _numbers(self, values: Mapping[str, float]) -> dict[str, jax.Array]:
+        """On the device, as arguments of a program."""
+        return {name: jax.device_put(np.float32(value), self._whole) for name, value in values.items()}
+
+    def compile(self) -> None:
+        """Compiles what an update needs ahead of the first batch. Nothing is computed."""
+        self.compile_update()
+        self._score = self._score.lower(self.abstract_state["params"], self._batch_shape).compile()
+
+    def compile_update(self) -> tuple[Any, Any]:
+        """Compiles `accumulate`, of the trainer's own objective, and `apply` alone, for the mesh's devices, which need
+        not be here. Returns both; compiled before, they are as they were."""
+        params, form = self.abstract_state["params"], form_of(self._objective)
+        program = self._program(form)
+        if hasattr(program.run, "lower"):
+            sums = {
+                name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._whole)
+                for name, shape in program.sums.items()
+            }
+            numbers = dict.fromkeys(form.on, self._scalar())
+            program.run = program.run.lower(params, (params, sums), program.batch, numbers).compile()
+            numbers = dict.fromkeys(optimizer_lib.numbers_of(self._optimizer, 0.0), self._scalar())
+            self._apply = self._apply.lower(self.abstract_state, params, numbers).compile()
+            if self.layout.reference:
+                scored = self._score_reference.lower(self.abstract_reference, self._batch_shape)
+                self._score_reference = scored.compile()
+        return program.run, self._apply
+
+    # ---- the state
+
+    @property
+    def steps(self) -> int:
+        """Of the optimizer."""
+        return int(self.state["step"])
+
+    def start(self, params: Params) -> None:
+        """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start."""
+        step = jax.device_put(jnp.zeros((), jnp.int32), self._whole)
+        opt_state, compensation = self._init_optimizer(params)
+        self.state = {"params": params, "opt_state": opt_state, "compensation": compensation, "step": step}
+
+    def keep_reference(self, params: Params) -> None:
+        """The policy that the run began with, in the sync dtype, laid out as self.abstract_reference."""
+        assert self.layout.reference
+        self._reference = params
+
+    def save(
+        self, checkpoints: Checkpoints, step: int, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """The state as checkpoint `step`; see Checkpoints.save."""
+        checkpoints.save(step, self.state, manifest=manifest, arrays=arrays)
+
+    def restore(self, checkpoints: Checkpoints, begin: Callable[[Any], Params]) -> Checkpoint | None:
+        """Goes on from the newest readable checkpoint; None: there is none, and it starts from the policy that the run
+        began with. Raises as Checkpoints.restore.
+
+        begin: loads that policy, laid out on the mesh, in the dtype that it is given.
+        """
+        found = checkpoints.restore(self.abstract_state)
+        if found is None:
+            self.start(begin(jnp.float32))
+        else:
+            self.state = found.state
+        if self.layout.reference:
+            self.keep_reference(begin(self.sync_dtype))
+        return found
+
+    def version(self, step: int) -> Version:
+        """The policy as version `step`, made on the device. Its bytes come to the host when they are asked for."""
+        if self._snapshots is not None:
+            found = self._snapshots.take(self.state["params"], step)
+            return Version(step, found.blocks if self.several_hosts else found.tensors, found.delta)
+        weights = self.sync_weights()
+        return Version(step, functools.partial(host_blocks if self.several_hosts else host_arrays, weights))
+
+    # ---- batches
+
+    def rehearse(self) -> None:
+        """Runs the worst step that can come, on real buffers: full rows of the longest segments. The state, which is
+        there by then, stays as it is."""
+        longest = min(self.seq_len, self.layout.max_segment or self.seq_len)
+        full, rest = divmod(self.seq_len, longest)
+        row = [longest] * full + [rest] * (rest > 0)
+        segments = [plain(np.zeros(positions + 1, np.int32)) for positions in row * self.rows]
+        jax.block_until_ready(self.gradient(self.pack(segments)[0][:1]))
+        self._logprobs([plain(np.zeros(2))])
+        jax.block_until_ready(self.sync_weights())
+
+    def pack(
+        self, segments: Sequence[Segment | Elsewhere], beside: Sequence[Segment | Elsewhere] = ()
+    ) -> tuple[list[MicroBatch], list[Place]]:
+        """As packing.pack, in micro-batches of this learner's shape."""
+        return pack(segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed)
+
+    def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:
+        arrays = batch.arrays()
+        if not self.several_hosts:
+            return {name: jax.device_put(value, self._batch_sharding) for name, value in arrays.items()}
+        return {
+            name: jax.make_array_from_callback(value.shape, self._batch_sharding, value.__getitem__)
+            for name, value in arrays.items()
+        }
+
+    def rows_of_hosts(self) -> dict[int, set[int]]:
+        """The rows of a micro-batch that each host has at least some positions of, by its number."""
+        found: dict[int, set[int]] = {}
+        for device, (rows, _) in self._batch_sharding.devices_indices_map((self.rows, self.seq_len)).items():
+            found.setdefault(device.process_index, set()).update(range(*rows.indices(self.rows)))
+        return found
+
+    def gradient(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        objective: ObjectiveConfig | None = None,
+        grads: Params | None = None,
+        before_micro_batch: Callable[[], None] = lambda: None,
+    ) -> tuple[Params, dict[str, jax.Array], list[jax.Array]]:
+        """The gradient of these micro-batches (float32), the summed statistics of the loss, `entropy` and `loss`, and
+        the log-probs of each micro-batch's tokens. Arguments as of forward_backward.
+
+        grads: what the gradient is added to, and overwritten.
+        """
+        objective = objective or self._objective
+        program = self._program(form_of(objective))
+        grads = self._zeros(self.state["params"]) if grads is None else grads
+        numbers = self._numbers(numbers_of(objective))
+        sums: Any = jax.device_put({k: np.zeros(shape, np.float32) for k, shape in program.sums.items()}, self._whole)
+        scored = []
+        for batch in batches:
+            if len(scored) >= IN_FLIGHT:
+                jax.block_until_ready(scored[-IN_FLIGHT])
+            before_micro_batch()
+            arrays = self._put(batch)
+            if REFERENCE in program.batch:
+                assert self._reference is not None, "keep_reference comes first"
+                arrays |= {REFERENCE: self._score_reference(self._reference, arrays)}
+            (grads, sums), logp = program.run(self.state["params"], (grads, sums), arrays, numbers)
+            scored.append(logp)
+        return grads, sums, scored
+
+    def forward_backward(
+        self,
+        segments: Sequence[Segment | Elsewhere],
+        *,
+        beside: Sequence[Segment | Elsewhere] = (),
+        objective: ObjectiveConfig | None = None,
+        add_to: Pending | None = None,
+        before_micro_batch: Callable[[], None] = lambda: None,
+    ) -> Pending:
+        """The gradient of one batch; the policy is not changed by it.
+
+        beside: segments without loss whose log-probs are wanted too. They change no bit of the gradient.
+        objective: the loss and its numbers; None: the trainer's own. Another form of it is compiled at its first use.
+        add_to: an earlier gradient, which this one is added to, and which is used up.
+        before_micro_batch: called before each micro-batch, no more than IN_FLIGHT ahead of the device. Where it raises,
+        the policy is as it was: a batch need not be finished where there is no time for it.
+        """
+        batches, places = self.pack(segments, beside)
+        grads, sums, scored = self.gradient(
+            batches,
+            objective=objective,
+            grads=add_to.give_up_gradient() if add_to is not None else None,
+            before_micro_batch=before_micro_batch,
+        )
+        filled = sum(map(positions_of, segments))
+        if add_to is not None:
+            both = sums.keys() & add_to.sums.keys()
+            sums = {**add_to.sums, **sums, **{name: _merged(name, add_to.sums[name], sums[name]) for name in both}}
+            return Pending(grads, sums, add_to.batches + len(batches), add_to.filled + filled, scored, places)
+        return Pending(grads, sums, len(batches), filled, scored, places)
+
+    def optim_step(
+        self, pending: Pending, *, learning_rate: float | None = None, optimizer: OptimizerConfig | None = None
+    ) -> dict[str, Any]:
+        """Steps the optimizer. Returns the summed statistics, `gradient_norm`, and how full the rows were.
+
+        The gradient is let go of: it is as large as the parameters, and not to lie beside what comes next.
+
+        optimizer: its numbers; None: the trainer's own. learning_rate: None: as `optimizer` has it for this step.
+        Raises FloatingPointError where the gradient is not finite; the state is then lost: restart from a checkpoint.
+        """
+        optimizer = optimizer or self._optimizer
+        if learning_rate is None:
+            learning_rate = optimizer_lib.learning_rate(optimizer, self.steps)
+        numbers = self._numbers(optimizer_lib.numbers_of(optimizer, learning_rate))
+        self.state, norm = self._apply(self.state, pending.give_up_gradient(), numbers)
+        sums = jax.device_get(pending.sums)
+        out: dict[str, Any] = {name: value if np.ndim(value) else float(value) for name, value in sums.items()}
+        out["gradient_norm"] = float(norm)
+        if not np.isfinite(out["gradient_norm"]):
+            raise FloatingPointError(f"the gradient norm is {out['gradient_norm']} at step {self.steps}")
+        out["micro_batches"] = pending.batches
+        out["row_use"] = pending.filled / (pending.batches * self.rows * self.seq_len)
+        return out
+
+    def score(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
+        """log p of each token given those before it, at temperature 1: [t] float32 each, the first 0."""
+        return self._logprobs(segments)
+
+    def _logprobs(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
+        batches, places = self.pack(segments)
+        scored = [np.asarray(self._score(self.state["params"], self._put(batch))) for batch in batches]
+        return unpack(scored, places)
+
+    def sync_weights(self) -> dict[str, jax.Array]:
+        """The weights as they are sent: Hugging Face names, sync dtype, buffers of their own (safe to keep)."""
+        return self._to_sync(self.state["params"])
+
+
+def make_trainer(
+    config: Config,
+    decoder: DecoderConfig,
+    *,
+    max_segment: int,
+    seq_len: int | None = None,
+    rows_per_step: int | None = None,
+    objective: ObjectiveConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    make: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+    """The trainer of a run. Raises ValueError as Trainer.
+
+    Args:
+        max_segment: see Layout.
+        seq_len, objective, optimizer: None: as the config says for RL. A warm start gives all three.
+        rows_per_step: of an update, where that may be fewer than the config has in a micro-batch; None: any number.
+        devices: None: all there are.
+        make: called with the arguments of Trainer.
+    """
+    mesh = make_mesh(devices=devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
+    shards = row_shards(mesh)
+    rows = config.learner.micro_batch_rows
+    if rows_per_step is not None:
+        rows = min(rows, -(-rows_per_step // shards))
+    rl = objective is None
+    objective = objective or config.objective
+    return make(
+        decoder=decoder,
+        objective=objective,
+        optimizer=optimizer or config.optimizer,
+        mesh=mesh,
+        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
+        layout=Layout(
+            seq_len=seq_len or config.learner.seq_len,
+            rows=rows * shards,
+            max_segment=max_segment,
+            logprob_chunk=config.learner.logprob_chunk,
+            remat=config.model.remat,
+            attention=config.model.attention,
+            router_replay=rl and config.rollout.router_replay,
+            reference=objective.reference_kl > 0,
+            delta_share=config.fleet.max_delta_density if rl and config.model.sync_dtype == "bfloat16" else 0.0,
+        ),
+    )

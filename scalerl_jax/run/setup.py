@@ -1,0 +1,139 @@
+"""What a run starts from, loaded and checked before anything is started: policy, tokenizer, prompts, servers given.
+
+A mistake of the user's in them is a ValueError, one line. Nothing here computes on a device.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from scalerl_jax.config import Config
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract import security
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.environments.base import Rows
+from scalerl_jax.environments.curriculum import Curriculum
+from scalerl_jax.environments.load import digest
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
+from scalerl_jax.model.safetensors_folder import Tensors
+from scalerl_jax.rollouts.parity import Expected, compare
+from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers import credentials
+from scalerl_jax.rollouts.servers.context import Servers
+from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.rollouts.servers.validate import Routed
+from scalerl_jax.run import inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenServers:
+    """Those that --servers names; none: local ones are to be started."""
+
+    addresses: tuple[str, ...]
+    credentials: security.Credentials
+    resolve: Callable[[], Sequence[str]] | None  # those listed now; None: they never change
+
+
+def given_servers(config: Config, text: str) -> GivenServers:
+    """text: --servers."""
+    listed = Discovery(text) if text else None
+    addresses = listed.resolve() if listed is not None else ()
+    shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
+    if listed is None and shown.authority:
+        raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
+    return GivenServers(addresses, shown, listed.resolve if listed is not None and listed.changes else None)
+
+
+def expected_of(config: Config, decoder: DecoderConfig | None, *, maximum_tokens: int) -> Expected:
+    """What every server must have. decoder: None: of a family that only its engine knows."""
+    return Expected(
+        tokenizer_fingerprint=tokenizer_fingerprint(config.model.path),
+        model_config=decoder.canonical_json() if decoder is not None else "",
+        head_precision=config.model.head_precision,
+        sync_dtype=config.model.sync_dtype,
+        maximum_tokens=maximum_tokens,
+        router_replay=config.rollout.router_replay,
+        experts=decoder is not None and decoder.experts > 0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    decoder: DecoderConfig
+    tokenizer: Tokenizer
+    rows: Rows
+    requests: Requests
+    curriculum: Curriculum
+    servers: GivenServers
+    maximum_tokens: int  # of the longest prompt and its longest completion
+    expected: Expected
+    remarks: list[str]  # lines for the user
+
+    def check(self, server: str, status: pb.StatusReply) -> None:
+        """Raises ProbeError where the server is not one for this run."""
+        compare(server, status, self.expected)
+
+    def servers_at(self, addresses: Sequence[str]) -> Servers:
+        """For the fleet: what servers there are shown, and what they are held against."""
+        decoder, given = self.decoder, self.servers
+        routed = Routed(decoder.layers, decoder.experts_per_token, decoder.experts) if decoder.experts else None
+        return Servers(
+            addresses,
+            probe_prompts=self.rows.train,
+            resolve=given.resolve,
+            credentials=given.credentials,
+            vocabulary=decoder.vocab_size,
+            routed=routed,
+            check=self.check,
+        )
+
+
+def load(config: Config, servers: str) -> Setup:
+    """servers: --servers."""
+    check_folder("config.model.path", config.model.path)
+    decoder = read_config(config.model.path)
+    Tensors(config.model.path, decoder)  # a folder without weights is found before anything is started
+    tokenizer = Tokenizer(config.model.path)
+    tokenizer.check_vocabulary(decoder.vocab_size)
+    rows = inputs.all_rows(config, tokenizer)
+    requests = Requests(config, tokenizer)
+    given = given_servers(config, servers)
+    remarks = [*rows.said, *remarks_on(config, rows)]
+    maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
+    inputs.check_length(config, maximum_tokens, decoder)
+    if maximum_tokens > config.learner.seq_len + 1:
+        raise ValueError(
+            f"config.learner.seq_len={config.learner.seq_len}: a prompt and its completion may have "
+            f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
+        )
+    curriculum = Curriculum(
+        rows.strata,
+        config.curriculum,
+        k=config.pacing.max_off_policy_steps,
+        groups_per_batch=config.rollout.prompts_per_step,
+        seed=config.seed,
+        digest=digest(rows.train),
+    )
+    expected = expected_of(config, decoder, maximum_tokens=maximum_tokens)
+    return Setup(decoder, tokenizer, rows, requests, curriculum, given, maximum_tokens, expected, remarks)
+
+
+def remarks_on(config: Config, rows: Rows) -> list[str]:
+    """Lines on there being fewer prompts than the config asks for. Raises ValueError where none is held out."""
+    lines = []
+    for name in config.mixture or [""]:
+        held_out = sum(row.environment == name for row in rows.held_out)
+        of = f" of {name}" if name else ""
+        if not held_out:
+            raise ValueError(
+                f"config.evaluation.prompts: there is no held-out prompt{of}, and so nothing to evaluate on"
+            )
+        if held_out < config.evaluation.prompts:
+            asked = f"config.evaluation.prompts={config.evaluation.prompts}"
+            lines.append(f"{asked}: there are {held_out} held-out prompts{of}, and all of them are used")
+    if len(rows.train) < config.rollout.prompts_per_step:
+        asked = f"config.rollout.prompts_per_step={config.rollout.prompts_per_step}"
+        lines.append(
+            f"{asked}: there are {len(rows.train)} training prompts, so a batch has some of them more than once"
+        )
+    return lines

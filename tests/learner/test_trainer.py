@@ -1,0 +1,162 @@
+"""Several calls before a step, a loss and an optimizer of a call's own, versions, checkpoints. About 60 CPU seconds."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
+from scalerl_jax.learner.checkpoint import Checkpoints
+from scalerl_jax.learner.trainer import Layout, Trainer
+from scalerl_jax.model import Precision, init_params
+from tests.learner.segments import make_segments
+from tests.support.params import DECODER, relative
+from tests.support.trainers import trainer_of, update
+
+LAYOUT = Layout(seq_len=32, rows=2, logprob_chunk=16)
+LENGTHS = (33, 20, 17, 9, 9, 5, 33, 33)
+
+
+def started(seed: int = 0, layout: Layout = LAYOUT, **arguments: Any) -> Trainer:
+    trainer = trainer_of(DECODER, layout, **arguments)
+    trainer.start(init_params(DECODER, jax.random.key(seed), trainer.mesh))
+    return trainer
+
+
+def segments(seed: int = 0) -> list:
+    return make_segments(LENGTHS, vocabulary=DECODER.vocab_size, seed=seed)
+
+
+def on_host(tree: Any) -> Any:
+    return jax.tree.map(np.array, tree)
+
+
+def test_several_calls_add_up() -> None:
+    """To the gradient and the sums of all their segments; each call has its own log-probs. A gradient is used once."""
+    trainer, every = started(), segments()
+    whole = trainer.forward_backward(every)
+    first = trainer.forward_backward(every[:3])
+    both = trainer.forward_backward(every[3:], add_to=first)
+    assert first.grads is None and len(both.logprobs()) == len(every) - 3 and len(first.logprobs()) == 3
+    assert relative(both.grads, on_host(whole.grads)) < 1e-5
+    assert (both.filled, both.batches) == (whole.filled, first.batches + (both.batches - first.batches))
+    for name, value in whole.sums.items():
+        np.testing.assert_allclose(both.sums[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    with pytest.raises(AssertionError, match="used before"):
+        trainer.optim_step(first)
+    trainer.optim_step(both)
+    assert trainer.steps == 1
+
+
+def test_calls_of_two_losses_add_up() -> None:
+    """As for a batch of which some segments are sampled and others are learned by heart."""
+    trainer, every = started(), segments()
+    by_heart = ObjectiveConfig(loss="cross_entropy")  # type: ignore[arg-type]
+    alone = [on_host(trainer.forward_backward(every[:4]).grads)]
+    alone.append(on_host(trainer.forward_backward(every[4:], objective=by_heart).grads))
+    both = trainer.forward_backward(every[4:], objective=by_heart, add_to=trainer.forward_backward(every[:4]))
+    assert relative(both.grads, jax.tree.map(np.add, *alone)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"max_ratio": 1.01},
+        {"loss": "clip", "clip_low": 0.01, "clip_high": 0.02},
+        {"loss": "reinforce", "tis_cap": 1.01},
+        {"loss": "gspo", "clip_low": 1e-3, "clip_high": 1e-3, "icepop_low": 0.9, "icepop_high": 1.05},
+    ],
+)
+def test_the_objective_of_a_call_is_that_of_a_trainer_made_for_it(objective: dict[str, Any]) -> None:
+    mine, theirs = started().forward_backward(segments(), objective=ObjectiveConfig(**objective)), None
+    theirs = started(**objective).forward_backward(segments())
+    jax.tree.map(np.testing.assert_array_equal, on_host(mine.grads), on_host(theirs.grads))
+    own = started().forward_backward(segments())
+    assert relative(mine.grads, on_host(own.grads)) > 1e-3  # the number is read
+
+
+def test_another_number_compiles_nothing() -> None:
+    trainer = started()
+    trainer.compile()
+    update(trainer, segments())
+    programs = dict(trainer._programs)
+    for cap in (1.0, 2.0, 8.0):
+        pending = trainer.forward_backward(segments(), objective=ObjectiveConfig(max_ratio=cap))
+        trainer.optim_step(pending, learning_rate=cap * 1e-4, optimizer=OptimizerConfig(beta1=0.5, max_grad_norm=cap))
+    assert trainer._programs == programs  # compiled for one signature, so another would have raised
+    trainer.forward_backward(segments(), objective=ObjectiveConfig(loss="clip"))
+    assert len(trainer._programs) == len(programs) + 1
+
+
+def test_the_optimizer_of_a_step_is_that_of_a_trainer_made_for_it() -> None:
+    other = OptimizerConfig(
+        learning_rate=3e-3, warmup_steps=2, beta1=0.7, beta2=0.8, epsilon=1e-3, weight_decay=0.3, max_grad_norm=0.05
+    )
+    mine, theirs, own = started(), started(optimizer=other), started()
+    for step in range(3):
+        mine.optim_step(mine.forward_backward(segments(step)), optimizer=other)
+        update(theirs, segments(step))
+        update(own, segments(step))
+    jax.tree.map(np.testing.assert_array_equal, on_host(mine.state), on_host(theirs.state))
+    assert relative(mine.state["params"], on_host(own.state["params"])) > 1e-3
+
+
+def test_no_limit_on_the_gradient_is_a_limit_that_is_never_reached() -> None:
+    one, other = started(), started(optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, max_grad_norm=1e9))
+    assert math.isfinite(update(one, segments())["gradient_norm"])
+    update(other, segments())
+    jax.tree.map(np.testing.assert_array_equal, on_host(one.state), on_host(other.state))
+
+
+@pytest.mark.parametrize("sync", ["float32", "bfloat16"])
+def test_a_version_is_the_policy_at_its_step(sync: str) -> None:
+    """Also when it is read later; as a change where the layout asks for changes."""
+    layout = dataclasses.replace(LAYOUT, delta_share=0.5 if sync == "bfloat16" else 0.0)
+    trainer = started(layout=layout, precision=Precision(sync=sync), learning_rate=1e-6)
+    versions, policies = [], []
+    for step in range(3):
+        if step:
+            update(trainer, segments(step))
+        versions.append(trainer.version(step))
+        policies.append({name: np.array(value) for name, value in trainer.sync_weights().items()})
+    for step, (version, policy) in enumerate(zip(versions, policies)):
+        assert version.step == step
+        tensors = version.tensors()
+        assert tensors.keys() == policy.keys()
+        for name, value in policy.items():
+            np.testing.assert_array_equal(np.asarray(tensors[name]), value)
+        assert (version.changes is None) == (sync == "float32")
+        if version.changes is not None:
+            assert version.changes().base == (step - 1 if step else None)
+
+
+def test_a_trainer_goes_on_from_a_checkpoint(tmp_path) -> None:
+    begun, checkpoints = started(), Checkpoints(str(tmp_path), keep=1)
+    update(begun, segments())
+    begun.save(checkpoints, 1, manifest={}, arrays={})
+    checkpoints.wait()
+    saved = on_host(begun.state["params"])
+    update(begun, segments(1))
+    other = trainer_of(DECODER, LAYOUT, reference_kl=0.1)
+    dtypes = []
+
+    def begin(dtype: Any) -> Any:
+        dtypes.append(dtype)
+        return init_params(DECODER, jax.random.key(5), other.mesh)
+
+    found = other.restore(checkpoints, begin)
+    assert found is not None and found.step == 1 and other.steps == 1
+    assert dtypes == ["float32"]  # only the reference policy is that of the beginning
+    other._objective = ObjectiveConfig()
+    update(other, segments(1))
+    jax.tree.map(np.testing.assert_array_equal, on_host(other.state), on_host(begun.state))
+    checkpoints.close()
+    fresh = trainer_of(DECODER, LAYOUT)
+    empty = Checkpoints(str(tmp_path / "none"), keep=1)
+    assert fresh.restore(empty, lambda dtype: init_params(DECODER, jax.random.key(0), fresh.mesh)) is None
+    empty.close()
+    update(fresh, segments())
+    assert relative(fresh.state["params"], saved) == 0
