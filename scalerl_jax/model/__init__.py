@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "Decoder": "module",
     "DecoderConfig": "decoder_config",
     "Precision": "decoder",
     "abstract_params": "decoder",

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from scalerl_jax.model.attention import BLOCKS, Backend, packed_attention
@@ -52,41 +51,26 @@ def param_tree(config: DecoderConfig, make: Callable[[WeightRow, tuple[int, ...]
     return tree
 
 
-class Decoder(nnx.Module):
-    """Holds the parameters, and nothing else: the functions below take them as a plain tree (`params_of`)."""
-
-    def __init__(self, config: DecoderConfig, key: jax.Array, dtype: Any = jnp.float32):
-        std = 1 / math.sqrt(config.hidden_size)
-        # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
-        scales = {"normal": std, "residual": std / math.sqrt(2 * config.layers)}
-
-        def value(row: WeightRow, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-            if row.initial in ("ones", "zeros"):
-                return lambda key: jnp.full(shape, float(row.initial == "ones"))
-            return lambda key: jax.random.normal(key, shape, jnp.float32) * scales[row.initial]
-
-        def fill(module: nnx.Module, tree: Mapping[str, Any], key: jax.Array) -> nnx.Module:
-            for part, (name, make) in zip(jax.random.split(key, len(tree)), sorted(tree.items()), strict=True):
-                inner = isinstance(make, dict)
-                setattr(module, name, fill(nnx.Module(), make, part) if inner else nnx.Param(make(part).astype(dtype)))
-            return module
-
-        fill(self, param_tree(config, value), key)
-
-
-def params_of(decoder: Decoder) -> Params:
-    return nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
-
-
 def init_params(config: DecoderConfig, key: jax.Array, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> Params:
     """Fresh parameters, created sharded: no device ever holds a whole weight that the mesh cuts."""
+    std = 1 / math.sqrt(config.hidden_size)
+    # Residual branches start smaller by the number of branches that add up (GPT-2, section 2.3).
+    scales = {"normal": std, "residual": std / math.sqrt(2 * config.layers)}
 
-    def make(key: jax.Array) -> Params:
-        return params_of(Decoder(config, key, dtype))
+    def value(row: WeightRow, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+        if row.initial in ("ones", "zeros"):
+            return lambda key: jnp.full(shape, float(row.initial == "ones"))
+        return lambda key: jax.random.normal(key, shape, jnp.float32) * scales[row.initial]
 
-    if mesh is None:
-        return jax.jit(make)(key)
-    return jax.jit(make, out_shardings=param_shardings(config, mesh))(key)
+    def fill(tree: Mapping[str, Any], key: jax.Array) -> Params:
+        parts = zip(jax.random.split(key, len(tree)), sorted(tree.items()), strict=True)
+        return {
+            name: fill(make, part) if isinstance(make, dict) else make(part).astype(dtype)
+            for part, (name, make) in parts
+        }
+
+    make = functools.partial(fill, param_tree(config, value))
+    return jax.jit(make, out_shardings=None if mesh is None else param_shardings(config, mesh))(key)
 
 
 def abstract_params(config: DecoderConfig, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> Params:
