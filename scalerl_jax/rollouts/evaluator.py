@@ -21,9 +21,9 @@ from scalerl_jax.rollouts.fleet import POLL_SECONDS, Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.pacing import Pipeline
-from scalerl_jax.rollouts.parity import Expected, compare
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers.context import Servers
+from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from scalerl_jax.rollouts.weights.publisher import Source
 
 

@@ -1,9 +1,8 @@
 """Parity: whether trainer and servers run the same policy. A server's log-probs are compared before they count.
 
-    met            tokenizer fingerprint, the decoder's shape, dtype of the logits, precision of the head's operands (a
-                   server that does not tell is left to the comparison below), dtype of the weights
-    with weights   the server samples, the trainer scores:  d_t = |logp_trainer(t) - logp_server(t)| over sampled
-                   tokens;  mean d and the 99th percentile of d must be under their limits; now and then once more
+    met            the status, see servers/validate_status.py; then the server samples, the trainer scores:
+                   d_t = |logp_trainer(t) - logp_server(t)| over sampled tokens;  mean d and the 99th percentile of d
+                   must be under their limits; now and then once more
     a batch        every completion that is trained on is scored by the gradient on its way, before it is applied; of
                    the others a share, beside them in the same micro-batches
     an evaluation  a share of its completions, before it counts
@@ -48,16 +47,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scalerl_jax.config import Config, ParityConfig, RolloutConfig
-from scalerl_jax.contract import peer_text
-from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner.batch import Batch
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.learner.trainer import scored_only
-from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, Process
 from scalerl_jax.rollouts.requests import stable_hash
+from scalerl_jax.rollouts.servers.validate_status import Expected
 
 # Seen between XLA programs of different shape with the same weights: 1e-6 in float32; in bfloat16 about 1e-2 mean, and
 # 1e-3 where only the logits are rounded to it: each of the two sides' may fall to another neighbour.
@@ -94,57 +91,12 @@ Score = Callable[[Sequence[tuple[np.ndarray, Completion]]], Sequence[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
-    """What the trainer has; a server must have the same."""
-
-    tokenizer_fingerprint: str
-    model_config: str  # canonical JSON
-    sync_dtype: str
-    head_precision: str = "default"  # default | highest | bfloat16: the logits are rounded to it
-    maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
-    router_replay: bool = False  # the server must be able to tell the experts of its completions
-    experts: bool = False  # the decoder has some: two sides in bfloat16 may choose others
-
-
-@dataclasses.dataclass(frozen=True)
 class Mismatch:
     """|log-prob difference| over sampled tokens, nats."""
 
     mean: float
     p99: float
     tokens: int
-
-
-def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
-    """Raises ProbeError naming the first thing that differs."""
-    if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:
-        raise ProbeError(
-            f"server {server}: its tokenizer ({_short(status.tokenizer_fingerprint)}) is not the trainer's "
-            f"({_short(expected.tokenizer_fingerprint)}); serve the folder that the trainer starts from"
-        )
-    for what, theirs, ours, flag in (
-        ("model config", status.model_config, expected.model_config, ""),
-        # A server written before there was such a field tells nothing.
-        ("head precision", status.head_precision or expected.head_precision, expected.head_precision, "head_precision"),
-        ("head dtype", status.head_dtype, "bfloat16" if expected.head_precision == "bfloat16" else "float32", ""),
-        ("wire dtype", status.sync_dtype, expected.sync_dtype, "sync_dtype"),
-    ):
-        if theirs != ours:
-            hint = f"; start it with --{flag}={ours}" if flag else ""
-            raise ProbeError(
-                f"server {server}: its {what} is {peer_text.said(theirs) or 'unknown'}, the trainer's is {ours}{hint}"
-            )
-    if status.maximum_tokens < expected.maximum_tokens:
-        raise ProbeError(
-            f"server {server}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
-            f"{expected.maximum_tokens} (longest prompt, thinking and answer budgets, interruption phrase); "
-            "its flag is --maximum_tokens"
-        )
-    if expected.router_replay and not status.router_replay:
-        raise ProbeError(
-            f"server {server}: config.rollout.router_replay needs the experts of each token, and it does not tell "
-            "them; start it with --router_replay"
-        )
 
 
 def mismatch(
@@ -169,7 +121,7 @@ def mismatch(
 
 
 class Probe:
-    """Both halves of the meeting. `check` runs on the fleet's thread, `admit_candidates` on the trainer's."""
+    """What candidates sample, compared with the policy. Used by the trainer's thread."""
 
     def __init__(self, config: ParityConfig, *, expected: Expected, score: Score, dtype: str):
         """dtype: the coarser compute dtype of the two sides. It sets the limits that config leaves at 0, unless logits
@@ -178,11 +130,6 @@ class Probe:
         mean, p99 = limits["bfloat16" if expected.head_precision == "bfloat16" else dtype]
         self.limits = (config.mean_limit or mean, config.p99_limit or p99)
         self.score = score
-        self._expected = expected
-
-    def check(self, server: str, status: pb.StatusReply) -> None:
-        """Raises ProbeError where the server is not one for this run, before it is sent anything."""
-        compare(server, status, self._expected)
 
     def admit_candidates(self, fleet: Fleet) -> list[tuple[str, Mismatch]]:
         """Scores what candidates sampled with the version the trainer holds now; admits or turns away each.
@@ -221,10 +168,6 @@ class Probe:
             f"percentile of {found.tokens} tokens (limits {mean:g} and {p99:g}): "
             "the two sides do not run the same policy"
         )
-
-
-def _short(fingerprint: str) -> str:
-    return peer_text.said(fingerprint[:12]) or "unknown"
 
 
 # ---- what it delivers, judged: no IO, no clock -----------------------------------------------------------------------

@@ -16,12 +16,12 @@ from scalerl_jax.environments.load import digest
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.model.safetensors_folder import Tensors
-from scalerl_jax.rollouts.parity import Expected, compare
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import credentials
 from scalerl_jax.rollouts.servers.context import Servers
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.rollouts.servers.validate import Routed
+from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from scalerl_jax.run import inputs
 
 

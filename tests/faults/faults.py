@@ -199,7 +199,7 @@ FAULTS = (
     ),
     Fault(
         "another tokenizer is taken for ours",
-        f"{ROLLOUTS}/parity.py",
+        f"{ROLLOUTS}/servers/validate_status.py",
         "if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:",
         "if not status.tokenizer_fingerprint:",
         "tests/rollouts/test_meeting.py::test_another_tokenizer_stops_the_run",

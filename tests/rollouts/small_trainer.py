@@ -1,6 +1,7 @@
 """Real replay servers in processes of their own, and a small trainer that lives on a real Fleet."""
 
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
@@ -18,8 +19,9 @@ from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts.fleet import Fleet, Servers
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.parity import Expected, Probe
+from scalerl_jax.rollouts.parity import Probe
 from scalerl_jax.rollouts.requests import Requests
+from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from tests.rollouts.replay_server import hold_file, read_dump
 from tests.support.replay.scripts import Scripted
 from tests.support.servers import ServerProcess
@@ -181,7 +183,7 @@ class Trainer:
                 kwargs.pop("addresses", None) or [s.address for s in servers],
                 probe_prompts=[row(1000), row(1001)],
                 vocabulary=VOCABULARY,
-                check=self.probe.check,
+                check=functools.partial(compare, expected=expected),
                 **kwargs,
             ),
             requests=requests,

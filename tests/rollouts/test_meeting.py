@@ -10,8 +10,9 @@ from scalerl_jax.config import ParityConfig
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.rollouts.errors import FleetError, ProbeError
-from scalerl_jax.rollouts.parity import LIMITS, Expected, Probe, compare, mismatch
+from scalerl_jax.rollouts.parity import LIMITS, Probe, mismatch
 from scalerl_jax.rollouts.servers import client as connection_lib
+from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from tests.rollouts.liar import Liar
 from tests.rollouts.small_trainer import Trainer, config, weights
 from tests.support.waiting import eventually

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from scalerl_jax.config import Config, ParityConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.parity import CAP, Expected, Judge, Parity, Scored, Sums, comparable, sums_of
+from scalerl_jax.rollouts.parity import CAP, Judge, Parity, Scored, Sums, comparable, sums_of
+from scalerl_jax.rollouts.servers.validate_status import Expected
 
 EXPECTED = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
 LIAR, HONEST = Process("liar:1", "1"), Process("honest:2", "2")

@@ -14,13 +14,19 @@ paused) is found implausible once: the next status is held against the last one 
 
 What lies between a status that was dropped, for whatever reason, and the next good one is not booked, nor what a
 process claims to have done before its predecessor on the same address was heard last: `Found.anew` says so.
+
+And what it must say for a run: tokenizer fingerprint, the decoder's shape, dtype of the logits, precision of the head's
+operands (a server that does not tell is left to the comparison of log-probs, parity.py), dtype of the weights, and
+room for the longest completion. A server that fails is turned away with one line.
 """
 
 import dataclasses
 import math
 import time
 
+from scalerl_jax.contract import peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.rollouts.errors import ProbeError
 
 MAXIMUM_DEVICES = 4096  # of one server process
 MAXIMUM_PLACES = 2**20  # slots, and places in the queue
@@ -166,3 +172,55 @@ def _copy(status: pb.StatusReply) -> pb.StatusReply:
     for name in _COUNTERS:
         setattr(kept, name, getattr(status, name))
     return kept
+
+
+# ---- what a server of this run must have -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What the trainer has; a server must have the same."""
+
+    tokenizer_fingerprint: str
+    model_config: str  # canonical JSON
+    sync_dtype: str
+    head_precision: str = "default"  # default | highest | bfloat16: the logits are rounded to it
+    maximum_tokens: int = 0  # longest prompt and completion together; the server must hold at least this much
+    router_replay: bool = False  # the server must be able to tell the experts of its completions
+    experts: bool = False  # the decoder has some: two sides in bfloat16 may choose others
+
+
+def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
+    """Raises ProbeError naming the first thing that differs."""
+    if status.tokenizer_fingerprint != expected.tokenizer_fingerprint:
+        raise ProbeError(
+            f"server {server}: its tokenizer ({_short(status.tokenizer_fingerprint)}) is not the trainer's "
+            f"({_short(expected.tokenizer_fingerprint)}); serve the folder that the trainer starts from"
+        )
+    for what, theirs, ours, flag in (
+        ("model config", status.model_config, expected.model_config, ""),
+        # A server written before there was such a field tells nothing.
+        ("head precision", status.head_precision or expected.head_precision, expected.head_precision, "head_precision"),
+        ("head dtype", status.head_dtype, "bfloat16" if expected.head_precision == "bfloat16" else "float32", ""),
+        ("wire dtype", status.sync_dtype, expected.sync_dtype, "sync_dtype"),
+    ):
+        if theirs != ours:
+            hint = f"; start it with --{flag}={ours}" if flag else ""
+            raise ProbeError(
+                f"server {server}: its {what} is {peer_text.said(theirs) or 'unknown'}, the trainer's is {ours}{hint}"
+            )
+    if status.maximum_tokens < expected.maximum_tokens:
+        raise ProbeError(
+            f"server {server}: holds {status.maximum_tokens} tokens of prompt and completion, the run needs up to "
+            f"{expected.maximum_tokens} (longest prompt, thinking and answer budgets, interruption phrase); "
+            "its flag is --maximum_tokens"
+        )
+    if expected.router_replay and not status.router_replay:
+        raise ProbeError(
+            f"server {server}: config.rollout.router_replay needs the experts of each token, and it does not tell "
+            "them; start it with --router_replay"
+        )
+
+
+def _short(fingerprint: str) -> str:
+    return peer_text.said(fingerprint[:12]) or "unknown"
