@@ -12,7 +12,7 @@ status        who is waited for, for how long, how deep the queues are
 servers/      one server seen from the trainer, and all of them
     client         its heartbeat, and what is made of it; server_state: what is known of it; states
     calls          what it is asked for
-    upkeep         versions sent to it, and its samples for the probe (probe_samples)
+    upkeep         versions sent to it, and its samples for the probe
     offences       what it did wrong, and how much it may be given
     validate       what a completion must be before anybody looks at it; validate_status: what a status may say
     context        what all clients share, and what they tell the fleet

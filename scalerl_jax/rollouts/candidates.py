@@ -26,7 +26,7 @@ from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import SURE_AFTER
 from scalerl_jax.rollouts.servers.pool import ServerPool
-from scalerl_jax.rollouts.servers.probe_samples import Probed
+from scalerl_jax.rollouts.servers.server_state import Probed
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from scalerl_jax.rollouts.group_buffer import FinishedGroup, GroupBuffer, Proces
 from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.pool import ServerPool
-from scalerl_jax.rollouts.servers.probe_samples import Probed
+from scalerl_jax.rollouts.servers.server_state import Probed
 
 
 class Trust:

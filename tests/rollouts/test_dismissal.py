@@ -9,7 +9,7 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.parity import FEWEST_TOKENS, Judge, Parity, Scored, sums_of
-from scalerl_jax.rollouts.servers.probe_samples import Probed
+from scalerl_jax.rollouts.servers.server_state import Probed
 from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
 from scalerl_jax.rollouts.servers.validate_status import Expected
 from tests.rollouts.small_trainer import Trainer, config, row, weights

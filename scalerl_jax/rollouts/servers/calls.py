@@ -23,12 +23,12 @@ does not sit on work that others could begin sooner. And no more than it has ear
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 import grpc
 
@@ -37,7 +37,6 @@ from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers.context import ClientContext
-from scalerl_jax.rollouts.servers.probe_samples import check_whole
 from scalerl_jax.rollouts.servers.server_state import ServerState
 
 
@@ -81,6 +80,10 @@ class _Call:
     asked_at: float  # seconds, time.monotonic()
     patience: float  # seconds for one completion
     waits_since: float | None = None  # for its next completion; None: none of them has a slot yet
+
+
+class RepeatsError(ValueError):
+    """A server sends the same completions again and again."""
 
 
 class Calls:
@@ -168,12 +171,40 @@ class Calls:
             self._context.events.returned(call.buffer, rollout, failed)
             self._finished()
 
+    async def read(self, request: codec.GroupRequest, *, seconds: float | None) -> AsyncGenerator[codec.Completion]:
+        """The completions of one call as they come, each once; those that the server hands back unfinished are aborted.
+        It ends when all are there, whatever else the server would send.
+
+        seconds: the call's deadline; None: it has none. Raises grpc.aio.AioRpcError as the call does, and ValueError
+        where an answer breaks the contract.
+        """
+        call = self._stub.Generate(codec.request_to_proto(request), timeout=seconds)
+        told, repeated = set[int](), 0
+        try:
+            async for message in call:
+                completion = self._context.received(message, request)
+                if completion.index in told:
+                    repeated += 1
+                    self._say_it_repeats(completion)
+                    if repeated > len(request.completions):
+                        raise RepeatsError(f"{_name(completion)} came again and again")
+                    continue
+                told.add(completion.index)
+                yield completion
+                if len(told) == len(request.completions):
+                    return
+        finally:
+            call.cancel()
+        missing = len(request.completions) - len(told)
+        raise ValueError(f"its answer to {request.group_id!r} ended without {missing} of the completions asked for")
+
     async def _serve(self, rollout: RolloutRequest) -> None:
-        request = self._context.requests.of(rollout, incarnation=self._context.incarnation.value)
-        call = self._stub.Generate(codec.request_to_proto(request))  # without a deadline: see the module
         failed = True
         try:
-            await self._read(call, rollout, request)
+            await self._hand_out(rollout)
+        except RepeatsError:
+            if rollout in self._calls:
+                self._server.offend("sends the same completions again and again", rollout.group.group_id)
         except ValueError as error:
             if rollout in self._calls:
                 self._server.reject(f"server {self._server.address} breaks the contract: {error}")
@@ -181,42 +212,31 @@ class Calls:
             if rollout in self._calls:
                 failed = self._failed(rollout, error)
         finally:
-            call.cancel()
             self._finish(rollout, failed=failed)
 
-    async def _read(self, call: Any, rollout: RolloutRequest, request: codec.GroupRequest) -> None:
-        """Hands out what comes. Raises ValueError where it breaks the contract, AioRpcError as the call does."""
-        arrived, aborted, repeated = set[int](), set[int](), 0
-        async for message in call:
-            completion = self._context.received(message, request)
-            if rollout not in self._calls:  # given up meanwhile
-                return
-            if completion.index in arrived | aborted:
-                repeated += 1
-                self._say_it_repeats(completion)
-                if repeated > len(request.completions):
-                    self._server.offend("sends the same completions again and again", completion.group_id)
+    async def _hand_out(self, rollout: RolloutRequest) -> None:
+        request = self._context.requests.of(rollout, incarnation=self._context.incarnation.value)
+        aborted = 0
+        # Without a deadline: see the module.
+        async with contextlib.aclosing(self.read(request, seconds=None)) as completions:
+            async for completion in completions:
+                if rollout not in self._calls:  # given up meanwhile
                     return
-                continue
-            if completion.finish_reason == "aborted":
-                aborted.add(completion.index)
-            else:
-                arrived.add(completion.index)
+                if completion.finish_reason == "aborted":
+                    aborted += 1
+                    continue
                 now = time.monotonic()
                 entry = self._calls[rollout]
                 entry.waits_since = entry.waits_since and now
                 self.finishes.append(now)
                 self._server.record.deliver()
                 self._context.events.arrived(entry.buffer, rollout, completion, now - entry.asked_at)
-            if len(arrived | aborted) == len(request.completions):
-                break
         if aborted:
-            self._server.offend("hands completions back unfinished", completion.group_id, times=len(aborted))
-        check_whole(request, arrived | aborted)
+            self._server.offend("hands completions back unfinished", rollout.group.group_id, times=aborted)
 
     def _say_it_repeats(self, completion: codec.Completion) -> None:
         if not self._repeats:
-            name = f"completion {peer_text.said(completion.group_id)!r}/{completion.index}"
+            name = peer_text.said(_name(completion))
             _log.warning("server %s: %s came twice; what comes twice is dropped", self._server.address, name)
         self._repeats = True
 
@@ -241,6 +261,10 @@ class Calls:
         told_now = code is not grpc.StatusCode.UNAVAILABLE
         server.refuse("fails at what it is asked for", f"{rollout.group.group_id}: {said(error)}", tell=told_now)
         return True
+
+
+def _name(completion: codec.Completion) -> str:
+    return f"completion {completion.group_id!r}/{completion.index}"
 
 
 def said(error: grpc.aio.AioRpcError) -> str:

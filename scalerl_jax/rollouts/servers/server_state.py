@@ -22,14 +22,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from scalerl_jax.contract import peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, Process
 from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.offences import Consequence, Record
-from scalerl_jax.rollouts.servers.probe_samples import Sample
 
 CONNECTING, UPDATING, PROBING, CANDIDATE = "connecting", "updating", "probing", "candidate"
 ACTIVE, REJECTED, SUPERSEDED, LEAVING = "active", "rejected", "superseded", "leaving"
@@ -37,6 +38,15 @@ ANSWERING = (UPDATING, PROBING, CANDIDATE, ACTIVE)
 
 
 _log = logging.getLogger(__name__)
+
+Sample = tuple[Row, Completion]
+
+
+class Probed(NamedTuple):
+    """What a server has sampled for the probe."""
+
+    process: Process
+    samples: tuple[Sample, ...]
 
 
 class PinnedWork(Protocol):

@@ -7,19 +7,22 @@ for the probe again; that is a task of its own, so that no version waits for it.
 import asyncio
 import collections
 import dataclasses
+import itertools
 import logging
+import operator
 import time
+from collections.abc import Sequence
 
 import grpc
 
-from scalerl_jax.contract import peer_text
+from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers.calls import Calls, said
 from scalerl_jax.rollouts.servers.context import ClientContext
-from scalerl_jax.rollouts.servers.probe_samples import Sample, sample
-from scalerl_jax.rollouts.servers.server_state import ACTIVE, CANDIDATE, PROBING, UPDATING, ServerState
+from scalerl_jax.rollouts.servers.server_state import ACTIVE, CANDIDATE, PROBING, UPDATING, Sample, ServerState
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushRefused
 
 _log = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ _log = logging.getLogger(__name__)
 TAKES_NOT, SAMPLES_NOT = "does not take weights", "does not sample for the probe"
 BREATH_SECONDS = 0.1  # between two attempts, at least
 _REMEMBERED = 64  # versions that a server said to have applied
+
+RowRequest = tuple[Row, codec.GroupRequest]
 
 
 class Upkeep:
@@ -156,7 +161,7 @@ class Upkeep:
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
         seconds = context.config.stall_seconds + rounds * tokens / context.config.slowest_tokens_per_second
         try:
-            got = await sample(self._stub, context, requests, room=room, seconds=seconds)
+            got = await self._samples(requests, room=room, seconds=seconds)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 server.reject(f"server {server.address} cannot serve this run: {said(error)}")
@@ -173,6 +178,37 @@ class Upkeep:
             return None
         server.record.take(SAMPLES_NOT)
         return tuple(got)
+
+    async def _samples(self, requests: Sequence[RowRequest], *, room: int, seconds: float) -> list[Sample]:
+        """The completions of each request, in waves of at most `room`. Raises as Calls.read."""
+        samples: list[Sample] = []
+
+        async def ask(row: Row, request: codec.GroupRequest) -> list[Sample]:
+            return [(row, completion) async for completion in self._calls.read(request, seconds=seconds)]
+
+        for wave in _waves(requests, max(1, room)):
+            asked = [asyncio.ensure_future(ask(*pair)) for pair in wave]
+            try:
+                for part in await asyncio.gather(*asked):
+                    samples += part
+            finally:
+                # Where one fails, the others are not left to go on behind our back.
+                for call in asked:
+                    call.cancel()
+        return samples
+
+
+def _waves(requests: Sequence[RowRequest], room: int) -> list[list[RowRequest]]:
+    """The same completions in waves of at most `room`; in a wave those of one row are one request."""
+    wanted = [(number, one) for number, (_, request) in enumerate(requests) for one in request.completions]
+    waves = []
+    for start in range(0, len(wanted), room):
+        wave: list[RowRequest] = []
+        for number, part in itertools.groupby(wanted[start : start + room], key=operator.itemgetter(0)):
+            row, request = requests[number]
+            wave.append((row, dataclasses.replace(request, completions=tuple(one for _, one in part))))
+        waves.append(wave)
+    return waves
 
 
 def server_room(status: pb.StatusReply) -> int:
