@@ -207,7 +207,7 @@ def train(config: Config) -> None:
         if found is not None:
             remarks.append(f"going on from step {start} of {config.max_steps}")
         now = inputs.digests(config, rows.held_out, rows.train)
-        for remark in (*remarks, *inputs.said_of_changes(folder, now, step=start, fresh=found is None)):
+        for remark in (*remarks, *setup.said_of_changes(folder, now, step=start, fresh=found is None)):
             line.say(remark)
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------

@@ -58,13 +58,21 @@ class _LeadTrainer(Trainer):
 
     def _tell(self, what: str, segments: Sequence[Placed] = (), beside: Sequence[Placed] = (), **fields: Any) -> None:
         """To each host the segments that lie in its rows."""
-        every, host_rows = [*segments, *beside], self.rows_of_hosts()
+        every, host_rows = [*segments, *beside], self._rows_of_hosts()
         where = first_fit([positions_of(one) for one in every], length=self.seq_len, beside=len(beside))
         for index in self._first.others:
             rows = host_rows.get(index, set())
             wanted = {place for place, (row, _) in enumerate(where) if row % self.rows in rows}
             for frame in frames(what, segments, beside, wanted, **fields):
                 self._first.tell(frame, to=index)
+
+    def _rows_of_hosts(self) -> dict[int, set[int]]:
+        """The rows of a micro-batch that each host has at least some positions of, by its number."""
+        found: dict[int, set[int]] = {}
+        places: Any = self._batch_sharding.devices_indices_map((self.rows, self.seq_len))
+        for device, (rows, _) in places.items():
+            found.setdefault(device.process_index, set()).update(range(*rows.indices(self.rows)))
+        return found
 
     def forward_backward(
         self,

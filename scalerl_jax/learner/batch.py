@@ -48,6 +48,8 @@ before the update is applied; so the device computes nothing more, and how the b
 """
 
 import dataclasses
+import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -190,8 +192,7 @@ def per_token(sums: dict[str, Any]) -> dict[str, Any]:
         **{name: sums[name] / tokens for name in ("entropy", "mismatch", "kl", "ratio", "clipped", "masked")},
         "mismatch_max": sums["max_mismatch"],
         "ratio_max": sums["max_ratio"],
-        # Kish's effective sample size of the importance ratios, as a share of the tokens.
-        "effective_sample_size": sums["ratio"] ** 2 / max(1e-30, sums["ratio_squared"] * tokens),
+        "effective_sample_size": effective_size(sums["ratio"], sums["ratio_squared"], tokens),
         **({"reference_kl": sums["reference_kl"] / tokens} if "reference_kl" in sums else {}),
     }
 
@@ -275,4 +276,52 @@ def off_policy_metrics(segments: Sequence[Segment], logprobs: Sequence[np.ndarra
 def effective_share(log_weights: np.ndarray) -> float:
     """Kish's effective sample size of weights given by their logarithms, [n] float64, as a share of their number."""
     weights = np.exp(log_weights - log_weights.max())
-    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+    return effective_size(float(weights.sum()), float((weights**2).sum()), len(weights))
+
+
+def effective_size(total: float, squared: float, count: float) -> float:
+    """Kish's effective sample size of `count` weights, by their sum and that of their squares, as a share of them."""
+    return total**2 / max(1e-30, squared * count)
+
+
+RATIO_CAP = 20.0  # on rho: what one token can do to a mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Of completions, over sampled tokens: d = logp_train - logp_gen, rho = min(exp(d), RATIO_CAP). They add up."""
+
+    tokens: int = 0
+    difference: float = 0.0  # of |d|
+    ratio: float = 0.0  # of rho
+    squared: float = 0.0  # of rho^2
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+    @property
+    def mean_difference(self) -> float:
+        return self.difference / max(1, self.tokens)
+
+    @property
+    def mean_ratio(self) -> float:
+        return self.ratio / max(1, self.tokens)
+
+    @property
+    def effective(self) -> float:
+        """Kish's effective sample size, as a share of the tokens."""
+        return effective_size(self.ratio, self.squared, self.tokens)
+
+    @property
+    def errors(self) -> float:
+        """How many standard errors the mean of rho is away from 1."""
+        spread = self.squared - 2 * self.ratio + self.tokens  # sum of (rho - 1)^2
+        return abs(self.ratio - self.tokens) / math.sqrt(spread) if spread > 0 else 0.0
+
+
+def sums_of(completion: Completion, logprobs: np.ndarray) -> Sums:
+    """logprobs: the trainer's, of the completion's tokens: [tokens] float32."""
+    sampled = completion.sampled()
+    difference = (np.asarray(logprobs, np.float64) - completion.logprobs)[sampled]
+    ratio = np.exp(np.minimum(difference, math.log(RATIO_CAP)))
+    return Sums(len(difference), float(np.abs(difference).sum()), float(ratio.sum()), float((ratio**2).sum()))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scalerl_jax.contract.codec import Completion
 from scalerl_jax.model.experts import OWN
 
 
@@ -144,3 +145,17 @@ def plain(tokens: np.ndarray, experts: np.ndarray | None = None) -> Segment:
     """A segment that is only scored: no loss on any token."""
     zeros = np.zeros(len(tokens), np.float32)
     return Segment(np.asarray(tokens, np.int32), zeros, zeros, zeros, experts)
+
+
+def unpack(scored: Sequence[np.ndarray], places: Sequence[Place]) -> list[np.ndarray]:
+    """Of micro-batches [rows, length]: each segment's part [t], with a 0 for the token that nothing predicts."""
+    out = []
+    for place in places:
+        row = scored[place.batch][place.row, place.start : place.start + place.positions]
+        out.append(np.concatenate([np.zeros(1, np.float32), row]))
+    return out
+
+
+def scored_only(prompt: np.ndarray, completion: Completion) -> Segment:
+    """Prompt [tokens] and completion, as a segment without loss."""
+    return plain(np.concatenate([prompt, completion.token_ids]), completion.experts)

@@ -11,11 +11,10 @@ A gradient may be dropped: nothing changes before `optim_step`. Gradients of sev
 the next (`add_to`). Where the loss has a KL to the policy that the run began with, that policy is kept in the dtype
 that weights are sent in, which is what the forward pass rounds to anyway, and scores each micro-batch before it.
 
-Compiled once: `accumulate` for each form of the objective (which loss, which of its numbers are on), `apply`, `score`,
-all for one shape of micro-batches; they overwrite what they carry (donated). The numbers of the objective and of the
-optimizer are arguments. The loss is a plain sum of weighted tokens, so the gradient is the same however the batch is
-packed, cut or laid out on the mesh. The state is one tree {"params", "opt_state", "compensation", "step"}; `step`
-counts the optimizer's steps (compensation: optimizer.py).
+Compiled once, for one shape of micro-batches: `accumulate` for each form of the objective (losses.py), `apply` and
+`score`, which overwrite what they carry. The loss is a plain sum of weighted tokens, so the gradient is the same however
+the batch is packed, cut or laid out on the mesh. The state is one tree {"params", "opt_state", "compensation", "step"};
+`step` counts the optimizer's steps (compensation: optimizer.py).
 
 Left out on purpose: versions and batches are the caller's count: a batch in which no prompt survives never comes here.
 """
@@ -32,10 +31,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
-from scalerl_jax.contract.codec import Completion
 from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
-from scalerl_jax.learner.packing import Elsewhere, MicroBatch, Place, Segment, pack, plain, positions_of
+from scalerl_jax.learner.packing import Elsewhere, MicroBatch, Place, Segment, pack, plain, positions_of, unpack
 from scalerl_jax.learner.weight_snapshots import Version, WeightSnapshots, host_arrays, host_blocks
 from scalerl_jax.model.attention import Shapes
 from scalerl_jax.model.attention import choose as choose_attention
@@ -93,20 +91,6 @@ class Pending:
         return grads
 
 
-def unpack(scored: Sequence[np.ndarray], places: Sequence[Place]) -> list[np.ndarray]:
-    """Of micro-batches [rows, length]: each segment's part [t], with a 0 for the token that nothing predicts."""
-    out = []
-    for place in places:
-        row = scored[place.batch][place.row, place.start : place.start + place.positions]
-        out.append(np.concatenate([np.zeros(1, np.float32), row]))
-    return out
-
-
-def scored_only(prompt: np.ndarray, completion: Completion) -> Segment:
-    """Prompt [tokens] and completion, as a segment without loss."""
-    return plain(np.concatenate([prompt, completion.token_ids]), completion.experts)
-
-
 def _merged(name: str, one: Any, other: Any) -> Any:
     """Sums of the loss of two micro-batches, or of two calls."""
     return jnp.maximum(one, other) if name.startswith("max_") else one + other
@@ -122,8 +106,7 @@ class _Program:
 
 
 class Trainer:
-    """Owns the training state and the compiled functions over it. On several hosts every one of them calls the same
-    methods in the same order (hosts/lead.py, hosts/follow.py)."""
+    """On several hosts every one of them calls the same methods in the same order (hosts/)."""
 
     def __init__(
         self,
@@ -200,9 +183,6 @@ class Trainer:
             after = {"params": params, "opt_state": opt_state, "compensation": lost, "step": state["step"] + 1}
             return after, optax.tree.norm(grads)
 
-        def zeros(params: Params) -> Any:
-            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-
         self._batch_shape = {
             name: jax.ShapeDtypeStruct((rows, seq_len, *value.shape[2:]), value.dtype, sharding=batches)
             for name, value in pack([plain(np.zeros(2))], length=2, rows=1, routed=self._routed)[0][0].arrays().items()
@@ -211,7 +191,7 @@ class Trainer:
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=self._read)
         self._score_reference = jax.jit(score, out_shardings=batches)
-        self._zeros = jax.jit(zeros, out_shardings=self.shardings["params"])
+        self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=self.shardings["params"])
         self._to_sync = jax.jit(lambda params: to_hf(params, decoder, precision.sync))
         self._init_optimizer = jax.jit(
             lambda params: (optimizer_lib.init(params), jax.tree.map(jnp.zeros_like, optimizer_lib.vectors(params))),
@@ -270,9 +250,6 @@ class Trainer:
         self._programs[form] = _Program(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
         return self._programs[form]
 
-    def _scalar(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
-
     def _numbers(self, values: Mapping[str, float]) -> dict[str, jax.Array]:
         """On the device, as arguments of a program."""
         return {name: jax.device_put(np.float32(value), self._whole) for name, value in values.items()}
@@ -288,13 +265,11 @@ class Trainer:
         params, form = self.abstract_state["params"], form_of(self._objective)
         program = self._program(form)
         if hasattr(program.run, "lower"):
-            sums = {
-                name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._whole)
-                for name, shape in program.sums.items()
-            }
-            numbers = dict.fromkeys(form.on, self._scalar())
+            struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=self._whole)
+            sums = {name: struct(shape) for name, shape in program.sums.items()}
+            numbers = dict.fromkeys(form.on, struct(()))
             program.run = program.run.lower(params, (params, sums), program.batch, numbers).compile()
-            numbers = dict.fromkeys(optimizer_lib.numbers_of(self._optimizer, 0.0), self._scalar())
+            numbers = dict.fromkeys(optimizer_lib.numbers_of(self._optimizer, 0.0), struct(()))
             self._apply = self._apply.lower(self.abstract_state, params, numbers).compile()
             if self.layout.reference:
                 scored = self._score_reference.lower(self.abstract_reference, self._batch_shape)
@@ -375,13 +350,6 @@ class Trainer:
             name: jax.make_array_from_callback(value.shape, self._batch_sharding, value.__getitem__)
             for name, value in arrays.items()
         }
-
-    def rows_of_hosts(self) -> dict[int, set[int]]:
-        """The rows of a micro-batch that each host has at least some positions of, by its number."""
-        found: dict[int, set[int]] = {}
-        for device, (rows, _) in self._batch_sharding.devices_indices_map((self.rows, self.seq_len)).items():
-            found.setdefault(device.process_index, set()).update(range(*rows.indices(self.rows)))
-        return found
 
     def gradient(
         self,

@@ -63,7 +63,8 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Logits [rows, length, vocabulary] float32 of the token after each."""
         params = self.params
-        return logits(params, self.config, self._hidden(params, tokens, positions, segment_ids), self.precision)
+        hidden = self._hidden(params, tokens, positions, segment_ids)
+        return logits(params, self.config, hidden, precision=self.precision)
 
     def logprobs(
         self,

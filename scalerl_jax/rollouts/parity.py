@@ -10,7 +10,7 @@
 A server that fails is turned away with one line, and the run goes on with the others; where there are none, that line
 ends it. What is not the policy's is taken back and asked for again elsewhere. How a batch is judged:
 
-    d = logp_trainer - logp_server,  rho = min(exp(d), CAP)     of each sampled token of a completion that was scored
+    d = logp_trainer - logp_server,  rho = min(exp(d), 20)     of each sampled token of a completion that was scored
 
 Whatever the policy has learned since, a token drawn from the distribution mu that the server tells of has
 E[rho] = E_mu[pi / mu] = 1 exactly; and rho - 1 has no memory, so a sum of it over tokens is as uncertain as its squares
@@ -38,7 +38,6 @@ Where the run samples otherwise the two differ by right, and nothing is judged h
 import collections
 import dataclasses
 import math
-import operator
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -48,9 +47,8 @@ import numpy as np
 
 from scalerl_jax.config import Config, ParityConfig, RolloutConfig
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.learner.batch import Batch
-from scalerl_jax.learner.packing import Segment
-from scalerl_jax.learner.trainer import scored_only
+from scalerl_jax.learner.batch import Batch, Sums, sums_of
+from scalerl_jax.learner.packing import Segment, scored_only
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, Process
 from scalerl_jax.rollouts.requests import stable_hash
@@ -63,7 +61,6 @@ from scalerl_jax.rollouts.servers.validate_status import Expected
 LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (2e-2, 2e-1)}  # mean, 99th percentile
 LIMITS_WITH_EXPERTS = {**LIMITS, "bfloat16": (6e-2, 6e-1)}
 
-CAP = 20.0  # on rho: what one token can do to a mean
 GROSS = 0.3  # of one group's mean rho; honest ones at a staleness of 8 were seen within 0.03 of 1
 GROSS_DIFFERENCE = 2.0  # nats, mean |d| of one group
 # Of a group that may be grossly wrong alone; of what a server samples for a later probe, by the version of the trainer.
@@ -173,49 +170,9 @@ class Probe:
 # ---- what it delivers, judged: no IO, no clock -----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """Over sampled tokens; they add up."""
-
-    tokens: int = 0
-    difference: float = 0.0  # of |d|
-    ratio: float = 0.0  # of rho
-    squared: float = 0.0  # of rho^2
-
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
-
-    @property
-    def mean_difference(self) -> float:
-        return self.difference / max(1, self.tokens)
-
-    @property
-    def mean_ratio(self) -> float:
-        return self.ratio / max(1, self.tokens)
-
-    @property
-    def effective(self) -> float:
-        """Kish's effective sample size, as a share of the tokens."""
-        return self.ratio**2 / max(1e-30, self.squared * self.tokens)
-
-    @property
-    def errors(self) -> float:
-        """How many standard errors the mean of rho is away from 1."""
-        spread = self.squared - 2 * self.ratio + self.tokens  # sum of (rho - 1)^2
-        return abs(self.ratio - self.tokens) / math.sqrt(spread) if spread > 0 else 0.0
-
-
 def comparable(rollout: RolloutConfig) -> bool:
     """Whether the log-probs of what a run samples are those that the trainer scores."""
     return rollout.temperature == 1 and rollout.top_p == 1 and rollout.top_k == 0
-
-
-def sums_of(completion: Completion, logprobs: np.ndarray) -> Sums:
-    """logprobs: the trainer's, of the completion's tokens: [tokens] float32."""
-    sampled = completion.sampled()
-    difference = (np.asarray(logprobs, np.float64) - completion.logprobs)[sampled]
-    ratio = np.exp(np.minimum(difference, math.log(CAP)))
-    return Sums(len(difference), float(np.abs(difference).sum()), float(ratio.sum()), float((ratio**2).sum()))
 
 
 class Scored(NamedTuple):

@@ -20,9 +20,7 @@ from scalerl_jax.environments.load import load_held_out, load_rows
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.user_code import named
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.run import continuing
 from scalerl_jax.run.continuing import Change
-from scalerl_jax.run.folder import RunFolder
 from scalerl_jax.run.jsonl import line_of
 from scalerl_jax.system import files
 from scalerl_jax.system.files import read_object
@@ -104,18 +102,6 @@ def changed(path: str, now: dict[str, str], *, anew: bool = False) -> list[str]:
     before = read_object(path) if os.path.exists(path) and not anew else now
     files.write_whole(path, line_of(now))
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
-
-
-def said_of_changes(folder: RunFolder, now: dict[str, str], *, step: int, fresh: bool) -> list[str]:
-    """A line for each input, and each field of the config, that is another than it was up to `step`; the digests `now`
-    are kept for the next start. fresh: the run begins."""
-    of_inputs = [f"{name} changed since step {step}" for name in changed(folder.path(FILE), now, anew=fresh)]
-    of_config = [
-        f"from step {step} on config.{change.name} is {change.now!r}; before: {change.before!r}"
-        for change in folder.changes
-        if change.kind != continuing.FREE
-    ]
-    return of_inputs + of_config
 
 
 def check_length(config: Config, longest: int, decoder: DecoderConfig) -> None:

@@ -22,7 +22,8 @@ from scalerl_jax.rollouts.servers.context import Servers
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.rollouts.servers.validate import Routed
 from scalerl_jax.rollouts.servers.validate_status import Expected, compare
-from scalerl_jax.run import inputs
+from scalerl_jax.run import continuing, inputs
+from scalerl_jax.run.folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,3 +138,17 @@ def remarks_on(config: Config, rows: Rows) -> list[str]:
             f"{asked}: there are {len(rows.train)} training prompts, so a batch has some of them more than once"
         )
     return lines
+
+
+def said_of_changes(folder: RunFolder, now: dict[str, str], *, step: int, fresh: bool) -> list[str]:
+    """A line for each input, and each field of the config, that is another than it was up to `step`; the digests `now`
+    are kept for the next start. fresh: the run begins."""
+    of_inputs = [
+        f"{name} changed since step {step}" for name in inputs.changed(folder.path(inputs.FILE), now, anew=fresh)
+    ]
+    of_config = [
+        f"from step {step} on config.{change.name} is {change.now!r}; before: {change.before!r}"
+        for change in folder.changes
+        if change.kind != continuing.FREE
+    ]
+    return of_inputs + of_config

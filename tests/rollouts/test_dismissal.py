@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.learner.batch import sums_of
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.parity import FEWEST_TOKENS, Judge, Parity, Scored, sums_of
+from scalerl_jax.rollouts.parity import FEWEST_TOKENS, Judge, Parity, Scored
 from scalerl_jax.rollouts.servers.server_state import Probed
 from scalerl_jax.rollouts.servers.upkeep import SAMPLES_NOT
 from scalerl_jax.rollouts.servers.validate_status import Expected

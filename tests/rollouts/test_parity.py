@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from scalerl_jax.config import Config, ParityConfig
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.learner.batch import RATIO_CAP, Sums, sums_of
 from scalerl_jax.rollouts.group_buffer import Process
-from scalerl_jax.rollouts.parity import CAP, Judge, Parity, Scored, Sums, comparable, sums_of
+from scalerl_jax.rollouts.parity import Judge, Parity, Scored, comparable
 from scalerl_jax.rollouts.servers.validate_status import Expected
 
 EXPECTED = Expected(tokenizer_fingerprint="a", model_config="{}", sync_dtype="float32")
@@ -54,7 +55,7 @@ def group(rng, process: Process, number: int, *, drift: float, lie=honest, token
     for at in range(0, GROUP * tokens, tokens):
         claimed, scored = lie(rng, theirs[at : at + tokens], ours[at : at + tokens])
         difference = scored.astype(float) - claimed
-        ratio = np.minimum(np.exp(difference), CAP)
+        ratio = np.minimum(np.exp(difference), RATIO_CAP)
         sums = Sums(tokens, np.abs(difference).sum(), ratio.sum(), (ratio**2).sum())
         out.append(Scored(process, number, sums))
     return out
@@ -203,7 +204,7 @@ def test_sums_are_of_sampled_tokens_and_capped():
         finish_reason="stop",
     )  # fmt: skip
     found = sums_of(completion, np.array([-1, -3, -9, -9, -1, -1], np.float32))
-    expected = np.array([1, np.exp(-1), CAP, 1])
+    expected = np.array([1, np.exp(-1), RATIO_CAP, 1])
     assert found.tokens == 4
     assert found.mean_ratio == pytest.approx(expected.mean())
     assert found.mean_difference == pytest.approx((0 + 1 + 29 + 0) / 4)
@@ -218,7 +219,7 @@ def at_temperature(temperature: float) -> list[Scored]:
         policy = rng.normal(size=(TOKENS, VOCABULARY))
         mu, pi = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (policy / temperature, policy))
         chosen = (rng.random((TOKENS, 1)) > np.exp(mu).cumsum(-1)).sum(-1).clip(0, VOCABULARY - 1)
-        ratio = np.minimum(np.exp((pi - mu)[np.arange(TOKENS), chosen]), CAP)
+        ratio = np.minimum(np.exp((pi - mu)[np.arange(TOKENS), chosen]), RATIO_CAP)
         sums = Sums(TOKENS, np.abs(np.log(ratio)).sum(), ratio.sum(), (ratio**2).sum())
         out.append(Scored(LIAR, number, sums))
     return out

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.learner.packing import Segment
-from scalerl_jax.learner.trainer import Layout, Trainer, scored_only
+from scalerl_jax.learner.packing import Segment, scored_only
+from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.sharding import make_mesh
