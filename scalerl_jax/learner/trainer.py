@@ -12,9 +12,9 @@ the next (`add_to`). Where the loss has a KL to the policy that the run began wi
 that weights are sent in, which is what the forward pass rounds to anyway, and scores each micro-batch before it.
 
 Compiled once, for one shape of micro-batches: `accumulate` for each form of the objective (losses.py), `apply` and
-`score`, which overwrite what they carry. The loss is a plain sum of weighted tokens, so the gradient is the same however
-the batch is packed, cut or laid out on the mesh. The state is one tree {"params", "opt_state", "compensation", "step"};
-`step` counts the optimizer's steps (compensation: optimizer.py).
+`score`, which overwrite what they carry. The loss is a plain sum of weighted tokens, so the gradient is the same
+however the batch is packed, cut or laid out on the mesh. The state is one tree {"params", "opt_state", "compensation",
+"step"}; `step` counts the optimizer's steps (compensation: optimizer.py).
 
 Left out on purpose: versions and batches are the caller's count: a batch in which no prompt survives never comes here.
 """
