@@ -108,38 +108,35 @@ class Tokens:
     segment_ids: jax.Array  # int32, 1.. in each row; 0 is padding
 
 
-# Fields of ObjectiveConfig that a compiled program takes as arguments.
-_NUMBERS = (
-    *("max_ratio", "clip_low", "clip_high", "tis_cap", "icepop_low", "icepop_high", "dppo_tv_threshold"),
-    *("cppo_threshold", "cppo_least_weight", "cppo_budget", "reference_kl", "entropy_bonus"),
-)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def numbers_of(objective: ObjectiveConfig) -> dict[str, float]:
-    """Those that are on, by their field's name."""
-    return {name: float(value) for name in _NUMBERS if (value := getattr(objective, name)) != 0}
+    """Those that are on, by their field's name: what a compiled program takes as arguments."""
+    fields = dataclasses.asdict(objective).items()
+    return {name: float(value) for name, value in fields if _is_number(value) and value != 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What of an objective is compiled into a program: all but the values of its numbers."""
+    """What of an objective is compiled into a program: all but the values of the numbers that are on."""
 
-    loss: str
-    on: tuple[str, ...]  # names of the numbers that are on
-    budget_by_completion: bool
+    fields: tuple[tuple[str, Any], ...]  # (name, value); of a number that is on, None
+
+    @property
+    def on(self) -> list[str]:
+        return [name for name, value in self.fields if value is None]
 
     def objective(self, numbers: Mapping[str, Any]) -> ObjectiveConfig:
-        """The objective with these numbers, which may be traced; the others are 0."""
-        values = {name: numbers[name] if name in self.on else 0.0 for name in _NUMBERS}
-        return ObjectiveConfig(
-            loss=self.loss,  # type: ignore[arg-type]
-            cppo_budget_by_completion=self.budget_by_completion,
-            **values,
-        )
+        """The objective with these numbers, which may be traced."""
+        return ObjectiveConfig(**{name: numbers[name] if value is None else value for name, value in self.fields})
 
 
 def form_of(objective: ObjectiveConfig) -> Form:
-    return Form(objective.loss, tuple(numbers_of(objective)), objective.cppo_budget_by_completion)
+    on = numbers_of(objective)
+    fields = dataclasses.asdict(objective).items()
+    return Form(tuple((name, None if name in on else value) for name, value in fields))
 
 
 def _on(number: jax.Array | float) -> bool:
