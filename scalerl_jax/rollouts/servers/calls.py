@@ -93,6 +93,7 @@ class Calls:
         """finished: called whenever a call has ended."""
         self._server, self._stub, self._context, self._finished = server, stub, context, finished
         self._calls: dict[RolloutRequest, _Call] = {}  # the oldest first
+        self._closed = False
         self._repeats = False  # it has sent a completion twice
         self.finishes: collections.deque[float] = collections.deque(maxlen=4096)  # times of the last completions
 
@@ -115,6 +116,8 @@ class Calls:
 
     def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
         """How many completions more to ask of it, and whether a group may be asked for in parts; see `room`."""
+        if self._closed:
+            return 0, False
         server = self._server
         return room(
             slots=server.status.slots,
@@ -164,6 +167,11 @@ class Calls:
         for rollout in list(self._calls):
             self._finish(rollout, failed=True)
         self.finishes.clear()
+
+    def close(self) -> None:
+        """As `end`, and nothing more is asked: the connection is about to be closed."""
+        self._closed = True
+        self.end()
 
     def _finish(self, rollout: RolloutRequest, *, failed: bool) -> None:
         call = self._calls.pop(rollout, None)

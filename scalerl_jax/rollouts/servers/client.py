@@ -113,7 +113,8 @@ class ServerClient(ServerState):
                     async with asyncio.timeout(min(pause, 0.25) if self.state == server_state.CONNECTING else pause):
                         await self.hurried.wait()
         finally:
-            self._end_work()
+            self._upkeep.end()
+            self.calls.close()
             await self._channel.close()
 
     @property
