@@ -368,17 +368,20 @@ def _expected(record: dict[str, Any], part: str) -> Tree:
     return traverse_util.unflatten_dict(wanted, sep="/")
 
 
+_OTHERS = "it is of another model, or an earlier version of scalerl-jax saved it"
+
+
 def _mismatch(record: dict[str, Any], abstract: Tree) -> str | None:
     """In what the saved state is not what the run needs, as a line."""
     needed = {name: (list(leaf.shape), str(leaf.dtype)) for name, leaf in named(abstract)}
     for name, (shape, dtype) in needed.items():
         if name not in record["state"]:
-            return f"the checkpoint has no {name}, which this model and optimizer need"
+            return f"the checkpoint has no {name}, which this model and optimizer need: {_OTHERS}"
         if record["state"][name][:2] != [shape, dtype]:
             saved_shape, saved_dtype, _ = record["state"][name]
             return f"the checkpoint's {name} is {saved_dtype}{saved_shape}, this run's {dtype}{shape}"
     extra = next((name for name in record["state"] if name not in needed), None)
-    return None if extra is None else f"the checkpoint has {extra}, which this model and optimizer lack"
+    return None if extra is None else f"the checkpoint has {extra}, which this model and optimizer lack: {_OTHERS}"
 
 
 def set_aside(directory: str, step: int, why: str) -> str:
