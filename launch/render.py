@@ -55,13 +55,13 @@ def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settin
     for other, holders in launch_flags.ONLY.items():
         for holder in holders:
             if other != target and holder.present:
-                raise ValueError(f"--{holder.name}: goes with --target={other}")
+                raise ValueError(f"--{holder.name}: requires --target={other}")
     part = launch_flags.PART.value
     check_name(name)
     generator = _machine("generator", wanted=part != "trainer")
     servers = launch_flags.SERVERS.value
     if bool(servers) != (part == "trainer"):
-        raise ValueError(f"--servers{f'={servers}' * bool(servers)}: goes with --part=trainer, and that with it")
+        raise ValueError(f"--servers{f'={servers}' * bool(servers)}: requires --part=trainer, and that with it")
     default = {"kubernetes": f"/runs/{name}", "slurm": os.path.abspath(f"runs/{name}")}[target]
     workdir = workdir or default
     if target == "kubernetes" and not workdir.startswith("/runs/"):

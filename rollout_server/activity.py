@@ -1,4 +1,4 @@
-"""What a server's log says of its day, beside what goes wrong.
+"""Periodic activity log of a generator.
 
     a trainer comes      its first request or version that is welcome, and from where
     a trainer is gone    no call of it for AWAY_SECONDS, and what it was served

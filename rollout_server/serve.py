@@ -116,7 +116,7 @@ async def serve(
 
         write_whole(port_file, f"{server.port}\n", durable=False)
 
-    # 3. Until the end. A server whose engine is over ends too: whoever started it can start it anew.
+    # 3. Until the end. A server whose engine is over ends too: whoever started it can restart it.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     over = failed.done()

@@ -72,7 +72,7 @@ def check(config: Config) -> None:
         if values[low] > values[high]:
             raise ConfigError(f"config.{low}={values[low]}: must not be above config.{high}, {values[high]}")
     if config.objective.loss == "gspo" and config.objective.aggregation != "sample":
-        raise ConfigError("config.objective.loss=gspo: goes with config.objective.aggregation=sample only")
+        raise ConfigError("config.objective.loss=gspo: requires config.objective.aggregation=sample")
     if config.objective.loss == "cispo" and config.objective.tis_cap > 0:
         raise ConfigError(
             f"config.objective.tis_cap={config.objective.tis_cap:g}: config.objective.loss=cispo has a "

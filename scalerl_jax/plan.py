@@ -36,7 +36,7 @@ def main(config_given: GivenConfig) -> None:
     if given.STEPS.value and given.FIT.value:
         raise entry.UserError("--steps: does not go with --fit and --target, which say how many steps there are")
     if given.GENERATORS.value and not given.TOKENS_PER_SECOND.value:
-        raise entry.UserError("--generators: goes with --generator_tokens_per_second")
+        raise entry.UserError("--generators: requires --generator_tokens_per_second")
     if given.OUT.value:
         entry.check_out("--out", given.OUT.value)
     with entry.user_mistakes():

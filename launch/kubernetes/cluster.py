@@ -54,12 +54,12 @@ class Cluster:
             if machine is not None and not image:
                 raise ValueError(f"--{part}_image: no image given; launch/docker has the Dockerfiles to build one from")
         if self.slices > 1 and (settings.trainer is None or settings.trainer.kind != "tpu"):
-            raise ValueError(f"--slices={self.slices}: goes with a --trainer that is a TPU slice")
+            raise ValueError(f"--slices={self.slices}: requires a --trainer that is a TPU slice")
         if self.slices > 1 and self.trainer_kind == "lws":
-            raise ValueError(f"--slices={self.slices}: goes with --trainer_kind=jobset")
+            raise ValueError(f"--slices={self.slices}: requires --trainer_kind=jobset")
         self._check_autoscaling(settings)
         if self.hub_dataset and not self.hub_model:
-            raise ValueError(f"--hub_dataset={self.hub_dataset}: goes with --hub_model")
+            raise ValueError(f"--hub_dataset={self.hub_dataset}: requires --hub_model")
         if settings.insecure:
             for flag in ("token_file", "tls_authority", "issuer"):
                 if getattr(self, flag):
@@ -69,7 +69,7 @@ class Cluster:
         elif settings.part == "trainer" and not self.tls_authority:
             raise ValueError("--part=trainer: --tls_authority must name who signs the generators' certificates")
         if self.tls_authority and settings.part != "trainer":
-            raise ValueError(f"--tls_authority={self.tls_authority}: goes with --part=trainer; cert-manager makes it")
+            raise ValueError(f"--tls_authority={self.tls_authority}: requires --part=trainer; cert-manager makes it")
         if self.issuer and self.issuer.partition("/")[0] not in ("Issuer", "ClusterIssuer"):
             raise ValueError(f"--issuer={self.issuer}: is not Issuer/NAME or ClusterIssuer/NAME")
 
@@ -81,7 +81,7 @@ class Cluster:
         if self.autoscale == "none":
             for flag in ("maximum_generators", "busy_target"):
                 if getattr(self, flag):
-                    raise ValueError(f"--{flag}: goes with --autoscale=hpa or --autoscale=keda")
+                    raise ValueError(f"--{flag}: requires --autoscale=hpa or --autoscale=keda")
             return
         generators, slots = settings.generators, settings.config.fleet.slots
         if self.maximum_generators <= generators:

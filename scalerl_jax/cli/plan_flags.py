@@ -62,10 +62,10 @@ STEPS = flags.DEFINE_integer(
     "steps", 0, "Of the run; 0: config.max_steps, or those to --target.", lower_bound=0, flag_values=VALUES
 )
 FIT = flags.DEFINE_string(
-    "fit", "", "fit.json that scalerl-fit has written, of one run; goes with --target.", flag_values=VALUES
+    "fit", "", "fit.json that scalerl-fit has written, of one run; requires --target.", flag_values=VALUES
 )
 TARGET = flags.DEFINE_float(
-    "target", None, "Pass rate to plan for; goes with --fit.", lower_bound=0.0, upper_bound=1.0, flag_values=VALUES
+    "target", None, "Pass rate to plan for; requires --fit.", lower_bound=0.0, upper_bound=1.0, flag_values=VALUES
 )
 OUT = flags.DEFINE_string(
     "out", "", "JSON file to write: all that is printed, and what it was made from.", flag_values=VALUES

@@ -178,7 +178,7 @@ def read_pair(certificate: str, key: str, *, where: tuple[str, str]) -> tuple[by
     """
     for given, other in (((certificate, where[0]), (key, where[1])), ((key, where[1]), (certificate, where[0]))):
         if given[0] and not other[0]:
-            raise ValueError(f"{given[1]}={given[0]}: goes with {other[1]}")
+            raise ValueError(f"{given[1]}={given[0]}: requires {other[1]}")
     if not certificate:
         return b"", b""
     data = _read(certificate, where[0]), _read(key, where[1])

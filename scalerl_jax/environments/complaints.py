@@ -25,7 +25,7 @@ class Complaints:
                 return
             self._kinds.add(kind)
             last = len(self._kinds) == KINDS
-        _log.warning("%s (said once%s)", line, "; other kinds of failures will not be said any more" if last else "")
+        _log.warning("%s (logged once%s)", line, "; further kinds of failures are not logged" if last else "")
 
 
 def failure(part: str, error: BaseException) -> tuple[str, str, Mapping[str, float]]:

@@ -1,4 +1,4 @@
-"""No surprise: what the trainer's memory is needed for, told before the first rollout is asked for.
+"""Trainer memory estimate, checked before the first rollout.
 
 On each device, the most of
 

@@ -229,7 +229,7 @@ def _files(path: str) -> dict[str, list[str] | None]:
         raise ValueError(f"{path}: no weights there (*.safetensors){others}")
     where = read_object(index).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise ValueError(f"{index}: weight_map is no object of file names")
+        raise ValueError(f"{index}: weight_map must map tensor names to file names")
     files: dict[str, list[str] | None] = {}
     for tensor, file in where.items():
         if os.path.basename(file) != file:

@@ -29,7 +29,7 @@ def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
     console.print(table)
 
     if plan.traffic is None:
-        say(console, "the compiler gave up for want of memory: what devices send each other is by formula below")
+        say(console, "compilation ran out of memory; communication below is estimated")
     table = _table("a device receives in a micro-batch, along", "axes", "GB", "GB by formula", "ms", "ms of network")
     formula = {one.axes: one for one in plan.formula_traffic}
     for one in plan.traffic if plan.traffic is not None else plan.formula_traffic:

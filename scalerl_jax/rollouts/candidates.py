@@ -45,7 +45,7 @@ class Candidates:
     # ---- the trainer's thread
 
     def wait_for_the_first(self, *, connect_seconds: float, status_seconds: float) -> None:
-        """Until a server has answered, and there was time for a word of the others: our incarnation is to be above
+        """Blocks until one server has answered and the others had time to: our incarnation must exceed
         theirs when the first version goes out.
 
         Raises FleetError where none answers within connect_seconds, or where trust is missing between us and each.
@@ -111,7 +111,7 @@ class Candidates:
             _log.warning("turned away: %s; no other one is left", reason)
 
     def expire(self) -> None:
-        """Nobody was admitted, somebody was turned away, and the others do not answer: nothing will come of it."""
+        """No server was admitted, at least one was rejected, the others do not answer: the run fails."""
         if (
             self._ever_admitted
             or self._pool.in_state(*server_state.ANSWERING)

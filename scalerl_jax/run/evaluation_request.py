@@ -24,7 +24,7 @@ def asked(given: GivenConfig) -> Config:
     if bool(values.model) == bool(values.workdir):
         raise entry.UserError("--model or --workdir: one of them says what is evaluated")
     if values.model and values["steps"].present:
-        raise entry.UserError(f"--steps={values.steps}: goes with --workdir, whose checkpoints they are")
+        raise entry.UserError(f"--steps={values.steps}: requires --workdir, whose checkpoints they are")
     base = None
     if values.workdir:
         base = entry.config_of_run(values.workdir)

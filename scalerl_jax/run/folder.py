@@ -264,5 +264,5 @@ def _where_it_goes_on(workdir: str, error: OSError) -> str:
         return f"--workdir={workdir}: the folder was deleted or moved while the run wrote to it"
     step = newest_step(os.path.join(folder, "checkpoints"))
     goes_on = f"the run goes on from step {step}" if step is not None else "the run begins again"
-    when = "there is room" if error.errno in files.FULL else "that is mended"
+    when = "there is room" if error.errno in files.FULL else "that is fixed"
     return f"{what}; {goes_on} with the same command when {when}"

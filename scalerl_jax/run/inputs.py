@@ -98,7 +98,7 @@ def _user_files(config: Config) -> dict[str, str]:
 
 
 def changed(path: str, now: dict[str, str], *, anew: bool = False) -> list[str]:
-    """What is not what it was when the file at `path` was written; writes it anew. anew: nothing was before."""
+    """Names whose digest differs from the file at `path`, which is rewritten. anew: there is no such file yet."""
     before = read_object(path) if os.path.exists(path) and not anew else now
     files.write_whole(path, line_of(now))
     return [name for name, digest in now.items() if before.get(name, digest) != digest]

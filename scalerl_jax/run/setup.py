@@ -41,7 +41,7 @@ def given_servers(config: Config, text: str) -> GivenServers:
     addresses = listed.resolve() if listed is not None else ()
     shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
     if listed is None and shown.authority:
-        raise ValueError("config.fleet.tls_authority: goes with --servers; local ones are reached without TLS")
+        raise ValueError("config.fleet.tls_authority: requires --servers; local ones are reached without TLS")
     return GivenServers(addresses, shown, listed.resolve if listed is not None and listed.changes else None)
 
 

@@ -1,4 +1,4 @@
-"""A forecast that no one law makes: the laws of laws.py averaged, each as sure as it proved on this run and on others.
+"""Model-averaged forecast: the laws of laws.py, weighted by how well each did on this run and on earlier ones.
 
     logit R(C) = logit R_law(C) + s h^g z        h = ln(C / C_now), z normal, one for a way on
 

@@ -132,7 +132,7 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
         ("optimizer.beta2=-0.1", "config.optimizer.beta2=-0.1: must be from 0 to below 1"),
         ("sft.error_rate=1.1", "config.sft.error_rate=1.1: must be between 0 and 1"),
         ("seed=-1", "config.seed=-1: must not be below 0"),
-        ("objective.loss=gspo", "config.objective.loss=gspo: goes with config.objective.aggregation=sample"),
+        ("objective.loss=gspo", "config.objective.loss=gspo: requires config.objective.aggregation=sample"),
         (
             "model.sync_dtype=float32 model.compute_dtype=bfloat16",
             "config.model.sync_dtype=float32: the trainer computes in bfloat16, so it would",

@@ -27,7 +27,7 @@ NAN, INFINITY = float("nan"), float("inf")
 STANDING = "train "  # how the progress line begins
 CONTRACT = "breaks the contract"
 POLICY = "log-probs (differ|are not)|importance ratio|sample size"  # of the log-probs that it tells
-WEIGHTS_NOT_TAKEN = "does not take weights"
+WEIGHTS_NOT_TAKEN = "weight update failed"
 NOTHING_COMES = "samples? nothing|sampled nothing|does not finish"
 
 

@@ -73,7 +73,7 @@ def test_one_host(how: str, environment) -> None:
     [
         ("auto", {"count": 2, "index": 0}, {}, "--coordinator: needed with --host_count, --host_index"),
         ("given", {}, {}, "--coordinator, --host_count, --host_index: needed with given"),
-        ("auto", {"coordinator": "a:1"}, {}, "--coordinator: goes with --host_count and --host_index"),
+        ("auto", {"coordinator": "a:1"}, {}, "--coordinator: requires --host_count and --host_index"),
         ("one", {"count": 2}, {}, "--host_count: does not go with --hosts=one"),
         ("slurm", {"index": 1}, SLURM, "--host_index: does not go with --hosts=slurm"),
         ("given", {"coordinator": "a:1", "count": 2, "index": 2}, {}, "host 2 of 2"),

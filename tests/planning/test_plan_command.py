@@ -93,7 +93,7 @@ def test_a_target_gives_the_steps(capsys, tmp_path):
             "--prompt_tokens=3000: is above config.rollout.max_prompt_tokens=2048",
         ),
         ({"topology": "h200:8", "target": 0.5}, (), "--fit and --target go together"),
-        ({"topology": "h200:8", "generators": 3}, (), "--generators: goes with --generator_tokens_per_second"),
+        ({"topology": "h200:8", "generators": 3}, (), "--generators: requires --generator_tokens_per_second"),
         ({"topology": "h200:8", "model_config": "/no/such.json"}, (), "--model_config=/no/such.json: no such file"),
     ],
 )  # fmt: skip

@@ -193,8 +193,8 @@ def test_nobody_listens_beyond_this_machine_unprotected(ours, tmp_path, given) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tls_key": ""}, "goes with --tls_key"),
-        ({"tls_certificate": ""}, "goes with --tls_certificate"),
+        ({"tls_key": ""}, "requires --tls_key"),
+        ({"tls_certificate": ""}, "requires --tls_certificate"),
         ({"tls_certificate": "", "tls_key": ""}, "requires --tls_certificate and --tls_key"),
         ({"tls_key": "/nowhere"}, "--tls_key=/nowhere: no such file"),
         ({"tls_key": "another"}, "not a certificate and its unencrypted key in PEM"),

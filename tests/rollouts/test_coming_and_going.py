@@ -52,7 +52,7 @@ def another_at_every_status():
     return status
 
 
-LOST, REFUSED = "is lost again and again", "does not take weights"
+LOST, REFUSED = "is lost repeatedly", "weight update failed"
 
 
 @pytest.mark.parametrize(

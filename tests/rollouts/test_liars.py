@@ -279,12 +279,12 @@ async def the_same_again_and_again(request, context, honest):
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
-        (always_full, "has no room for what it says it has room for"),
+        (always_full, "rejects requests although it reports free slots"),
         (broken, r"fails at what it is asked for"),
         (another_version, "does not sample with the version that it says it holds"),
         (long_words, "answers with more than a message may hold"),
         (long_message, "answers with more than a message may hold"),
-        (all_aborted, "hands completions back unfinished"),
+        (all_aborted, "returns unfinished completions"),
         (the_same_again_and_again, "sends the same completions again and again"),
     ],
 )
@@ -400,7 +400,7 @@ def test_replies_to_versions_that_cannot_be_decoded(liar, honest, caplog, monkey
     with Trainer(config(), [liar, honest]) as trainer:
         trainer.admit_all()
         liar.push = push
-        assert "does not take weights" in until_sent_away(trainer, liar)
+        assert "weight update failed" in until_sent_away(trainer, liar)
     assert "deserializing" not in caplog.text
 
 
@@ -416,7 +416,7 @@ def test_words_of_any_length_about_a_version(liar, honest, caplog, monkeypatch):
     liar.push = push
     with Trainer(config(), [liar, honest]) as trainer:
         reason = until_sent_away(trainer, liar)
-        assert "does not take weights" in reason and "forged" in reason and "\n" not in reason
+        assert "weight update failed" in reason and "forged" in reason and "\n" not in reason
     assert sum(map(len, caplog.messages)) < 100_000
 
 

@@ -160,7 +160,7 @@ def test_a_server_that_comes_later_with_a_newer_trainers_weights_is_left_alone(s
         eventually(lambda: trainer.states()[servers[1].address] == "superseded")
         trainer.update()
         trainer.check()
-        assert "start the server anew" in trainer.server(servers[1])["reason"]
+        assert "restart the server" in trainer.server(servers[1])["reason"]
         # Which is what helps.
         servers[1].kill()
         servers[1].start()

@@ -236,7 +236,7 @@ def test_one_server_that_lets_nobody_in_does_not_stop_the_others(servers, files,
     ("changes", "told"),
     [
         ({"tls_authority": ""}, "config.fleet.tls_certificate="),
-        ({"tls_key": ""}, "goes with config.fleet.tls_key"),
+        ({"tls_key": ""}, "requires config.fleet.tls_key"),
         ({"tls_authority": "token"}, "not certificates in PEM"),
         ({"tls_key": "other_key"}, "not a certificate and its unencrypted key"),
     ],

@@ -211,7 +211,7 @@ def test_launch_files_in_the_place_of_runs(
         (["--generator=h100:2x8"], "the devices of an engine are on one host"),
         (["--name=mine"], "--name: is every run's own in a study"),
         (["--no_such_flag=1"], "no_such_flag"),
-        (["--namespace=x"], "--namespace: goes with --target=kubernetes"),
+        (["--namespace=x"], "--namespace: requires --target=kubernetes"),
     ],
 )
 def test_launch_files_or_none(more: list[str], said: str, tmp_path: pathlib.Path, flags: list[str]) -> None:

@@ -131,7 +131,7 @@ def test_a_workdir_that_is_read_only_or_deleted(tmp_path, flags, model, rollouts
 def test_a_folder_of_checkpoints_that_cannot_be_written_to_any_more(
     tmp_path, flags, model, rollouts, start, small_disk, how
 ):
-    """Orbax then has threads that never end: the run does all the same, and goes on when that is mended."""
+    """Orbax then has threads that never end: the run does all the same, and goes on when that is fixed."""
     flags = [*flags, *UNPROBED, f"--config.max_steps={UPDATES}", "--config.checkpoint.every=2"]
     slowly = ("--engine=replay", "--replay_token_seconds=0.03")
     replay = (*slowly, f"--model={model}", f"--replay_file={rollouts}")
@@ -148,7 +148,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_to_any_more(
             checkpoints.unlink()
             checkpoints.write_text("")
         line = failed(run)
-        assert line.startswith(f"--workdir={tmp_path}/run: ") and line.endswith("when that is mended"), line
+        assert line.startswith(f"--workdir={tmp_path}/run: ") and line.endswith("when that is fixed"), line
         check_whole(run)
 
         os.remove(f"{tmp_path}/run.log")

@@ -23,7 +23,7 @@ MISTAKES = (
     ("--model={model} --environment=math", "--environment: math: of which rows? math:FILE"),
     ("--model={model} --environment=gsm8k:{tmp}/x.jsonl", "config.environment.validation={tmp}/x.jsonl: No such file"),
     ("--model={smaller} --environment=arithmetic", "{smaller}/tokenizer.json: token "),
-    ("--model={model} --steps=3 --environment=arithmetic", "--steps=3: goes with --workdir"),
+    ("--model={model} --steps=3 --environment=arithmetic", "--steps=3: requires --workdir"),
     ("--workdir={tmp}", "--workdir={tmp}: no config.json there"),
     ("--workdir={run} --steps=3", "--steps=3: the run keeps no checkpoint 3; there are 0, 4, 6"),
     ("--workdir={run} --prompts=7", "--prompts=7: 6 are held out, and the others are trained on"),

@@ -27,7 +27,7 @@ class Known:
 
 @dataclasses.dataclass
 class Counted:
-    """How many rows something befell, and to which first."""
+    """Count of affected rows, and the first one."""
 
     count: int = 0
     first: str = ""

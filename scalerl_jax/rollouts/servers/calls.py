@@ -138,7 +138,7 @@ class Calls:
         self._calls[rollout] = _Call(buffer, task, time.monotonic(), patience)
 
     def excuse(self, seconds: float, *, now: float) -> None:
-        """So much of the time until now is nobody's: the trainer did not look."""
+        """Extends the deadlines by `seconds`: the trainer itself was stalled."""
         for call in self._calls.values():
             if call.waits_since is not None:
                 call.waits_since = min(now, call.waits_since + seconds)
@@ -240,7 +240,7 @@ class Calls:
                 self._server.record.deliver()
                 self._context.events.arrived(entry.buffer, rollout, completion, now - entry.asked_at)
         if aborted:
-            self._server.offend("hands completions back unfinished", rollout.group.group_id, times=aborted)
+            self._server.offend("returns unfinished completions", rollout.group.group_id, times=aborted)
 
     def _say_it_repeats(self, completion: codec.Completion) -> None:
         if not self._repeats:
@@ -258,7 +258,7 @@ class Calls:
             server.offend("answers with more than a message may hold", said(error))
             return True
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            server.refuse("has no room for what it says it has room for", said(error))
+            server.refuse("rejects requests although it reports free slots", said(error))
             return False
         server.hurry()
         if code is grpc.StatusCode.FAILED_PRECONDITION:

@@ -27,14 +27,11 @@ from scalerl_jax.rollouts.servers.validate_status import StatusCheck
 
 SPEED_SECONDS = 30.0
 SURE_AFTER = 8  # calls in a row: then it was no restart that looked like a failure to authenticate
-GONE = "is lost again and again"
+GONE = "is lost repeatedly"
 AUTH_FAILURE = "one end does not trust the other"
 PATIENCE_SECONDS = 5.0  # a finished batch waits so long in all for a candidate that is about to be ready
 
-SUPERSEDED_BY = (
-    "it holds weights of a trainer that was started later than this one: {}, this one is {}; "
-    "where that one is no more, start the server anew"
-)
+SUPERSEDED_BY = "owned by a newer trainer (incarnation {}; ours {}); if that trainer is gone, restart the server"
 
 
 class ServerClient(ServerState):
@@ -216,17 +213,17 @@ class ServerClient(ServerState):
         return True
 
     def _lied(self, status: pb.StatusReply, lie: str) -> None:
-        """A status that cannot be is dropped: nothing of it is booked or acted upon."""
+        """Drops an implausible status without recording anything of it."""
         if self.state == server_state.REJECTED:
             return
         if status.server_id == self.status.server_id:
-            self.offend("its status says what cannot be", lie)
+            self.offend("sends an implausible status", lie)
             return
         # The first of a process: nothing is known of it but this.
         self.lose("")
         self.record = self._context.records.of(self.address, status.server_id, now=time.monotonic())
         self.status = pb.StatusReply(server_id=status.server_id[: validate_status.MAXIMUM_NAME])
-        self.reject(f"server {self.address}: its status says what cannot be: {lie}")
+        self.reject(f"server {self.address}: its status is implausible: {lie}")
 
     def _unheard(self, error: grpc.aio.AioRpcError) -> None:
         why = security.refusal(error, self._context.servers.credentials)

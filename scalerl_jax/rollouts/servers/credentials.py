@@ -28,7 +28,7 @@ def read(config: FleetConfig, *, name: str = "") -> security.Credentials:
     if not config.tls_authority:
         for field in ("tls_certificate", "tls_name"):
             if getattr(config, field):
-                raise ValueError(f"{_HERE}{field}={getattr(config, field)}: goes with {_HERE}tls_authority")
+                raise ValueError(f"{_HERE}{field}={getattr(config, field)}: requires {_HERE}tls_authority")
         return security.Credentials(token=token)
     authority = security.read_authority(config.tls_authority, where=f"{_HERE}tls_authority")
     return security.Credentials(authority, *pair, token, config.tls_name or name)

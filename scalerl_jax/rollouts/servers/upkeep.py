@@ -27,7 +27,7 @@ from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushRefused
 
 _log = logging.getLogger(__name__)
 
-TAKES_NOT, SAMPLES_NOT = "does not take weights", "does not sample for the probe"
+TAKES_NOT, SAMPLES_NOT = "weight update failed", "parity probe failed"
 BREATH_SECONDS = 0.1  # between two attempts, at least
 _REMEMBERED = 64  # versions that a server said to have applied
 
@@ -174,7 +174,7 @@ class Upkeep:
             server.reject(f"server {server.address} breaks the contract: {error}")
             return None
         if any(completion.finish_reason == "aborted" for _, completion in got):
-            server.refuse(SAMPLES_NOT, "it hands completions back unfinished, as one that is shutting down", tell=True)
+            server.refuse(SAMPLES_NOT, "it returns unfinished completions, as a server does that shuts down", tell=True)
             return None
         server.record.take(SAMPLES_NOT)
         return tuple(got)

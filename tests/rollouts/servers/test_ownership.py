@@ -35,7 +35,7 @@ def own() -> set[str]:
     return names
 
 
-def test_it_is_looked_for_what_there_is() -> None:
+def test_owner_classes_exist() -> None:
     assert {"state", "evaluation", "samples", "patience", "step", "until", "latest", "clients"} <= own()
 
 
