@@ -189,7 +189,7 @@ def mistakes(folder: pathlib.Path) -> dict[str, Any]:
         "a list": (data(b"[]"), broken),
         "deep": (data(b"[" * 10**5), broken),
         "no tensor": (data(b'{"x":[]}'), f"{first.name}: tensor x is described as []"),
-        "an index of nothing": (with_index({}), f"{INDEX}: weight_map is no object"),
+        "an index of nothing": (with_index({}), f"{INDEX}: weight_map must map tensor names"),
         "an index that is none": (lambda: (folder / INDEX).write_text("{"), f"{INDEX}: is not JSON"),
         "an index of elsewhere": (with_index({"weight_map": {"x": "../x"}}), f"{INDEX}: '../x' is no file of"),
         "a tensor that is not there": (

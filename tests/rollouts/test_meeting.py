@@ -119,7 +119,7 @@ def test_a_trainer_started_anew_takes_the_servers_over(start):
                 new.update()
             new.check()
         assert server.held()[0].incarnation == second
-        assert "later than this one" in old.fleet.waiting() + str(old.fleet.status())
+        assert "owned by a newer trainer" in old.fleet.waiting() + str(old.fleet.status())
 
 
 def test_a_trainer_whose_clock_is_behind_takes_the_servers_over(start, caplog):
@@ -139,7 +139,9 @@ def test_a_trainer_whose_clock_is_behind_takes_the_servers_over(start, caplog):
                 eventually(lambda server=server: server.held()[0].incarnation == first + 1)
             eventually(lambda: set(old.states().values()) == {"superseded"})
             said = eventually(lambda: [m for m in caplog.messages if m.startswith("every rollout server is lost")])
-            assert len(said) == 1 and all(f"{s.address}: superseded, it holds weights of a" in said[0] for s in servers)
+            assert len(said) == 1 and all(
+                f"{s.address}: superseded, owned by a newer trainer" in said[0] for s in servers
+            )
             assert str(first) in said[0] and str(first + 1) in said[0]
             # Neither takes them back.
             assert told == [first + 1] and set(new.states().values()) == {"active"}
@@ -177,9 +179,7 @@ def test_no_name_is_above_the_largest(told):
             return reply
 
         liar.status, raised = status, []
-        with pytest.raises(
-            FleetError, match=f"rollout server {liar.address} is superseded: it holds weights of a trainer"
-        ):
+        with pytest.raises(FleetError, match=f"rollout server {liar.address} is superseded: owned by a newer trainer"):
             Trainer(config(), [liar], raised=raised.append).fleet.start()
     assert not raised
 
