@@ -9,7 +9,7 @@ what there is to read, and a process that scores makes the environment for `scor
 
 Environments with turns are not built yet. They would be one more function here, `reply(row, turns) -> messages | None`:
 a completion is then the policy's part of one turn of an episode, a row's episode is one sequence of all its turns, and
-what the environment says in between are forced spans of that sequence, which the learner leaves out of the loss.
+what the environment says in between are forced spans of that sequence, which the trainer leaves out of the loss.
 """
 
 import dataclasses

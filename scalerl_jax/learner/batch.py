@@ -179,7 +179,7 @@ def _contains(tokens: np.ndarray, wanted: Sequence[int]) -> bool:
 
 
 def per_token(sums: dict[str, Any]) -> dict[str, Any]:
-    """The learner's sums as means over loss tokens, under the names the metrics use.
+    """The trainer's sums as means over loss tokens, under the names the metrics use.
 
     d = logp_train - logp_gen, rho = exp(d): mismatch is the mean of |d|, ratio that of rho, and kl (the mismatch KL)
     that of rho - 1 - d, the k3 estimator of KL(generators || trainer): never negative, of small variance, and unbiased,

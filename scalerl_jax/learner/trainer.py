@@ -339,7 +339,7 @@ class Trainer:
     def pack(
         self, segments: Sequence[Segment | Elsewhere], beside: Sequence[Segment | Elsewhere] = ()
     ) -> tuple[list[MicroBatch], list[Place]]:
-        """As packing.pack, in micro-batches of this learner's shape."""
+        """As packing.pack, in micro-batches of this trainer's shape."""
         return pack(segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed)
 
     def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:

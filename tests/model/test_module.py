@@ -11,7 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from scalerl_jax.model import Decoder, forward, load_hf, logits, token_logprobs
+from scalerl_jax.environments.tokenizer import make_tokenizer
+from scalerl_jax.model import Decoder, forward, init_params, load_hf, logits, token_logprobs
 from scalerl_jax.model.sharding import make_mesh
 from tests.support.models import random_tensors, toy_decoder, write_folder
 from tests.support.paths import ROOT
@@ -76,3 +77,12 @@ def test_a_step_of_optax_moves_it_and_a_folder_keeps_it(folder: str, tmp_path) -
     graph, state = nnx.split(moved)
     again = nnx.merge(graph, state)
     np.testing.assert_array_equal(again(TOKENS), moved(TOKENS))
+    make_tokenizer(corpus=["some words"] * 9, path=str(tmp_path / "tokenizer"), vocabulary=300)
+    moved.save_pretrained(str(tmp_path / "saved"), tokenizer=str(tmp_path / "tokenizer"))
+    np.testing.assert_array_equal(Decoder.from_pretrained(str(tmp_path / "saved"))(TOKENS), moved(TOKENS))
+
+
+def test_a_fresh_one_has_the_parameters_of_init_params() -> None:
+    config = toy_decoder()
+    mine = Decoder.initialized(config, jax.random.key(3)).params
+    jax.tree.map(np.testing.assert_array_equal, mine, init_params(config, jax.random.key(3)))
