@@ -61,7 +61,9 @@ def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settin
     generator = _machine("generator", wanted=part != "trainer")
     servers = launch_flags.SERVERS.value
     if bool(servers) != (part == "trainer"):
-        raise ValueError(f"--servers{f'={servers}' * bool(servers)}: requires --part=trainer, and that with it")
+        raise ValueError(
+            f"--servers{f'={servers}' * bool(servers)}: requires --part=trainer, and that requires --servers"
+        )
     default = {"kubernetes": f"/runs/{name}", "slurm": os.path.abspath(f"runs/{name}")}[target]
     workdir = workdir or default
     if target == "kubernetes" and not workdir.startswith("/runs/"):

@@ -272,7 +272,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
             line.say(f"warm start: evaluation loss {loss:.4f} before the first update")
 
         # ---- 4. The loop -------------------------------------------------------------------------------------------
-        rate = schedule_of(config)
+        rate = jax.jit(schedule_of(config))
         signals.be(signals.HOLD)
         for update in range(start, config.sft.max_steps):
             if signals.requested() and update > start:

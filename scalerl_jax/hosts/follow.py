@@ -161,7 +161,6 @@ def _loop(other: OtherHost, trainer: Trainer, checkpoints: Checkpoints, sender: 
                 except _DroppedError as dropped:
                     dropped_for = dropped.frame
             case "optim_step":
-                received.take(frame)
                 assert isinstance(pending, Pending)
                 rate, told = frame.fields["learning_rate"], frame.fields["optimizer"]
                 optimizer = OptimizerConfig(**told) if told is not None else None

@@ -1,8 +1,9 @@
 """What the first host tells the others: each act on the device that all hosts do together, just before it does it.
 
     begin                 the config as it was settled, and where the run is
-    segments*, forward_backward | optim_step | score    as Trainer has them; each host packs its own rows
+    segments*, forward_backward | score    as Trainer has them; each host packs its own rows
     next                  one more micro-batch of the gradient under way; what else comes drops it
+    optim_step            of the gradient computed last
     version, save         the policy of a step, as it is sent; a checkpoint
     push -> reply, keep   this host's part of a version, to one server; which versions may still be asked for
 
@@ -54,14 +55,14 @@ class _LeadTrainer(Trainer):
 
     def __init__(self, first: FirstHost, **arguments: Any):
         super().__init__(**arguments)
-        self._first = first
+        self._first, self._host_rows = first, self._rows_of_hosts()
 
-    def _tell(self, what: str, segments: Sequence[Placed] = (), beside: Sequence[Placed] = (), **fields: Any) -> None:
+    def _tell(self, what: str, segments: Sequence[Placed], beside: Sequence[Placed] = (), **fields: Any) -> None:
         """To each host the segments that lie in its rows."""
-        every, host_rows = [*segments, *beside], self._rows_of_hosts()
+        every = [*segments, *beside]
         where = first_fit([positions_of(one) for one in every], length=self.seq_len, beside=len(beside))
         for index in self._first.others:
-            rows = host_rows.get(index, set())
+            rows = self._host_rows.get(index, set())
             wanted = {place for place, (row, _) in enumerate(where) if row % self.rows in rows}
             for frame in frames(what, segments, beside, wanted, **fields):
                 self._first.tell(frame, to=index)
@@ -98,7 +99,7 @@ class _LeadTrainer(Trainer):
         self, pending: Pending, *, learning_rate: float | None = None, optimizer: OptimizerConfig | None = None
     ) -> dict[str, Any]:
         told = dataclasses.asdict(optimizer) if optimizer is not None else None
-        self._tell("optim_step", learning_rate=learning_rate, optimizer=told)
+        self._first.tell(Frame("optim_step", {"learning_rate": learning_rate, "optimizer": told}))
         return super().optim_step(pending, learning_rate=learning_rate, optimizer=optimizer)
 
     def score(self, segments: Sequence[Placed]) -> list[np.ndarray]:

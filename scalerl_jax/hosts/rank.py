@@ -96,7 +96,7 @@ def _guess(given: Mapping[str, bool], environment: Mapping[str, str], has_tpu: C
     if "TPU_WORKER_HOSTNAMES" in environment or (has_tpu() and _answers(environment)):
         return "tpu"
     if given["--coordinator"]:
-        raise ValueError("--coordinator: requires --host_count and --host_index, or with --hosts")
+        raise ValueError("--coordinator: requires --host_count and --host_index, or --hosts")
     return "one"
 
 

@@ -252,7 +252,7 @@ class Trainer:
 
     def _numbers(self, values: Mapping[str, float]) -> dict[str, jax.Array]:
         """On the device, as arguments of a program."""
-        return {name: jax.device_put(np.float32(value), self._whole) for name, value in values.items()}
+        return jax.device_put({name: np.float32(value) for name, value in values.items()}, self._whole)
 
     def compile(self) -> None:
         """Compiles what an update needs ahead of the first batch. Nothing is computed."""
@@ -442,7 +442,7 @@ class Trainer:
         return self._logprobs(segments)
 
     def _logprobs(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
-        batches, places = self.pack(segments)
+        batches, places = self.pack(segments) if segments else ([], [])
         scored = [np.asarray(self._score(self.state["params"], self._put(batch))) for batch in batches]
         return unpack(scored, places)
 

@@ -211,6 +211,12 @@ def test_what_is_looked_at_changes_nothing(trainer, beside):
     assert int(trainer.state["step"]) == int(before["step"]) + 1
 
 
+def test_nothing_is_computed_where_nothing_is_to_be_scored(trainer, monkeypatch):
+    """As of a batch in which no prompt survives."""
+    monkeypatch.setattr(trainer, "_score", lambda *arguments: pytest.fail("it computes"))
+    assert trainer.score([]) == []
+
+
 def test_scores_come_back_in_the_order_asked_for(trainer):
     sequences = [segment.tokens for segment in segments([5, 33, 9, 33, 20, 2, 33], seed=2)]
     together = trainer.score([plain(tokens) for tokens in sequences])

@@ -25,7 +25,10 @@ MADE: dict[str, Trainer] = {}  # each is compiled once
 
 def started(layout: Layout = LAYOUT, **arguments: Any) -> Trainer:
     """From the same parameters; one of the same arguments begins again."""
-    trainer = MADE.setdefault(repr((layout, arguments)), trainer_of(DECODER, layout, **arguments))
+    name = repr((layout, arguments))
+    if name not in MADE:
+        MADE[name] = trainer_of(DECODER, layout, **arguments)
+    trainer = MADE[name]
     trainer.start(init_params(DECODER, jax.random.key(0), trainer.mesh))
     return trainer
 
