@@ -10,6 +10,7 @@ import numpy as np
 from tests.support.paths import ROOT
 
 STEPS = 20
+COMMON = [f"--config={ROOT / 'configs' / 'quickstart.py'}", "--config.telemetry.tensorboard=False"]
 
 
 def run(command: str, sizes, *flags: str) -> str:
@@ -20,7 +21,7 @@ def run(command: str, sizes, *flags: str) -> str:
     program = f"import sys; sys.argv[0] = 'scalerl-{command}'; from launch.commands import {command}; {command}()"
     paths = [str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-c", program, f"--config={ROOT / 'configs' / 'quickstart.py'}", *flags],
+        [sys.executable, "-c", program, *COMMON, *flags],
         cwd=ROOT,
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdout=subprocess.PIPE,
@@ -58,7 +59,6 @@ def test_the_quickstart_learns_here(device, sizes, tmp_path):
         f"--config.evaluation.samples={sizes.pick(2, 8)}",
         "--config.evaluation.every=10",
         "--config.checkpoint.every=10",
-        "--config.telemetry.tensorboard=False",
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluations = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
