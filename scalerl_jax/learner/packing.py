@@ -74,9 +74,11 @@ def pack(
     rows: int,
     beside: Sequence[Segment | Elsewhere] = (),
     routed: tuple[int, int] | None = None,
+    most: int | None = None,
 ) -> tuple[list[MicroBatch], list[Place]]:
     """Packs segments into micro-batches of [rows, length].
 
+    most: segments of a row; None: any number.
     routed: layers, experts per token: the micro-batches tell the segments' experts; None: they do not.
     beside: segments that take what room the others leave, and rows of their own beyond it: those lie where they would
     lie without.
@@ -90,7 +92,7 @@ def pack(
             raise ValueError(f"segment {i} has {size + 1} tokens: at least 2 are needed")
         if size > length:
             raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.seq_len)")
-    where = first_fit(positions, length=length, beside=len(segments) - first)
+    where = first_fit(positions, length=length, beside=len(segments) - first, most=most)
     room = 1 + max((row for row, _ in where), default=-1)
 
     batches = max(1, -(-room // rows))
@@ -123,21 +125,27 @@ def pack(
     return cut, places
 
 
-def first_fit(positions: Sequence[int], *, length: int, beside: int = 0) -> list[tuple[int, int]]:
+def first_fit(
+    positions: Sequence[int], *, length: int, beside: int = 0, most: int | None = None
+) -> list[tuple[int, int]]:
     """(row, start) of each segment by its positions, the longest first, each in the first row with room for it.
 
+    most: segments of a row; None: any number.
     beside: so many of the last ones come after all others, and lie nowhere that changes where those lie.
     """
     first = len(positions) - beside
     room: list[int] = []
+    count: list[int] = []
     where = [(0, 0)] * len(positions)
     for i in sorted(range(len(positions)), key=lambda i: (i >= first, -positions[i], i)):
-        row = next((r for r, free in enumerate(room) if free >= positions[i]), None)
+        row = next((r for r, free in enumerate(room) if free >= positions[i] and count[r] != most), None)
         if row is None:
             row = len(room)
             room.append(length)
+            count.append(0)
         where[i] = (row, length - room[row])
         room[row] -= positions[i]
+        count[row] += 1
     return where
 
 

@@ -139,11 +139,9 @@ class Trainer:
         self.seq_len, self.rows, self.rows_per_shard = seq_len, rows, rows // shards
         self._objective, self._optimizer = objective, optimizer
         self._routed = (decoder.layers, decoder.experts_per_token) if layout.router_replay else None
-        self.attention, self.attention_note = choose_attention(
-            layout.attention,
-            mesh.devices.flat[0],
-            Shapes(seq_len, decoder.head_dim, precision.compute, parts),
-        )
+        shapes = Shapes(seq_len, decoder.head_dim, precision.compute, parts, layout.max_segment)
+        self.attention, self.attention_note = choose_attention(layout.attention, mesh.devices.flat[0], shapes)
+        self.most_segments = self.attention.segments or None  # of a row
         self._batch_sharding = batches = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
         self._whole = whole = NamedSharding(mesh, PartitionSpec())
         # What a host reads has to be on one of its devices.
@@ -340,7 +338,9 @@ class Trainer:
         self, segments: Sequence[Segment | Elsewhere], beside: Sequence[Segment | Elsewhere] = ()
     ) -> tuple[list[MicroBatch], list[Place]]:
         """As packing.pack, in micro-batches of this trainer's shape."""
-        return pack(segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed)
+        return pack(
+            segments, length=self.seq_len, rows=self.rows, beside=beside, routed=self._routed, most=self.most_segments
+        )
 
     def _put(self, batch: MicroBatch) -> dict[str, jax.Array]:
         arrays = batch.arrays()

@@ -324,6 +324,9 @@ def forward(
     # Gathered in float32 first, so that its cotangent is summed in float32.
     x = constrain(precision.cast(params["embed"][tokens]), mesh, ROWS, "context", None)
 
+    if attention.segments and config.attention_chunk:  # each part of a segment is one of its own there
+        parts = tokens.shape[1] // config.attention_chunk
+        attention = dataclasses.replace(attention, segments=attention.segments + parts)
     attend = functools.partial(
         packed_attention, segment_ids=segment_ids, max_segment=max_segment, precision=precision.dot, mesh=mesh,
         backend=attention,

@@ -26,16 +26,19 @@ def segment(rng: np.random.Generator, tokens: int, routed: bool) -> Segment:
     beside=st.integers(0, 5),
     routed=st.booleans(),
     limit=st.sampled_from([1, 300, 2**20]),
+    most=st.sampled_from([None, 2]),
     seed=st.integers(0, 99),
 )
-def test_all_hosts_together_pack_the_batch(sizes: list[int], beside: int, routed: bool, limit: int, seed: int) -> None:
+def test_all_hosts_together_pack_the_batch(
+    sizes: list[int], beside: int, routed: bool, limit: int, most: int | None, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     every = [segment(rng, tokens, routed) for tokens in sizes]
     first = max(1, len(every) - beside)
     segments, others = every[:first], every[first:]
-    layout = {"length": LENGTH, "rows": ROWS, "routed": (2, 2) if routed else None}
+    layout = {"length": LENGTH, "rows": ROWS, "routed": (2, 2) if routed else None, "most": most}
     whole, places = pack(segments, beside=others, **layout)
-    where = first_fit([positions_of(one) for one in every], length=LENGTH, beside=len(others))
+    where = first_fit([positions_of(one) for one in every], length=LENGTH, beside=len(others), most=most)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments_lib, "FRAME_BYTES", limit)
         for host in range(HOSTS):

@@ -109,6 +109,18 @@ def test_rows_are_filled_first_fit(case):
         assert all(place.positions > free for free in room[:row])
 
 
+@given(case=cases, most=st.integers(1, 4))
+def test_no_row_has_more_segments_than_it_may(case, most):
+    """And it is first fit all the same: each row before a segment's own was full, or had as many."""
+    _, places = pack(make(case["lengths"]), length=case["length"], rows=case["rows"], most=most)
+    room, count = [case["length"]] * len(places), [0] * len(places)
+    for place in sorted(places, key=lambda place: -place.positions):
+        row = place.batch * case["rows"] + place.row
+        assert all(place.positions > free or n == most for free, n in zip(room[:row], count[:row], strict=True))
+        room[row], count[row] = room[row] - place.positions, count[row] + 1
+    assert min(room) >= 0 and max(count) <= most
+
+
 @given(case=cases)
 def test_the_weights_keep_their_sum(case):
     rng = np.random.default_rng(len(case["lengths"]))

@@ -1,8 +1,9 @@
 """What is handed to cuDNN, with a stand-in for it that computes what cuDNN's documentation says; and that it lowers.
 
-No GPU ran it: tests/accelerator/test_numerics.py compares the real one where there is one.
+tests/accelerator/test_numerics.py compares the real one, where there is a GPU.
 """
 
+import functools
 import re
 
 import jax
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from jax import export
 
-from scalerl_jax.model.attention import Backend, cudnn, packed_attention
+from scalerl_jax.model.attention import Backend, cudnn, packed, packed_attention
+from scalerl_jax.model.decoder import abstract_params, forward
 from tests.model.attention_cases import HIGHEST, cotangent, inputs, plain, segments, value_and_gradients
+from tests.support.models import toy_decoder
 
 IDS = np.stack([segments([11, 2, 20], 40), segments([40], 40), segments([], 40)])
 
@@ -42,17 +45,16 @@ def backward(saved, g):
 documented.defvjp(lambda *args: (documented(*args), args), backward)
 
 
-@pytest.mark.parametrize("most", [64, 2])
+@pytest.mark.parametrize("most", [3, 40])
 def test_equals_the_plain_formula(monkeypatch, most):
-    """Of rows with padding; with more segments than cuDNN is given room for, too."""
+    """Of rows with padding; with room for more segments than there are, too."""
     monkeypatch.setattr(cudnn, "_flash", documented)
-    monkeypatch.setattr(cudnn, "MAXIMUM_SEGMENTS", most)
     args = inputs(IDS)
     real = jnp.asarray(IDS > 0)[..., None, None]
     at = jnp.where(real, cotangent(args[0].shape), 0)
 
     def ours(q, k, v):
-        return packed_attention(q, k, v, IDS, precision=HIGHEST, backend=Backend("cudnn"))
+        return packed_attention(q, k, v, IDS, precision=HIGHEST, backend=Backend("cudnn", segments=most))
 
     got = value_and_gradients(ours, args, at)
     wanted = value_and_gradients(lambda *a: plain(*a, IDS), args, at)
@@ -62,11 +64,34 @@ def test_equals_the_plain_formula(monkeypatch, most):
 
 
 def test_segments_are_found():
-    starts, lengths, number = cudnn.segments_of(jnp.asarray(IDS), 4)
+    starts, lengths = cudnn.segments_of(jnp.asarray(IDS), 4)
     np.testing.assert_array_equal(starts, [[0, 11, 13, -1, -1], [0, -1, -1, -1, -1], [-1] * 5])
     np.testing.assert_array_equal(lengths, [[11, 2, 20, -1], [40, -1, -1, -1], [-1] * 4])
-    assert number == 3
-    assert cudnn.segments_of(jnp.asarray(IDS), 2)[2] == 3  # more than there is room for
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "longest", "most"),
+    [(16_384, 13_000, 16), (16_384, 4_096, 32), (16_384, 64, 64), (512, 64, 64), (4, 4, 4)],
+)
+def test_room_for_segments(seq_len, longest, most):
+    assert cudnn.most_segments(seq_len, longest) == most
+
+
+def test_a_chunk_of_a_segment_is_one_of_its_own():
+    """Of Llama 4's local layers: so many more than the row has segments."""
+    decoder = toy_decoder(family="llama4_text", layers=4, nope_interval=4, attention_chunk=8)
+    seen = []
+
+    def look(*arguments, backend, **settings):
+        seen.append(backend.segments)
+        return arguments[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(packed.BACKENDS, "cudnn", look)
+        ids = jnp.ones((1, 20), jnp.int32)
+        run = functools.partial(forward, config=decoder, attention=Backend("cudnn", segments=3))
+        jax.eval_shape(lambda p: run(p, tokens=ids, positions=ids, segment_ids=ids), abstract_params(decoder))
+    assert set(seen) == {3 + 20 // 8}
 
 
 @pytest.mark.parametrize(("name", "call"), [("cudnn", "fmhaSoftmax"), ("cudnn_mask", "fmhaScaleBiasSoftmax")])
@@ -80,7 +105,7 @@ def test_lowers_for_cuda(monkeypatch, name, call):
     args = inputs(ids, size=64, dtype=jnp.bfloat16)
 
     def loss(q, k, v):
-        return jnp.sum(packed_attention(q, k, v, ids, backend=Backend(name)).astype(jnp.float32))
+        return jnp.sum(packed_attention(q, k, v, ids, backend=Backend(name, segments=8)).astype(jnp.float32))
 
     exported = export.export(
         jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
@@ -90,4 +115,4 @@ def test_lowers_for_cuda(monkeypatch, name, call):
     called = set(re.findall(r"__cudnn\$\w+", exported.mlir_module()))
     assert called == {f"__cudnn${call}", f"__cudnn${call}Backward"}
     if name == "cudnn":
-        assert "PADDING_CAUSAL" in exported.mlir_module() and r"max_seg_per_batch\22: 64" in exported.mlir_module()
+        assert "PADDING_CAUSAL" in exported.mlir_module() and r"max_seg_per_batch\22: 8," in exported.mlir_module()

@@ -10,6 +10,7 @@ class Backend:
     """Made by `choose`, which knows what goes where."""
 
     name: str = "blocks"  # blocks | splash | cudnn | cudnn_mask
+    segments: int = 0  # cudnn: of a row, at most
     chip: str = ""  # splash: device kind, which the sizes of its blocks go by
     interpret: bool = False  # splash: its kernels step by step in XLA, for tests where there is no TPU
 

@@ -24,6 +24,7 @@ class Shapes:
     head_dim: int
     compute_dtype: str
     context: int = 1  # parts that a row is cut into
+    longest: int | None = None  # positions of a segment; None: seq_len
 
 
 class CannotHere(ValueError):
@@ -77,7 +78,9 @@ def _cudnn(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Backe
     if not cudnn.has_packed_call():
         lacks.append(f"jax {jax.__version__}, whose cuDNN call was not read")
     if not lacks:
-        return Backend("cudnn"), f"attention: cuDNN on {device.device_kind}, packed rows"
+        segments = cudnn.most_segments(shapes.seq_len, shapes.longest or shapes.seq_len)
+        said = f"attention: cuDNN on {device.device_kind}, packed rows of up to {segments} segments"
+        return Backend("cudnn", segments=segments), said
     size = 2 * shapes.seq_len**2 // shapes.context
     if size > _MOST_MASK and not any_size:
         raise CannotHere(f"it would take a mask of {size / 2**30:.1f} GiB a row ({', '.join(lacks)})")
