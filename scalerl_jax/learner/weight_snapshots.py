@@ -135,9 +135,7 @@ class WeightSnapshot:
     def blocks(self) -> dict[str, Blocks]:
         """Of each tensor what the shards of this host hold, bfloat16; no element is on two hosts."""
         return {
-            name: tuple(
-                Block(b.start, np.ascontiguousarray(b.values).view(ml_dtypes.bfloat16)) for b in self._blocks(name)
-            )
+            name: tuple(Block(block.start, block.values.view(ml_dtypes.bfloat16)) for block in self._blocks(name))
             for name in layout(self._decoder)
         }
 
@@ -147,11 +145,9 @@ class WeightSnapshot:
         row, found = tensor.row, []
         for shard in self._bits[row.leaf].addressable_shards:
             if shard.replica_id == 0:
-                block, index = np.asarray(shard.data), shard.index
-                if row.layered:
-                    block, index = block[tensor.layer], index[1:]
-                start = tuple(part.start or 0 for part in index)
-                found.append(Block(start[::-1], block.T) if row.transposed else Block(start, block))
+                start = tuple(part.start or 0 for part in shard.index[int(row.layered) :])
+                bits = _as_in_files(shard.data, tensor.layer, transposed=row.transposed)
+                found.append(Block(start[::-1] if row.transposed else start, np.asarray(bits)))
         return tuple(found)
 
     def delta(self) -> WeightDelta:
@@ -184,6 +180,13 @@ class WeightSnapshot:
 
 
 # ------------------------------------------------------------------------------------------------- on the device
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _as_in_files(leaf: jax.Array, layer: int | None, *, transposed: bool) -> jax.Array:
+    """One tensor of a shard of a leaf, turned here: only it comes to the host, which would take much longer for it."""
+    one = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    return one.T if transposed else one
 
 
 def _compare(

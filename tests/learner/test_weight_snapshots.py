@@ -1,10 +1,14 @@
 """What changed, found on the device per layer and shard, against a plain NumPy comparison of the whole tensors."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
 from scalerl_jax.contract.weight_delta import digest
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
+from scalerl_jax.model import init_params
+from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.model.tensor_layout import hf_tensors
 from tests.learner.wire_program import DECODER, MESHES, VERSIONS, versions
 from tests.support.params import from_hf
@@ -77,3 +81,19 @@ def test_what_changed_is_what_numpy_finds(results, mesh: str) -> None:
     names = len(hf_tensors(DECODER))
     assert names // 4 < dense <= names
     assert sparse == (len(VERSIONS) - 1) * names - dense and changed > 1000
+
+
+def test_each_element_comes_to_the_host_once(monkeypatch) -> None:
+    """A stack of layers that was brought whole for each of its tensors would be as many times as much."""
+    mesh = make_mesh(fsdp=1, devices=jax.devices()[:1])
+    version = WeightSnapshots(DECODER, mesh, share=1 / 16).take(init_params(DECODER, jax.random.key(0), mesh), 0)
+    brought, asarray = [], np.asarray
+
+    def look(array, *arguments, **settings):
+        if isinstance(array, jax.Array):
+            brought.append(array.size)
+        return asarray(array, *arguments, **settings)
+
+    monkeypatch.setattr(np, "asarray", look)
+    elements = sum(tensor.size for tensor in version.tensors().values())
+    assert sum(brought) == elements
