@@ -52,21 +52,23 @@ def test_it_stops_and_goes_back_where_it_is_asked_to(tmp_path, start, begun):
     stopped = json.loads(read(run.path("collapse.json")))
     line = run.output().splitlines()[-1]
     assert line.startswith(f"stopped at step {stopped['step']}: the policy has collapsed since update ")
-    assert f"is that of step {STEPS}; --from_step={STEPS} goes back to it" in line
-    assert "Traceback" not in run.output() and stopped["last_good"] == STEPS
-    there = os.listdir(run.path("checkpoints"))
-    assert str(STEPS) in there  # two newer ones, and it is kept
-    assert not any(name.isdigit() and int(name) >= stopped["step"] for name in there)  # nothing of it was saved
+    # A policy that the first absurd update has broken may pass by luck: the evaluation after it is then as good.
+    there = [int(name) for name in os.listdir(run.path("checkpoints")) if name.isdigit()]
+    good = max(step for step in there if step <= stopped["last_good"])
+    assert STEPS <= good and max(there) < stopped["step"]  # it is kept, and nothing was saved of the collapse
+    assert f"is that of step {good}; --from_step={good} goes back to it" in line
+    assert "Traceback" not in run.output()
     before = read(run.path("metrics.jsonl"))
     assert run.start().wait() == 3 and run.output().splitlines()[-1] == line
     assert read(run.path("metrics.jsonl")) == before
     spent = booked(run)
-    sound = ["--allow=optimizer.learning_rate", f"--config.max_steps={STEPS + 2}"]
-    back = start(run.workdir, *begun[1], *sound, f"--from_step={STEPS}").finish()
-    assert back.output().splitlines()[-1].startswith(f"back at step {STEPS}; kept aside: set-aside-")
-    again = start(run.workdir, *begun[1], *sound, "--config.optimizer.learning_rate=1e-4").finish()
-    assert f"going on from step {STEPS} of {STEPS + 2}" in again.output()
-    assert [row["step"] for row in again.metrics] == [*range(1, STEPS + 3)]
+    sound = ["--allow=optimizer.learning_rate", f"--config.max_steps={good + 2}"]
+    back = start(run.workdir, *begun[1], *sound, f"--from_step={good}").finish()
+    assert back.output().splitlines()[-1].startswith(f"back at step {good}; kept aside: set-aside-")
+    sound += ["--config.optimizer.learning_rate=1e-4", "--config.checkpoint.on_collapse=alarm"]
+    again = start(run.workdir, *begun[1], *sound).finish()
+    assert f"going on from step {good} of {good + 2}" in again.output()
+    assert [row["step"] for row in again.metrics] == [*range(1, good + 3)]
     assert booked(again) > spent  # what was set aside stays booked
 
 
@@ -74,10 +76,11 @@ def test_it_goes_on_where_an_alarm_is_enough(tmp_path, start, begun):
     run = going_on(tmp_path, start, begun, "stop")
     assert run.wait() == 3, run.output()
     stopped = json.loads(read(run.path("collapse.json")))
-    alarm = start(run.workdir, *begun[1], *ABSURD[1:], f"--config.max_steps={stopped['step'] + 2}").finish()
+    steps = stopped["step"] + 2 * 5  # two evaluations
+    alarm = start(run.workdir, *begun[1], *ABSURD[1:], f"--config.max_steps={steps}").finish()
     assert f"=alarm asks: {stopped['says']}" in alarm.output() and not os.path.exists(run.path("collapse.json"))
     assert "ALARM: the policy has collapsed since update" in alarm.output().rpartition("=alarm asks")[2]
-    assert alarm.metrics[-1]["step"] == stopped["step"] + 2
+    assert alarm.metrics[-1]["step"] == steps
 
 
 def booked(run: Run) -> float:
