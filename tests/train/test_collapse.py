@@ -55,7 +55,7 @@ def test_it_stops_and_goes_back_where_it_is_asked_to(tmp_path, start, begun):
     # A policy that the first absurd update has broken may pass by luck: the evaluation after it is then as good.
     there = [int(name) for name in os.listdir(run.path("checkpoints")) if name.isdigit()]
     good = max(step for step in there if step <= stopped["last_good"])
-    assert STEPS <= good and max(there) < stopped["step"]  # it is kept, and nothing was saved of the collapse
+    assert good >= STEPS and max(there) < stopped["step"]  # it is kept, and nothing was saved of the collapse
     assert f"is that of step {good}; --from_step={good} goes back to it" in line
     assert "Traceback" not in run.output()
     before = read(run.path("metrics.jsonl"))

@@ -310,7 +310,7 @@ def move(state: State, origins: jax.Array, targets: jax.Array, count: jax.Array)
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "precision", "steps", "maximum", "width", "experts"),
+    static_argnames=("config", "precision", "steps", "maximum", "width", "filtered", "experts"),
     donate_argnames=("state",),
 )
 def decode_chunk(
@@ -322,10 +322,12 @@ def decode_chunk(
     steps: int,
     maximum: int,
     width: int,
+    filtered: bool = False,
     experts: bool = False,
 ) -> tuple[State, Output]:
     """`steps` steps of the first `width` slots, none of which grows over `maximum` tokens, prompt included.
 
+    filtered: whether a slot that counts has a top_k or top_p that drops something.
     experts: those of the tokens fed are told, too.
 
     The caller sees to it that the cache is long enough for every slot that counts. Fewer slots than there are cost a
@@ -343,9 +345,7 @@ def decode_chunk(
         logit, keys, values, chosen = _feed(weights, state, rotation, config=config, precision=precision)
         with jax.named_scope("sample"):
             s = state.settings
-            # What an ended slot asked for must not keep the others searching.
-            top_k, top_p = jnp.where(state.live, s.top_k, 0), jnp.where(state.live, s.top_p, 1.0)
-            token, logprob = sample(logit, s.temperature, top_k, top_p, u)
+            token, logprob = sample(logit, s.temperature, s.top_k, s.top_p, u, filtered=filtered)
         state, told = _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
         return state, (*told, _together(chosen, config) if experts else None)
 

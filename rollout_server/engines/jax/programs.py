@@ -1,9 +1,10 @@
 """The chunk compiled for fewer slots than there are: a step costs what the slots that it runs cost.
 
-For all slots it is compiled before serving begins, once for every length of the cache. For fewer it is compiled when
-going without has cost as much as compiling does (so waiting and compiling never cost more than twice the better of the
-two), on a thread of its own, and decoding goes on meanwhile with what there is. No server starts later for it, one that
-is always full compiles nothing more, and one that is idle for most of the time leaves the cores to its neighbours.
+For all slots it is compiled before serving begins, once for every length of the cache; with a filter (top-k or top-p)
+when that is first asked for (slots.py). For fewer it is compiled when going without has cost as much as compiling does
+(so waiting and compiling never cost more than twice the better of the two), on a thread of its own, and decoding goes
+on meanwhile with what there is. No server starts later for it, one that is always full compiles nothing more, and one
+that is idle for most of the time leaves the cores to its neighbours.
 """
 
 import collections
@@ -11,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,6 +20,14 @@ SMALLEST_WIDTH = 8  # slots; below, a step costs as much
 UNPRICED = 0.0, math.inf  # nothing is gained, and compiling takes for ever
 
 Program = Callable[..., Any]
+
+
+class Kind(NamedTuple):
+    """Of chunks: what is compiled for it apart from the number of slots."""
+
+    length: int  # of the cache
+    filtered: bool  # some slot asks for a top-k or top-p
+
 
 _log = logging.getLogger(__name__)
 
@@ -46,32 +55,32 @@ def widths(slots: int, *, copies_are_cheap: bool) -> list[int]:
 
 
 class Programs:
-    """compile: (width, length) -> the chunk for so many slots and such a cache. Of one thread, but for `compile`."""
+    """compile: (width, kind) -> the chunk for so many slots. Of one thread, but for `compile`."""
 
-    def __init__(self, widths: list[int], compile: Callable[[int, int], Program]):
+    def __init__(self, widths: list[int], compile: Callable[[int, Kind], Program]):
         """widths: rising; the last is all slots, which is never compiled here."""
         self._widths, self._compile = widths, compile
-        self._programs: dict[tuple[int, int], Program | None] = {}  # None: XLA cannot compile it
-        self._coming: dict[tuple[int, int], Future[Program]] = {}
-        self._seconds: dict[int, tuple[float, float]] = {}  # by length: of a chunk of all slots, of compiling it
-        self._lost = collections.defaultdict[tuple[int, int], float](float)  # seconds
+        self._programs: dict[tuple[int, Kind], Program | None] = {}  # None: XLA cannot compile it
+        self._coming: dict[tuple[int, Kind], Future[Program]] = {}
+        self._seconds: dict[Kind, tuple[float, float]] = {}  # of a chunk of all slots, of compiling it
+        self._lost = collections.defaultdict[tuple[int, Kind], float](float)  # seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compiling")
 
-    def price(self, length: int, *, chunk: float, compiling: float) -> None:
-        """What a chunk of all slots takes with a cache of this length, and what compiling it took, in seconds."""
-        self._seconds[length] = chunk, compiling
+    def price(self, kind: Kind, *, chunk: float, compiling: float) -> None:
+        """What such a chunk of all slots takes, and what compiling it took, in seconds."""
+        self._seconds[kind] = chunk, compiling
 
-    def narrowest(self, slots: int, length: int) -> tuple[int, Program | None]:
+    def narrowest(self, slots: int, kind: Kind) -> tuple[int, Program | None]:
         """The narrowest width that there is for so many slots, and its program; None: that of all slots.
 
         Raises what compiling has raised, but for XLA's own errors: those cost speed only, and are said in the log.
         """
         fitting = [width for width in self._widths if width >= slots]
-        best = fitting[0], length
+        best = fitting[0], kind
         if best in self._coming and self._coming[best].done():
             self._take(best)
         for width in fitting[:-1]:
-            program = self._programs.get((width, length))
+            program = self._programs.get((width, kind))
             if program is not None:
                 break
         else:
@@ -80,14 +89,15 @@ class Programs:
             self._lose(best, width)
         return width, program
 
-    def _take(self, key: tuple[int, int]) -> None:
+    def _take(self, key: tuple[int, Kind]) -> None:
         try:
             self._programs[key] = self._coming.pop(key).result()
         except jax.errors.JaxRuntimeError as error:
-            _log.warning("no chunk of %d slots and %d positions, wider ones run instead: %s", *key, error)
+            width, kind = key
+            _log.warning("no chunk of %d slots and %d positions, wider ones run instead: %s", width, kind.length, error)
             self._programs[key] = None
 
-    def _lose(self, best: tuple[int, int], width: int) -> None:
+    def _lose(self, best: tuple[int, Kind], width: int) -> None:
         """Books a chunk of `width` slots where the best one would have done."""
         chunk, compiling = self._seconds.get(best[1], UNPRICED)
         self._lost[best] += chunk * (width - best[0]) / self._widths[-1]

@@ -61,14 +61,17 @@ def _highest_threshold(order: jax.Array, weight: jax.Array, wanted: jax.Array) -
 
 
 def sample(
-    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, u: jax.Array
+    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, u: jax.Array, *, filtered: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """logits [B, V] float32, parameters [B], u [B, 2] -> (tokens [B] int32, logprobs [B] float32)."""
+    """logits [B, V] float32, parameters [B], u [B, 2] -> (tokens [B] int32, logprobs [B] float32).
+
+    filtered: whether any row has a top_k or top_p that drops something. The host knows it: a GPU on which this was
+    decided in every step waited for the host each time, a fifth of the step.
+    """
     # The largest is 0 from here on, and stays: no filter drops it. Shifted first, so that no temperature overflows.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
-    filtered = (top_k > 0) | (top_p < 1)
-    # Paid for only while some slot wants it.
-    logits = jax.lax.cond(jnp.any(filtered), keep_likely, lambda logits, *_: logits, logits, top_k, top_p)
+    if filtered:
+        logits = keep_likely(logits, top_k, top_p)
 
     rows, vocabulary = logits.shape
     size = max(16, math.isqrt(vocabulary - 1) + 1)

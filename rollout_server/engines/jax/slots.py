@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import functools
 import heapq
+import logging
 import time
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.decode import Output, Settings
-from rollout_server.engines.jax.programs import Program, Programs, buckets, widths
+from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, widths
 from rollout_server.engines.jax.weights import DecodeWeights
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model.decoder import Precision
@@ -39,6 +40,7 @@ PATIENCE = 4  # chunks until a cache that is too long is cut: each change copies
 
 _REASONS = {decode.STOP: "stop", decode.LENGTH: "length"}
 _MOST = 2**31 - 1
+_FILTER_BYTES = 3 * 4  # of a slot and token of the vocabulary: what a filter takes beside the logits (sampling.py)
 
 Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
 
@@ -81,8 +83,9 @@ class SlotPool:
         self._free = list(range(slots))  # a heap: those at the front are taken first
         self._programs = Programs(widths(slots, copies_are_cheap=jax.default_backend() == "cpu"), self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes
-        self._whole: dict[int, Program] = {}  # by length: the chunk of all slots, where it is compiled beforehand
-        self._compiling: dict[int, float] = {}  # by length: the seconds that took
+        self._whole: dict[Kind, Program] = {}  # the chunk of all slots, where it is compiled beforehand
+        self._compiling: dict[Kind, float] = {}  # the seconds that took
+        self._seconds: dict[int, float] = {}  # of a chunk of all slots, by length
         self._prefills: dict[int, Program] = {}  # by bucket, where they are compiled beforehand
         self._reach = np.zeros(slots, np.int64)  # the next position fed, after all chunks started
         self._chunks: collections.deque[_Chunk] = collections.deque()
@@ -121,10 +124,14 @@ class SlotPool:
             lowered = decode.prefill.lower(weights_like, tokens, **self._of_every_prefill)
             self._prefills[size] = lowered.compile()
         for length in self._lengths:
-            began = time.perf_counter()
-            self._whole[length] = self._compile_chunk(self.slots, length)
-            self._compiling[length] = time.perf_counter() - began
-        return max(memory.working_bytes(program) for program in (*self._whole.values(), *self._prefills.values()))
+            self._compile_whole(Kind(length, False))
+        working = max(memory.working_bytes(program) for program in (*self._whole.values(), *self._prefills.values()))
+        return working + _FILTER_BYTES * self.slots * self._config.vocab_size
+
+    def _compile_whole(self, kind: Kind) -> None:
+        began = time.perf_counter()
+        self._whole[kind] = self._compile_chunk(self.slots, kind)
+        self._compiling[kind] = time.perf_counter() - began
 
     def warm_up(self, weights: DecodeWeights) -> None:
         """Compiles what is left of what serving begins with. No slot may be taken."""
@@ -138,7 +145,8 @@ class SlotPool:
             for prefix in prefixes:
                 self._insert(prefix, nobody, 0, 0, 0, decode.empty_settings(self.slots))
             self._time_chunk(weights)
-            self._programs.price(length, chunk=self._time_chunk(weights), compiling=self._compiling[length])
+            self._seconds[length] = self._time_chunk(weights)
+            self._price(Kind(length, False))
             self._move_on_device([], [])
         self._set_length(self._lengths[0])
         jax.block_until_ready(self._state)
@@ -148,9 +156,12 @@ class SlotPool:
         """Seconds of a chunk of all slots."""
         jax.block_until_ready(self._state)
         began = time.perf_counter()
-        self._run_chunk(weights, self.slots, None)
+        self._run_chunk(weights, self.slots, Kind(self._length, False), None)
         jax.block_until_ready(self._state)
         return time.perf_counter() - began
+
+    def _price(self, kind: Kind) -> None:
+        self._programs.price(kind, chunk=self._seconds[kind.length], compiling=self._compiling[kind])
 
     # ------------------------------------------------------------------------------------------------- entering
 
@@ -195,11 +206,23 @@ class SlotPool:
         self._too_long = self._too_long + 1 if length < self._length else 0
         if length > self._length or self._too_long > PATIENCE:
             self._set_length(length)
-        width, program = self._programs.narrowest(len(taken), self._length)
+        kind = self._kind()
+        width, program = self._programs.narrowest(len(taken), kind)
         self._gather([slot for slot in taken if slot >= width])
-        output = self._run_chunk(weights, width, program)
+        output = self._run_chunk(weights, width, kind, program)
         columns = dict(sorted(self._taken.items(), key=lambda item: item[1]))
         self._chunks.append(_Chunk(output, step, columns))
+
+    def _kind(self) -> Kind:
+        """Of the next chunk. One with a filter is compiled here when it is first wanted: what is sampled to train on
+        seldom has one, and a start need not wait for it."""
+        kind = Kind(self._length, any(_filters(sequence) for sequence in self._taken))
+        if kind.filtered and self._whole and kind not in self._whole:
+            self._compile_whole(kind)
+            self._price(kind)
+            said = "compiled in %.1f s for top-k and top-p, %d positions"
+            logging.info(said, self._compiling[kind], kind.length)
+        return kind
 
     def _gather(self, origins: list[int]) -> None:
         """Moves these to the first free slots."""
@@ -255,20 +278,28 @@ class SlotPool:
         padded = [np.pad(np.array(slots, np.int32), (0, self.slots - len(slots))) for slots in (origins, targets)]
         self._state = decode.move(self._state, *padded, np.int32(len(origins)))
 
-    def _run_chunk(self, weights: DecodeWeights, width: int, program: Program | None) -> Output:
-        program = program or self._whole.get(self._length)
-        run = program or functools.partial(decode.decode_chunk, **self._of_every_chunk, width=width)
+    def _run_chunk(self, weights: DecodeWeights, width: int, kind: Kind, program: Program | None) -> Output:
+        program = program or self._whole.get(kind)
+        settings = {**self._of_every_chunk, "width": width, "filtered": kind.filtered}
+        run = program or functools.partial(decode.decode_chunk, **settings)
         self._state, output = run(weights, self._state)
         return output
 
-    def _compile_chunk(self, width: int, length: int) -> Program:
+    def _compile_chunk(self, width: int, kind: Kind) -> Program:
         """On another thread: reads nothing that changes."""
         state = jax.eval_shape(
-            lambda: decode.empty_state(self._config, self._precision, slots=self.slots, length=length)
+            lambda: decode.empty_state(self._config, self._precision, slots=self.slots, length=kind.length)
         )
-        program = decode.decode_chunk.lower(self._weights_like, state, **self._of_every_chunk, width=width).compile()
+        settings = {**self._of_every_chunk, "width": width, "filtered": kind.filtered}
+        program = decode.decode_chunk.lower(self._weights_like, state, **settings).compile()
         memory.trim()  # XLA takes tens of MiB to compile
         return program
+
+
+def _filters(sequence: Sequence) -> bool:
+    """Whether its top-k or top-p may drop a token."""
+    sampling = sequence.request.sampling
+    return sampling.top_k > 0 or sampling.top_p < 1
 
 
 def _fill(settings: Settings, row: int, sequence: Sequence) -> None:

@@ -1,6 +1,7 @@
 """The embedded generator's device functions through its slots: what is sampled, and with which probability."""
 
 import functools
+import logging
 import threading
 from concurrent.futures import Executor, Future
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from rollout_server.engines.jax import decode, programs
-from rollout_server.engines.jax.programs import Programs, buckets
+from rollout_server.engines.jax.programs import Kind, Programs, buckets
 from rollout_server.engines.jax.slots import SlotPool
-from rollout_server.engines.jax.weights import decode_precision, decode_weights, model_params
+from rollout_server.engines.jax.weights import abstract_weights, decode_precision, decode_weights, model_params
 from rollout_server.engines.sequence import Counters, Sequence
 from scalerl_jax.model import Precision, forward, token_logprobs
 from tests.rollout_server.jax_reference import ask, reference_logprobs, replay, tiny
@@ -179,10 +180,10 @@ def at_once(monkeypatch):
     widths = []
     run_chunk = SlotPool._run_chunk
 
-    def noted(pool, weights, width, program):
+    def noted(pool, weights, width, kind, program):
         assert (program is None) == (width == pool.slots)
         widths.append(width)
-        return run_chunk(pool, weights, width, program)
+        return run_chunk(pool, weights, width, kind, program)
 
     monkeypatch.setattr(programs, "UNPRICED", (1.0, 0.0))
     monkeypatch.setattr(programs, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
@@ -254,40 +255,62 @@ def test_the_cache_grows_for_a_slot_that_was_moved(at_once):
     np.testing.assert_allclose(last.logprobs, reference, atol=1e-4)
 
 
+def test_a_filter_is_compiled_when_it_is_first_asked_for(caplog):
+    """And it drops nothing of who has none."""
+    caplog.set_level(logging.INFO)
+    config = tiny()
+    pool, weights = make(config)
+    pool.compile(abstract_weights(config, PRECISION))
+    pool.warm_up(weights)
+    plain = ask(PROMPT, seeds=range(2), answer_budget=8)
+    alone = run(pool, [weights], [plain])
+    assert not caplog.messages
+    greedy = ask(PROMPT, name="greedy", seeds=[9], answer_budget=8, top_k=1)
+    both = run(pool, [weights], [greedy, plain])
+    (said,) = caplog.messages
+    assert said.startswith("compiled in ") and said.endswith(" s for top-k and top-p, 64 positions")
+    np.testing.assert_allclose(both.pop(("greedy", 0)).logprobs, 0, atol=1e-6)
+    assert both.keys() == alone.keys()
+    for name, one in both.items():
+        np.testing.assert_array_equal(one.token_ids, alone[name].token_ids)
+    pool.close()
+
+
 def test_a_narrow_chunk_is_compiled_once_going_without_has_cost_as_much(caplog):
     compiled, go = [], threading.Event()
     errors = {96: jax.errors.JaxRuntimeError("too large"), 128: TypeError("ours")}
 
-    def compile_(width, length):
-        compiled.append((width, length))
+    def compile_(width, kind):
+        assert not kind.filtered
+        compiled.append((width, kind.length))
         assert go.wait(SECONDS)
-        if length in errors:
-            raise errors[length]
-        return f"{width}, {length}"
+        if kind.length in errors:
+            raise errors[kind.length]
+        return f"{width}, {kind.length}"
 
     chunks = Programs([8, 16, 32], compile_)
 
     def misses(slots, length, count):
         for _ in range(count):
-            assert chunks.narrowest(slots, length)[0] > 16
-            assert chunks.narrowest(32, length) == (32, None)
+            assert chunks.narrowest(slots, Kind(length, False))[0] > 16
+            assert chunks.narrowest(32, Kind(length, False)) == (32, None)
 
     def arrives(slots, length, width):
-        return eventually(lambda: (found := chunks.narrowest(slots, length))[0] == width and found)
+        return eventually(lambda: (found := chunks.narrowest(slots, Kind(length, False)))[0] == width and found)
 
     for length in (64, 96, 128):
-        chunks.price(length, chunk=1.0, compiling=4.0)
+        chunks.price(Kind(length, False), chunk=1.0, compiling=4.0)
     misses(9, 64, 7)  # half a second each
     assert not chunks._coming
     misses(9, 64, 5)  # and decoding goes on
-    assert list(chunks._coming) == [(16, 64)]
+    assert list(chunks._coming) == [(16, Kind(64, False))]
     go.set()
     assert arrives(9, 64, 16) == (16, "16, 64") and compiled == [(16, 64)]
 
     # Against 16 slots, 8 save a quarter of a chunk.
-    assert [chunks.narrowest(8, 64) for _ in range(15)] == [(16, "16, 64")] * 15
+    assert [chunks.narrowest(8, Kind(64, False)) for _ in range(15)] == [(16, "16, 64")] * 15
     assert not chunks._coming
-    chunks.narrowest(8, 64)
+    chunks.narrowest(8, Kind(64, False))
     assert arrives(8, 64, 8) == (8, "8, 64") and compiled == [(16, 64), (8, 64)]
 
     misses(16, 128, 8)  # each length for itself
@@ -295,8 +318,8 @@ def test_a_narrow_chunk_is_compiled_once_going_without_has_cost_as_much(caplog):
         arrives(16, 128, 16)
     misses(16, 96, 8)
     while not caplog.messages:
-        assert chunks.narrowest(16, 96) == (32, None)
-    assert [chunks.narrowest(16, 96) for _ in range(100)] == [(32, None)] * 100
+        assert chunks.narrowest(16, Kind(96, False)) == (32, None)
+    assert [chunks.narrowest(16, Kind(96, False)) for _ in range(100)] == [(32, None)] * 100
     assert compiled == [(16, 64), (8, 64), (16, 128), (16, 96)]
     assert caplog.messages == ["no chunk of 16 slots and 96 positions, wider ones run instead: too large"]
     chunks.close()

@@ -368,12 +368,17 @@ def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
             assert compiled
             compiled.clear()
             rng = np.random.default_rng(0)
-            for length in (1, 2, 16, 17, 33, 65, LENGTH - 1):
-                prompt = rng.integers(0, CONFIG.vocab_size, length)
+            prompts = [rng.integers(0, CONFIG.vocab_size, length) for length in (1, 2, 16, 17, 33, 65, LENGTH - 1)]
+            for prompt in prompts:
                 plain = ask(prompt, seeds=range(5), budgets=[0, 1, 2, 3, 50], phrase=(3, 4), end=(4,), answer_budget=30)
                 await collect(engine, plain)
-                await collect(engine, ask(prompt, temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(1, 2)))
                 await engine.score(prompt.astype(np.int32))
+            assert compiled == []
+            for wanted in (True, False):  # a filter, when it is first asked for
+                for prompt in prompts:
+                    await collect(engine, ask(prompt, temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(1, 2)))
+                assert bool(compiled) == wanted
+                compiled.clear()
             await load(engine, Version(3, 1), random_tensors(CONFIG, 1))
             await collect(engine, ask(PROMPT, incarnation=3, answer_budget=LONG))
             async with pause_decoding(engine, chunks=1):

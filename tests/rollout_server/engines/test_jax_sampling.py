@@ -1,5 +1,7 @@
 """Sampling on its own, against float64 numpy."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -24,8 +26,8 @@ def kept(logits, temperature, top_k, top_p):
     return p / p.sum()
 
 
-@jax.jit
-def draw(logits, seeds, temperature, top_k, top_p):
+@functools.partial(jax.jit, static_argnames="filtered")
+def draw(logits, seeds, temperature, top_k, top_p, filtered):
     """One token per seed, all from the same logits [V]."""
 
     def full(x, dtype):
@@ -33,18 +35,23 @@ def draw(logits, seeds, temperature, top_k, top_p):
 
     rows = jax.numpy.broadcast_to(logits, (ROWS, logits.shape[0]))
     u = uniforms(seeds, full(3, "int32")[None])[0]
-    return sample(rows, full(temperature, "float32"), full(top_k, "int32"), full(top_p, "float32"), u)
+    asked = full(temperature, "float32"), full(top_k, "int32"), full(top_p, "float32")
+    return sample(rows, *asked, u, filtered=filtered)
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1, 0, 1), (0.6, 0, 1), (1.7, 5, 1), (1, 0, 0.8), (0.8, 20, 0.9), (1, 1, 1)]
-)
+    ("temperature", "top_k", "top_p", "filtered"),
+    [
+        (1, 0, 1, False), (1, 0, 1, True), (0.6, 0, 1, False), (1.7, 5, 1, True), (1, 0, 0.8, True),
+        (0.8, 20, 0.9, True), (1, 1, 1, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("vocabulary", [37, 320])
-def test_frequencies_and_logprobs(vocabulary, temperature, top_k, top_p):
+def test_frequencies_and_logprobs(vocabulary, temperature, top_k, top_p, filtered):
     logits = (2 * np.random.default_rng(vocabulary).normal(size=vocabulary)).astype(np.float32)
     seeds = np.stack([np.arange(ROWS), np.full(ROWS, 7)], axis=1).astype(np.uint32)
 
-    tokens, logprobs = draw(logits, seeds, temperature, top_k, top_p)
+    tokens, logprobs = draw(logits, seeds, temperature, top_k, top_p, filtered)
     p = kept(logits, temperature, top_k, top_p)
     counts = np.bincount(tokens, minlength=vocabulary)
     assert (counts[p == 0] == 0).all()
@@ -90,7 +97,7 @@ def test_extreme_temperatures_and_logits_stay_finite():
     for temperature in (1e-30, 1e30):
         rows = np.full(3, temperature, np.float32)
         u = np.full((3, 2), 1 - 2.0**-24, np.float32)
-        tokens, logprobs = sample(logits, rows, np.zeros(3, np.int32), np.ones(3, np.float32), u)
+        tokens, logprobs = sample(logits, rows, np.zeros(3, np.int32), np.ones(3, np.float32), u, filtered=True)
         assert np.isfinite(logprobs).all() and (np.asarray(logprobs) <= 1e-6).all()
         if temperature < 1:
             assert np.asarray(tokens).tolist() == [0, 0, 3]
