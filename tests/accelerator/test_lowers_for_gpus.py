@@ -54,10 +54,11 @@ def test_the_update(platform):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_engine(platform):
     trainer = make_trainer(jax.devices("cpu")[0], DECODER, PRECISION, seq_len=LENGTH)
-    precision = decode_precision(PRECISION)
+    precision = decode_precision(PRECISION, platform)
     tensors = {name: np.asarray(value) for name, value in trainer.sync_weights().items()}
     weights = decode_weights(tensors, DECODER, PRECISION)
     state = decode.empty_state(DECODER, precision, slots=SLOTS, length=64)
+    assert state.keys[0].dtype == "bfloat16"  # and not what a CPU wants
     slots = np.zeros(SLOTS, np.int32)
     both = {"config": DECODER, "precision": precision}
     prefix = decode.prefill(weights, np.zeros(64, np.int32), **both)[:2]

@@ -75,6 +75,11 @@ def test_every_declared_package_of_the_trainer_is_imported() -> None:
     assert declared("train") - used - indirectly == set()
 
 
+def test_nothing_is_decided_by_this_process_default_device() -> None:
+    """What is compiled may be for another device: it is asked of the mesh, or of the device itself."""
+    assert [name for name, path in modules().items() if "default_backend(" in path.read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "forbidden"),

@@ -38,7 +38,7 @@ import numpy as np
 
 from rollout_server.engines.admission import LONGEST_END, LONGEST_PHRASE, MOST_STOPS
 from rollout_server.engines.jax.sampling import sample, uniforms
-from rollout_server.engines.jax.weights import DecodeLayer, DecodeWeights, product
+from rollout_server.engines.jax.weights import DecodeLayer, DecodePrecision, DecodeWeights, product
 from scalerl_jax.contract.codec import expert_dtype
 from scalerl_jax.model.attention import packed_attention
 from scalerl_jax.model.decoder import Precision, Rotation, rms_norm, rope_tables
@@ -117,18 +117,10 @@ def empty_settings(slots: int) -> Settings:
     )
 
 
-def cache_dtype(precision: Precision) -> str:
-    """Of keys and values, whose values are the compute dtype's in any case.
-
-    On a CPU float32: XLA widens a bf16 array there, all of it, to write one element.
-    """
-    return "float32" if jax.default_backend() == "cpu" else precision.compute
-
-
-def empty_state(config: DecoderConfig, precision: Precision, *, slots: int, length: int) -> State:
+def empty_state(config: DecoderConfig, precision: DecodePrecision, *, slots: int, length: int) -> State:
 
     def caches(*shape: int) -> Caches:
-        return [jnp.zeros((slots, config.kv_heads, *shape), cache_dtype(precision)) for _ in range(config.layers)]
+        return [jnp.zeros((slots, config.kv_heads, *shape), precision.cache) for _ in range(config.layers)]
 
     def zeros() -> jax.Array:
         return jnp.zeros(slots, jnp.int32)
@@ -164,7 +156,7 @@ def _through(
     rotation: Rotation,
     *,
     config: DecoderConfig,
-    precision: Precision,
+    precision: DecodePrecision,
 ) -> tuple[jax.Array, list[Any]]:
     """x [..., width] through every layer: (like x, of each layer the tokens' experts [..., k]; None without any)."""
     layer, chosen = FAMILIES[config.family].layer, []
@@ -180,7 +172,7 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     position: jax.Array,
-    precision: Precision,
+    precision: DecodePrecision,
     *,
     first: jax.Array | None = None,
 ) -> jax.Array:
@@ -206,7 +198,12 @@ def _attend(
 
 @functools.partial(jax.jit, static_argnames=("config", "precision", "experts"))
 def prefill(
-    weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: Precision, experts: bool = False
+    weights: DecodeWeights,
+    tokens: jax.Array,
+    *,
+    config: DecoderConfig,
+    precision: DecodePrecision,
+    experts: bool = False,
 ) -> tuple[Caches, Caches, jax.Array | None]:
     """Keys [K, h, P] and values [K, P, h] per layer of one prompt, tokens [P] int32. Padding at its end is harmless.
 
@@ -219,8 +216,8 @@ def prefill(
     values: Caches = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
-        keys.append(jnp.moveaxis(k[0], 0, 2).astype(cache_dtype(precision)))
-        values.append(jnp.swapaxes(v[0], 0, 1).astype(cache_dtype(precision)))
+        keys.append(jnp.moveaxis(k[0], 0, 2).astype(precision.cache))
+        values.append(jnp.swapaxes(v[0], 0, 1).astype(precision.cache))
         chunks = 1 + jnp.arange(len(tokens))[None] // config.attention_chunk if local else segment_ids
         return packed_attention(q, k, v, chunks, precision=precision.dot)
 
@@ -318,7 +315,7 @@ def decode_chunk(
     state: State,
     *,
     config: DecoderConfig,
-    precision: Precision,
+    precision: DecodePrecision,
     steps: int,
     maximum: int,
     width: int,
@@ -379,7 +376,7 @@ def _feed(
     x, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     x = rms_norm(x, weights["final_norm"], config.norm_epsilon, precision)
     head = head_weight(weights, config)  # in the head's dtype
-    return product(x.astype(head.dtype), head), keys, values, chosen
+    return product(x.astype(head.dtype), head, on_cpu=precision.on_cpu), keys, values, chosen
 
 
 def _advance(state: State, sampled: jax.Array, logprob: jax.Array, *, maximum: int) -> tuple[State, Any]:

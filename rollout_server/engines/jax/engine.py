@@ -42,7 +42,6 @@ from rollout_server.engines.admission import check_score
 from rollout_server.engines.booking import Booking
 from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_info import engine_info
-from rollout_server.engines.jax.decode import cache_dtype
 from rollout_server.engines.jax.programs import Program, buckets
 from rollout_server.engines.jax.slots import Prefix, SlotPool
 from rollout_server.engines.jax.weights import (
@@ -124,7 +123,8 @@ def of_model(
 
 def there_is() -> tuple[int | None, int, int]:
     """(bytes of the device; None: the CPU is the device, bytes of the host, bytes that this process takes already)."""
-    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    first = jax.local_devices()[0]
+    stats = first.memory_stats() if first.platform != "cpu" else None
     process = memory.resident()
     device = stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
     return device, memory.available() + process, process
@@ -143,11 +143,12 @@ class JaxEngine(QueuedEngine):
         self._config = config = read_config(options.model)
         self._precision = Precision(compute=options.compute_dtype, sync=options.sync_dtype, head=options.head_precision)
         info = engine_info("jax", options, config)
-        computing, maximum = decode_precision(self._precision), info.maximum_tokens
+        computing = decode_precision(self._precision, jax.local_devices()[0].platform)
+        on_cpu, maximum = computing.on_cpu, info.maximum_tokens
         like = abstract_weights(config, self._precision)
         booked = of_model(
-            config, self._precision, cache_dtype=cache_dtype(computing), weights=like, slots=info.slots,
-            longest=maximum, copies_are_cheap=jax.default_backend() == "cpu",
+            config, self._precision, cache_dtype=computing.cache, weights=like, slots=info.slots, longest=maximum,
+            copies_are_cheap=on_cpu,
         )  # fmt: skip
         device, host, process = there_is()
         booked.check(device=device, host=host, process=process)  # what cannot fit is known before minutes of compiling
@@ -162,7 +163,7 @@ class JaxEngine(QueuedEngine):
         memory.trim()  # XLA takes tens of MiB to compile
         device, host, process = there_is()
         logging.info("%s", booked.check(device=device, host=host, process=process))
-        self._lookahead = (0 if jax.default_backend() == "cpu" else 1) if lookahead is None else lookahead
+        self._lookahead = (0 if on_cpu else 1) if lookahead is None else lookahead
 
         # Everything below is guarded by this condition; notified when the decode thread may have something to do.
         self._changed = threading.Condition()

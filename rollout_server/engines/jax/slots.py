@@ -26,9 +26,8 @@ import numpy as np
 from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.decode import Output, Settings
 from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, widths
-from rollout_server.engines.jax.weights import DecodeWeights
+from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
-from scalerl_jax.model.decoder import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.system import memory
 
@@ -58,7 +57,7 @@ class SlotPool:
     def __init__(
         self,
         config: DecoderConfig,
-        precision: Precision,
+        precision: DecodePrecision,
         *,
         slots: int,
         maximum: int,
@@ -81,7 +80,7 @@ class SlotPool:
         self._too_long = 0  # chunks in a row for which a shorter cache would have done
         self._taken: dict[Sequence, int] = {}  # by whom, which slot
         self._free = list(range(slots))  # a heap: those at the front are taken first
-        self._programs = Programs(widths(slots, copies_are_cheap=jax.default_backend() == "cpu"), self._compile_chunk)
+        self._programs = Programs(widths(slots, copies_are_cheap=precision.on_cpu), self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes
         self._whole: dict[Kind, Program] = {}  # the chunk of all slots, where it is compiled beforehand
         self._compiling: dict[Kind, float] = {}  # the seconds that took

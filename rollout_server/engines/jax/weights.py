@@ -25,6 +25,7 @@ itself. So there W is the left operand, y' = W x', and only the rows are rearran
 behind it the compiler would turn the product round again, to save the transposition of its result.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -45,9 +46,28 @@ Place = tuple[int | None, str]  # layer (None: of none), name in DecodeWeights
 _NOTHING = Change(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
-def decode_precision(precision: Precision) -> Precision:
+@dataclasses.dataclass(frozen=True)
+class DecodePrecision(Precision):
+    """And what the programs are compiled for, which may be another device than this process has."""
+
+    platform: str = "cpu"  # as of jax.Device
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.platform == "cpu"
+
+    @property
+    def cache(self) -> str:
+        """The dtype of keys and values, whose values are the compute dtype's in any case.
+
+        On a CPU float32: XLA widens a bf16 array there, all of it, to write one element.
+        """
+        return "float32" if self.on_cpu else self.compute
+
+
+def decode_precision(precision: Precision, platform: str) -> DecodePrecision:
     """The precision to compute with on decode weights: they are rounded already, once is enough."""
-    return Precision(compute=precision.compute, sync="float32", head=precision.head)
+    return DecodePrecision(compute=precision.compute, sync="float32", head=precision.head, platform=platform)
 
 
 def decode_weights(
@@ -174,11 +194,11 @@ def lies_as_in_files(row: WeightRow) -> bool:
     return row.transposed and "router" not in row.dimensions
 
 
-def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array, *, on_cpu: bool) -> jax.Array:
     """x [..., in] times weight [out, in] of its dtype, summed and returned in float32: [..., out]."""
     dot = Precision(str(x.dtype)).dot
     count = x.size // x.shape[-1]
-    if jax.default_backend() != "cpu" or count > MOST_ROWS:
+    if not on_cpu or count > MOST_ROWS:
         return jax.lax.dot_general(
             x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=dot, preferred_element_type=jnp.float32
         )
@@ -193,8 +213,11 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 class DecodeLayer(Layer):
     """A layer on decode weights (weights.py)."""
 
+    _precision: DecodePrecision
+
     def project(self, x: jax.Array, *leaves: str) -> object:
-        return self._each(leaves, lambda weight: product(x, weight).astype(x.dtype), -1)
+        on_cpu = self._precision.on_cpu
+        return self._each(leaves, lambda weight: product(x, weight, on_cpu=on_cpu).astype(x.dtype), -1)
 
     def weight(self, *leaves: str) -> object:
         if not lies_as_in_files(rows(self._config)[leaves[0]]):

@@ -26,11 +26,11 @@ def size(tree: object) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_booked_is_what_the_arrays_take(family: str, head: str, dtype: str) -> None:
     config, precision = toy_decoder(family=family), Precision(compute=dtype, sync="bfloat16", head=head)
-    like, computing = abstract_weights(config, precision), decode_precision(precision)
+    like, computing = abstract_weights(config, precision), decode_precision(precision, "cpu")
     held = decode_weights(random_tensors(config, 0), config, precision)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(lambda x: (x.shape, x.dtype), like)
     booked = engine.of_model(
-        config, precision, cache_dtype=decode.cache_dtype(computing), weights=like, slots=3, longest=96,
+        config, precision, cache_dtype=computing.cache, weights=like, slots=3, longest=96,
         copies_are_cheap=True,
     )  # fmt: skip
     assert booked.weights == size(held)
@@ -40,7 +40,7 @@ def test_what_is_booked_is_what_the_arrays_take(family: str, head: str, dtype: s
 
 def test_programs_compiled_beforehand_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config, precision = toy_decoder(), Precision()
-    pool = SlotPool(config, decode_precision(precision), slots=2, maximum=64, steps=2)
+    pool = SlotPool(config, decode_precision(precision, "cpu"), slots=2, maximum=64, steps=2)
     assert pool.compile(abstract_weights(config, precision)) > 0
     weights = decode_weights(random_tensors(config, 0), config, precision)
     monkeypatch.setattr(decode, "decode_chunk", None)  # compiling again would need it

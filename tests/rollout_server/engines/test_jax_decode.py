@@ -62,7 +62,7 @@ def name_of(sequence):
 
 
 def make(config, *, slots=4, steps=8, named=None, maximum=LENGTH):
-    pool = SlotPool(config, decode_precision(PRECISION), slots=slots, maximum=maximum, steps=steps)
+    pool = SlotPool(config, decode_precision(PRECISION, "cpu"), slots=slots, maximum=maximum, steps=steps)
     return pool, decode_weights(named or random_tensors(config, 0), config, PRECISION)
 
 
@@ -151,7 +151,7 @@ def test_the_cache_grows_and_shrinks_with_the_longest_slot():
     config = tiny()
     named = random_tensors(config, 0)
     weights = decode_weights(named, config, PRECISION)
-    pool = SlotPool(config, decode_precision(PRECISION), slots=2, maximum=128, steps=4)
+    pool = SlotPool(config, decode_precision(PRECISION, "cpu"), slots=2, maximum=128, steps=4)
     long = ask(PROMPT, name="long", seeds=(1,), answer_budget=90)
     short = ask(PROMPT, name="short", seeds=range(12), answer_budget=20)
     prompt = np.arange(100) % config.vocab_size
@@ -441,7 +441,7 @@ def test_bfloat16_stays_near_the_trainers(head):
     config = tiny()
     named, precision = random_tensors(config, 0), Precision(compute="bfloat16", sync="bfloat16", head=head)
     weights = decode_weights(named, config, precision)
-    pool = SlotPool(config, decode_precision(precision), slots=4, maximum=LENGTH, steps=8)
+    pool = SlotPool(config, decode_precision(precision, "cpu"), slots=4, maximum=LENGTH, steps=8)
     one = run(pool, [weights], [ask(PROMPT, seeds=(1,), answer_budget=30)])["train/0", 0]
     difference = np.abs(one.logprobs - trainer_logprobs(config, named, PROMPT, one.token_ids, precision))
     assert difference.mean() < 2e-2 and difference.max() < 0.2
@@ -461,10 +461,11 @@ def test_buckets():
 def test_a_chunk_works_on_the_cache_in_place(width):
     config = tiny()
     weights = decode_weights(random_tensors(config, 0), config, PRECISION)
-    state = jax.eval_shape(lambda: decode.empty_state(config, PRECISION, slots=4, length=2048))
+    precision = decode_precision(PRECISION, "cpu")
+    state = jax.eval_shape(lambda: decode.empty_state(config, precision, slots=4, length=2048))
     cache = sum(array.size * array.dtype.itemsize for array in (*state.keys, *state.values))
     lowered = decode.decode_chunk.lower(
-        weights, state, config=config, precision=PRECISION, steps=8, maximum=2048, width=4
+        weights, state, config=config, precision=precision, steps=8, maximum=2048, width=4
     )
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= cache
