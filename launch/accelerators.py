@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from scalerl_jax.system.platforms import jax_uses_gpus, visible_gpus
 
-# Of a shared GPU's memory that nobody takes: every process has a CUDA context and the libraries' work space besides.
+# The share of a shared GPU's memory left free: every process also has a CUDA context and the libraries' workspace.
 SPARE = 0.1
 LEAST_VLLM = 0.05  # the least that scalerl-serve takes for --device_memory
 _OWN_CHOICE = (

@@ -3,12 +3,12 @@
 Those that compute have malloc tuned:
 
     glibc.malloc.hugetlb=1     XLA on a CPU takes every result and every temporary from malloc and gives it back, and
-                               the kernel clears each page anew. With pages of 2 MiB that is a fraction of the work.
+                               the kernel clears each page again. With pages of 2 MiB that is a fraction of the work.
     glibc.malloc.arena_max=N   One arena a core, not eight. What is free in one arena is of no use to the threads of
                                another: a trainer of many threads holds a fifth more memory over eight, and longer.
 
-glibc (2.35 or newer) reads GLIBC_TUNABLES once, at the start of a process. So a command that was not told starts itself
-again, before anything large is imported; what it starts inherits the variable. Somebody's own choice of either is kept.
+glibc (2.35 or newer) reads GLIBC_TUNABLES once, at the start of a process. So a command without these re-executes
+itself before anything large is imported; its children inherit the variable. A user's own choice of either is kept.
 
 Left out on purpose: `python -m` starts the modules as they are.
 """
@@ -45,7 +45,7 @@ def with_tuned_malloc(environment: Mapping[str, str], *, glibc: str, cores: int)
 
 
 def restart_with_tuned_malloc() -> None:
-    """Returns where there is nothing to change; else this process begins once more, and this call never returns."""
+    """Returns where there is nothing to change; otherwise re-executes this process, and never returns."""
     if sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names:
         glibc = os.confstr("CS_GNU_LIBC_VERSION") or ""
         environment = with_tuned_malloc(os.environ, glibc=glibc, cores=os.cpu_count() or 1)

@@ -15,7 +15,7 @@ them; how they share its GPUs is accelerators.py's. It runs in a process group o
 alone, which then stops the servers.
 
 Left out on purpose: this neither speaks gRPC nor knows whether a server is healthy. The trainer's fleet finds that out,
-here as with servers that nobody supervises.
+here as with unsupervised servers.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class _Server:
         self._command = list(command)
         self._environment = dict(environment)
         self._first_pause = first_pause
-        self.failure: StartError | None = None  # why nobody watches it any more
+        self.failure: StartError | None = None  # why it is not supervised any more
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # no process is started once stopping is set
         self._thread = threading.Thread(target=self._supervise, name=f"local-server-{index}", daemon=True)
@@ -195,11 +195,11 @@ class _Server:
             _wait_for_group(group, deadline)
             os.killpg(group, signal.SIGKILL)
             log.warning("local server %d ended, and what it had started did not: killed", self.index)
-            # What is killed needs a core once more to end; where nobody reaps orphans they stay for ever, as zombies.
+            # A killed process needs a core to end; where no process reaps orphans they stay forever, as zombies.
             _wait_for_group(group, time.monotonic() + KILLED_SECONDS)
 
     def _supervise(self) -> None:
-        """Whatever ends this is kept for the trainer, which would wait for ever for a server that nobody starts."""
+        """An error that ends this is kept for the trainer: it would wait forever for a server that is not started."""
         try:
             self._keep_alive()
         except Exception as error:  # noqa: BLE001 (told by LocalServers.check)

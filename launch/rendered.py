@@ -12,7 +12,7 @@ import yaml
 from scalerl_jax.system import files
 
 WIDTH = 110  # of comments
-MARK = "rendered-by-scalerl-launch"  # a folder with this file may be made anew
+MARK = "rendered-by-scalerl-launch"  # a folder with this file may be replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def check_folder(path: str) -> None:
 
 
 def write_folder(path: str, rendered: Sequence[RenderedFile]) -> None:
-    """Makes the folder, or makes it anew. Raises WriteError (system/files.py); then it is as it was."""
+    """Creates or replaces the folder. Raises WriteError (system/files.py); then it is as it was."""
     if os.path.isdir(path) and not os.listdir(path):
         os.rmdir(path)
     with files.whole_folder(path, replace=True) as folder:

@@ -3,8 +3,8 @@
     config.py, config.json   the config, whole
     generators.sbatch        a job array, each element one generator: it takes a free port, writes its address into
                              addresses/, and is queued again when it is preempted or its time is up
-    trainer.sbatch           every host the same scalerl-train under srun; it watches the file `servers`, which is made
-                             anew from addresses/ whenever a generator comes or goes
+    trainer.sbatch           every host the same scalerl-train under srun; it watches the file `servers`, which is
+                             rebuilt from addresses/ whenever a generator comes or goes
     submit.sh                submits both
 
 addresses/, servers and logs/ are in WORKDIR-launch. This folder, the workdir and all files named have to be on a file

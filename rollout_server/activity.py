@@ -4,8 +4,8 @@
     a trainer is gone    no call of it for AWAY_SECONDS, and what it was served
     heartbeat            every BEAT_SECONDS in which something was sampled: completions, tokens a second, slots, queue
 
-A trainer is an incarnation; calls that name none (Status) count for the one that the same connection belongs to. So
-many are remembered at most, and so many lines are said a minute, whatever incarnations somebody makes up.
+A trainer is an incarnation; calls that name none (Status) count for the one that the same connection belongs to. The
+trainers remembered and the lines logged a minute are bounded, whatever incarnations clients make up.
 """
 
 import dataclasses

@@ -1,14 +1,14 @@
-"""The connections of a server's port, and the end of those that nobody vouches for.
+"""The connections of a server's port. Those without an accepted call are closed.
 
     let in     a call on it was: it carried the token, where there is one. It stays for as long as its client likes
     unknown    all others: silent ones, handshakes, calls that are refused. Each is closed after UNKNOWN_SECONDS, and of
                more than MOST_UNKNOWN the oldest are closed at once
 
-Else whoever reaches the port could take all files that this process may have open, and shut out the trainer without
-ever showing a token. A client that is closed while it has nothing to say dials again with its next call.
+Otherwise any client that reaches the port could use up the open files of this process, and shut out the trainer without
+ever showing a token. An idle client that is closed reconnects with its next call.
 
-gRPC has no word on its connections: they are found among the files of this process. Its own limits would not do: one of
-connections keeps out whoever comes last, one of age cuts streams that are in use.
+gRPC does not list its connections: they are found among the files of this process. Its own limits would not do: a limit
+on connections keeps out the latest client, a limit on age cuts streams that are in use.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Peer = tuple[str, int]  # address, port
 
 
 def raise_file_limit() -> None:
-    """As many open files as this process may have: many systems give a thousand to whoever does not ask."""
+    """Allows as many open files as this process may have: many systems default to a thousand."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

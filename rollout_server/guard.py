@@ -183,7 +183,7 @@ async def _messages(context: "_Context") -> AsyncIterator[Any]:
 
 
 class _Context(CallContext):
-    """No messages that are none, no answers that nobody reads, no long details."""
+    """Raises for malformed messages and for unread answers, and shortens details."""
 
     _unread = False
 
@@ -210,7 +210,7 @@ class _Context(CallContext):
             raise Unread from None
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
-        """Always raises: the last word waits behind what nobody takes, and the call does not wait for ever with it."""
+        """Always raises. The status waits behind unread answers; the call waits for it for a limited time."""
         try:
             async with asyncio.timeout(FAREWELL_SECONDS if self._unread else UNREAD_SECONDS):
                 await self._context.abort(code, peer_text.details(details), trailing_metadata)

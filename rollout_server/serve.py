@@ -116,7 +116,7 @@ async def serve(
 
         write_whole(port_file, f"{server.port}\n", durable=False)
 
-    # 3. Until the end. A server whose engine is over ends too: whoever started it can restart it.
+    # 3. Until the end. A server whose engine is over ends too: its supervisor can restart it.
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     over = failed.done()
@@ -164,7 +164,7 @@ def read_access(host: str) -> security.Access:
 
 
 def _warnings(token: str, tls: bool, beyond: str) -> Iterator[str]:
-    """What whoever starts the server should know. beyond: the host, where it is not this machine's alone."""
+    """Warnings for the operator. beyond: the host, or empty where it is this machine's alone."""
     for flag in (given.TLS_KEY, given.TOKEN_FILE):
         if why := security.exposed(flag.value, where=f"--{flag.name}"):
             yield why

@@ -253,6 +253,6 @@ class _Health(health.aio.HealthServicer):
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
-    """Returns when the task is over. What it raised is told by who awaits it, or by nobody."""
+    """Returns when the task is over. Its exception is left to the code that awaits it."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

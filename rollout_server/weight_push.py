@@ -230,7 +230,7 @@ class _Version:
         self.all_there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def lacks(self, header: pb.WeightHeader) -> bool:
-        """Whether a push with this header brings a part of it that nobody brings yet."""
+        """Whether a push with this header brings a part of it that no other push brings yet."""
         ours = (self._header.target, self._header.HasField("base"), self._header.base, self.parts)
         same = ours == (header.target, header.HasField("base"), header.base, header.parts)
         return self.parts > 1 and same and header.part not in self.pushes
@@ -244,7 +244,7 @@ class _Version:
         self.all_there.set_result(None)
 
     def displace(self) -> None:
-        """It is not received any more: whoever waits for a message is woken."""
+        """It is not received any more: pushes that wait for a message are woken."""
         for push in self.pushes.values():
             push.displace()
 
@@ -294,6 +294,6 @@ class _Push:
 
 
 def _seen(task: asyncio.Future) -> None:
-    """What a version turned out to be is told to whoever pushed it, if it is still there."""
+    """Marks an error as retrieved: the push that waits for the task reports it, if it is still there."""
     if not task.cancelled():
         task.exception()

@@ -173,7 +173,7 @@ class WeightStore:
             )
 
     def _part_bytes(self, tensor: pb.TensorInfo, header: pb.WeightHeader) -> int:
-        """Of one tensor in a payload; in a dense version that is whole nobody asks."""
+        """Bytes of one tensor in a payload; not called for a whole dense version."""
         if not tensor.dense and header.HasField("base"):
             return tensor.gap_bytes + 2 * tensor.changed
         if header.parts > 1:
@@ -215,7 +215,7 @@ class WeightStore:
 
     @property
     def _staging(self) -> Staging | None:
-        """The last one, while somebody holds it."""
+        """The last one, while a push holds it."""
         return self._newest() if self._newest is not None else None
 
     def _place(self, header: pb.WeightHeader) -> None:

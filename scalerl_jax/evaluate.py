@@ -222,7 +222,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
     if decoder is not None:
         check_length(config, maximum_tokens, decoder)
     expected = expected_of(config, decoder, maximum_tokens=maximum_tokens)
-    expected = dataclasses.replace(expected, router_replay=False)  # nobody trains on what is sampled
+    expected = dataclasses.replace(expected, router_replay=False)  # the samples are not trained on
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion, rows=rows))
         addresses, local = given.addresses, None

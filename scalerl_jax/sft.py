@@ -256,7 +256,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         if there:  # first, since the config that is written next is no longer this model's
             files.write_whole(folder.path(_OUTDATED), "model/ is of the config before\n")
         if not start and os.path.exists(folder.path("metrics.jsonl")):
-            jsonl.cut(folder.path("metrics.jsonl"), -1)  # the row of step 0 is written anew
+            jsonl.cut(folder.path("metrics.jsonl"), -1)  # the row of step 0 is rewritten
         folder.resume(start)
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.max_steps, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(trainer.state["params"]))

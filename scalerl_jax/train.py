@@ -239,7 +239,7 @@ def train(config: Config) -> None:
                     saving.save_if_due(last=True)
                     break
                 # 2. Build the batch; compute its gradient, and the log-probs by which its servers are judged. A batch
-                # with what is not the policy's is asked for again in part, and comes once more.
+                # with what is not the policy's is asked for again in part, and comes again.
                 with ledger.trainer("busy"), waits.working():
                     batch = build(groups, config.objective, number=number, end_of_thinking=end_of_thinking)
                     beside = parity.beside(groups, batch)

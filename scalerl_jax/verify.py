@@ -130,7 +130,7 @@ def judge(
     workers = max(part.environment.verifier_processes for part in parts.configs(config).values())
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(Scorer(alone, decode=_no_tokens, everywhere=True, rows=[row for _, row in rows]))
-        # One thread for each process that scores: a row waits for nobody, and its time is its own.
+        # One thread for each process that scores: a row waits for no other, and its time is its own.
         threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers))
         stack.callback(threads.shutdown, cancel_futures=True, wait=False)
 
@@ -167,7 +167,7 @@ def _rendered(config: Config) -> Callable[[Row], str]:
     """The prompt of a row as a run asks it, as far as it tells whether thinking is open. Raises ValueError."""
     file = os.path.join(config.model.path, "tokenizer.json")
     if config.rollout.thinking_budget_max > 0 or not config.rollout.end_of_thinking:
-        return _as_it_is  # thinking ends at the marker, whoever opened it
+        return _as_it_is  # thinking ends at the marker, whatever opened it
     if not os.path.isfile(file):
         line = f"{file}: no such file, so prompts are not rendered: whether they open thinking is told by their texts"
         Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)

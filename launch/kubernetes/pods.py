@@ -72,7 +72,7 @@ def claimed(name: str, claim: str, path: str, *, read_only: bool = False) -> tup
 
 
 def secret(name: str, of: str, path: str, *, items: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(volume, mount) of a Secret, which nobody but the container's user reads. items: of it only these keys."""
+    """(volume, mount) of a Secret, which only the container's user can read. items: only these keys of it."""
     source: dict[str, Any] = {"secretName": of, "defaultMode": 0o400}
     if items:
         source["items"] = [{"key": item, "path": item} for item in items]

@@ -1,16 +1,16 @@
-"""Requests that an engine has taken: those that wait, those in slots, and who waits for them.
+"""Requests of an engine: sequences that wait, sequences in slots, and their callers.
 
-    submit       what nobody could serve, other weights, more than there is room for is refused, and nothing is taken;
+    submit       a request that cannot be served, needs other weights or exceeds the capacity is refused as a whole;
                  an older request for one of its completions ends (AskedAgain), and leaves its places to this one
     admit        waiting sequences take free slots, first come, first served
-    finish       a sequence's completion goes to whoever asked for it
+    finish       a sequence's completion goes to the caller of its request
     cancel       what is left of a request loses its slots and places
     set_version  requests of another incarnation end (WrongVersion)
     close        all of them end
 
-An engine's sampling loop looks at `running`: what is no longer in there has lost its slot. It is told by `changed` that
-there may be something to do. An engine that decodes on a thread of its own gives the lock that it holds where several
-things must happen at once; what is called from an event loop takes it by itself.
+An engine's sampling loop polls `running`: a sequence no longer in it has lost its slot. `changed` tells the loop that
+there may be work. An engine that decodes on its own thread passes in the lock that it holds for atomic steps; methods
+called from an event loop acquire it themselves.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class RequestQueue:
     def submit(self, request: GroupRequest) -> Caller:
         """To be cancelled in the end. Raises as Engine.generate does, or RuntimeError where the engine is over.
 
-        Older requests for its completions end, also where it is refused: whoever asks again has given them up.
+        Older requests for its completions end, also where it is refused: a caller that retries has given them up.
         """
         caller, maximum_tokens = Caller(request), self.info.maximum_tokens
         with self._lock:
@@ -112,7 +112,7 @@ class RequestQueue:
             return caller
 
     def end_older(self, request: GroupRequest) -> None:
-        """Older requests for one of its completions end: whoever asks again has given them up."""
+        """Ends older requests for one of its completions: a caller that retries has given them up."""
         names = ((request.incarnation, request.group_id, wanted.index) for wanted in request.completions)
         with self._lock:
             if older := {self._open[name] for name in names if name in self._open}:

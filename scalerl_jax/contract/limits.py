@@ -37,8 +37,8 @@ _BOTH_ENDS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-# How long a server that was told to stop may take, by its engine; then it is gone whatever hangs, and later whoever
-# started it may kill it. vLLM gives its own processes 5 s and their workers as long, one after the other.
+# How long a server that was told to stop may take, by its engine; then it exits whatever hangs, and later its parent
+# may kill it. vLLM gives its own processes 5 s and their workers as long, one after the other.
 STOP_SECONDS = {"jax": 5.0, "vllm": 30.0}
 
 # http_proxy and https_proxy are meant for the web; gRPC would dial servers of this machine through them too. Only

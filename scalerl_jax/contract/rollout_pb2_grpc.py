@@ -76,7 +76,7 @@ class RolloutServicer(object):
         UNAVAILABLE          the server is shutting down.
         DEADLINE_EXCEEDED    the client has read nothing for two minutes.
         Cancelling the call frees its slots. A completion is named by (incarnation, group_id, index): asking again for one
-        that is being sampled ends the older call, with all its completions, and starts anew under the same name.
+        that is being sampled ends the older call, with all its completions, and restarts it under the same name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

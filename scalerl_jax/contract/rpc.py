@@ -14,7 +14,7 @@ from scalerl_jax.contract.limits import MAXIMUM_MESSAGE_BYTES
 _ROLLOUT = pb.DESCRIPTOR.services_by_name["Rollout"]
 SERVICE = _ROLLOUT.full_name
 
-# What an interceptor goes on with: whoever stands behind it.
+# What an interceptor calls next: the interceptors behind it, then the service.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 
 

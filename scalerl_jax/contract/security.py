@@ -7,8 +7,8 @@
         authorization: Bearer TOKEN, with every call
 
 A call without the right token is ended with UNAUTHENTICATED before any of its messages is read. Tokens are compared in
-constant time, and stand in no log, no config and no repr. A token without TLS can be read by whoever sees the packets:
-it keeps other users of one machine out, nobody on a network.
+constant time, and stand in no log, no config and no repr. A token without TLS can be read from the packets: it keeps
+out other users of one machine, but no client on a network.
 
 Left out on purpose: no users, no rights. Who may talk to a server may do all that the contract offers.
 """
@@ -50,9 +50,9 @@ def check_validity(
 ) -> None:
     """Raises ValueError that begins with `where` and tells the date, where the first certificate is not valid now.
 
-    The first is the one shown. Those behind it are a warning: a peer may find another way to whom it trusts, as with
-    an authority that was signed by an old one as well, and needs none of them.
-    one_is_enough: an error where none of them is, as of a list of authorities. now: default: by this machine's clock.
+    The first is the one shown. Those behind it are a warning: a peer may find another chain to an authority it trusts,
+    as with an authority that was signed by an old one as well, and needs none of them.
+    one_is_enough: raises only where none is valid, as for a list of authorities. now: by default this machine's clock.
     """
     now = now or datetime.datetime.now(datetime.UTC)
     try:
@@ -100,7 +100,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """What a client shows, and whom it believes. Nothing of it: a plain connection."""
+    """A client's certificate and token, and the authority it trusts. An empty one is a plain connection."""
 
     authority: bytes = b""  # PEM of who signs the servers' certificates; empty: no TLS
     certificate: bytes = dataclasses.field(default=b"", repr=False)  # PEM, for servers that ask for one
@@ -119,7 +119,7 @@ class Access:
     credentials: grpc.ServerCredentials | None = None  # None: no TLS
     client_certificates: bool = False  # a client must show one
     token: str = dataclasses.field(default="", repr=False)
-    warnings: tuple[str, ...] = ()  # what whoever starts the server should know, a line each
+    warnings: tuple[str, ...] = ()  # for the operator of the server, a line each
 
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         return [TokenInterceptor(self.token)] if self.token else []
@@ -316,7 +316,7 @@ def _digest(value: str | bytes) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether listening on `host` lets in nobody but this machine. Raises ValueError where the name is unknown."""
+    """Whether listening on `host` lets in this machine only. Raises ValueError where the name is unknown."""
     try:
         answers = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:

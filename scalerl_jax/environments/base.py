@@ -71,7 +71,7 @@ class Score:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # written down as their means over a batch
     answer: str | None = None  # what it was taken to answer, in one form for all that mean the same; None: no vote
     why: str = ""  # for people: what was compared with what, which test failed
-    failed: bool = False  # nobody knows what it is worth: a function failed, or took too long; it counts as wrong
+    failed: bool = False  # there is no true score: a function failed, or took too long; it counts as wrong
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):

@@ -110,7 +110,7 @@ class ChatTemplate:
         return texts[0], [(start, stop) for start, stop in marked[0]] if turns else []
 
     def _today(self, form: str) -> str:
-        """As the library's own, which is where a template has the date from that nobody gives it."""
+        """Like the library's own `strftime_now`: the date for a template that is not given one."""
         self.dated = True
         return datetime.now().strftime(form)
 

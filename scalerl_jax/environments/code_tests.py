@@ -192,7 +192,7 @@ def _parsed(value: Any, name: str) -> Any:
 
 
 def _private(value: Any) -> Any:
-    """Tests that are packed, so that nobody comes across them by accident."""
+    """Tests that are packed, so that they are not read by accident."""
     if not isinstance(value, str):
         return value
     try:

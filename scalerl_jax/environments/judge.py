@@ -175,7 +175,7 @@ class Judge:
         return str(choices[0].message.content or "")
 
     def _list_models(self) -> str:
-        """Whether somebody is there who takes the key. Raises what openai raises."""
+        """Checks that a server answers and accepts the key. Raises what openai raises."""
         import openai
 
         try:

@@ -11,7 +11,7 @@ scored by the data set's own score_answer, s from 0 to 1: the reward is 2 s - 1,
 config.environment.correct_at on (where it is at most 1).
 
 Some data sets draw from Python's sets, whose order is another in each process: they are made in processes with a fixed
-hash seed, by `python -m` this module for the rows, and once more, entry by entry, where they are scored.
+hash seed, by `python -m` this module for the rows, and again, entry by entry, where they are scored.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""Runs a program that nobody trusts, in a sandbox of namespaces (bubblewrap), a system call filter and limits.
+"""Runs an untrusted program in a sandbox of namespaces (bubblewrap), a system call filter and limits.
 
     own namespaces    processes, network (none), IPC, host name, cgroups; user too, where we are not root
     files             Python and the C library, read-only; empty scratch folders /tmp and /dev/shm; no /proc, no other
                       /dev but null, zero and urandom. open and os.open take /dev/stdin and its like for descriptors
-    rights            no capability; no new privileges; as root: a user of its own who is nobody on this machine, and
-                      who makes the namespaces too where root may not (a container)
+    rights            no capability; no new privileges; as root: a user id of its own, unused on this machine, which
+                      makes the namespaces too where root may not (a container)
     system calls      system_calls.py
     limits            the clock, CPU time, memory, processes, open files, output, size and number of files
 
@@ -19,7 +19,7 @@ goes in, and is compared out here. So a program that takes over all that runs in
 gains nothing that it could not have printed.
 
 Of memory, each process has a limit of address space, and all together are looked at LOOK_SECONDS apart: for that long
-several processes may have more. What is in the scratch folders counts beside it, by their sizes: output_bytes, and
+several processes may have more. Files in the scratch folders count too, by their sizes: output_bytes, and
 1 / SHARED_PART of the memory. No cgroup is needed, which a container mostly cannot make.
 """
 

@@ -56,14 +56,14 @@ def forbidden() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class User:
-    """Who makes a sandbox and who runs a program in it; 0: as whom we are."""
+    """User ids that make a sandbox and run a program in it; 0 is the current user."""
 
     makes: int  # without any right, in a user namespace
     runs: int  # is changed to in there
 
 
 def user() -> User:
-    """If we are root, somebody who is nobody, another for every sandbox: the kernel counts processes by it."""
+    """As root, an unused user id, another for every sandbox: the kernel counts processes by it."""
     if os.geteuid() != 0:
         return User(0, 0)
     with open("/proc/self/uid_map") as file:

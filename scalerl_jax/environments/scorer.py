@@ -1,6 +1,6 @@
-"""What each completion is worth: asked once of every one, trained on or held out, and the same for both.
+"""The score of each completion: computed once, and in the same way for training and held-out ones.
 
-    cut by the token budget        wrong, whatever its text says so far; nobody is asked
+    cut by the token budget        wrong, whatever its text says so far; no environment is asked
     nothing follows the thinking   wrong, likewise
     others                         the score of what follows the thinking, by the environment that the row is of
 

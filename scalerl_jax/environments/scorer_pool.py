@@ -11,7 +11,7 @@ The limit of a score is CPU time of its worker, so that it does not depend on wh
     stuck_seconds, by clock   of a worker that sleeps or is stopped: it is killed as one that died; what a score may
                               wait for others comes on top
 
-The question of a worker that died is asked of a new one once more; if that dies too, the completion is wrong. So is it
+The question of a worker that died is retried on a new one; if that dies too, the completion is wrong. So is it
 where a reply does not have the question's id, since a second writer would shift all scores by one. Of an environment
 that is deterministic every score that is no failure is remembered, and a completion that is being scored is not scored
 a second time beside that: what is remembered goes by digests of the row, made once, and of the completion. A worker

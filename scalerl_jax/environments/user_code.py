@@ -1,7 +1,7 @@
 """What a user names as FILE.py:NAME: the file is imported once, as a script's own folder would have it.
 
-The folder of the file is the last place where its imports are looked for, so a file beside it can be imported and can
-stand in nobody's way. A relative path is relative to where the command was started.
+The folder of the file is the last place where its imports are looked for, so a file beside it can be imported and
+shadows no other module. A relative path is relative to where the command was started.
 """
 
 import hashlib

@@ -97,7 +97,7 @@ class Received:
             self._there[place] = Segment(**fields, experts=arrays.get(f"experts/{place}"))
 
     def take(self, frame: Frame) -> tuple[list[Segment | Elsewhere], list[Segment | Elsewhere]]:
-        """With the last frame: the segments, and those beside; begins anew."""
+        """Adds the last frame; returns the segments and the `beside` ones, and resets itself."""
         self.add(frame)
         there, self._there = self._there, {}
         every = [there.get(i) or Elsewhere(length) for i, length in enumerate(frame.arrays["lengths"].tolist())]

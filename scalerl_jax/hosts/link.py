@@ -59,7 +59,7 @@ _BEAT = Frame("beat")
 
 
 class JoinError(ValueError):
-    """The hosts do not come together: a mistake of whoever started them. One line."""
+    """The hosts do not come together: they were started wrongly. One line."""
 
 
 def leave(line: str, code: int) -> None:
@@ -259,7 +259,7 @@ class FirstHost:
         if frame.kind == "reply":
             with self._lock:
                 future = self._replies.pop((index, int(frame.fields["number"])), None)
-            if future is not None and future.set_running_or_notify_cancel():  # nobody waits for it any more
+            if future is not None and future.set_running_or_notify_cancel():  # not cancelled by its caller
                 future.set_result(frame)
         elif frame.kind == "stopping":
             if not signals.requested() and not self._ending:
@@ -296,7 +296,7 @@ class OtherHost:
     def __init__(self, address: str, index: int, *, greeting: Mapping[str, Any], seconds: float = JOIN_SECONDS):
         """Dials the first host until it is there. Raises JoinError."""
         self._line = _Line("the first host")
-        self._line.over = True  # not begun: nobody is lost
+        self._line.over = True  # not begun: no host is lost
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._handlers: dict[str, Callable[[Frame], None]] = {}

@@ -56,7 +56,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Booking:
-    """What is needed of one memory, and what can be had of it; None: nobody tells."""
+    """Bytes needed of one memory, and available in it. `available` is None where it is unknown."""
 
     where: str
     needed: int

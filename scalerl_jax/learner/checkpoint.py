@@ -7,8 +7,8 @@ so a run killed while it saves has lost that save and nothing else.
 Orbax notices files that are missing or cut short, but not a flipped bit: digests.py does.
 
 A checkpoint that cannot be read is set aside (renamed, not deleted) and the one before it is taken. One that can be
-read but is of another model is the user's mistake and stays where it is. Whoever wants to go on from an older one sets
-aside the newer ones.
+read but is of another model is the user's mistake and stays where it is. To resume from an older one, set aside the
+newer ones.
 
 On several hosts all of them call the same methods with the same arguments, on one folder that all of them see; each
 reads and writes what its devices hold, and they agree on which checkpoint can be read.

@@ -418,9 +418,9 @@ class Trainer:
     ) -> dict[str, Any]:
         """Steps the optimizer. Returns the summed statistics, `gradient_norm`, and how full the rows were.
 
-        The gradient is let go of: it is as large as the parameters, and not to lie beside what comes next.
+        The gradient is released: it is as large as the parameters, and must not stay in memory afterwards.
 
-        optimizer: its numbers; None: the trainer's own. learning_rate: None: as `optimizer` has it for this step.
+        optimizer: its numbers, by default the trainer's own. learning_rate: by default `optimizer`'s for this step.
         Raises FloatingPointError where the gradient is not finite; the state is then lost: restart from a checkpoint.
         """
         optimizer = optimizer or self._optimizer

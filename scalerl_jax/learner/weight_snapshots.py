@@ -5,7 +5,7 @@
     digest = sum of mix(bits * a(row) + b(column)) mod 2^32                    contract/rollout.proto
 
 Only `found`, the counts and the digests come to the host: nothing is gathered from shard to shard, and no tensor comes
-whole unless more of it changed than `cap` holds, or somebody asks for all of a version (`tensors`). The places are
+whole unless more of it changed than `cap` holds, or all of a version is requested (`tensors`). The places are
 those of the shard, in the layout of the parameter tree, which is transposed and stacked relative to Hugging Face's; the
 host maps them to positions in row-major order of the Hugging Face tensor.
 
@@ -13,7 +13,7 @@ How `found` is made without sorting: 32 comparisons make a word; the words' popc
 output each word's finds begin; each place of the output then looks up its word, and in the word the bit of its rank.
 
 Memory: one copy of the weights in bfloat16 stays on the device, a second one for the moment of the comparison, and one
-more for each older version that somebody still needs whole. `found` takes 6 bytes for each element of the caps.
+more for each older version that is still needed whole. `found` takes 6 bytes for each element of the caps.
 
 bfloat16 only. On several hosts each finds what its own shards hold, and sends that: `blocks` in the place of `tensors`,
 and a delta whose digests are sums over its own shards (contract/weight_parts.py).

@@ -6,8 +6,8 @@ A group are the devices along the axis `expert`. In each of them, inside jax.sha
     y            the part of x that this device's experts make, and of these its columns (`tensor`)
     y            reduce-scattered over `expert`, summed over `tensor`
 
-Pairs of other devices' experts are nobody's here, and cost their gathering only. Nothing is dropped, and no split of
-the tokens depends on the router; the price is memory for all pairs of a group.
+Pairs of other devices' experts belong to no expert here, and cost their gathering only. Nothing is dropped, and no
+split of the tokens depends on the router; the price is memory for all pairs of a group.
 
 What else cuts a weight (fsdp, context) is gathered first, in the dtype to which weights are rounded anyway; its
 cotangent is reduce-scattered in float32.

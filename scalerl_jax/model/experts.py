@@ -35,7 +35,7 @@ BLOCK, SMALLEST_BLOCK = 128, 16
 class Routing(NamedTuple):
     """Where tokens go."""
 
-    experts: jax.Array  # [..., k] int32; E: nobody
+    experts: jax.Array  # [..., k] int32; E: no expert
     weights: jax.Array  # [..., k] float32
     on_input: bool = False  # the weight scales what an expert reads, and not what it gives
 
@@ -114,7 +114,7 @@ def tokens_of(chosen: jax.Array, experts: int) -> jax.Array:
 
 
 def _sorted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pairs by their expert, [M] int32, nobody's last: (pair at each place, place of each pair, pairs of each [E])."""
+    """Pairs by expert, [M] int32, those of none last: (pair at each place, place of each pair, pairs of each [E])."""
     order = jnp.argsort(chosen, stable=True)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
     sizes = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The policy as a Flax module, for whoever wants the model without a trainer.
+"""The policy as a Flax module, for use without a trainer.
 
     decoder = Decoder.from_pretrained("policy")                 a Hugging Face folder
     logits = decoder(tokens)                                    [rows, length, vocabulary] float32

@@ -5,7 +5,7 @@
 
 Of W workers, worker r holds of each tensor the part r n/W to (r+1) n/W along the one dimension of CUT that it has, and
 all of a tensor that has none. With fewer key/value heads K than workers, W/K workers in a row hold the same head; the
-vocabulary is first rounded up to a multiple of 64, and what lies beyond it is nobody's. Along the same dimension the
+vocabulary is first rounded up to a multiple of 64, and no tensor fills the padding. Along the same dimension the
 parts of a fused parameter stand one after another: q, k and v make qkv_proj, gate and up make gate_up_proj.
 
 Nothing here knows torch, jax or vLLM. A tensor may have any number of dimensions: experts [E, out, in] are a row more,

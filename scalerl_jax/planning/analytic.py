@@ -161,7 +161,7 @@ def memory_traffic(shapes: Shapes) -> tuple[float, float]:
     own, gathered = sum(leaf.own for leaf in in_layers), sum(leaf.gathered for leaf in in_layers)
     computed = 1 + (shapes.remat != NONE) + (shapes.remat == FULL)  # forward
     forward = tokens * c * (6 * width + 4 * queries + 4 * keys + 5 * inner)
-    # Gathered: the master is read, the copy written and read. Backward: read once more, and the gradient.
+    # Gathered: the master is read, the copy written and read. Backward: one more read, and the gradient.
     weights = computed * (_FLOAT32 * own + 2 * c * gathered) + (c + 2 * _FLOAT32) * gathered + 3 * _FLOAT32 * own
     head = leaves["embed" if decoder.tied_embeddings else "head"]
     chunks = math.ceil(shapes.seq_len / shapes.mesh["context"] / shapes.logprob_chunk)

@@ -6,7 +6,7 @@ vocabulary, D the width, and A = 4 L H h (pairs of query and key) the two produc
     layers      2 N T forward, 4 N T backward, and what remat.py says is computed again, less each block's last product
     attention   A forward, 2.5 A backward (splash: 3.5, its two kernels make the scores twice), A again
     head        2 V D T forward, 4 backward, 2 again
-    reference   all of these forward once more, where the loss has a KL to a reference policy
+    reference   one more forward pass of all these, where the loss has a KL to a reference policy
 
 Splash and blocks skip what is later, a block at a time, and what is further back than the longest segment; segments
 that end inside this are masked, not skipped, so pairs depend on the row and not on what is packed into it. Nor do they

@@ -46,7 +46,7 @@ def read_run(workdir: str, *, of: int = 1) -> dict[str, Any]:
     if warm_start:
         metrics = [{**row, "nll": row.get("loss")} for row in metrics]
     defaults = config_check.leaves(Config())
-    # Where things lie, on a machine or in a network, is nobody's business who gets the page.
+    # Paths and addresses, on a machine or in a network, do not go to the readers of the page.
     changed = {
         name: value for name, value in settings.items() if value != defaults.get(name) and not _is_place(name, value)
     }

@@ -1,4 +1,4 @@
-"""Who waited for whom along the run, and what the devices' hours went into.
+"""Waits along the run, and what the devices' hours went into.
 
 Between two rows of metrics.jsonl the compute ledger's columns differ by what each side did meanwhile:
 
@@ -60,7 +60,7 @@ def time_line(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, Any]:
     for row in metrics:
         pause = None
         if before is not None and before.get("incarnation") != row.get("incarnation"):
-            # When the new trainer started nobody wrote down: of its first update what it measured itself is drawn.
+            # The start of the new trainer is not recorded: of its first update the time it measured itself is drawn.
             began = row["time"] - measured_seconds(row)
             pause = max(0.0, began - start)
             left_out += began - start

@@ -1,7 +1,7 @@
-"""Who is let in: a server that was met is a candidate, and gets no group before the trainer's thread has admitted it.
+"""Admission: a server that was met is a candidate, and gets no group before the trainer's thread has admitted it.
 
 A candidate has sampled with the version that the trainer has reached; the trainer compares its log-probs with the
-policy's, and admits or rejects it. A run ends where nobody is left that could be admitted.
+policy's, and admits or rejects it. A run ends where no server is left that could be admitted.
 
 One status of each server before anything is computed: what can never become a fleet is said at once.
 

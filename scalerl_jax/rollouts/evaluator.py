@@ -1,7 +1,7 @@
 """Policies, one after another, on a fleet that only evaluates: the fleet of a run that trains nothing.
 
     version v     the v-th policy given; every server is brought to it whole, and samples for it alone
-    a server      is let in when it samples what it was sent; nobody here has log-probs to compare with
+    a server      is admitted when it samples what it was sent; there are no log-probs here to compare with
 
 Requests, seeds and budgets are those of a run's own evaluations (requests.py), so the same policy, prompts and config
 give the same completions. A server that holds a trainer's weights is left alone: its trainer would lose it for good.

@@ -231,10 +231,10 @@ class Fleet:
         """Begins to bring `version` to every server; returns at once. A newer version overtakes an older one.
 
         A version that the pacing does not publish is only kept, in case it is to be evaluated.
-        tensors: Hugging Face names, complete, in sync dtype, in host memory that nobody writes to any more; or a
-        function that returns that, called on a thread of its own when the first server is ready for it.
-        changes: brings what this version changed to the host, called at once on a thread of its own; None: this version
-        and those after it go out whole.
+        tensors: Hugging Face names, complete, in sync dtype, in host memory that is not written to any more; or a
+        function that returns that, called on its own thread when the first server is ready for it.
+        changes: brings what this version changed to the host, called at once on its own thread. Without it this version
+        and later ones go out whole.
         """
         self._newest = (version, tensors)
         if changes is not None:
@@ -291,12 +291,12 @@ class Fleet:
     # ---- the trainer's side: what is going on
 
     def waiting(self) -> str:
-        """One line: for whom the trainer waits, for how long, and how deep the queues are. Empty: it does not wait."""
+        """One line: what the trainer waits for, how long, and how deep the queues are. Empty if it does not wait."""
         return self.status()["waiting"]
 
     @on_loop
     def status(self) -> dict[str, Any]:
-        """Servers, queues and whom the trainer waits for, as plain values."""
+        """Servers, queues and what the trainer waits for, as plain values."""
         return status.status(
             self._waits,
             self._buffer,
@@ -334,8 +334,8 @@ class Fleet:
                 client.retarget()
 
     def _publish_for_candidates(self) -> None:
-        """Nobody has groups, and some are to be asked for again in mid-phase. A candidate is compared by the version
-        that the trainer has, and by now it has a later one than the phase's: so that one goes out."""
+        """No server has groups, and some are to be asked for again in mid-phase. A candidate is compared by the
+        trainer's version, and by now that is a later one than the phase's: so that one goes out."""
         trained, latest = self._buffer.trained, self._publisher.latest
         ahead = latest is not None and latest < trained and self._newest is not None and self._newest[0] == trained
         if self._waits is not None and ahead and self._buffer.free_of_pins():
@@ -429,9 +429,9 @@ def dispatch(
 
     buffer_of: what a server works on; None: it is to be asked for nothing. typical_seconds: of a completion.
     """
-    # One that may not be asked now is nobody to leave a group to, either: it may be minutes until then.
+    # No group is left to a server that may not be asked now, either: it may be minutes until then.
     buffers = {c: buffer for c in active if c.free_at <= now and (buffer := buffer_of(c)) is not None}
-    # One request at a time to whoever is least loaded, so that few groups are spread over all servers.
+    # One request at a time to the least loaded server, so that few groups are spread over all servers.
     heap = [(c.calls.load, i) for i, c in enumerate(active) if c in buffers]
     heapq.heapify(heap)
     while heap:
@@ -448,7 +448,7 @@ def dispatch(
 
 
 def _alone(client: ServerClient, buffers: dict[ServerClient, GroupBuffer]) -> bool:
-    """Whether nobody else of those that may be asked now could have the group that is next for this one."""
+    """Whether no other server that may be asked now could have the group that is next for this one."""
     buffer = buffers[client]
 
     def may_have(c: ServerClient, number: int) -> bool:

@@ -41,7 +41,7 @@ class FinishedGroup:
 
 @dataclasses.dataclass
 class GroupInFlight:
-    """A group being sampled; `group_id` and `requests` never change, whoever is asked."""
+    """A group being sampled; `group_id` and `requests` never change, whichever servers are asked."""
 
     number: int
     group_id: str
@@ -119,7 +119,7 @@ class GroupBuffer:
         return sum(self.pacing.batch(number) > self.trained for number in (*self.ready, *sampled))
 
     def pending(self) -> int:
-        """Completions that nobody is asked for."""
+        """Completions that are asked of no server."""
         return sum(len(group.pending) for group in self.in_flight.values())
 
     def request(
@@ -199,7 +199,7 @@ class GroupBuffer:
     def take_back(self, process: Process, numbers: Collection[int] | None = None) -> int:
         """Forgets what a process delivered: to all groups not yet trained, or to those of these numbers.
 
-        It is to be asked for again, elsewhere if there is somebody else. Returns how many completions that is.
+        It is asked for again, from another server if there is one. Returns how many completions that is.
         """
         groups = {**self.in_flight, **self.ready, **{group.number: group for group in self._taken}}
         back = 0

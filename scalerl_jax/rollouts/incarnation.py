@@ -6,11 +6,10 @@
 
 So two trainers on one fleet do not take it from each other in turn: the later one keeps it, the earlier one waits and
 says so. A server that appears later with a larger one of a run that is over (its clock was ahead) is superseded too,
-until it is started anew: to tell the two apart is not ours, and to take it would mean a new name in mid-run.
+until it is restarted: to tell the two apart is not ours, and to take it would mean a new name in mid-run.
 
 Names are nanoseconds since 1970, so none comes near HEARD for a century. A server that tells one above it made it up:
-it is superseded by its own word and left alone, for whoever went above that would leave no room for the trainers that
-come after.
+it is superseded by its own word and left alone, for a trainer that went above that would leave no room for later ones.
 """
 
 from collections.abc import Callable

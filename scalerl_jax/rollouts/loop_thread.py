@@ -16,7 +16,7 @@ CALL_SECONDS = 60.0  # the loop answers a call within this, or something is badl
 
 
 def on_loop(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method that runs on `self._thread`, a LoopThread, whoever calls it, and is waited for; see LoopThread.call."""
+    """Runs the method on `self._thread`, a LoopThread, from any thread, and waits for it; see LoopThread.call."""
 
     @functools.wraps(method)
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -26,12 +26,12 @@ def on_loop(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[An
 
 
 def log_fault(error: BaseException) -> None:
-    """A `fail` where nobody else is to be told."""
+    """The default `fail`: logs the error."""
     _log.error("a fault of ours", exc_info=error)
 
 
 def watched(coroutine: Coroutine[Any, Any, T], fail: Callable[[BaseException], None]) -> "asyncio.Task[T]":
-    """A task of the running loop; `fail` is told what it raises, where nobody cancels it."""
+    """A task of the running loop; `fail` is called with what it raises, unless it is cancelled."""
 
     def ended(task: "asyncio.Task[T]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -117,7 +117,7 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._main())
-        except BaseException as error:  # noqa: BLE001  raised by the next call: nobody looks at this thread
+        except BaseException as error:  # noqa: BLE001  raised by the next call: nothing watches this thread
             self.fail(error)
         finally:
             with self._closing:

@@ -6,7 +6,7 @@
 
 A group is asked of a server only if the step s that the server has acknowledged satisfies minimum_step(n) <= s. Within
 one incarnation a server's step only grows, so every token of the group is sampled at s or later: staleness <= k,
-whatever dies or hangs afterwards, because whoever is asked again must pass the same test.
+whatever dies or hangs afterwards, because the server that is asked next must pass the same test.
 
     Pipeline(k)  minimum_step(n) = max(start, b - k); every version goes out at once and sequences in flight go on
     Phased(k)    batches [p k, (p + 1) k) are sampled from version p k alone, and trained when all of them are finished;

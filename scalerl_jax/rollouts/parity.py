@@ -2,7 +2,7 @@
 
     met            the status, see servers/validate_status.py; then the server samples, the trainer scores:
                    d_t = |logp_trainer(t) - logp_server(t)| over sampled tokens;  mean d and the 99th percentile of d
-                   must be under their limits; now and then once more
+                   must be under their limits; repeated now and then
     a batch        every completion that is trained on is scored by the gradient on its way, before it is applied; of
                    the others a share, beside them in the same micro-batches
     an evaluation  a share of its completions, before it counts
@@ -211,7 +211,7 @@ class Judge:
         self.alarms: dict[Process, str] = {}  # of those judged last
 
     def chosen(self, group_id: str, index: int) -> bool:
-        """Whether a completion that nobody scores otherwise is to be scored: the same share whoever delivers it."""
+        """Whether to score a completion that is not scored otherwise: the same share for every server."""
         return stable_hash("share", group_id, index) < self._share * 2**64
 
     def judge(self, scored: Sequence[Scored]) -> list[Finding]:
@@ -364,7 +364,7 @@ class Parity:
 
     def judge(self, groups: Sequence[FinishedGroup], places: Sequence[Place], logprobs: Sequence[np.ndarray]) -> bool:
         """Whether the completions at these places may be trained on, by the trainer's log-probs [tokens] of prompt and
-        completion. False: some of them are asked for again, and the batch comes once more."""
+        completion. If not, some are asked for again, and the batch comes again."""
         began = time.monotonic()
         clean = self._counts(_scored(groups, places, logprobs))
         self._seconds += time.monotonic() - began
@@ -437,7 +437,7 @@ class Parity:
             return True
         found = self._judge.judge(_scored(groups, chosen.places, self._score(chosen.segments)))
         for finding in found:
-            # A group of an evaluation is a few completions: whoever spoils one has all of its evaluation taken back.
+            # A group of an evaluation is a few completions: a server that spoils one loses its whole evaluation.
             self._dismiss(finding._replace(numbers=None))
         return not found
 

@@ -104,7 +104,7 @@ class Requests:
             interruption=self.interruption,
             minimum_step=rollout.minimum_step,
             pinned_step=rollout.pinned_step,
-            router_replay=self._replay and not group.group_id.startswith(EVALUATION),  # nobody trains on those
+            router_replay=self._replay and not group.group_id.startswith(EVALUATION),  # not trained on
         )
 
     def probe(

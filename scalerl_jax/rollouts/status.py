@@ -1,6 +1,6 @@
-"""Who is waited for, for how long, how deep the queues are: in words and as values. Reads, changes nothing.
+"""What the trainer waits for, for how long, how deep the queues are: as text and as values. Read-only.
 
-Where the time of a step went: how long the trainer waited, for whom, how long it computed, and on how many cores.
+Where the time of a step went: how long the trainer waited, for what, how long it computed, and on how many cores.
 """
 
 import collections
@@ -48,10 +48,10 @@ def waiting(waits: BatchWait | None, buffer: GroupBuffer, clients: Sequence[Serv
 
 
 def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
-    """Who has the oldest group that the trainer waits for: server addresses, or one of the names below. [] no wait.
+    """Who has the oldest group that the trainer waits for: server addresses, or one of the names below. [] if none.
 
     "verifier": every completion has come, a score is missing
-    "a free server": nobody is asked for what is missing
+    "a free server": no server is asked for the missing completions
     "new weights": the group is not opened yet, because no server may sample it
     """
     if waits is None:

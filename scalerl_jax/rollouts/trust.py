@@ -1,8 +1,8 @@
 """What the trainer's thread says to the fleet of servers that have groups: who is sent away, what is asked again.
 
     dismiss     a process delivered what does not count: it is asked for again elsewhere, under the same names
-    probe       servers that have groups sample the probe's prompts once more, beside their work, with the version
-                they hold; `probed` gives what came of it
+    probe       servers that have groups sample the probe's prompts again during their work, with the version they
+                hold; `probed` returns the samples
     evaluation  what an evaluation has sampled counts when the trainer has approved of it
 
 Its methods are called by the trainer's thread and run on the fleet's event loop.
@@ -68,7 +68,7 @@ class Trust:
 
     @on_loop
     def probe(self, processes: Collection[Process]) -> None:
-        """Those of these that have groups are to sample once more for the probe."""
+        """Asks those of `processes` that have groups to sample for the probe again."""
         for client in self._pool.in_state(server_state.ACTIVE):
             if client.process in processes:
                 client.probe_again()

@@ -226,7 +226,7 @@ class RunFolder:
 
 
 def take_lock(path: str, running: str) -> int:
-    """The descriptor that holds the lock; the kernel lets go of it when the process ends, however it ends."""
+    """The descriptor that holds the lock; the kernel releases it when the process ends, however it ends."""
     with files.naming(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -1,7 +1,7 @@
 """What a run's console is told of its learning as the rows of metrics.jsonl are made: alarms.py decides and words.
 
     no gradient   once when it begins, once when it is over
-    a limit       once when the mean of the last 10 updates has passed it, once more where a warning becomes an alarm,
+    a limit       once when the mean of the last 10 updates has passed it, again where a warning becomes an alarm,
                   once when it has been within its limits for 10 updates on end; an alarm again every 50 updates
 
 A run that goes on from a checkpoint hears at once of what is past its limits: the rows before count, what was said of

@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 _SLACK_SECONDS = 1.0  # between two machines' ideas of when something began
 _AWAY_SLACK_SECONDS = 60.0  # between two trainers' wall clocks
 # The fleet's loop calls `serving` twice a second, during an update, too. A call into the loop that it does not answer
-# within CALL_SECONDS ends the run: where the loop called nobody for longer than that, no thread ran.
+# within CALL_SECONDS ends the run: where the loop made no call for longer than that, no thread ran.
 STOPPED_SECONDS = CALL_SECONDS
 _STALLS_REMEMBERED = 64  # the latest; of a status that spans more of them, the older ones are idle time
 _SERVERS_REMEMBERED = 4096  # last counters kept of that many server processes; an older one is met as if new
@@ -131,7 +131,7 @@ class Ledger:
     """Books compute from the trainer's thread and the fleet's; keeps itself in a JSON file, at most `save_seconds` old.
 
     The clock is monotonic seconds, `wall` unix seconds. What is saved survives a restart of the trainer; the time
-    between two trainers is nobody's. A server process that is known from before is booked on from where it was, but
+    between two trainers belongs to neither. A server process known from before is booked on from where it was, but
     idle only while a trainer was there; one never seen before is booked from its start if it is younger than this
     trainer, else from first sight.
     A server that claims more of the time between two trainers than there was is booked from first sight, too.

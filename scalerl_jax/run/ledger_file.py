@@ -74,7 +74,7 @@ def read(path: str) -> dict[str, Any]:
 def recover(path: str, why: str) -> tuple[dict[str, Any], str]:
     """What `read` would give, from the rows beside `path`, and a line on it. A copy of the broken file is kept.
 
-    The file itself is left as it is: whoever is interrupted before the repaired one is written finds it broken again.
+    The file itself is left as it is: a run interrupted before the repaired one is written finds it broken again.
 
     Raises ValueError (one line) where no row says what was spent.
     """

@@ -39,7 +39,7 @@ class StepMetrics:
         """The row of `step`: what the batch says of itself, and `values` of those who had a part in the step.
 
         values: numbers, nested mappings and lists of them; waited_seconds and update_seconds are among them.
-        waiting: who waits for whom now, for the line.
+        waiting: what the trainer waits for now, for the line.
         """
         row = {
             **batch.metrics,

@@ -30,7 +30,7 @@ _PARTS: dict[str, Callable[[Any], str]] = {
     "trained_per_second": lambda tokens: f"train {_short(tokens)} tok/s",
     "sampled_per_second": lambda tokens: f"sample {_short(tokens)} tok/s",  # of all servers
     "note": str,  # the evaluation's result, or whatever comes once in a while
-    "waiting": str,  # who waits for whom, and for how long
+    "waiting": str,  # what is waited for, and for how long
 }
 
 
@@ -77,7 +77,7 @@ class ProgressLine:
             self._print()
 
     def update(self, **changes: Any) -> None:
-        """Changes the step and some parts of the line; the rest stays. `waiting` must be given anew each time."""
+        """Changes the step and some parts of the line; the rest stays. `waiting` must be given each time."""
         assert changes.keys() <= {"step", *_PARTS}, changes.keys()
         self._shown |= {"waiting": "", **changes}
         if self._bar is not None:

@@ -68,7 +68,7 @@ class Saving:
         """Saves, if nothing is lost by that; returns what is to be said.
 
         An evaluation beside training is waited for as long as a signal allows. Where it does not come, the run goes on
-        from the checkpoint before it, and evaluates that version anew. One of the version reached is simply made again.
+        from the checkpoint before it, and evaluates that version again. One of the version reached is simply repeated.
         """
 
         def wait() -> None:

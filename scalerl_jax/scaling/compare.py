@@ -16,7 +16,7 @@ widened to what a bootstrap of whole seeds gives. The sigmoid's A may be off whe
 interval of a difference of A's holds also what comes of the A's of the laws that fit best. Where no law describes the
 points of a run, they do not tell.
 
-With A fixed at one number for all, B and C_mid are fitted anew (the paper's leave-one-out procedure), and the
+With A fixed at one number for all, B and C_mid are refitted (the paper's leave-one-out procedure), and the
 straightened form
 
     F(R) = C_mid^B / ((A - R0) / (R - R0) - 1) = C^B

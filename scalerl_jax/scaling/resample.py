@@ -1,6 +1,6 @@
 """Bootstrap: the fit repeated on data as they could have been.
 
-What is drawn anew depends on what is asked and known:
+What is resampled depends on what is asked and known:
 
 fixed prompts  (default) the score of these prompts, sampled again: each evaluation moves by its own sampling noise,
                from its counts (noise.py). The interval is about these prompts.

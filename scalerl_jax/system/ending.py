@@ -68,5 +68,5 @@ def code_of(leaving: SystemExit) -> int:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read it is gone
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()

@@ -60,7 +60,7 @@ def write_error(error: BaseException, path: str) -> WriteError | None:
 
 
 def temporary(path: str) -> str:
-    """A name beside `path` that nobody else uses."""
+    """A name beside `path` that no other writer uses."""
     return f"{path}.{os.getpid()}-{next(_numbers)}.tmp"
 
 
@@ -112,7 +112,7 @@ def whole_folder(path: str, *, replace: bool = False) -> Iterator[str]:
 
 
 def append(descriptor: int, data: bytes, path: str) -> None:
-    """Appends to a file opened with O_APPEND, by nobody else: all of `data` or nothing. Raises WriteError.
+    """Appends to a file opened with O_APPEND, as its only writer: all of `data` or nothing. Raises WriteError.
 
     A file whose last name is gone is an error too: what is written to it would be lost.
     """
@@ -155,7 +155,7 @@ def lives(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        pass  # there, and somebody else's
+        pass  # it exists, and is another user's
     return True
 
 

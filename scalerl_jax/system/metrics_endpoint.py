@@ -1,9 +1,9 @@
 """--metrics_port: what a process tells Prometheus, over HTTP.
 
-GET /metrics answers with the metrics of one registry of its own, in the text format of Prometheus. Nothing can be
-changed by it, and nobody is asked who he is: it listens on the loopback interface, or where --metrics_host says.
+GET /metrics answers with the metrics of one registry of its own, in the text format of Prometheus. It is
+read-only, without authentication: it listens on the loopback interface, or where --metrics_host says.
 
-Needs prometheus_client, which is imported here alone. A collector is a function that makes the metrics anew at each
+Needs prometheus_client, which is imported here alone. A collector is a function that builds the metrics at each
 request; it runs on a thread of the endpoint.
 """
 

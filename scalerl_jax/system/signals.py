@@ -131,7 +131,7 @@ def wait_if_leaving() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Handles SIGINT and SIGTERM where nobody else does yet; in another thread than the main one it does nothing."""
+    """Handles SIGINT and SIGTERM where no other handler does yet; outside of the main thread it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -233,7 +233,7 @@ def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:
 def fit(keys: Caches, values: Caches, length: int) -> None:
     """Pads or cuts the caches of slots, or those of a prefix, to `length` positions.
 
-    It works on the lists: each old array is let go before the next is made.
+    Changes the lists in place: each old array is released before the next is made.
     """
     for i in range(len(keys)):
         keys[i] = _fit(keys[i], length=length, axis=keys[i].ndim - 1)

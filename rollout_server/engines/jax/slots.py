@@ -78,7 +78,7 @@ class SlotPool:
         self._length = self._lengths[0]  # the cache's now
         self._state = decode.empty_state(config, precision, slots=slots, length=self._length)
         self._too_long = 0  # chunks in a row for which a shorter cache would have done
-        self._taken: dict[Sequence, int] = {}  # by whom, which slot
+        self._taken: dict[Sequence, int] = {}  # the slot of each
         self._free = list(range(slots))  # a heap: those at the front are taken first
         self._programs = Programs(widths(slots, copies_are_cheap=precision.on_cpu), self._compile_chunk)
         self._weights_like: Any = None  # shapes and dtypes

@@ -80,8 +80,8 @@ def decode_weights(
 ) -> DecodeWeights:
     """Host arrays under their Hugging Face names -> decode weights on the device, sharing no memory with `tensors`.
 
-    held, changes: the decode weights of another version, and what changed since in `tensors` (in sync dtype): one that
-    is not named is as it was; None: it may differ anywhere. Without them all are made anew.
+    held, changes: the decode weights of another version, and what changed since in `tensors` (in sync dtype). A tensor
+    not named is unchanged; one with None may differ anywhere. Without both all arrays are rebuilt.
 
     Raises ValueError naming a tensor that is missing or of another shape.
     """

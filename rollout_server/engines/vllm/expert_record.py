@@ -3,7 +3,7 @@
 Runs in vLLM's worker processes. Each step the routers' choices are copied out, a row for each token fed. They are kept
 
     by place      in the key/value cache, of every request: a prompt that is found in the prefix cache was routed by
-                  whoever put it there, with the same keys and values
+                  the request that computed it, with the same keys and values
     by request    of those that ask for them (KEY in SamplingParams.extra_args), until the server has taken them
 
 vLLM has an option of its own for this, of its newer model runner only, which forced phrases do not work with.
@@ -76,8 +76,8 @@ class ExpertRecord:
         )
         self._places: np.ndarray | None = None  # [places of the cache, layers, experts per token], once it is known
         self._rows: dict[str, _Rows] = {}  # by vLLM's name of the request
-        # Those of them that have ended. What was given up is never asked about, so the oldest are forgotten: in time
-        # for all that run to end, and be asked about, once more.
+        # Those of them that have ended. Requests that were given up are never collected, so the oldest are dropped.
+        # The size lets every running request end and be collected before that.
         self._ended: collections.deque[str] = collections.deque(maxlen=2 * runner.max_num_reqs)
         listened = set()
         for name, module in runner.model.named_modules():
@@ -123,7 +123,7 @@ class ExpertRecord:
             own, first = rows[first : first + count], first + count
             self._places[_places(blocks[index], size, known, known + count)] = own
             if kept := self._rows.get(name):
-                if kept.count > known:  # it was put aside, and is computed anew from there on
+                if kept.count > known:  # it was preempted, and is recomputed from there on
                     kept = self._rows[name] = _Rows([kept.whole()[:known]], known)
                 elif kept.count < known:
                     kept.add(self._places[_places(blocks[index], size, kept.count, known)])

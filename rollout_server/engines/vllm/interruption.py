@@ -21,7 +21,7 @@ KEY = "scalerl_thinking_budget"  # in extra_args: the arguments of ThinkingBudge
 
 
 class _Follower:
-    """One request. Made anew, with all its tokens still to be taken, where vLLM put it aside and took it back."""
+    """One request. Rebuilt, with all its tokens still to be read, where vLLM preempted and resumed it."""
 
     def __init__(self, arguments: dict[str, Any]):
         self._budget = ThinkingBudget(**arguments)

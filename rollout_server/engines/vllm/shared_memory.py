@@ -12,7 +12,7 @@ import numpy as np
 
 
 class SharedMemory:
-    """`size` bytes (at least 1), zero at first. `close` gives them back once nobody else maps them."""
+    """`size` bytes (at least 1), zero at first. `close` frees them once no other process maps them."""
 
     def __init__(self, size: int):
         assert size > 0

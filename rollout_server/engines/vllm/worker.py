@@ -3,7 +3,7 @@
 WeightAccess is mixed into vLLM's worker (worker_extension_cls); its methods are called through collective_rpc.
 The server stages a version in memory that it shares with the workers (shared_memory.py). Each worker takes its own part
 of each tensor, where model/tensor_layout.py says it lies in vLLM's fused parameters, and writes it there: a whole part,
-or the positions that changed. Nothing is made anew, so compiled graphs and tied embeddings go on with what they hold.
+or the positions that changed. No parameter is reallocated, so compiled graphs and tied embeddings stay valid.
 
 A call that raises may have written in part. It is repeated, whole, before anything is sampled again.
 

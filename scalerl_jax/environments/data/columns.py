@@ -111,7 +111,7 @@ def read_answer(value: Any, name: str) -> str:
 
 
 def loose_answer(value: Any) -> str:
-    """An answer that nobody needs: "" where there is none."""
+    """An optional answer: "" where there is none."""
     value = number_text(value)
     return value if isinstance(value, str) else ""
 

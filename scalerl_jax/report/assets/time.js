@@ -1,4 +1,4 @@
-// Who waited for whom along the run, and what the devices' hours went into.
+// Waits along the run, and what the devices' hours went into.
 
 const SIDES = {
   trainer: {

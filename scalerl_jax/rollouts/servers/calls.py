@@ -7,7 +7,7 @@ Each completion is handed on as it comes; what did not come is handed back when 
 
                     stall_seconds + its budgets and the phrase / slowest_tokens_per_second
 
-                from when it has a slot, and anew with each other completion of its call: one that is later was lost. A
+                from when it has a slot, restarted by each other completion of its call: one that is later was lost. A
                 server has begun with the oldest completions that it was asked for, as many as it has slots
     allowance   a server holds as much as it has earned (offences.py), whatever it says it has room for
     its end     when all completions are there, whatever else the server would send
@@ -163,7 +163,7 @@ class Calls:
         for call in list(self._calls.values()):
             if call.task is not asyncio.current_task():
                 call.task.cancel()
-        # Handed back now and not when the tasks end: the fleet looks for somebody else at once.
+        # Handed back now and not when the tasks end: the fleet looks for another server at once.
         for rollout in list(self._calls):
             self._finish(rollout, failed=True)
         self.finishes.clear()

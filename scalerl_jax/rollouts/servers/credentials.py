@@ -1,4 +1,4 @@
-"""What the trainer shows its servers, and whom it believes: the files that config.fleet names, read at the start.
+"""The trainer's credentials and the authority it trusts: the files that config.fleet names, read at the start.
 
 The config holds paths alone. What is in the files goes to the clients of the servers and nowhere else.
 """

@@ -13,8 +13,8 @@
 What happens while it is not asked anyhow (its other calls end in the same way, it goes on as before) is counted for the
 log and changes nothing else, so that sixteen calls that fail together are one offence.
 
-A server that comes with another server_id is another process and is met anew. But an address whose processes keep going
-without having delivered much waits longer and longer for the next one to be met.
+A server that comes with another server_id is another process and is met as a new one. But an address whose processes
+keep going without having delivered much waits longer and longer for the next one to be met.
 """
 
 import collections

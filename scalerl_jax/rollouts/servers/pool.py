@@ -23,9 +23,9 @@ class ServerPool:
 
     Args:
         make: a client of an address, not yet running.
-        resolve: the addresses listed now; may block, and raise ValueError. None: the list never changes.
+        resolve: the addresses listed now; may block, and raise ValueError. Without it the list never changes.
         fail: told of a fault of ours in one of them.
-        changed: somebody came or went.
+        changed: a server came or went.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ServerPool:
 
     @property
     def fixed(self) -> bool:
-        """Whether nobody else can come."""
+        """Whether no other server can come."""
         return self._resolve is None
 
     def in_state(self, *states: str) -> list[ServerClient]:
@@ -81,7 +81,7 @@ class ServerPool:
             if client.address not in addresses:
                 client.leave()
         for address in addresses:
-            # One that leaves and is listed again is met anew, once it is gone.
+            # One that leaves and is listed again gets a new client, once it is gone.
             if self.named(address) is None:
                 client = self._make(address)
                 self.clients.append(client)

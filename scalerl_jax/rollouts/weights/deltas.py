@@ -24,7 +24,7 @@ class DeltaCache:
     def __init__(self, *, limit: int, event: Callable[[dict[str, Any]], None], fail: Callable[[BaseException], None]):
         """limit: bytes of all deltas kept. event: called on the loop with what each version changed.
 
-        fail: told on the loop where finding a delta fails, which may be long before somebody needs it.
+        fail: called on the loop where finding a delta fails, which may be long before the delta is needed.
         """
         self._limit, self._event, self._fail = limit, event, fail
         self._deltas: dict[int, asyncio.Task[WeightDelta]] = {}  # by the version that they lead to

@@ -104,7 +104,7 @@ class PartPublisher:
         if wanted.step not in self._sources:
             raise PushRefused(f"version {wanted.step} is not held any more")
         if key not in self._payloads:
-            self._payloads[key] = watched(self._make(wanted), lambda error: None)  # told to whoever waits for it
+            self._payloads[key] = watched(self._make(wanted), lambda error: None)  # raised by the await below
         try:
             return await self._payloads[key]
         except BaseException:
