@@ -1,9 +1,15 @@
 """The parts of bench_accelerator that measure this project, each in a process of its own."""
 
 import asyncio
+import collections
+import glob
+import gzip
+import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -80,6 +86,42 @@ def update(work: Work, *, remat: str = "block") -> dict[str, Any]:
         "gradient_seconds": gradient,
         "peak_gib": peak_memory(),
     }
+
+
+@contextmanager
+def kernels_of(found: dict[str, Any]) -> Iterator[None]:
+    """Traces the block: what the device ran, the longest first, and for how long it had nothing to run."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            yield
+        (path,) = glob.glob(f"{folder}/plugins/profile/*/*.trace.json.gz")
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    devices = {e["pid"] for e in events if e.get("name") == "process_name" and "/device:" in e["args"]["name"]}
+    ran = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X" and e["pid"] in devices)
+    seconds, calls = collections.Counter[str](), collections.Counter[str]()
+    idle, until = 0.0, ran[0][0] if ran else 0.0
+    for began, ended, name in ran:
+        seconds[name] += (ended - began) / 1e6
+        calls[name] += 1
+        idle, until = idle + max(0.0, began - until) / 1e6, max(until, ended)
+    found |= {
+        "kernels": [(name, spent, calls[name]) for name, spent in seconds.most_common(20)],
+        "busy_seconds": sum(seconds.values()),
+        "idle_seconds": idle,
+    }
+
+
+def update_traced(work: Work) -> dict[str, Any]:
+    """One update, kernel by kernel."""
+    trainer, segments = make_trainer(work, remat="block"), make_segments(work)
+    for _ in range(2):
+        trained(trainer, segments)
+    found = device()
+    with kernels_of(found):
+        trained(trainer, segments)
+        jax.block_until_ready(trainer.state)
+    return found
 
 
 def update_without_remat(work: Work) -> dict[str, Any]:

@@ -11,6 +11,7 @@ leaves the others:
   engine        64 slots, each 512 tokens after a prompt of 128; prefill apart
   torch generate  transformers.generate, 64 sequences of the same lengths
   weights       a version after an update: what changed, and all of it
+  update, traced the kernels of one update, the longest first, and for how long the device had none to run
   update, no remat and torch update, no remat
 
 MFU: FLOPs of a forward and a backward pass (products with the weights, head included; causal attention inside each
@@ -46,6 +47,7 @@ PARTS = {
     "engine": ("accelerator_parts", "engine"),
     "torch_generate": ("accelerator_peer", "generate"),
     "weights": ("accelerator_parts", "weights"),
+    "update_traced": ("accelerator_parts", "update_traced"),
     "update_without_remat": ("accelerator_parts", "update_without_remat"),
     "torch_update_without_remat": ("accelerator_peer", "update_without_remat"),
 }
@@ -116,6 +118,11 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
                 f"{found['compare_seconds']:.3f} s, encoded after {found['delta_seconds']:.2f} s; dense "
                 f"{found['dense_bytes'] / 2**20:,.0f} MiB in {found['dense_seconds']:.2f} s"
             )
+        if found.get("kernels"):  # none on a CPU
+            lines.append(
+                f"{part}: {found['busy_seconds']:.3f} s of kernels, {found['idle_seconds']:.3f} s between them"
+            )
+            lines += [f"  {spent * 1e3:8.2f} ms {calls:6} x {name[:90]}" for name, spent, calls in found["kernels"]]
         if "prefill_tokens_per_second" in found:
             lines.append(
                 f"{part}: a step of {found['slots']} slots {found['step_milliseconds']:.2f} ms; prefill "
