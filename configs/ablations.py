@@ -8,7 +8,7 @@ forward          the baseline before section 3.2, and what it is with one choice
 scaling          ScaleRL with longer thinking, other batches, other group sizes (section 5)
 recipes          the five of figure 2
 staleness        losses, each at k = 1, k = 8 and phased(16), where tokens are up to 16 updates old
-relatives        the base with what nobody ablates: other rates, problems, models, warm starts, batches, groups, data
+relatives        the base with what is not ablated: other rates, problems, models, warm starts, batches, groups, data
 
 A member is the base with a few fields changed, so it runs wherever the base does: sizes are scaled, not set. `base` is
 never changed.

@@ -7,7 +7,7 @@ Command    pip install 'scalerl-jax[cuda,environments]'
            Another folder, data of your own, vLLM in an environment of its own instead of the JAX generator:
            --config.model.path=DIR  --config.environment.train=gsm8k:FILE.jsonl
            --config.fleet.engine=vllm --config.fleet.vllm_python=.venv-vllm/bin/python
-Hardware   one NVIDIA GPU of 24 GB or more. Of its memory the trainer takes 55 %, the generator 35 %, nobody 10 %
+Hardware   one NVIDIA GPU of 24 GB or more. Of its memory the trainer takes 55 %, the generator 35 %, 10 % is free
            (config.fleet.gpu_share). On 24 GB: the trainer has 13.2 GiB, for masters, moments and gradients of 596 M
            parameters in float32 (8.9), two copies in bfloat16 (2.2), and activations; the generator 8.4 GiB, for two
            versions in bfloat16 (2.2), and keys and values of 24 sequences of 1,200 tokens (3.1, more while it works).

@@ -2,7 +2,7 @@
 
 Command    hf download Qwen/Qwen3-1.7B --local-dir=Qwen/Qwen3-1.7B
            scalerl-train --config=configs/qwen3_1_7b_gsm8k.py --workdir=runs/qwen3_1_7b_gsm8k
-Hardware   one NVIDIA GPU of 80 GB. Of its memory the trainer takes 60 %, the generator 30 %, nobody 10 %: the trainer
+Hardware   one NVIDIA GPU of 80 GB. Of its memory the trainer takes 60 %, the generator 30 %, 10 % is free: the trainer
            has 48 GiB, for masters, moments and gradients of 1.72 G parameters in float32 (25.6), two copies in
            bfloat16 (6.4), and activations; the generator 24 GiB, for two versions in bfloat16 (6.4), and keys and
            values of 64 sequences of 1,200 tokens (8.2, more while it works)

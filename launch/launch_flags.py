@@ -29,7 +29,7 @@ MAX_RESTARTS = flags.DEFINE_integer(
 TRAINER_ENV = flags.DEFINE_list("trainer_env", [], "NAME=VALUE,... of the trainer's environment (NCCL, proxies).")
 GENERATOR_ENV = flags.DEFINE_list("generator_env", [], "NAME=VALUE,... of the generators' environment.")
 INSECURE = flags.DEFINE_bool(
-    "insecure", False, "No TLS and no token: whoever reaches a generator may replace its weights."
+    "insecure", False, "No TLS and no token: every client that reaches a generator may replace its weights."
 )
 TOKEN_FILE = flags.DEFINE_string(
     "token_file", "", "With the token that every call carries (slurm: on the shared file system); kubernetes makes one."

@@ -82,8 +82,8 @@ class Queue:
                 raise ValueError(f"--{flag}={path}: does not go with --insecure")
             if not settings.insecure and not path:
                 raise ValueError(
-                    f"--{flag}: not given; without TLS and a token, where whoever is on the network may replace the "
-                    "weights: --insecure"
+                    f"--{flag}: not given; without TLS and a token, where every client on the network may replace "
+                    "the weights: --insecure"
                 )
         for flag in ("trainer_memory", "generator_memory"):
             if (value := getattr(self, flag)) and not re.fullmatch(r"\d+[KMGT]?", value):
@@ -268,7 +268,7 @@ def _generators(settings: Settings, queue: Queue) -> RenderedFile:
         'own="addresses/$SLURM_ARRAY_TASK_ID"',
         'port_file=$(mktemp --dry-run "${TMPDIR:-/tmp}/scalerl-port-XXXXXX")',
         "",
-        "# The trainer watches `servers`: whoever comes or goes makes it anew, one at a time, and whole.",
+        "# The trainer watches `servers`: a generator that comes or goes rewrites it, one at a time, and whole.",
         "list_servers() {",
         "    (",
         f"        flock --wait {_LOCK_SECONDS} 9",

@@ -8,7 +8,7 @@ From the flags it builds an engine (engines/*/make.py), puts the contract, healt
 finishes nothing: it turns NOT_SERVING, ends the calls with UNAVAILABLE (a trainer asks for them elsewhere) and exits 0.
 Bad flags end it with one line on stderr and exit code 2.
 
-Whoever may call it can replace its weights:
+A client that may call it can replace its weights:
 
     loopback                 anything goes: plain, a token, TLS
     any other --host         TLS and a token, or --insecure
@@ -170,9 +170,9 @@ def _warnings(token: str, tls: bool, beyond: str) -> Iterator[str]:
             yield why
     if beyond and not token:
         free = "may read the prompts and replace the weights"
-        yield f"--insecure: whoever reaches {beyond} {free}: no token is asked for"
+        yield f"--insecure: every client that reaches {beyond} {free}: no token is asked for"
     if beyond and not tls:
-        yield f"--insecure: whoever sees the packets to and from {beyond} reads prompts and weights: there is no TLS"
+        yield f"--insecure: a reader of the packets to and from {beyond} reads prompts and weights: there is no TLS"
         if token:
             yield f"--token_file={given.TOKEN_FILE.value}: the token is sent in plaintext, since there is no TLS"
 

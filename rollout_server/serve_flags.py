@@ -47,7 +47,9 @@ METRICS_PORT = flags.DEFINE_integer(
     65535,
 )  # fmt: skip
 METRICS_HOST = flags.DEFINE_string(
-    "metrics_host", "127.0.0.1", "With --metrics_port: address to listen on; whoever reaches it may read the metrics."
+    "metrics_host",
+    "127.0.0.1",
+    "With --metrics_port: address to listen on; every client that reaches it may read the metrics.",
 )
 
 # Who may call, see serve.py.
@@ -58,7 +60,9 @@ TLS_CLIENT_AUTHORITY = flags.DEFINE_string(
 )
 TOKEN_FILE = flags.DEFINE_string("token_file", "", "File with the token that every call must carry; empty: none.")
 INSECURE = flags.DEFINE_bool(
-    "insecure", False, "Listen beyond this machine without TLS and a token: whoever reaches it may replace its weights."
+    "insecure",
+    False,
+    "Listen beyond this machine without TLS and a token: every client that reaches it may replace its weights.",
 )
 
 

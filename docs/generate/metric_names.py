@@ -15,7 +15,7 @@ Names = dict[str, tuple[str, str]]
 ROW: Names = {
     "step": ("steps", "optimizer step: how many batches have been trained on, this one included"),
     "time": ("unix seconds", "when the row was written"),
-    "incarnation": ("", "number of the trainer process that wrote it; a trainer that starts anew has a larger one"),
+    "incarnation": ("", "number of the trainer process that wrote it; a restarted trainer has a larger one"),
 }
 BATCH: Names = {
     "pass_rate": ("share", "completions of the batch that are correct; one cut by its token budget is not"),
@@ -199,7 +199,7 @@ EVALUATION: Names = {
     "time": ("unix seconds", "when the row was written"),
     "incarnation": ("", "number of the trainer process that wrote it"),
     "seconds": ("seconds", "from asking for the evaluation to its last score"),
-    "key": ("", "scalerl-eval: stands for the weights, the prompts and your code; others begin the evaluation anew"),
+    "key": ("", "scalerl-eval: stands for the weights, the prompts and your code; others start the evaluation over"),
     **_RATES,
     "tasks/*/prompts": ("prompts", "prompts of one task; only where they name several"),
     "tasks/*/pass_rate": ("share", "pass rate of one task"),

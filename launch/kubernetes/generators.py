@@ -72,7 +72,7 @@ def generators(launch: Launch) -> RenderedFile:
             {"from": launch.from_trainer, "ports": [{"port": GENERATOR_PORT}]},
             {"ports": [{"port": GENERATOR_METRICS_PORT}]},
         ]
-        documents.append(("Nobody but the trainer reaches their port, and everybody their metrics.",
+        documents.append(("Only the trainer reaches their port; their metrics are open.",
                           launch.ingress(launch.fleet, "generator", rules)))  # fmt: skip
     says = f"Generators of {launch.name}: {settings.engine} on {settings.generator.text}."
     return manifest("generators.yaml", says, *documents)

@@ -82,10 +82,10 @@ def trainer(launch: Launch) -> RenderedFile:
         says += f"""\n\nPrograms are judged in it: {sandbox_command.POD_NEEDS}."""
     budget = {"minAvailable": hosts * cluster.slices, "selector": {"matchLabels": pods.labels(launch.name, "trainer")}}
     rules: list[dict[str, Any]] = [{"ports": [{"port": TRAINER_METRICS_PORT}]}]
-    reached = "Nothing of it is reached but the metrics, by everybody."
+    reached = "Only its metrics can be reached."
     if several:  # on ports that JAX, the accelerators' libraries and the link between hosts choose
         rules.append({"from": launch.from_trainer})
-        reached = "Nobody but its own hosts reaches a host of it, on any port, and everybody the metrics."
+        reached = "Only its own hosts reach a host of it, on any port; the metrics are open."
     documents = [
         worker_set(launch, template) if lws else job_set(launch, template),
         (

@@ -7,7 +7,7 @@ Each function may be called more than once. The flags of the config are not absl
 from absl import flags
 
 FLAGS = flags.FLAGS
-_WITH_PARENT = "Save and leave at the end of standard input: with whoever started this."
+_WITH_PARENT = "Save and leave at the end of standard input, with the parent process."
 _ALLOW = "Config fields (name,...) to go on with other values of, though that changes what is learned."
 
 
@@ -24,7 +24,7 @@ def train() -> None:
         )  # fmt: skip
         flags.DEFINE_string(
             "metrics_host", "127.0.0.1",
-            "With --metrics_port: address to listen on; whoever reaches it may read the metrics.",
+            "With --metrics_port: address to listen on; every client that reaches it may read the metrics.",
         )  # fmt: skip
         flags.DEFINE_enum(
             "hosts", "auto", ["auto", "one", "given", "jobset", "lws", "slurm", "tpu"],

@@ -126,7 +126,7 @@ class Access:
 
     def words(self, host: str) -> str:
         """Who can talk to a server that listens on `host`."""
-        who = "this machine only" if is_loopback(host) else "whoever reaches it"
+        who = "this machine only" if is_loopback(host) else "every client that reaches it"
         tls = "no TLS" if self.credentials is None else "TLS"
         return f"{who}: {tls}{', client certificates' * self.client_certificates}, {'a' if self.token else 'no'} token"
 

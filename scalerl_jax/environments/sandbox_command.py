@@ -73,8 +73,8 @@ def user() -> User:
     if count < 60_000 or not _has(_ANOTHER):
         return User(0, 0)
     # The upper half: accounts are numbered from below.
-    nobody = first + count // 2 + random.SystemRandom().randrange(max(1, count // 2 - 2))
-    return User(0, nobody) if _has(_ALONE) else User(nobody, 0)
+    unused = first + count // 2 + random.SystemRandom().randrange(max(1, count // 2 - 2))
+    return User(0, unused) if _has(_ALONE) else User(unused, 0)
 
 
 def _has(capabilities: int) -> bool:

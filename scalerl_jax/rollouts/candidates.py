@@ -120,7 +120,7 @@ class Candidates:
             return
         for client in self._pool.in_state(server_state.REJECTED):
             others = ", ".join(c.address for c in self._pool.clients if c.state != server_state.REJECTED)
-            self._fail(ProbeError(f"{client.reason}; and nobody answers at {others}"))
+            self._fail(ProbeError(f"{client.reason}; and no server answers at {others}"))
 
 
 _AT_ONCE = 32

@@ -136,7 +136,7 @@ class Fleet:
         incarnation: Incarnation,
         score: Callable[[Row, Completion], ScoreFuture],
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
-        observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, anew: None,
+        observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, from_here: None,
         serving: Callable[[bool], None] = lambda serving: None,
         parts: Parts | None = None,
     ):

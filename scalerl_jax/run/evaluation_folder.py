@@ -49,7 +49,7 @@ class EvaluationFolder:
                 if before.get(name) != settings.get(name):
                     raise ConfigError(
                         f"--out={self.path}: holds another evaluation: {name} is {before.get(name)!r} there and "
-                        f"{settings.get(name)!r} now; another --out begins anew"
+                        f"{settings.get(name)!r} now; another --out starts over"
                     )
         else:
             write_whole(self._file("settings.json"), json.dumps(settings, indent=2) + "\n")

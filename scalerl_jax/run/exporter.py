@@ -170,4 +170,4 @@ def _of_the_fleet(status: Mapping[str, Any]) -> Iterable[Family]:
         ("in_flight",): status["groups_in_flight"], ("ready",): status["groups_ready"]
     }  # fmt: skip
     waiting = {(name,): 1.0 for name in sorted(status["waits_for"])[:WAITED_FOR]}
-    yield "waiting", "Who holds the trainer up now; nobody: it does not wait.", "gauge", ("name",), waiting
+    yield "waiting", "What the trainer waits for now; none: it does not wait.", "gauge", ("name",), waiting

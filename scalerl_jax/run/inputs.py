@@ -97,9 +97,9 @@ def _user_files(config: Config) -> dict[str, str]:
     return found
 
 
-def changed(path: str, now: dict[str, str], *, anew: bool = False) -> list[str]:
-    """Names whose digest differs from the file at `path`, which is rewritten. anew: there is no such file yet."""
-    before = read_object(path) if os.path.exists(path) and not anew else now
+def changed(path: str, now: dict[str, str], *, first: bool = False) -> list[str]:
+    """Names whose digest differs from the file at `path`, which is rewritten. first: there is no such file yet."""
+    before = read_object(path) if os.path.exists(path) and not first else now
     files.write_whole(path, line_of(now))
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 

@@ -197,10 +197,10 @@ class Ledger:
             self._serving = serving
         self._save_if_due()
 
-    def observe(self, server_id: str, counters: ServerCounters, *, evaluating: bool, anew: bool = False) -> None:
+    def observe(self, server_id: str, counters: ServerCounters, *, evaluating: bool, from_here: bool = False) -> None:
         """Books what a server did since its last status; `evaluating`: it did so for an evaluation.
 
-        anew: what its counters say of the time up to now is not known to be true; it is booked from here on.
+        from_here: what its counters say of the time up to now is not known to be true; it is booked from here on.
 
         No process is booked for more time than it was up. Call it at each heartbeat, and where a server enters or
         leaves an evaluation: an interval is in one class.
@@ -212,7 +212,7 @@ class Ledger:
             if before is None:
                 younger = counters.up_seconds <= now - self._start + _SLACK_SECONDS
                 before = ServerCounters(counters.devices, 0.0, 0.0, 0, 0, 0) if younger else counters
-            if anew or not self._there_was_time(server_id, before, counters):
+            if from_here or not self._there_was_time(server_id, before, counters):
                 before = counters
             # A step's busy seconds come when it ends: what is beyond the time that it was up is busy in the time after.
             up = max(counters.up_seconds - before.up_seconds, 0.0)
@@ -245,9 +245,9 @@ class Ledger:
             self._books["prefilled"][kind] += max(counters.prefill_tokens - before.prefill_tokens, 0)
         self._save_if_due()
 
-    def observe_status(self, status: pb.StatusReply, evaluating: bool, anew: bool) -> None:
+    def observe_status(self, status: pb.StatusReply, evaluating: bool, from_here: bool) -> None:
         """As `observe`, what the status tells."""
-        self.observe(status.server_id, ServerCounters.of(status), evaluating=evaluating, anew=anew)
+        self.observe(status.server_id, ServerCounters.of(status), evaluating=evaluating, from_here=from_here)
 
     def finished_groups(self, groups: Sequence[FinishedGroup], *, evaluation: bool = False) -> None:
         """As `finished`, of each."""

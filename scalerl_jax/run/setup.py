@@ -144,7 +144,7 @@ def said_of_changes(folder: RunFolder, now: dict[str, str], *, step: int, fresh:
     """A line for each input, and each field of the config, that is another than it was up to `step`; the digests `now`
     are kept for the next start. fresh: the run begins."""
     of_inputs = [
-        f"{name} changed since step {step}" for name in inputs.changed(folder.path(inputs.FILE), now, anew=fresh)
+        f"{name} changed since step {step}" for name in inputs.changed(folder.path(inputs.FILE), now, first=fresh)
     ]
     of_config = [
         f"from step {step} on config.{change.name} is {change.now!r}; before: {change.before!r}"

@@ -41,7 +41,7 @@ class Ordered:
         if self.same_score:
             return "the same score each time looks like one row logged again: --duplicates=last keeps one of them"
         if self.descents and self.back_to_start:
-            return f"{x!r} begins anew, which looks like several runs in one file: {_LISTED}"
+            return f"{x!r} starts over, which looks like several runs in one file: {_LISTED}"
         if self.descents or self.later:
             how = f"{x!r} goes back and on again" if self.descents else "the same value, written later"
             return f"{how}, which looks like a resumed run: --duplicates=last keeps what it went on with"

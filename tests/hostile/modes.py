@@ -65,7 +65,7 @@ STATUS = {
     "prefilled without end": Mode(number("prefill_tokens", 2**62), HELD_BACK, "prefill_tokens"),
     "counters fall": Mode(status_lies.counters_fall, HELD_BACK, "fell|falls|below|less|_tokens|busy_seconds"),
     "fast clock": Mode(status_lies.FastClock, HELD_BACK, "clock|faster|up_seconds|busy_seconds"),
-    "another identity each time": Mode(status_lies.another_each_time, HELD_BACK, "anew|another process"),
+    "another identity each time": Mode(status_lies.another_each_time, HELD_BACK, "restarted|another process"),
     "step of the future": Mode(status_lies.step_of_the_future, HELD_BACK, "version|step"),
     "newer trainer": Mode(status_lies.newer_trainer, HELD_BACK, "started later|newer|incarnation"),
     "no room": Mode(status_lies.no_room, HELD_BACK, "slots|no room"),

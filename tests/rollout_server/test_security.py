@@ -279,7 +279,7 @@ def test_what_is_open_is_a_warning_at_the_start(tmp_path: pathlib.Path, token: b
     process = CalledServer(tmp_path, "--engine=replay", "--host=0.0.0.0", "--insecure", *flags)
     process.close()
     warnings = [line for line in process.log.read_text().splitlines() if line.startswith("W")]
-    assert any("--insecure: whoever sees the packets" in line for line in warnings)
+    assert any("--insecure: a reader of the packets" in line for line in warnings)
     assert any("no token is asked for" in line for line in warnings) is not token
     assert any("the token is sent in plaintext" in line for line in warnings) is token
     assert any("every user of this machine can read it" in line for line in warnings) is token

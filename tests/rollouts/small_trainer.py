@@ -162,7 +162,7 @@ class Trainer:
         self.drawn: list[int] = []
         self.events: list[tuple[str, dict]] = []
         self.observed: list = []  # (status, evaluating)
-        self.anew: list[bool] = []  # of each of them
+        self.from_here: list[bool] = []  # of each of them
         self.serving: list[bool] = []  # at each call
         self.batches: list[list[FinishedGroup]] = []
         self.admitted: list[str] = []
@@ -204,9 +204,9 @@ class Trainer:
         self.fleet.close()
         self.scorers.shutdown()
 
-    def observe(self, status: Any, evaluating: bool, anew: bool) -> None:
+    def observe(self, status: Any, evaluating: bool, from_here: bool) -> None:
         self.observed.append((status, evaluating))
-        self.anew.append(anew)
+        self.from_here.append(from_here)
 
     def draw(self, number: int) -> Row:
         self.drawn.append(number)

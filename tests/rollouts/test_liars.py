@@ -449,7 +449,11 @@ def test_another_process_at_every_status(liar, honest, caplog):
         met = sum(state == "updating" for state, _ in states_seen(trainer, liar))
         assert met <= 3 * offences.FREE_MEETINGS
         # What no clock allows is not booked, nor is who has to wait for being met.
-        booked = [anew for (said, _), anew in zip(trainer.observed, trainer.anew, strict=True) if said.devices == 4096]
+        booked = [
+            from_here
+            for (said, _), from_here in zip(trainer.observed, trainer.from_here, strict=True)
+            if said.devices == 4096
+        ]
         assert all(booked) and len(booked) <= met + 1
 
 

@@ -166,7 +166,7 @@ def test_the_others_may_be_away(servers, files, away):
         return "" if late else str(error.value)
 
     named = f"rollout server {servers[0].address}: it does not take the token"
-    assert eventually(refused) == f"{named}; nobody answers at {away}"
+    assert eventually(refused) == f"{named}; no server answers at {away}"
 
 
 @pytest.fixture

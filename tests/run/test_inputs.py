@@ -27,7 +27,7 @@ def test_what_has_changed_is_named_once(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def reward(completion): return 0.0\n")
     assert changed(file, digests(config, [rows[0], Row("2?", "3")])) == ["the held-out rows", "mine.py"]
     assert changed(file, digests(config, [rows[0], Row("2?", "3")])) == []  # from here on that is what it was
-    assert changed(file, digests(config, rows), anew=True) == []
+    assert changed(file, digests(config, rows), first=True) == []
     assert changed(file, digests(config, [rows[0], Row("2?", "3")])) == ["the held-out rows"]
     config.mixture["b"].reward = "other.py:reward"  # a config's field, which is compared as such
     assert changed(file, digests(config, [rows[0], Row("2?", "3")])) == []

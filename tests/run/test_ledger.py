@@ -396,7 +396,7 @@ def test_what_is_not_known_to_be_true_is_not_booked(tmp_path):
     clock.now += 10
     ledger.observe("a", counters(up=10, busy=8, sampled=100), evaluating=False)
     before = ledger.snapshot()
-    ledger.observe("a", counters(up=9e5, busy=8e5, sampled=10**9), evaluating=False, anew=True)
+    ledger.observe("a", counters(up=9e5, busy=8e5, sampled=10**9), evaluating=False, from_here=True)
     assert ledger.snapshot() == before
     clock.now += 1
     ledger.observe("a", counters(up=9e5 + 1, busy=8e5 + 1, sampled=10**9 + 50), evaluating=False)

@@ -3,7 +3,7 @@
 //
 //   node generator.js --model=DIR --port=8500 [--slots=8] [--queue=16] [--maximum_tokens=512] [--sync_dtype=bfloat16]
 //
-// It listens on 127.0.0.1 only: whoever reaches it may replace its weights.
+// It listens on 127.0.0.1 only: every client that reaches it may replace its weights.
 const crypto = require('crypto');
 const fs = require('fs');
 const path = require('path');

@@ -135,14 +135,14 @@ class SlotPool:
     def warm_up(self, weights: DecodeWeights) -> None:
         """Compiles what is left of what serving begins with. No slot may be taken."""
         assert not self.busy and self._whole
-        nobody = np.full(self.slots, self.slots, np.int32)
+        none = np.full(self.slots, self.slots, np.int32)
         prefixes = [self._run_prefill(weights, np.zeros(size, np.int32)) for size in self._prefill_buckets]
         for length in self._lengths:
             for other in self._lengths:  # there and back, whatever comes to what
                 self._set_length(other)
                 self._set_length(length)
             for prefix in prefixes:
-                self._insert(prefix, nobody, 0, 0, 0, decode.empty_settings(self.slots))
+                self._insert(prefix, none, 0, 0, 0, decode.empty_settings(self.slots))
             self._time_chunk(weights)
             self._seconds[length] = self._time_chunk(weights)
             self._price(Kind(length, False))

@@ -137,7 +137,7 @@ class ServerClient(ServerState):
             return
         another_process = status.server_id != self.status.server_id
         if another_process and self._met:
-            self._gone("it was started anew")
+            self._gone("it was restarted")
         self.record = self._context.records.of(self.address, status.server_id, now=now)
         self.heard_at, self.auth_failures = now, 0
         if self.record.banished:  # a process that was sent away may come back between others; its time is not booked
@@ -146,7 +146,7 @@ class ServerClient(ServerState):
                 self.enter(server_state.REJECTED, "it was sent away before")
             return
         waits = now < self.record.until  # where it is not met yet
-        self._observe(status, another_process, found.anew, waits)
+        self._observe(status, another_process, found.from_here, waits)
         if not self._incarnation.outranks(told.incarnation):
             if self.state != server_state.SUPERSEDED and not (self.state == server_state.CONNECTING and waits):
                 self._supersede(told.incarnation)
@@ -177,9 +177,9 @@ class ServerClient(ServerState):
             self.enter(server_state.UPDATING, "")
             self._upkeep.begin()
 
-    def _observe(self, status: pb.StatusReply, another_process: bool, anew: bool, waits: bool) -> None:
+    def _observe(self, status: pb.StatusReply, another_process: bool, from_here: bool, waits: bool) -> None:
         """Lets its time and tokens be booked."""
-        self._book_from_here = self._book_from_here or anew
+        self._book_from_here = self._book_from_here or from_here
         if self.state == server_state.CONNECTING and waits:  # not met yet: its time is its own
             self._book_from_here = True
         else:

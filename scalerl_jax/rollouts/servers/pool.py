@@ -68,7 +68,7 @@ class ServerPool:
         why = [f"rollout server {c.address}: {c.reason}" for c in unauthenticated]
         why += [f"rollout server {c.address} is superseded: {c.reason}" for c in superseded]
         if why:
-            return "; ".join(why) + (f"; nobody answers at {', '.join(silent)}" if silent else "")
+            return "; ".join(why) + (f"; no server answers at {', '.join(silent)}" if silent else "")
         where = f"{', '.join(silent)} (tried for {seconds:g} s)"
         return f"no rollout server answers at {where}: is scalerl-serve running there?"
 

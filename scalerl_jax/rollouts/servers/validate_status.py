@@ -13,7 +13,7 @@ count our own sleep (`clock`). A server whose machine we have slept beside in an
 paused) is found implausible once: the next status is held against the last one heard, believed or not.
 
 What lies between a status that was dropped, for whatever reason, and the next good one is not booked, nor what a
-process claims to have done before its predecessor on the same address was heard last: `Found.anew` says so.
+process claims to have done before its predecessor on the same address was heard last: `Found.from_here` says so.
 
 And what it must say for a run: tokenizer fingerprint, the decoder's shape, dtype of the logits, precision of the head's
 operands (a server that does not tell is left to the comparison of log-probs, parity.py), dtype of the weights, and
@@ -59,7 +59,7 @@ class Found:
     """What there is to say of a status."""
 
     lie: str = ""  # what cannot be; the status is to be dropped. Empty: it is believed
-    anew: bool = False  # book it from here on only: what its counters say of the time before is not known
+    from_here: bool = False  # book it from here on only: what its counters say of the time before is not known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,12 @@ class StatusCheck:
             return Found(lie)
         dropped, self._dropped = self._dropped, False
         if same:
-            return Found(anew=dropped)
+            return Found(from_here=dropped)
         # What a step adds at its end was there before: none is busy for longer than it is up when it is met.
         most = status.up_seconds + CLOCK_SLACK
         if before is not None:  # one that was started after the one before it was heard last is not older than that
             most = min(most, _at_most(heard_at - before.asked_at))
-        return Found(anew=dropped or max(status.up_seconds, status.busy_seconds) > most)
+        return Found(from_here=dropped or max(status.up_seconds, status.busy_seconds) > most)
 
 
 def _at_most(seconds: float) -> float:

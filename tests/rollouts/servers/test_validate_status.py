@@ -153,7 +153,7 @@ def test_what_a_lie_covers_is_not_booked():
     check.look(status(), **times[0])
     assert check.look(status(up_seconds=5000.0), **times[1]).lie
     # It goes on from what it claimed: never again implausible, and never booked.
-    assert check.look(status(up_seconds=5001.0), **times[2]) == validate_status.Found(anew=True)
+    assert check.look(status(up_seconds=5001.0), **times[2]) == validate_status.Found(from_here=True)
     assert check.look(status(up_seconds=5002.0), **times[3]) == validate_status.Found()
 
 
@@ -172,7 +172,7 @@ def test_a_new_process_at_each_look_gains_nothing():
     check = StatusCheck()
     check.look(status(), asked_at=10.0, heard_at=10.1)
     claimed = check.look(status(server_id="b"), asked_at=11.0, heard_at=11.1)
-    assert claimed == validate_status.Found(anew=True)  # up for 100 s on an address where "a" was a second ago
+    assert claimed == validate_status.Found(from_here=True)  # up for 100 s on an address where "a" was a second ago
     young = status(server_id="c", up_seconds=0.5, busy_seconds=0.2)
     assert check.look(young, asked_at=12.0, heard_at=12.1) == validate_status.Found()
 
@@ -183,10 +183,10 @@ def test_what_lies_before_the_status_after_one_that_says_nothing_is_not_booked(l
     times = [{"asked_at": float(n), "heard_at": n + 0.1, "newest": 9} for n in range(10, 15)]
     check.look(status(), **times[0])
     assert check.look(status(**{"up_seconds": 101.0, **lie}), **times[1]).lie
-    assert check.look(status(up_seconds=102.0), **times[2]) == validate_status.Found(anew=True)
+    assert check.look(status(up_seconds=102.0), **times[2]) == validate_status.Found(from_here=True)
     assert check.look(status(up_seconds=103.0), **times[3]) == validate_status.Found()
     check.look(status(up_seconds=103.5, devices=0), **times[3])
-    assert check.look(status(server_id="b", up_seconds=0.5, busy_seconds=0.5), **times[4]).anew
+    assert check.look(status(server_id="b", up_seconds=0.5, busy_seconds=0.5), **times[4]).from_here
 
 
 def test_a_process_that_was_busy_for_longer_than_it_is_up_is_met_anew():
@@ -194,7 +194,7 @@ def test_a_process_that_was_busy_for_longer_than_it_is_up_is_met_anew():
     for n in range(10):
         claimed = status(server_id=str(n), up_seconds=0.2, busy_seconds=120.0, sampled_tokens=0)
         found = check.look(claimed, asked_at=10 + n / 4, heard_at=10.1 + n / 4)
-        assert found == validate_status.Found(anew=True)
+        assert found == validate_status.Found(from_here=True)
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="no such clock here")
