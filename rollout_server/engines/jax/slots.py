@@ -219,8 +219,7 @@ class SlotPool:
         if kind.filtered and self._whole and kind not in self._whole:
             self._compile_whole(kind)
             self._price(kind)
-            said = "compiled in %.1f s for top-k and top-p, %d positions"
-            logging.info(said, self._compiling[kind], kind.length)
+            logging.info("compiled in %.1f s for top-k and top-p, %d positions", self._compiling[kind], kind.length)
         return kind
 
     def _gather(self, origins: list[int]) -> None:
@@ -279,18 +278,19 @@ class SlotPool:
 
     def _run_chunk(self, weights: DecodeWeights, width: int, kind: Kind, program: Program | None) -> Output:
         program = program or self._whole.get(kind)
-        settings = {**self._of_every_chunk, "width": width, "filtered": kind.filtered}
-        run = program or functools.partial(decode.decode_chunk, **settings)
+        run = program or functools.partial(decode.decode_chunk, **self._of_chunk(width, kind))
         self._state, output = run(weights, self._state)
         return output
+
+    def _of_chunk(self, width: int, kind: Kind) -> dict[str, Any]:
+        return {**self._of_every_chunk, "width": width, "filtered": kind.filtered}
 
     def _compile_chunk(self, width: int, kind: Kind) -> Program:
         """On another thread: reads nothing that changes."""
         state = jax.eval_shape(
             lambda: decode.empty_state(self._config, self._precision, slots=self.slots, length=kind.length)
         )
-        settings = {**self._of_every_chunk, "width": width, "filtered": kind.filtered}
-        program = decode.decode_chunk.lower(self._weights_like, state, **settings).compile()
+        program = decode.decode_chunk.lower(self._weights_like, state, **self._of_chunk(width, kind)).compile()
         memory.trim()  # XLA takes tens of MiB to compile
         return program
 
