@@ -25,10 +25,10 @@ class ModelConfig:
     # Precision of the output head. default: operands in compute_dtype, sums and logits in float32. highest: operands in
     # float32, too. bfloat16: as default, with logits rounded to bfloat16, for recipes without an FP32 head.
     head_precision: Literal["default", "highest", "bfloat16"] = "default"
-    # What is kept for the backward pass: none keeps everything, save_attention the attention results and the inputs of
-    # the blocks, block those inputs alone, full only a few of them. From left to right it takes less memory and more
-    # time.
-    remat: Literal["none", "save_attention", "block", "full"] = "block"
+    # What is kept for the backward pass: none keeps everything, save_products the products with weights, the attention
+    # results and the inputs of the blocks, save_attention the last two, block those inputs alone, full only a few of
+    # them. From left to right it takes less memory and more time.
+    remat: Literal["none", "save_products", "save_attention", "block", "full"] = "block"
     # What computes attention. auto takes the accelerator's kernel; blocks is plain XLA and runs everywhere; splash is a
     # kernel for TPUs, cudnn one for NVIDIA GPUs.
     attention: Literal["auto", "blocks", "splash", "cudnn"] = "auto"

@@ -26,10 +26,8 @@ from typing import Any
 import jax
 
 from scalerl_jax.learner.trainer import Trainer
-from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION
+from scalerl_jax.model.remat import FULL, REMATS
 from scalerl_jax.system import memory
-
-_LESS = (NONE, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +161,7 @@ def remedies(trainer: Trainer, short: Booking | None, longest: int) -> str:
         if trainer.rows_per_shard > 1:
             found.append(f"config.learner.micro_batch_rows below {trainer.rows_per_shard}")
         if layout.remat != FULL:
-            found.append(f"config.model.remat={_LESS[_LESS.index(layout.remat) + 1]} (it is {layout.remat})")
+            found.append(f"config.model.remat={REMATS[REMATS.index(layout.remat) + 1]} (it is {layout.remat})")
         if layout.seq_len > longest:
             found.append(f"config.learner.seq_len={longest} (it is {layout.seq_len})")
     found.append(f"more devices for config.learner.fsdp (rows lie on {shards})")

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from scalerl_jax.model.attention import BLOCKS, Backend, packed_attention
@@ -33,7 +34,7 @@ from scalerl_jax.model.experts import ROUTERS, Routing, expert_mlp, moved, token
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.precision import Precision
-from scalerl_jax.model.remat import BLOCK, scan_blocks
+from scalerl_jax.model.remat import BLOCK, PRODUCT, scan_blocks
 from scalerl_jax.model.sharding import ROWS, constrain, spec
 from scalerl_jax.model.tensor_layout import rows, sizes
 
@@ -207,7 +208,7 @@ class Layer:
 
     def project(self, x: jax.Array, *leaves: str) -> Any:
         """x [..., in] times each of these matrices: [..., out], a list of them for several leaves."""
-        return self._each(leaves, lambda weight: project(x, weight, self._precision))
+        return self._each(leaves, lambda weight: checkpoint_name(project(x, weight, self._precision), PRODUCT))
 
     def add(self, outputs: list[jax.Array], *leaves: str) -> list[jax.Array]:
         """To each output [..., out] its bias, in float32, so that the bias's cotangent is summed in float32."""
@@ -231,7 +232,7 @@ class Layer:
     def route(self, x: jax.Array, leaf: str, how: str) -> Routing:
         """x [..., width] -> the experts of each token, by one of ROUTERS; all of it in float32."""
         precision = dataclasses.replace(self._precision, compute="float32")
-        logits = project(x.astype(jnp.float32), self._weights[leaf], precision)
+        logits = checkpoint_name(project(x.astype(jnp.float32), self._weights[leaf], precision), PRODUCT)
         config = self._config
         routing = ROUTERS[how](logits, config.experts_per_token, normalize=config.norm_topk_prob, given=self._given)
         if self._given is not None:

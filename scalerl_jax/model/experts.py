@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from scalerl_jax.model.precision import Precision
+from scalerl_jax.model.remat import PRODUCT
 
 OWN = -1  # in the place of a token's experts: those of the router itself
 
@@ -92,14 +94,18 @@ def expert_mlp(
     """
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weights = (part.reshape(len(tokens), -1) for part in routing[:2])
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return checkpoint_name(grouped_product(x, weight, sizes, precision), PRODUCT)
+
     order, inverse, sizes = _sorted(chosen.reshape(-1), len(down))
     pairs = _to_pairs(tokens, order, inverse)
     if routing.on_input:
         scale = _take(weights.reshape(-1), order, inverse)[:, None]
         pairs = (pairs.astype(jnp.float32) * scale).astype(x.dtype)
-    inner = [grouped_product(pairs, weight, sizes, precision) for weight in gate_up]
+    inner = [product(pairs, weight) for weight in gate_up]
     gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
-    mixed = grouped_product(jax.nn.silu(gate) * up, down, sizes, precision)
+    mixed = product(jax.nn.silu(gate) * up, down)
     back = _take(mixed, inverse, order).reshape(*chosen.shape, -1).astype(jnp.float32)
     back = back if routing.on_input else back * weights[..., None]
     return jnp.sum(back, axis=1).astype(x.dtype).reshape(x.shape)

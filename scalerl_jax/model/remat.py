@@ -2,12 +2,13 @@
 
                    kept                                                    computed again
     none           all that a gradient needs                               nothing
+    save_products  as save_attention, and every product with a weight      what lies between products: norms, rotations
     save_attention each block's input, attention's output and its sums     each block, but not attention's scores
     block          each block's input                                      each block
     full           the input of every n-th block, n about sqrt(blocks)     each block, and all but one of n twice
 
-In this order memory falls and time rises; on CPUs, where memory's traffic is dear, `block` may be the faster one.
-The values are the same in all four, and the gradients to rounding.
+In this order memory falls and time rises; on CPUs, where memory's traffic is dear, `block` may be the faster one, and
+on GPUs `save_products` is faster than `none`. The values are the same in all of them, and the gradients to rounding.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ import jax
 
 from scalerl_jax.model.attention import SAVED
 
-NONE, SAVE_ATTENTION, BLOCK, FULL = "none", "save_attention", "block", "full"
+NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL = "none", "save_products", "save_attention", "block", "full"
+REMATS = (NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
+PRODUCT = "product"  # the name of a product with a weight (jax.ad_checkpoint)
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
@@ -26,8 +29,8 @@ def scan_blocks(block: Block, x: jax.Array, weights: Any, remat: str) -> tuple[j
     """`x` through every block, and what they give beside, stacked; weights: stacked over them. As jax.lax.scan."""
     if remat == NONE:
         return jax.lax.scan(block, x, weights)
-    if remat == SAVE_ATTENTION:
-        return jax.lax.scan(jax.checkpoint(block, policy=_attention), x, weights)
+    if remat in _POLICIES:
+        return jax.lax.scan(jax.checkpoint(block, policy=_POLICIES[remat]), x, weights)
     if remat == BLOCK:
         return jax.lax.scan(jax.checkpoint(block), x, weights)
     assert remat == FULL, remat
@@ -48,12 +51,15 @@ def group_size(count: int) -> int:
     return min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (count // n + n, n))
 
 
-def _attention(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+def _keeps(*names: str) -> Callable[..., bool]:
     """Blocks and splash say by name what they keep; cuDNN's call is one operation, all of whose results are kept."""
-    if primitive.name == _CUDNN:
-        return True
-    return bool(_named(primitive, *arguments, **parameters))
+    named = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def policy(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+        return primitive.name == _CUDNN or bool(named(primitive, *arguments, **parameters))
+
+    return policy
 
 
-_named = jax.checkpoint_policies.save_only_these_names(SAVED)
 _CUDNN = "dot_product_attention_fwd_wrapper"
+_POLICIES = {SAVE_ATTENTION: _keeps(SAVED), SAVE_PRODUCTS: _keeps(SAVED, PRODUCT)}

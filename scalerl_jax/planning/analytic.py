@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.hf import flat
-from scalerl_jax.model.remat import FULL, NONE, SAVE_ATTENTION, group_size
+from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION, SAVE_PRODUCTS, group_size
 from scalerl_jax.model.sharding import MESH_AXES
 from scalerl_jax.model.tensor_layout import rows
 from scalerl_jax.planning.collectives import Collective
@@ -83,6 +83,7 @@ def temporaries(shapes: Shapes) -> int:
     per_block = tokens * c * (4 * width + 4 * queries + 4 * keys + 3 * inner)  # that a backward pass reads
     kept = {
         NONE: layers * per_block,
+        SAVE_PRODUCTS: layers * tokens * c * (2 * width + 2 * queries + 2 * keys + 2 * inner),
         SAVE_ATTENTION: layers * tokens * c * (width + queries),
         FULL: (layers / group_size(layers) + group_size(layers)) * tokens * width * c,
     }.get(shapes.remat, layers * tokens * width * c)
@@ -127,9 +128,9 @@ def collectives(shapes: Shapes) -> list[Collective]:
         add("all-reduce", ("replica",), 2 * (copies - 1) / copies * leaf.own * _FLOAT32 * (layers if layered else 1))
     tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
     # The sums of partial products: two forward, two backward; attention's forward one is made again.
-    sums = 4 + (shapes.remat != NONE) + 2 * (1 - 1 / group_size(layers)) * (shapes.remat == FULL)
+    sums = 4 + (shapes.remat in (SAVE_ATTENTION, BLOCK, FULL)) + 2 * (1 - 1 / group_size(layers)) * (shapes.remat == FULL)
     add("all-reduce", ("tensor",), 2 * (tensor - 1) / tensor * states * c * (sums * layers + 1))
-    again = 3 - (shapes.remat in (NONE, SAVE_ATTENTION))
+    again = 2 + (shapes.remat in (BLOCK, FULL))
     keys = 2 * shapes.tokens * decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
     add("all-gather", ("context",), again * layers * keys * c * (context - 1))
     if decoder.experts:
@@ -159,7 +160,7 @@ def memory_traffic(shapes: Shapes) -> tuple[float, float]:
     leaves = _leaves(shapes)
     in_layers = [leaf for name, leaf in leaves.items() if rows(decoder)[name].layered]
     own, gathered = sum(leaf.own for leaf in in_layers), sum(leaf.gathered for leaf in in_layers)
-    computed = 1 + (shapes.remat != NONE) + (shapes.remat == FULL)  # forward
+    computed = 1 + (shapes.remat in (SAVE_ATTENTION, BLOCK, FULL)) + (shapes.remat == FULL)  # forward
     forward = tokens * c * (6 * width + 4 * queries + 4 * keys + 5 * inner)
     # Gathered: the master is read, the copy written and read. Backward: one more read, and the gradient.
     weights = computed * (_FLOAT32 * own + 2 * c * gathered) + (c + 2 * _FLOAT32) * gathered + 3 * _FLOAT32 * own

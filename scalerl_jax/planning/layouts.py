@@ -11,10 +11,9 @@ import math
 
 from scalerl_jax.config import Config
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION
+from scalerl_jax.model.remat import REMATS
 from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
 
-REMATS = (NONE, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
 _LANES = 128  # tokens: of a row's part at least one such block
 
 

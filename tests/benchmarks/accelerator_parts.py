@@ -112,9 +112,9 @@ def kernels_of(found: dict[str, Any]) -> Iterator[None]:
     }
 
 
-def update_traced(work: Work) -> dict[str, Any]:
+def update_traced(work: Work, *, remat: str = "block") -> dict[str, Any]:
     """One update, kernel by kernel."""
-    trainer, segments = make_trainer(work, remat="block"), make_segments(work)
+    trainer, segments = make_trainer(work, remat=remat), make_segments(work)
     for _ in range(2):
         trained(trainer, segments)
     found = device()
@@ -122,6 +122,14 @@ def update_traced(work: Work) -> dict[str, Any]:
         trained(trainer, segments)
         jax.block_until_ready(trainer.state)
     return found
+
+
+def update_products_saved(work: Work) -> dict[str, Any]:
+    return update(work, remat="save_products")
+
+
+def update_products_saved_traced(work: Work) -> dict[str, Any]:
+    return update_traced(work, remat="save_products")
 
 
 def update_without_remat(work: Work) -> dict[str, Any]:

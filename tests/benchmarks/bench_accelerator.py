@@ -7,11 +7,13 @@ leaves the others:
 
   update        one optimizer step on one packed row of 16,384 positions, eight segments of 768 to 4,096: tokens/s, MFU,
                 peak memory. bfloat16 products, float32 masters, moments and gradients; each block recomputed (remat)
+  update, products saved  the same with products and attention kept (remat=save_products)
   torch update  the same step by transformers' Llama in eager PyTorch (accelerator_peer.py says how), recomputing too
   engine        64 slots, each 512 tokens after a prompt of 128; prefill apart
   torch generate  transformers.generate, 64 sequences of the same lengths
   weights       a version after an update: what changed, and all of it
-  update, traced the kernels of one update, the longest first, and for how long the device had none to run
+  update, products saved, traced  the kernels of one update, the longest first, and for how long the device had none
+  update, traced  the same of blocks that are recomputed
   update, no remat and torch update, no remat
 
 MFU: FLOPs of a forward and a backward pass (products with the weights, head included; causal attention inside each
@@ -43,10 +45,12 @@ flags.DEFINE_string("part", "", "for its own use: measure this part, and write i
 # Part -> (module, function), in the order of what matters most where time is short.
 PARTS = {
     "update": ("accelerator_parts", "update"),
+    "update_products_saved": ("accelerator_parts", "update_products_saved"),
     "torch_update": ("accelerator_peer", "update"),
     "engine": ("accelerator_parts", "engine"),
     "torch_generate": ("accelerator_peer", "generate"),
     "weights": ("accelerator_parts", "weights"),
+    "update_products_saved_traced": ("accelerator_parts", "update_products_saved_traced"),
     "update_traced": ("accelerator_parts", "update_traced"),
     "update_without_remat": ("accelerator_parts", "update_without_remat"),
     "torch_update_without_remat": ("accelerator_peer", "update_without_remat"),

@@ -1,7 +1,7 @@
 """The trainer's update against the same update in PyTorch eager, on the same cores.
 
     python -m tests.benchmarks.bench_update [--case=short|long|both] [--dtype=float32|bfloat16] [--repeats=9]
-                                            [--remat=none|save_attention|block|full] [--hidden_size=96 --layers=3 ...]
+                                            [--remat=none|save_products|save_attention|block|full] [--hidden_size=96 --layers=3 ...]
 
 Both sides get the same sequences, start from the same parameters and do the same work: forward, CISPO with prompt
 weights, backward, AdamW. Before anything is timed, their gradients are compared. A repeat times one update of each, in
@@ -34,6 +34,7 @@ from scalerl_jax.learner.packing import MicroBatch, Segment, pack
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model import DecoderConfig, Precision, init_params
 from scalerl_jax.model.hf import to_hf
+from scalerl_jax.model.remat import REMATS
 from scalerl_jax.objective import token_weights
 from tests.support.trainers import trainer_of, update
 
@@ -50,7 +51,7 @@ flags.DEFINE_integer("seq_len", 512, "short: tokens of a packed row")
 flags.DEFINE_integer("rows", 8, "short: rows of a micro-batch")
 flags.DEFINE_integer("long_rows", 2, "long: rows of a micro-batch")
 flags.DEFINE_integer("logprob_chunk", 128, "tokens of a row whose logits exist at once")
-flags.DEFINE_enum("remat", "none", ["none", "save_attention", "block", "full"], "as config.model.remat")
+flags.DEFINE_enum("remat", "none", REMATS, "as config.model.remat")
 flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of matrix products; PyTorch's are cast by autocast")
 flags.DEFINE_integer("torch_tokens", 4096, "padded tokens of PyTorch's micro-batch")
 flags.DEFINE_enum("clock", "wall", ["wall", "cpu"], "cpu: processor seconds, for a machine that others use too")

@@ -117,7 +117,7 @@ def test_an_ill_typed_value_in_a_file_is_named(tmp_path, line, message):
     ("flags", "message"),
     [
         ("objective.loss=ppo", "config.objective.loss='ppo': is not one of cispo, clip, gspo"),
-        ("model.remat=yes", "config.model.remat='yes': is not one of none, save_attention, block, full"),
+        ("model.remat=yes", "config.model.remat='yes': is not one of none, save_products, save_attention, block, full"),
         ("pacing.kind=lockstep", "config.pacing.kind='lockstep': is not one of pipeline, phased"),
         ("objective.max_ratio=0", "config.objective.max_ratio=0.0: must be above 0"),
         ("rollout.group_size=1", "config.rollout.group_size=1: must not be below 2"),

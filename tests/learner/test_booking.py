@@ -56,7 +56,7 @@ def test_needs_are_those_of_the_arrays(booked):
 @pytest.mark.parametrize(
     ("change", "said", "unsaid"),
     [
-        ({}, ["micro_batch_rows below 2", "remat=save_attention (it is none)", "seq_len=20 (it is 64)"], []),
+        ({}, ["micro_batch_rows below 2", "remat=save_products (it is none)", "seq_len=20 (it is 64)"], []),
         ({"remat": "full", "rows": 1}, ["seq_len=20"], ["micro_batch_rows", "remat"]),
         ({"remat": "block", "seq_len": 20, "max_segment": 20}, ["remat=full (it is block)"], ["seq_len"]),
     ],

@@ -9,11 +9,11 @@ import pytest
 
 from scalerl_jax.model import Precision, forward
 from scalerl_jax.model.attention import Backend
-from scalerl_jax.model.remat import group_size
+from scalerl_jax.model.remat import REMATS, group_size
 from tests.support.params import DECODER, packed, params_of, relative
 
-NAMES = ("none", "save_attention", "block", "full")
 LAYERS = 6
+MOE = dataclasses.replace(DECODER, family="qwen3_moe", experts=4, experts_per_token=2, moe_intermediate_size=8)
 
 
 def loss_of(decoder, length, **options):
@@ -25,8 +25,8 @@ def loss_of(decoder, length, **options):
 def test_loss_and_gradients_are_the_same():
     decoder = dataclasses.replace(DECODER, layers=LAYERS)
     params = params_of(decoder)
-    found = {name: jax.jit(jax.value_and_grad(loss_of(decoder, 64, remat=name)))(params) for name in NAMES}
-    for name in NAMES[1:]:
+    found = {name: jax.jit(jax.value_and_grad(loss_of(decoder, 64, remat=name)))(params) for name in REMATS}
+    for name in REMATS[1:]:
         np.testing.assert_allclose(found[name][0], found["none"][0], rtol=1e-5)
         assert relative(found[name][1], found["none"][1]) < 2e-6, name
 
@@ -37,15 +37,15 @@ def test_each_takes_less_memory_than_the_one_before():
     params = jax.eval_shape(lambda: params_of(decoder))
     inputs = packed([[32] * 16] * 2, 512)
     sizes = []
-    for name in NAMES:
+    for name in REMATS:
 
         def loss(params, name=name):
             return forward(params, decoder, *inputs, remat=name, max_segment=32).sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(params).compile()
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
-    none, save_attention, block, full = sizes
-    assert none > 4 * save_attention and save_attention > 1.3 * block and block > 1.3 * full, sizes
+    none, save_products, save_attention, block, full = sizes
+    assert none > 1.5 * save_products and save_products > 1.5 * save_attention and save_attention > 1.3 * block and block > 1.3 * full, sizes
 
 
 def computed(function, *arguments):
@@ -66,8 +66,18 @@ def computed(function, *arguments):
 
 def test_with_attention_kept_no_score_is_computed_again():
     params = params_of()
-    counts = {name: computed(jax.grad(loss_of(DECODER, 64, remat=name)), params)["exp"] for name in NAMES}
-    assert counts["save_attention"] == counts["none"] < counts["block"]
+    counts = {name: computed(jax.grad(loss_of(DECODER, 64, remat=name)), params)["exp"] for name in REMATS}
+    assert counts["save_products"] == counts["save_attention"] == counts["none"] < counts["block"]
+
+
+@pytest.mark.parametrize("decoder", [DECODER, MOE], ids=["dense", "experts"])
+def test_with_products_kept_none_is_computed_again(decoder):
+    params = params_of(decoder)
+    counts = {
+        name: [computed(jax.grad(loss_of(decoder, 64, remat=name)), params)[kind] for kind in ("dot_general", "while")]
+        for name in ("none", "save_products", "save_attention")
+    }
+    assert counts["save_products"] == counts["none"] != counts["save_attention"]
 
 
 def test_of_cudnn_the_call_is_kept(monkeypatch):
@@ -81,7 +91,7 @@ def test_of_cudnn_the_call_is_kept(monkeypatch):
         loss = loss_of(decoder, 64, remat=name, precision=precision, attention=Backend("cudnn_mask"))
         return computed(jax.grad(loss), params)["dot_product_attention_fwd_wrapper"]
 
-    assert (count("none"), count("save_attention"), count("block")) == (1, 1, 2)
+    assert [count(name) for name in ("none", "save_products", "save_attention", "block")] == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
