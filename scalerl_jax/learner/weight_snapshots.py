@@ -122,13 +122,16 @@ class WeightSnapshot:
         self._alone = all(leaf.is_fully_addressable for leaf in bits.values())
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """All of them under their Hugging Face names, bfloat16, in host memory of their own."""
+        """All of them under their Hugging Face names, bfloat16, in host memory that nothing writes to."""
         return {name: self._tensor(name).view(ml_dtypes.bfloat16) for name in layout(self._decoder)}
 
     def _tensor(self, name: str) -> np.ndarray:
         """The bits of one tensor, put together from its shards on the host."""
+        blocks = self._blocks(name)
+        if len(blocks) == 1:
+            return blocks[0].values
         out = np.empty(layout(self._decoder)[name].shape, np.uint16)
-        for block in self._blocks(name):
+        for block in blocks:
             out[block.index] = block.values
         return out
 

@@ -1,7 +1,8 @@
 """The trainer's update against the same update in PyTorch eager, on the same cores.
 
     python -m tests.benchmarks.bench_update [--case=short|long|both] [--dtype=float32|bfloat16] [--repeats=9]
-                                            [--remat=none|save_products|save_attention|block|full] [--hidden_size=96 --layers=3 ...]
+                                            [--remat=none|save_products|save_attention|block|full]
+                                            [--hidden_size=96 --layers=3 ...]
 
 Both sides get the same sequences, start from the same parameters and do the same work: forward, CISPO with prompt
 weights, backward, AdamW. Before anything is timed, their gradients are compared. A repeat times one update of each, in

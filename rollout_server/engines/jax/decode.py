@@ -231,7 +231,7 @@ def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:
 
 
 def fit(keys: Caches, values: Caches, length: int) -> None:
-    """Pads or cuts the caches of slots, or those of a prefix, to `length` positions.
+    """Pads or cuts the caches to `length` positions.
 
     Changes the lists in place: each old array is released before the next is made.
     """
@@ -244,6 +244,14 @@ def fit(keys: Caches, values: Caches, length: int) -> None:
 def _fit(cache: jax.Array, *, length: int, axis: int) -> jax.Array:
     missing = length - cache.shape[axis]  # fewer than none: they are cut off
     return jax.lax.pad(cache, cache.dtype.type(0), [(0, missing if i == axis else 0, 0) for i in range(cache.ndim)])
+
+
+@functools.partial(jax.jit, static_argnames=("length",))
+def fit_prefix(keys: Caches, values: Caches, *, length: int) -> tuple[Caches, Caches]:
+    """As `fit`, of what is small: all at once, for a launch costs more than the work."""
+    keys, values = list(keys), list(values)
+    fit(keys, values, length)
+    return keys, values
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

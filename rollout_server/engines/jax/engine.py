@@ -42,7 +42,7 @@ from rollout_server.engines.admission import check_score
 from rollout_server.engines.booking import Booking
 from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_info import engine_info
-from rollout_server.engines.jax.programs import Program, buckets
+from rollout_server.engines.jax.programs import Program, buckets, side_by_side
 from rollout_server.engines.jax.slots import Prefix, SlotPool
 from rollout_server.engines.jax.weights import (
     DecodeWeights,
@@ -81,10 +81,13 @@ class Scorer:
 
     def compile(self, weights_like: Any) -> int:
         """For weights of these shapes and dtypes: the bytes that the largest takes beside its arguments."""
-        for size in self._buckets:
+
+        def compile_one(size: int) -> Program:
             tokens = jax.ShapeDtypeStruct((size,), np.int32)
-            lowered = _score.lower(weights_like, tokens, config=self._config, precision=self._precision)
-            self._programs[size] = lowered.compile()
+            return _score.lower(weights_like, tokens, config=self._config, precision=self._precision).compile()
+
+        compilations = [functools.partial(compile_one, size) for size in self._buckets]
+        self._programs = dict(zip(self._buckets, side_by_side(compilations)))
         return max(map(memory.working_bytes, self._programs.values()))
 
     def score(self, weights: DecodeWeights, token_ids: np.ndarray) -> np.ndarray:
@@ -158,7 +161,8 @@ class JaxEngine(QueuedEngine):
         )  # fmt: skip
         self._scorer = Scorer(config, computing, longest=maximum)
         # A score may be computed beside a chunk.
-        working = self._pool.compile(like) + self._scorer.compile(like)
+        parts = (self._pool, self._scorer)
+        working = sum(side_by_side([functools.partial(part.compile, like) for part in parts]))
         booked = dataclasses.replace(booked, working=working, maximum_tokens=self._pool.longest)
         memory.trim()  # XLA takes tens of MiB to compile
         device, host, process = there_is()

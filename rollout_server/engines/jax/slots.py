@@ -25,7 +25,7 @@ import numpy as np
 
 from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.decode import Output, Settings
-from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, widths
+from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, side_by_side, widths
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model.decoder_config import DecoderConfig
@@ -118,12 +118,16 @@ class SlotPool:
         Returns the bytes that the largest of them takes beside its arguments. No array is made.
         """
         self._weights_like = weights_like
-        for size in self._prefill_buckets:
+
+        def compile_prefill(size: int) -> None:
             tokens = jax.ShapeDtypeStruct((size,), np.int32)
-            lowered = decode.prefill.lower(weights_like, tokens, **self._of_every_prefill)
-            self._prefills[size] = lowered.compile()
-        for length in self._lengths:
-            self._compile_whole(Kind(length, False))
+            self._prefills[size] = decode.prefill.lower(weights_like, tokens, **self._of_every_prefill).compile()
+
+        wholes = [Kind(length, False) for length in self._lengths]
+        side_by_side([
+            *(functools.partial(self._compile_whole, kind) for kind in wholes),
+            *(functools.partial(compile_prefill, size) for size in self._prefill_buckets),
+        ])  # fmt: skip
         working = max(memory.working_bytes(program) for program in (*self._whole.values(), *self._prefills.values()))
         return working + _FILTER_BYTES * self.slots * self._config.vocab_size
 
@@ -263,10 +267,9 @@ class SlotPool:
     def _insert(
         self, prefix: Prefix, slots: np.ndarray, count: int, token: int, position: int, settings: Settings
     ) -> None:
-        prefix = (list(prefix[0]), list(prefix[1]))
-        decode.fit(*prefix, self._length)
+        fitted = decode.fit_prefix(*prefix[:2], length=self._length)
         numbers = np.array([count, token, position], np.int32)
-        self._state = decode.insert(self._state, prefix, slots, numbers, settings)
+        self._state = decode.insert(self._state, fitted, slots, numbers, settings)
 
     def _set_length(self, length: int) -> None:
         decode.fit(self._state.keys, self._state.values, length)
