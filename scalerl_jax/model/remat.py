@@ -7,8 +7,8 @@
     block          each block's input                                      each block
     full           the input of every n-th block, n about sqrt(blocks)     each block, and all but one of n twice
 
-In this order memory falls and time rises; on CPUs, where memory's traffic is dear, `block` may be the faster one, and
-on GPUs `save_products` is faster than `none`. The values are the same in all of them, and the gradients to rounding.
+In this order memory falls and time rises; on CPUs, where memory's traffic is dear, `block` may be the faster one.
+The values are the same in all of them, and the gradients to rounding.
 """
 
 from collections.abc import Callable
