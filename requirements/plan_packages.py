@@ -1,9 +1,10 @@
-"""What scalerl-plan needs beside the environment, into a folder of its own: the TPUs' compiler.
+"""What scalerl-plan needs beside the environment, into a folder of its own: the compiler of TPUs, or of GPUs.
 
-    python requirements/plan_packages.py TARGET      those of plan-pyVERSION.lock into TARGET, which goes on PYTHONPATH
+    python requirements/plan_packages.py NAME TARGET     those of NAME-pyVERSION.lock into TARGET, for PYTHONPATH
 
-Not into the environment: where libtpu is installed, every process that uses JAX looks for a TPU first. Whole or not at
-all, and nothing the second time. Needs only Python's standard library and pip.
+NAME is plan (libtpu) or plan-gpu (JAX's plug-in and CUDA). Not into the environment: where either is installed, every
+process that uses JAX looks for the device first. Whole or not at all, and nothing the second time. Needs only Python's
+standard library and pip.
 """
 
 import pathlib
@@ -14,9 +15,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def install(target: pathlib.Path) -> None:
+def install(name: str, target: pathlib.Path) -> None:
     """Raises subprocess.CalledProcessError where pip cannot; what was there before is then still there."""
-    lock = ROOT / "requirements" / f"plan-py{sys.version_info.major}.{sys.version_info.minor}.lock"
+    lock = ROOT / "requirements" / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}.lock"
     stamp, wanted = target / "installed", sys.version + "\n" + lock.read_text(encoding="utf-8")
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return
@@ -32,9 +33,9 @@ def install(target: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("plan-packages: a TARGET folder is needed")
+    if len(sys.argv) != 3:
+        sys.exit("plan-packages: NAME and a TARGET folder are needed")
     try:
-        install(pathlib.Path(sys.argv[1]).absolute())
+        install(sys.argv[1], pathlib.Path(sys.argv[2]).absolute())
     except subprocess.CalledProcessError as error:
         sys.exit(f"plan-packages: {' '.join(error.cmd[1:4])} ... failed, see above; the same command begins again")

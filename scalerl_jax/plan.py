@@ -3,10 +3,11 @@
     scalerl-plan --config=configs/scalerl_8b.py --topology=v5p:4x4x4 [--slices=2] [--model_config=FILE] [--out=FILE]
                  [--generator_tokens_per_second=2500] [--price_per_chip_hour=4.2] [--fit=fit.json --target=0.55]
 
-The very update that scalerl-train runs is compiled for the TPUs named (scalerl-jax[plan]; none is needed); for GPUs all
-is by formula. Said are bytes on a device beside what there is, what devices send each other by mesh axis, the least
-time of a step and what binds it, the generators that keep it fed, device-hours and money. Where it does not fit, the
-nearest mesh, micro-batch or remat that does is searched. The policy's weights need not be there.
+The very update that scalerl-train runs is compiled for the TPUs (scalerl-jax[plan]) or GPUs (make plan-packages-gpu)
+named, of which none is needed; where CUDA's compiler is not installed GPUs are planned by formula. Said are bytes on a
+device beside what there is, what devices send each other by mesh axis, the least time of a step and what binds it, the
+generators that keep it fed, device-hours and money. Where it does not fit, the nearest mesh, micro-batch or remat that
+does is searched. The policy's weights need not be there.
 """
 
 import dataclasses
@@ -53,8 +54,7 @@ def main(config_given: GivenConfig) -> None:
         )
         pass_rate = given.TARGET.value
         aim = target.read(given.FIT.value, pass_rate) if pass_rate is not None else None
-        if machine.chip.is_tpu:
-            compiled.check_compiler()
+        compiled.check_compiler(machine)
     question = Question(config, decoder, machine, work, given.PEAK_SHARE.value)
 
     # ---- 2. The config's own layout, and where it does not fit the nearest that does ---------------------------------

@@ -322,8 +322,10 @@ def forward(
     are given moved_pairs [layers], the pairs (token, expert) that their router would not have made.
     """
     layer, rotation = FAMILIES[config.family].layer, rope_tables(config, positions)
-    # Gathered in float32 first, so that its cotangent is summed in float32.
-    x = constrain(precision.cast(params["embed"][tokens]), mesh, ROWS, "context", None)
+    # Gathered in float32 first, so that its cotangent is summed in float32. From the table's cut to that of the rows in
+    # two steps: for both at once the partitioner would have every device hold all of them.
+    x = constrain(params["embed"][tokens], mesh, ROWS, None, "context")
+    x = constrain(precision.cast(x), mesh, ROWS, "context", None)
 
     if attention.segments and config.attention_chunk:  # each part of a segment is one of its own there
         parts = tokens.shape[1] // config.attention_chunk

@@ -82,7 +82,9 @@ def found_in(text: str) -> Iterator[Collective]:
                 scattered = name.startswith("all-reduce-scatter")  # the sum, of which each device keeps its part
                 kind = "reduce-scatter" if scattered else kind
                 pairs = pairs_of(line)
-                one = Collective(kind, times * received(kind, scattered, found[1], line), pairs, "f32[" in found[1])
+                operands = line[found.end() :].split(")", 1)[0].count("%")
+                size = size_of(found[1], operands)
+                one = Collective(kind, times * received(kind, scattered, size, line), pairs, "f32[" in found[1])
                 channel = re.search(r"channel_id=(\d+)", line)
                 if channel is None or not fused:  # outside of fusions different ones may share a channel
                     yield one
@@ -126,10 +128,16 @@ def _step(condition: list[str], body: list[str]) -> int:
     return max([int(number[1]) for number in added if number], default=1)
 
 
-def received(kind: str, scattered: bool, result: str, line: str) -> int:
-    """Bytes, by the usual rings: of the parts of n devices a device has its own already."""
+def size_of(result: str, operands: int) -> int:
+    """Bytes of the arrays that one operation gives. Before those of one that ends in a line of its own (-start) may
+    stand its operands."""
     found = [found.groups() for found in re.finditer(rf"({'|'.join(_BYTES)})\[([\d,]*)\]", result)]
-    size = max((math.prod(map(int, filter(None, dims.split(",")))) * _BYTES[of] for of, dims in found), default=0)
+    sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _BYTES[of] for of, dims in found]
+    return sum(sizes[operands : 2 * operands] if len(sizes) >= 2 * operands else sizes)
+
+
+def received(kind: str, scattered: bool, size: int, line: str) -> int:
+    """Bytes, by the usual rings: of the parts of n devices a device has its own already."""
     if kind == "collective-permute":
         return size
     group = len(group_of(line) or (0, 0))

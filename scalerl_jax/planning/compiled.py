@@ -1,8 +1,8 @@
-"""The trainer's own `accumulate` and `apply`, compiled for TPUs that are not here.
+"""The trainer's own `accumulate` and `apply`, compiled for TPUs and GPUs that are not here.
 
-The compiler is the accelerator's (libtpu, which needs no TPU for it); the mesh is of devices that exist by their
-description only. What the compiler keeps beside the arguments, and what devices send each other, is read from what it
-made. Nothing is run.
+The compiler is the accelerator's (libtpu, or JAX's plug-in for CUDA, which need no device for it); the mesh is of
+devices that exist by their description only. What the compiler keeps beside the arguments, and what devices send each
+other, is read from what it made. Nothing is run.
 """
 
 import contextlib
@@ -22,14 +22,26 @@ from launch.machines import Machine
 from scalerl_jax.config import Config
 from scalerl_jax.learner import booking
 from scalerl_jax.learner.trainer import Trainer, make_trainer
+from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.planning import gpu_targets
 from scalerl_jax.planning.collectives import Collective, found_in
 
 INSTALL = "pip install 'scalerl-jax[plan]'"
-# libtpu asks the cloud's metadata server what machine this is, and guards a TPU against two processes: there is none.
+INSTALL_GPUS = "make plan-packages-gpu"
+# libtpu asks the cloud's metadata server what machine this is, and guards a TPU against two processes; the plug-in for
+# CUDA wants a driver, and would use the GPUs that are here.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": "-1",
 }  # fmt: skip
+# In what native code writes while it compiles; a loss of speed or memory that no error tells of.
+_COSTS = {
+    "an array whole on every device, as the partitioner knows no other way": "Involuntary full rematerialization",
+    "registers spilled to memory": r"\bspill",
+    "memory above the limit, computed again by XLA": "can't reduce memory use below",
+}
+_CUDNN = 91000  # what cuDNN is taken to be where GPUs are described, as in their description
 _NO_ROOM = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM|Used ([\d.]+)([KMG]) of")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -44,23 +56,35 @@ class Update:
     collectives: tuple[Collective, ...] | None  # of one `accumulate`; None: it did not compile
     attention: str  # what computes it
     seconds: float  # that compiling took
+    warnings: dict[str, int]  # what the compiler says that costs, and how often
 
 
-def check_compiler() -> None:
-    """Raises ValueError, one line with what installs it, where there is no compiler for TPUs."""
-    if importlib.util.find_spec("libtpu") is None:
+def is_there(machine: Machine) -> bool:
+    """The compiler for it."""
+    packages = ("libtpu",) if machine.chip.is_tpu else ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return any(importlib.util.find_spec(package) is not None for package in packages)
+
+
+def check_compiler(machine: Machine) -> None:
+    """Raises ValueError, one line with what installs it, where there is no compiler for TPUs and they are asked for."""
+    if machine.chip.is_tpu and not is_there(machine):
         raise ValueError(f"--topology: compiling for TPUs needs libtpu, which is not installed: {INSTALL}")
 
 
 def devices_of(machine: Machine) -> list[jax.Device]:
     """By their description. Raises ValueError where the compiler knows no such slice."""
-    check_compiler()
+    check_compiler(machine)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    slices = {"num_slices": machine.parts} if machine.parts > 1 else {}
     try:
         with _native_messages_kept():
-            found = topologies.get_topology_desc(machine.topology, platform="tpu", **slices)
+            if machine.chip.is_tpu:
+                slices = {"num_slices": machine.parts} if machine.parts > 1 else {}
+                found = topologies.get_topology_desc(machine.topology, platform="tpu", **slices)
+            else:
+                target = gpu_targets.TARGETS[machine.chip.name].text
+                shape = f"1x{machine.parts}x{machine.devices_of_host}"
+                found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape)
     except jax.errors.JaxRuntimeError as error:
         said = " ".join(str(error).split())
         raise ValueError(f"--topology={machine.topology}: {said}") from None
@@ -77,8 +101,10 @@ def compile_update(trainer: Trainer) -> Update:
     # Programs for devices that are not here cannot be read back from a cache.
     jax.config.update("jax_enable_compilation_cache", False)
     start = time.perf_counter()
+    described = getattr(trainer.mesh.devices.flat[0], "compute_capability", "0.0")
+    capability = tuple(map(int, described.split(".")))
     try:
-        with _native_messages_kept():
+        with _native_messages_kept() as said, cudnn.compiled_for(capability, version=_CUDNN):
             trainer.compile_update()
     except jax.errors.JaxRuntimeError as error:
         found = _NO_ROOM.search(str(error))
@@ -86,7 +112,7 @@ def compile_update(trainer: Trainer) -> Update:
             raise
         number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
         needed = int(float(number) * _UNITS[unit])
-        return Update(needed, 0, None, None, trainer.attention_note, time.perf_counter() - start)
+        return Update(needed, 0, None, None, trainer.attention_note, time.perf_counter() - start, {})
     needs, (accumulate, _) = booking.needs_of(trainer), trainer.compile_update()
     return Update(
         temporaries=needs.temporaries,
@@ -95,19 +121,23 @@ def compile_update(trainer: Trainer) -> Update:
         collectives=tuple(found_in(accumulate.as_text())),
         attention=trainer.attention_note,
         seconds=time.perf_counter() - start,
+        warnings={what: n for what, words in _COSTS.items() if (n := len(re.findall(words, said[0], re.IGNORECASE)))},
     )
 
 
 @contextlib.contextmanager
-def _native_messages_kept() -> Iterator[None]:
-    """What native code writes to stderr inside is shown where it ends in an error of another kind, else dropped:
-    libtpu tells at length that this is no TPU."""
+def _native_messages_kept() -> Iterator[list[str]]:
+    """Gives a list that holds at the end what native code has written to stderr inside; it is shown only where it ends
+    in an error of another kind, since libtpu tells at length that this is no TPU."""
     sys.stderr.flush()
     own = os.dup(2)
+    said = list[str]()
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)
         try:
-            yield
+            yield said
+            kept.seek(0)
+            said.append(kept.read().decode(errors="replace"))
         except jax.errors.JaxRuntimeError:
             raise
         except BaseException:

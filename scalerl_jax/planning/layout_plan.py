@@ -112,12 +112,13 @@ class LayoutPlan:
     roofline: Roofline
     compile_seconds: float | None  # None: not compiled
     live: int | None  # of `accumulate`: bytes in use at once, by the compiler
+    warnings: dict[str, int]  # of the compiler: what costs, and how often it was said
 
 
 def plan(question: Question, choice: Choice) -> LayoutPlan:
-    """Compiles, where the machine is of TPUs. Raises ValueError where the layout cannot be (as Trainer)."""
+    """Compiles, where there is a compiler. Raises ValueError where the layout cannot be (as Trainer)."""
     update = None
-    if question.machine.chip.is_tpu:
+    if compiled.is_there(question.machine):
         devices = compiled.devices_of(question.machine)
         update = compiled.compile_update(_trainer(question, choice, devices))
     return _put_together(question, choice, update)
@@ -144,7 +145,7 @@ def search(
         if corrected.needed <= _MARGIN * corrected.limit:
             possible.append(one)
     possible.sort(key=lambda one: (one.choice.away, one.roofline.step))
-    if not question.machine.chip.is_tpu:
+    if not compiled.is_there(question.machine):
         return (possible[0] if possible else None), possible[:1]
     tried = list[LayoutPlan]()
     for one in possible[:compiles]:
@@ -219,6 +220,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         roofline=times,
         compile_seconds=None if update is None else update.seconds,
         live=None if update is None else update.live,
+        warnings={} if update is None else update.warnings,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scalerl_jax.planning import compiled
 from scalerl_jax.planning.generators import Cost, Fleet
 from scalerl_jax.planning.layout_plan import LayoutPlan, Question
 from scalerl_jax.planning.roofline import Traffic
@@ -19,6 +20,10 @@ def show_layout(console: Console, question: Question, plan: LayoutPlan) -> None:
     axes = " x ".join(f"{axis} {n}" for axis, n in plan.choice.mesh if n > 1) or "one device"
     how = f"compiled in {plan.compile_seconds:.0f} s" if plan.compile_seconds is not None else "by formula"
     say(console, f"{machine}: {machine.devices} devices, mesh {axes}, remat {plan.choice.remat}; {how}")
+    if plan.compile_seconds is None and not machine.chip.is_tpu:
+        say(console, f"compiled for {machine.chip.name}, bytes would be the compiler's own: {compiled.INSTALL_GPUS}")
+    for what, count in plan.warnings.items():
+        say(console, f"the compiler says, {count} times: {what}")
     say(console, f"{plan.attention}; a micro-batch is {plan.rows} rows of {question.config.learner.seq_len} tokens")
 
     table = _table("bytes on a device", "class", "GiB", "")
@@ -109,6 +114,7 @@ def document(question: Question, plan: LayoutPlan) -> dict[str, Any]:
             "limit": plan.bytes.limit,
         },
         "fits": plan.bytes.over <= 0,
+        "compiler_warnings": plan.warnings,
         "rows_of_a_micro_batch": plan.rows,
         "micro_batches": plan.micro_batches,
         "flops_of_a_micro_batch": dataclasses.asdict(plan.flops),

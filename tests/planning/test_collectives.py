@@ -32,6 +32,17 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 }
 """
 
+# Several arrays at once, and each begun in one line and ended in another: its operands, then its results.
+BEGUN = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %a = ((bf16[4], bf16[6]), (bf16[8], bf16[12])) all-gather-start(%x, %y), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %b = (bf16[8], bf16[12]) all-gather-done(%a)
+  %c = ((f32[16]), f32[8]) reduce-scatter-start(%x), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %d = (f32[10], f32[20]) all-reduce-start(%x, %y), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %e = (f32[4], f32[4]) all-to-all(%x, %y), replica_groups={{0,1},{2,3}}
+}
+"""
+
 # A loop of 16 that goes by 2, as the compiler unrolls products that it has cut; in it a gather that has begun outside.
 UNROLLED = """
 %body (p: (bf16[8], u32[], f32[4])) -> (bf16[8], u32[], f32[4]) {
@@ -74,6 +85,13 @@ def test_collectives_count_as_often_as_their_loops_run():
         "collective-permute": 40,
         "all-reduce": 2 * 32 // 2,
     }
+
+
+def test_several_arrays_may_go_at_once():
+    assert collectives(BEGUN) == {
+        "all-gather": (8 + 12) * 2 // 2, "reduce-scatter": 8 * 4, "all-reduce": 2 * 30 * 4 // 2,
+        "all-to-all": 8 * 4 // 2,
+    }  # fmt: skip
 
 
 def test_a_loop_may_count_by_more_than_one_and_a_gather_go_on_in_it():

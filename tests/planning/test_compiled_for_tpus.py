@@ -10,11 +10,11 @@ import json
 import pytest
 
 from scalerl_jax.model.decoder_config import DecoderConfig
-from tests.planning.tpu_compiler import needs_compiler, plan
+from tests.planning.compilers import needs_tpu_compiler, plan
 from tests.support.models import toy_decoder
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, needs_compiler]
+pytestmark = [pytest.mark.slow, needs_tpu_compiler]
 
 CONFIG = f"--config={ROOT / 'configs' / 'scalerl_8b.py'}"
 SECONDS = 1400  # a loaded machine takes ten times the time of an idle one

@@ -7,6 +7,7 @@ from scalerl_jax.planning.collectives import Collective
 from scalerl_jax.planning.roofline import by_axes
 from scalerl_jax.planning.workload import find_machine
 
+KNOWN = "v5e, v5p, v6e, a100-80gb, l4, l40s, h100, h200, b200"
 V5P, V5E = CHIPS["v5p"], CHIPS["v5e"]
 
 
@@ -32,7 +33,7 @@ def test_a_machine_by_its_name(topology, slices, devices, shown):
 @pytest.mark.parametrize(
     ("topology", "slices", "said"),
     [
-        ("v9:4x4", 1, "'v9' is not one of v5e, v5p, v6e, a100, a100-80gb, l4, h100, h200, b200, gpu, cpu"),
+        ("v9:4x4", 1, "'v9' is not one of v5e, v5p, v6e, a100, a100-80gb, l4, l40s, h100, h200, b200, gpu, cpu"),
         ("v5p:4x4", 1, "a v5p slice is written like v5p:4x4x4"),
         ("v5e", 1, "a v5e slice is written like v5e:4x4"),
         ("v5e:0x4", 1, "a v5e slice is written like v5e:4x4"),
@@ -40,8 +41,16 @@ def test_a_machine_by_its_name(topology, slices, devices, shown):
         ("h100:2x8x2", 1, "'2x8' is not a number of nodes"),
         ("h100:32", 1, "32 GPUs on one node: two nodes of 8 are written h100:2x8"),
         ("h100:8", 2, "slices are TPUs'; 2 nodes of 8 GPUs are written h100:2x8"),
-        ("cpu:4", 1, "a plan needs the figures of a chip, which are known of v5e, v5p, v6e, h100, h200, b200"),
-        ("gpu:8", 1, "a plan needs the figures of a chip, which are known of v5e, v5p, v6e, h100, h200, b200"),
+        (
+            "cpu:4",
+            1,
+            f"a plan needs the figures of a chip, which are known of {KNOWN}",
+        ),
+        (
+            "gpu:8",
+            1,
+            f"a plan needs the figures of a chip, which are known of {KNOWN}",
+        ),
     ],
 )
 def test_no_such_machine(topology, slices, said):

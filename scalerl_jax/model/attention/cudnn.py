@@ -9,8 +9,10 @@ pass still looks at every position, and it keeps the softmax's sums as [rows x s
 jax, and rows that are cut along `context`.
 """
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -86,6 +88,21 @@ def has_packed_call() -> bool:
     """Whether `_flash` was read in this version of jax."""
     first, end = FLASH_VERSIONS
     return first <= jax.__version_info__[:3] < end
+
+
+@contextlib.contextmanager
+def compiled_for(capability: tuple[int, ...], *, version: int) -> Iterator[None]:
+    """JAX asks this machine's GPU what it can, and this machine's cuDNN (90100 is 9.1). Inside, the answers are these:
+    of a GPU that is compiled for and may not be here."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    asked = cudnn.check_compute_capability, cudnn.check_cudnn_version
+    cudnn.check_compute_capability = lambda least: capability >= tuple(map(int, least.split(".")))
+    cudnn.check_cudnn_version = lambda: version
+    try:
+        yield
+    finally:
+        cudnn.check_compute_capability, cudnn.check_cudnn_version = asked
 
 
 def _flash(q: Any, k: Any, v: Any, starts: jax.Array, lengths: jax.Array) -> jax.Array:
