@@ -290,6 +290,19 @@ def chunk_ids(segment_ids: jax.Array, positions: jax.Array, chunk: int) -> jax.A
     return jnp.where(segment_ids == 0, 0, ids)
 
 
+def _embedded(table: jax.Array, tokens: jax.Array, config: DecoderConfig, mesh: Mesh | None) -> jax.Array:
+    """The rows of `table` [V, D] for tokens [rows, length]. They lie where the table's width is cut, and then where the
+    rows are, in steps that each are one exchange: for all at once the partitioner would have every device hold all."""
+    x = table[tokens]
+    if mesh is None:
+        return x
+    part = spec(table.shape, rows(config)["embed"].tree_dimensions, mesh)[-1] or ()
+    axes = (part,) if isinstance(part, str) else part
+    if mesh.shape["replica"] > 1:  # else the compiler finds this step by itself, and being told of it hinders it
+        x = constrain(x, mesh, "replica", None, axes)
+    return constrain(x, mesh, ROWS, None, tuple(axis for axis in axes if axis not in ROWS))
+
+
 def forward(
     params: Params,
     config: DecoderConfig,
@@ -322,10 +335,8 @@ def forward(
     are given moved_pairs [layers], the pairs (token, expert) that their router would not have made.
     """
     layer, rotation = FAMILIES[config.family].layer, rope_tables(config, positions)
-    # Gathered in float32 first, so that its cotangent is summed in float32. From the table's cut to that of the rows in
-    # two steps: for both at once the partitioner would have every device hold all of them.
-    x = constrain(params["embed"][tokens], mesh, ROWS, None, "context")
-    x = constrain(precision.cast(x), mesh, ROWS, "context", None)
+    # Gathered in float32 first, so that its cotangent is summed in float32.
+    x = constrain(precision.cast(_embedded(params["embed"], tokens, config, mesh)), mesh, ROWS, "context", None)
 
     if attention.segments and config.attention_chunk:  # each part of a segment is one of its own there
         parts = tokens.shape[1] // config.attention_chunk

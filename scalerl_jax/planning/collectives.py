@@ -157,7 +157,7 @@ def pairs_of(line: str) -> tuple[tuple[int, int], ...]:
 
 
 def group_of(line: str) -> tuple[int, ...]:
-    """The first of the groups of devices among which a collective goes; the three ways in which HLO writes them."""
+    """The first of the groups of devices among which a collective goes; the ways in which HLO writes them."""
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         order = np.arange(int(found[1]) * int(found[2])).reshape([int(size) for size in found[3].split(",")])
         if found[4]:
@@ -165,11 +165,17 @@ def group_of(line: str) -> tuple[int, ...]:
         return tuple(int(device) for device in order.reshape(int(found[1]), int(found[2]))[0])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return tuple(int(device) for device in found[1].split(","))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line):
+    ids = r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?"
+    if found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids} ?\{{([^}}]*)\}}", line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        own = re.findall(r"'(\w+)'", found[2])
-        places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        own = re.findall(r"'(\w+)'", found[4])
+        places = np.arange(math.prod(sizes.values()))
+        if found[2]:
+            grid = places.reshape([int(size) for size in found[2].split(",")])
+            places = grid.transpose([int(axis) for axis in found[3].split(",")])
+        places = places.reshape(tuple(sizes.values()))
         names = list(sizes)
         others = tuple(slice(None) if axis in own else 0 for axis in names)
         return tuple(int(device) for device in places[others].reshape(-1))
+    assert "replica_groups=" not in line.replace("replica_groups={}", ""), line
     return ()

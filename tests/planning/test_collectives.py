@@ -104,6 +104,9 @@ def test_each_way_of_writing_a_group_names_the_same_devices():
     assert group_of("replica_groups={{0,4,8,12},{1,5,9,13}}") == columns
     assert group_of("replica_groups=[4,4]<=[4,4]T(1,0), dimensions={0}") == columns
     assert group_of("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=4] {'axis_0','axis_1'}, x") == columns
+    transposed = "replica_groups=mesh['axis_0'=1,'axis_1'=2,'axis_2'=2], device_ids=([2,2]T(1,0)) {'axis_1'}, x"
+    assert group_of(transposed) == (0, 1)
+    assert group_of(transposed.replace("{'axis_1'}", "{'axis_2'}")) == (0, 2)
     assert group_of("replica_groups=[4,4]<=[16]") == (0, 1, 2, 3)
     assert group_of("replica_groups={}") == ()
 
