@@ -74,7 +74,7 @@ def test_a_target_gives_the_steps(capsys, tmp_path):
     [
         ({}, (), "--topology: no machine given, for example --topology=v5p:4x4x4"),
         ({"topology": "v9:4x4"}, (), "--topology=v9:4x4: 'v9' is not one of v5e, v5p, v6e, a100, "
-         "a100-80gb, l4, h100, h200, b200, gpu, cpu"),
+         "a100-80gb, l4, l40s, h100, h200, b200, gpu, cpu"),
         (
             {"topology": "h200:8"}, (("learner.tensor", "3"),),
             "config.learner: replica 1 x fsdp 2 x context 1 x expert 1 x tensor 3 is not the 8 devices",
