@@ -20,6 +20,7 @@ from scalerl_jax.model.attention import SAVED
 
 NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL = "none", "save_products", "save_attention", "block", "full"
 REMATS = (NONE, SAVE_PRODUCTS, SAVE_ATTENTION, BLOCK, FULL)  # each takes less memory than those before
+PRODUCTS_AGAIN, ATTENTION_AGAIN = (SAVE_ATTENTION, BLOCK, FULL), (BLOCK, FULL)  # with which these are computed twice
 PRODUCT = "product"  # the name of a product with a weight (jax.ad_checkpoint)
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]

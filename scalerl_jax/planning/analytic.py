@@ -20,7 +20,15 @@ from jax.sharding import AbstractMesh, AxisType
 from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.hf import flat
-from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_ATTENTION, SAVE_PRODUCTS, group_size
+from scalerl_jax.model.remat import (
+    ATTENTION_AGAIN,
+    FULL,
+    NONE,
+    PRODUCTS_AGAIN,
+    SAVE_ATTENTION,
+    SAVE_PRODUCTS,
+    group_size,
+)
 from scalerl_jax.model.sharding import MESH_AXES
 from scalerl_jax.model.tensor_layout import rows
 from scalerl_jax.planning.collectives import Collective
@@ -128,9 +136,9 @@ def collectives(shapes: Shapes) -> list[Collective]:
         add("all-reduce", ("replica",), 2 * (copies - 1) / copies * leaf.own * _FLOAT32 * (layers if layered else 1))
     tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
     # The sums of partial products: two forward, two backward; attention's forward one is made again.
-    again = 1 * (shapes.remat not in (NONE, SAVE_PRODUCTS)) + 2 * (1 - 1 / group_size(layers)) * (shapes.remat == FULL)
+    again = 1 * (shapes.remat in PRODUCTS_AGAIN) + 2 * (1 - 1 / group_size(layers)) * (shapes.remat == FULL)
     add("all-reduce", ("tensor",), 2 * (tensor - 1) / tensor * states * c * ((4 + again) * layers + 1))
-    times = 2 + (shapes.remat in (BLOCK, FULL))
+    times = 2 + (shapes.remat in ATTENTION_AGAIN)
     keys = 2 * shapes.tokens * decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
     add("all-gather", ("context",), times * layers * keys * c * (context - 1))
     if decoder.experts:
@@ -160,7 +168,7 @@ def memory_traffic(shapes: Shapes) -> tuple[float, float]:
     leaves = _leaves(shapes)
     in_layers = [leaf for name, leaf in leaves.items() if rows(decoder)[name].layered]
     own, gathered = sum(leaf.own for leaf in in_layers), sum(leaf.gathered for leaf in in_layers)
-    computed = 1 + (shapes.remat not in (NONE, SAVE_PRODUCTS)) + (shapes.remat == FULL)  # forward
+    computed = 1 + (shapes.remat in PRODUCTS_AGAIN) + (shapes.remat == FULL)  # forward
     forward = tokens * c * (6 * width + 4 * queries + 4 * keys + 5 * inner)
     # Gathered: the master is read, the copy written and read. Backward: one more read, and the gradient.
     weights = computed * (_FLOAT32 * own + 2 * c * gathered) + (c + 2 * _FLOAT32) * gathered + 3 * _FLOAT32 * own

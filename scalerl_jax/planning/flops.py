@@ -19,7 +19,7 @@ import dataclasses
 import math
 
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.remat import BLOCK, FULL, NONE, SAVE_PRODUCTS, group_size
+from scalerl_jax.model.remat import ATTENTION_AGAIN, FULL, PRODUCTS_AGAIN, group_size
 from scalerl_jax.model.tensor_layout import layout
 
 _LAST = ("down", "shared_down", "expert_down")  # leaves of the products whose results no other product reads
@@ -58,7 +58,7 @@ def of_micro_batch(
             size = math.prod(decoder.experts_per_token if name == "experts" else n for name, n in named)
             weights["all"] += size
             weights["last"] += size * (tensor.row.leaf in _LAST)
-    again, attention_again = 1.0 * (remat not in (NONE, SAVE_PRODUCTS)), 1.0 * (remat in (BLOCK, FULL))
+    again, attention_again = 1.0 * (remat in PRODUCTS_AGAIN), 1.0 * (remat in ATTENTION_AGAIN)
     twice = 0.0
     if remat == FULL:
         twice = 1 - 1 / group_size(decoder.layers)

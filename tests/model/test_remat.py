@@ -45,12 +45,8 @@ def test_each_takes_less_memory_than_the_one_before():
         compiled = jax.jit(jax.grad(loss)).lower(params).compile()
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     none, save_products, save_attention, block, full = sizes
-    assert (
-        none > 1.5 * save_products
-        and save_products > 1.5 * save_attention
-        and save_attention > 1.3 * block
-        and block > 1.3 * full
-    ), sizes
+    assert none > 4 * save_attention and save_attention > 1.3 * block and block > 1.3 * full, sizes
+    assert none > 1.5 * save_products and save_products > 1.5 * save_attention, sizes
 
 
 def computed(function, *arguments):

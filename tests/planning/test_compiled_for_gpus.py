@@ -1,7 +1,7 @@
 """An update compiled by CUDA's own compiler for GPUs that are not here: an 8B Llama in full, the rest small.
 
-In `make test-long`, for the compiler takes 5.5 GB; two minutes on two cores. What is printed goes into
-docs/how_to/plan.md.
+In `make test-long`, for the compiler takes 5.5 GB; five minutes on two cores beside other work. What is printed
+goes into docs/how_to/plan.md.
 """
 
 import pytest

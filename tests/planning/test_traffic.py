@@ -41,16 +41,8 @@ def test_a_machine_by_its_name(topology, slices, devices, shown):
         ("h100:2x8x2", 1, "'2x8' is not a number of nodes"),
         ("h100:32", 1, "32 GPUs on one node: two nodes of 8 are written h100:2x8"),
         ("h100:8", 2, "slices are TPUs'; 2 nodes of 8 GPUs are written h100:2x8"),
-        (
-            "cpu:4",
-            1,
-            f"a plan needs the figures of a chip, which are known of {KNOWN}",
-        ),
-        (
-            "gpu:8",
-            1,
-            f"a plan needs the figures of a chip, which are known of {KNOWN}",
-        ),
+        ("cpu:4", 1, f"a plan needs the figures of a chip, which are known of {KNOWN}"),
+        ("gpu:8", 1, f"a plan needs the figures of a chip, which are known of {KNOWN}"),
     ],
 )
 def test_no_such_machine(topology, slices, said):
