@@ -28,6 +28,7 @@ class Chip:
     memory: int = 0  # bytes that a program can have; 0: no figures of it are known here
     flops: float = 0.0  # a second
     memory_rate: float = 0.0  # bytes a second
+    float32_flops: float = 0.0  # a second; of a TPU six passes in bfloat16
     # Bytes a second, one direction: of one link of a torus; of a GPU's all links to its node's switch.
     link_rate: float = 0.0
     network_rate: float = 0.0  # bytes a second, one direction: a chip's share of its host's network
@@ -43,16 +44,16 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", "tpu-v5-lite-podslice", int(15.75 * GIB), 197e12, 819e9, 50e9, 3.125e9, 2, 16, (1, 4, 8)),
-        Chip("v5p", "tpu-v5p-slice", int(95.74 * GIB), 459e12, 2765e9, 100e9, 6.25e9, 3, 4, (4,)),
-        Chip("v6e", "tpu-v6e-slice", int(31.25 * GIB), 918e12, 1640e9, 100e9, 12.5e9, 2, 16, (1, 4, 8)),
+        Chip("v5e", "tpu-v5-lite-podslice", int(15.75 * GIB), 197e12, 819e9, 33e12, 50e9, 3.125e9, 2, 16, (1, 4, 8)),
+        Chip("v5p", "tpu-v5p-slice", int(95.74 * GIB), 459e12, 2765e9, 76e12, 100e9, 6.25e9, 3, 4, (4,)),
+        Chip("v6e", "tpu-v6e-slice", int(31.25 * GIB), 918e12, 1640e9, 153e12, 100e9, 12.5e9, 2, 16, (1, 4, 8)),
         Chip("a100", "nvidia-tesla-a100"),
-        Chip("a100-80gb", "nvidia-a100-80gb", int(_GPU_SHARE * 80e9), 312e12, 2039e9, 300e9, 25e9),
-        Chip("l4", "nvidia-l4", int(_GPU_SHARE * 24e9), 121e12, 300e9, 32e9, 3.125e9),
-        Chip("l40s", "", int(_GPU_SHARE * 48e9), 362e12, 864e9, 32e9, 25e9),
-        Chip("h100", "nvidia-h100-80gb", int(_GPU_SHARE * 80e9), 989e12, 3350e9, 450e9, 50e9),
-        Chip("h200", "nvidia-h200-141gb", int(_GPU_SHARE * 141e9), 989e12, 4800e9, 450e9, 50e9),
-        Chip("b200", "nvidia-b200", int(_GPU_SHARE * 180e9), 2250e12, 7700e9, 900e9, 50e9),
+        Chip("a100-80gb", "nvidia-a100-80gb", int(_GPU_SHARE * 80e9), 312e12, 2039e9, 19.5e12, 300e9, 25e9),
+        Chip("l4", "nvidia-l4", int(_GPU_SHARE * 24e9), 121e12, 300e9, 30.3e12, 32e9, 3.125e9),
+        Chip("l40s", "", int(_GPU_SHARE * 48e9), 362e12, 864e9, 91.6e12, 32e9, 25e9),
+        Chip("h100", "nvidia-h100-80gb", int(_GPU_SHARE * 80e9), 989e12, 3350e9, 67e12, 450e9, 50e9),
+        Chip("h200", "nvidia-h200-141gb", int(_GPU_SHARE * 141e9), 989e12, 4800e9, 67e12, 450e9, 50e9),
+        Chip("b200", "nvidia-b200", int(_GPU_SHARE * 180e9), 2250e12, 7700e9, 80e12, 900e9, 50e9),
         Chip("gpu", ""),
         Chip("cpu", ""),  # none
     )

@@ -275,7 +275,8 @@ class LearnerConfig:
     tensor: Positive[int] = 1  # Mesh axis: devices that share each matrix product.
     seq_len: Positive[int] = 16_384  # Tokens of a packed row.
     micro_batch_rows: Positive[int] = 1  # Rows of a micro-batch on each shard of replica x fsdp x expert.
-    logprob_chunk: Positive[int] = 128  # Tokens that the output head processes at once.
+    # Tokens of a row that the output head processes at once. 0: 1,024 on accelerators, 128 on a CPU.
+    logprob_chunk: NotNegative[int] = 0
     # What happens if the memory estimate exceeds the memory there is: refuse ends the run before it begins, say only
     # prints it. The estimate counts an update, a checkpoint and a version at the same time.
     too_little_memory: Literal["refuse", "say"] = "refuse"

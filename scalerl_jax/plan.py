@@ -1,7 +1,8 @@
 """scalerl-plan: what a run needs and makes on machines that are not here, before they are rented.
 
     scalerl-plan --config=configs/scalerl_8b.py --topology=v5p:4x4x4 [--slices=2] [--model_config=FILE] [--out=FILE]
-                 [--generator_tokens_per_second=2500] [--price_per_chip_hour=4.2] [--fit=fit.json --target=0.55]
+                 [--generator_tokens_per_second=2500] [--price_per_chip_hour=4.2] [--explain]
+                 [--fit=fit.json --target=0.55]
 
 The very update that scalerl-train runs is compiled for the TPUs (scalerl-jax[plan]) or GPUs (make plan-packages-gpu)
 named, of which none is needed; where CUDA's compiler is not installed GPUs are planned by formula. Said are bytes on a
@@ -75,6 +76,8 @@ def main(config_given: GivenConfig) -> None:
             say(console, f"the nearest that fits: {best.choice}")
             page.show_layout(console, question, best)
     page.show_step(console, question, best)
+    if given.EXPLAIN.value:
+        page.show_places(console, best)
 
     # ---- 3. Generators, device-hours, money --------------------------------------------------------------------------
     seconds, count = best.roofline.step, 0

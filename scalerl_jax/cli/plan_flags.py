@@ -67,6 +67,10 @@ FIT = flags.DEFINE_string(
 TARGET = flags.DEFINE_float(
     "target", None, "Pass rate to plan for; requires --fit.", lower_bound=0.0, upper_bound=1.0, flag_values=VALUES
 )
+EXPLAIN = flags.DEFINE_bool(
+    "explain", False, "Print the ten most expensive places of a step, by the programs that were compiled.",
+    flag_values=VALUES,
+)  # fmt: skip
 OUT = flags.DEFINE_string(
     "out", "", "JSON file to write: all that is printed, and what it was made from.", flag_values=VALUES
 )

@@ -39,7 +39,7 @@ from scalerl_jax.model.attention import Shapes
 from scalerl_jax.model.attention import choose as choose_attention
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.head import token_logprobs
+from scalerl_jax.model.head import chunk_of, token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.sharding import MESH_AXES, ROWS, make_mesh, row_shards
 from scalerl_jax.objective.losses import Form, form_of, numbers_of, policy_loss
@@ -489,7 +489,7 @@ def make_trainer(
             seq_len=seq_len or config.learner.seq_len,
             rows=rows * shards,
             max_segment=max_segment,
-            logprob_chunk=config.learner.logprob_chunk,
+            logprob_chunk=chunk_of(config.learner.logprob_chunk, mesh.devices.flat[0].platform),
             remat=config.model.remat,
             attention=config.model.attention,
             router_replay=rl and config.rollout.router_replay,

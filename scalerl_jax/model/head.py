@@ -27,6 +27,13 @@ from scalerl_jax.model.sharding import ROWS, spec
 Axes = tuple[str, ...]  # of the mesh; none of them where one device has all
 
 
+def chunk_of(chunk: int, platform: str) -> int:
+    """Tokens of a row whose logits exist at once; 0: chosen for the platform. With every chunk the weight is read, and
+    the float32 sums of its gradient are read and written: 128 tokens keep a CPU's caches, and make an accelerator wait
+    for its memory."""
+    return chunk or (128 if platform == "cpu" else 1024)
+
+
 def head_weight(params: Params, config: DecoderConfig) -> jax.Array:
     """[V, D]; the embedding itself where the two are tied."""
     return params["embed"] if config.tied_embeddings else params["head"]

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from scalerl_jax.planning.hlo import Instruction, Program
+
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 IN_FLOAT32 = "all-gather in float32"  # those of them
 
@@ -29,7 +30,7 @@ class Collective:
 def collectives(text: str) -> dict[str, int]:
     """Bytes by kind that a device receives in one call of a compiled program, given its HLO."""
     total = dict.fromkeys((*_KINDS, IN_FLOAT32), 0)
-    for one in found_in(text):
+    for one in found_in(Program(text)):
         total[one.kind] += one.received
         if one.kind == "all-gather" and one.float32:
             total[IN_FLOAT32] += one.received
@@ -42,7 +43,7 @@ def by_axes(text: str, mesh: Mapping[str, int]) -> dict[tuple[str, ...], int]:
     mesh: axis -> devices, in the order in which devices are numbered (the last axis varies fastest).
     """
     total: dict[tuple[str, ...], int] = {}
-    for one in found_in(text):
+    for one in found_in(Program(text)):
         axes = axes_of(one.pairs, mesh)
         total[axes] = total.get(axes, 0) + one.received
     return {axes: value for axes, value in sorted(total.items()) if value}
@@ -58,82 +59,38 @@ def axes_of(pairs: tuple[tuple[int, int], ...], mesh: Mapping[str, int]) -> tupl
     return tuple(axis for axis, differ in zip(mesh, differs) if differ)
 
 
-def found_in(text: str) -> Iterator[Collective]:
-    """Every collective of a program, with the bytes of all the times that it runs."""
-    computations: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in text.splitlines():
-        if begins := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name = begins[2]
-            computations[name] = []
-            entry = name if begins[1] else entry
-        elif name and line.startswith("  "):
-            computations[name].append(line)
-
+def found_in(program: Program) -> Iterator[Collective]:
+    """Every collective of it, with the bytes of all the times that it runs."""
     found_once: dict[tuple[object, ...], tuple[int, Collective]] = {}  # of one channel: how often, and it
 
-    def count(name: str, times: int, fused: bool = False) -> Iterator[Collective]:
-        for line in computations.get(name, ()):
-            found = re.search(r"= (.*?) ([\w\-]+)\(", line)
-            if not found:
-                continue
-            kind = found[2].removesuffix("-start")
-            if kind in _KINDS:
-                scattered = name.startswith("all-reduce-scatter")  # the sum, of which each device keeps its part
-                kind = "reduce-scatter" if scattered else kind
-                pairs = pairs_of(line)
-                operands = line[found.end() :].split(")", 1)[0].count("%")
-                size = size_of(found[1], operands)
-                one = Collective(kind, times * received(kind, scattered, size, line), pairs, "f32[" in found[1])
-                channel = re.search(r"channel_id=(\d+)", line)
-                if channel is None or not fused:  # outside of fusions different ones may share a channel
-                    yield one
-                else:  # it counts where it begins; where it goes on may be in a loop of its own
-                    key = (channel[1], kind, pairs, one.received // times)
-                    if key not in found_once or times < found_once[key][0]:
-                        found_once[key] = (times, one)
-            for called in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", line):
-                inside = fused or kind == "fusion"
-                yield from count(called, times * trips(line) if kind == "while" else times, inside)
-            for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
-                for called in branches.split(","):
-                    yield from count(called.strip().lstrip("%"), times, fused)
-
-    def trips(line: str) -> int:
-        """Of a loop: what its condition compares the counter with, over the counter's steps."""
-        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
-            return int(known[1])
-        named = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)
-        assert named, line
-        condition, body = computations[named[1]], computations[named[2]]
-        ends = [int(x) for part in condition for x in re.findall(r" constant\((\d+)\)", part)]
-        return -(-max(ends, default=1) // _step(condition, body))
-
-    yield from count(entry, 1)
-    yield from (one for _, one in found_once.values())
+    for name, one, times in program.walk():
+        yield from of_instruction(name, one, times)
+        for inner, part in program.inside(one) if one.op not in ("while", "call", "conditional") else ():
+            # It counts where it begins; where it goes on may be in a loop of its own.
+            for found in of_instruction(inner, part, times):
+                channel = re.search(r"channel_id=(\d+)", part.line)
+                if channel is None:
+                    yield found
+                    continue
+                key = (channel[1], found.kind, found.pairs, found.received // times)
+                if key not in found_once or times < found_once[key][0]:
+                    found_once[key] = (times, found)
+    yield from (found for _, found in found_once.values())
 
 
-def _step(condition: list[str], body: list[str]) -> int:
-    """What the body adds to the counter that the condition compares; 1 where that is no constant."""
-    place = next(
-        (found[1] for line in condition if (found := re.search(r"get-tuple-element.*index=(\d+)", line))), None
-    )
-    results = next((found[1] for line in body if (found := re.search(r"ROOT .*[ )]tuple\((.*?)\)", line))), "")
-    names = re.findall(r"%([\w.\-]+)", results)
-    if place is None or int(place) >= len(names):
-        return 1
-    made = {found[1]: line for line in body if (found := re.search(r"%([\w.\-]+) = ", line))}
-    counted = re.search(r" add\(%([\w.\-]+), %([\w.\-]+)\)", made.get(names[int(place)], ""))
-    added = [re.search(r" constant\((\d+)\)", made.get(name, "")) for name in (counted.groups() if counted else ())]
-    return max([int(number[1]) for number in added if number], default=1)
-
-
-def size_of(result: str, operands: int) -> int:
-    """Bytes of the arrays that one operation gives. Before those of one that ends in a line of its own (-start) may
-    stand its operands."""
-    found = [found.groups() for found in re.finditer(rf"({'|'.join(_BYTES)})\[([\d,]*)\]", result)]
-    sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _BYTES[of] for of, dims in found]
-    return sum(sizes[operands : 2 * operands] if len(sizes) >= 2 * operands else sizes)
+def of_instruction(computation: str, one: Instruction, times: int) -> list[Collective]:
+    """What it sends, if it is one that sends; times: how often it runs."""
+    kind = one.op.removesuffix("-start")
+    if kind not in _KINDS:
+        return []
+    scattered = computation.startswith("all-reduce-scatter")  # the sum, of which each device keeps its part
+    kind = "reduce-scatter" if scattered else kind
+    # Before the results of one that ends in a line of its own (-start) may stand its operands.
+    count = len(one.operands)
+    results = one.arrays[count : 2 * count] if len(one.arrays) >= 2 * count else one.arrays
+    size = sum(array.size for array in results)
+    float32 = any(array.dtype == "f32" for array in results)
+    return [Collective(kind, times * received(kind, scattered, size, one.line), pairs_of(one.line), float32)]
 
 
 def received(kind: str, scattered: bool, size: int, line: str) -> int:

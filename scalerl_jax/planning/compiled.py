@@ -25,7 +25,7 @@ from scalerl_jax.learner.trainer import Trainer, make_trainer
 from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.planning import gpu_targets
-from scalerl_jax.planning.collectives import Collective, found_in
+from scalerl_jax.planning.hlo import Program
 
 INSTALL = "pip install 'scalerl-jax[plan]'"
 INSTALL_GPUS = "make plan-packages-gpu"
@@ -53,7 +53,7 @@ class Update:
     temporaries: int  # bytes on a device that `accumulate` takes beside its arguments
     ending: int  # of `apply`, likewise
     live: int | None  # bytes of `accumulate` that are in use at once, arguments included; None: it did not compile
-    collectives: tuple[Collective, ...] | None  # of one `accumulate`; None: it did not compile
+    programs: tuple[Program, Program] | None  # `accumulate` and `apply`; None: they did not compile
     attention: str  # what computes it
     seconds: float  # that compiling took
     warnings: dict[str, int]  # what the compiler says that costs, and how often
@@ -113,12 +113,12 @@ def compile_update(trainer: Trainer) -> Update:
         number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
         needed = int(float(number) * _UNITS[unit])
         return Update(needed, 0, None, None, trainer.attention_note, time.perf_counter() - start, {})
-    needs, (accumulate, _) = booking.needs_of(trainer), trainer.compile_update()
+    needs, (accumulate, apply) = booking.needs_of(trainer), trainer.compile_update()
     return Update(
         temporaries=needs.temporaries,
         ending=needs.ending,
         live=accumulate.memory_analysis().peak_memory_in_bytes,
-        collectives=tuple(found_in(accumulate.as_text())),
+        programs=(Program(accumulate.as_text()), Program(apply.as_text())),
         attention=trainer.attention_note,
         seconds=time.perf_counter() - start,
         warnings={what: n for what, words in _COSTS.items() if (n := len(re.findall(words, said[0], re.IGNORECASE)))},

@@ -26,11 +26,14 @@ from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.attention import splash
 from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.head import chunk_of
 from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
-from scalerl_jax.planning import analytic, compiled, layouts, roofline
-from scalerl_jax.planning.flops import Flops, of_micro_batch
+from scalerl_jax.planning import analytic, compiled, layouts, program_roofline, roofline
+from scalerl_jax.planning.collectives import found_in
+from scalerl_jax.planning.flops import Flops, of_micro_batch, pairs
 from scalerl_jax.planning.layouts import Choice
-from scalerl_jax.planning.roofline import Roofline, Traffic, by_axes
+from scalerl_jax.planning.program_roofline import ProgramRoofline
+from scalerl_jax.planning.roofline import LINKS, MEMORY, NETWORK, PRODUCTS, Roofline, Traffic, by_axes
 from scalerl_jax.planning.workload import Workload
 
 
@@ -112,6 +115,7 @@ class LayoutPlan:
     roofline: Roofline
     compile_seconds: float | None  # None: not compiled
     live: int | None  # of `accumulate`: bytes in use at once, by the compiler
+    program: ProgramRoofline | None  # of a step; None: not compiled
     warnings: dict[str, int]  # of the compiler: what costs, and how often it was said
 
 
@@ -172,7 +176,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         seq_len=config.learner.seq_len,
         rows_per_shard=choice.rows,
         remat=choice.remat,
-        logprob_chunk=config.learner.logprob_chunk,
+        logprob_chunk=chunk_of(config.learner.logprob_chunk, machine.kind),
         width=2 if config.model.compute_dtype == "bfloat16" else 4,
     )
     rows = choice.rows * mesh["replica"] * mesh["fsdp"] * mesh["expert"]
@@ -193,11 +197,18 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
     formula = tuple(by_axes(analytic.collectives(shapes), mesh, machine))
     found: tuple[Traffic, ...] | None = formula
     if update is not None:
-        found = None if update.collectives is None else tuple(by_axes(update.collectives, mesh, machine))
+        found = None if update.programs is None else tuple(by_axes(found_in(update.programs[0]), mesh, machine))
         if found is not None and not any(one.over_network for one in found):
             # Between slices the compiler writes transfers by the hosts, which are no collectives: by formula.
             found += tuple(one for one in formula if one.over_network)
     micro_batches = workload.micro_batches(rows=rows, seq_len=shapes.seq_len)
+    program = None
+    if update is not None and update.programs is not None:
+        attended = _attended(question, update.attention, pairs(shapes.seq_len, workload.longest, backend, block))
+        chip = dataclasses.replace(machine.chip, flops=question.peak_share * machine.chip.flops)
+        on = dataclasses.replace(machine, chip=chip)
+        micro_batch, ending = (program_roofline.of(one, on, attended=attended) for one in update.programs)
+        program = program_roofline.summed({"micro-batch": (micro_batch, micro_batches), "optimizer": (ending, 1)})
     times = roofline.of(
         machine,
         flops=work,
@@ -207,6 +218,11 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         parameters=size.parameters / 4,
         peak_share=question.peak_share,
     )
+    if program is not None:
+        on_chip, bound_by = program.seconds - program.waited, program.bound_by
+        parts = times.parts | {PRODUCTS: program.products, MEMORY: program.moved / machine.chip.memory_rate}
+        in_turn = on_chip + parts[LINKS] + parts[NETWORK]
+        times = Roofline(program.seconds, in_turn, parts, max(bound_by, key=lambda part: bound_by[part]))
     return LayoutPlan(
         choice=choice,
         bytes=size,
@@ -220,6 +236,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         roofline=times,
         compile_seconds=None if update is None else update.seconds,
         live=None if update is None else update.live,
+        program=program,
         warnings={} if update is None else update.warnings,
     )
 
@@ -235,3 +252,14 @@ def _attention(question: Question) -> tuple[str, int]:
     if seq_len % splash.LANES:
         return "blocks", 512
     return "splash", splash.block_sizes(chip.name, question.decoder.head_dim, seq_len, seq_len)[0]
+
+
+def _attended(question: Question, note: str, of_row: float) -> float:
+    """Keys that a query is compared with on average. cuDNN looks at what is in the query's own segment, where rows are
+    packed, and with a mask at all; splash at blocks of the row, whatever is packed into it."""
+    if "packed rows" in note:
+        decoder, whole = question.decoder, question.workload.attended
+        local = sum(decoder.local_layers()) / decoder.layers
+        return (1 - local) * whole + local * min(whole, (decoder.attention_chunk + 1) / 2)
+    seq_len = question.config.learner.seq_len
+    return seq_len if "with a mask" in note else of_row / seq_len

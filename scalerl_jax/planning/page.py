@@ -68,6 +68,19 @@ def show_step(console: Console, question: Question, plan: LayoutPlan) -> None:
     )
 
 
+def show_places(console: Console, plan: LayoutPlan) -> None:
+    """What a step's least seconds go to, by the optimised text of its programs."""
+    if plan.program is None:
+        say(console, "--explain: requires what was compiled; this plan is by formula")
+        return
+    table = _table("the most expensive places of a step, at the least", "place", "ms", "TFLOP", "GB", "binds")
+    for one in plan.program.places():
+        table.add_row(
+            one.scope, f"{1e3 * one.seconds:.1f}", f"{one.flops / 1e12:.1f}", f"{one.moved / 1e9:.1f}", one.binds
+        )
+    console.print(table)
+
+
 def show_fleet(console: Console, fed: int, fleet: Fleet) -> None:
     say(
         console,
@@ -124,6 +137,7 @@ def document(question: Question, plan: LayoutPlan) -> dict[str, Any]:
             "roofline": plan.roofline.step, "in_turn": plan.roofline.in_turn, "binds": plan.roofline.binds,
             **plan.roofline.parts,
         },
+        "places": None if plan.program is None else [dataclasses.asdict(one) for one in plan.program.places()],
         **speeds(question, plan),
     }  # fmt: skip
 

@@ -57,6 +57,14 @@ def by_axes(collectives: Iterable[Collective], mesh: Mapping[str, int], machine:
     return sorted(found.values(), key=lambda traffic: -traffic.received)
 
 
+def seconds_of(one: Collective, machine: Machine) -> float:
+    """On the links and the network, whichever takes longer."""
+    if not one.pairs or not one.received:
+        return 0.0
+    network = one.received * _network_share(one, machine)
+    return max((one.received - network) / _link_rate(one, machine), network / machine.chip.network_rate)
+
+
 def _network_share(one: Collective, machine: Machine) -> float:
     per_part = machine.devices // machine.parts
     if one.kind == "collective-permute":
@@ -82,7 +90,7 @@ def _link_rate(one: Collective, machine: Machine) -> float:
     return rate or chip.link_rate
 
 
-PRODUCTS, MEMORY, LINKS, NETWORK = "matrix products", "memory", "links", "network"
+PARTS = PRODUCTS, MEMORY, LINKS, NETWORK = "matrix products", "memory", "links", "network"
 _OPTIMIZER_BYTES = 28  # of a parameter: its gradient, itself and both moments read, and the last three written
 
 

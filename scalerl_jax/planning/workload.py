@@ -42,6 +42,11 @@ class Workload:
         """Tokens of a step that generators make."""
         return self.completions * self.completion_tokens
 
+    @property
+    def attended(self) -> float:
+        """Keys of a query on average, itself included; all sequences are taken to be of the mean length."""
+        return (self.prompt_tokens + self.completion_tokens + 1) / 2
+
     def micro_batches(self, *, rows: int, seq_len: int) -> int:
         """rows: of one on the whole mesh."""
         return max(1, math.ceil(self.tokens / (rows * seq_len * self.row_use) - 1e-9))

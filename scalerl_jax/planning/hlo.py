@@ -1,0 +1,149 @@
+"""The optimised text of a compiled program, read: computations, their instructions, and how often each runs.
+
+It is what `compiled.as_text()` gives, of GPUs, TPUs and CPUs. A fusion is one instruction here; what it computes stands
+in a computation of its own, which `Program.inside` gives.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+BYTES = {
+    "pred": 1, "s4": 1, "u4": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2,
+    "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8,
+}  # fmt: skip
+_ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\](\{{[^}}]*\}})?")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    dtype: str
+    dims: tuple[int, ...]
+    on_chip: bool  # in a TPU's own vector or scalar memory
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.elements * BYTES[self.dtype]
+
+    @property
+    def moved(self) -> int:
+        """Bytes that its reading or writing takes of the device's memory."""
+        return 0 if self.on_chip else self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    op: str
+    result: str  # its shape, as written
+    operands: tuple[str, ...]
+    line: str  # after the opening parenthesis of the operands
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """Of the result: one, or a tuple's."""
+        return tuple(
+            Array(dtype, tuple(map(int, filter(None, dims.split(",")))), bool(re.search(r"S\([1-9]", layout or "")))
+            for dtype, dims, layout in _ARRAY.findall(self.result)
+        )
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that run when it does, in this order; of a loop its body."""
+        found = re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", self.line)
+        for branches in re.findall(r"branch_computations=\{([^}]*)\}", self.line):
+            found += [branch.strip().lstrip("%") for branch in branches.split(",")]
+        found += re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", self.line)
+        return tuple(found)
+
+    @property
+    def op_name(self) -> str:
+        """Where it comes from in the source, as JAX names it."""
+        found = re.search(r'op_name="([^"]*)"', self.line)
+        return found[1] if found else ""
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """Of `key={1,2}` or `key=1x2`: the numbers; empty where there is no such key."""
+        found = re.search(rf"\b{key}=\{{?([\dx,]*)", self.line)
+        return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
+
+
+class Program:
+    """computations: name -> its instructions, in the order in which they run."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = name = ""
+        for line in text.splitlines():
+            if begins := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+                name = begins[2]
+                self.computations[name] = []
+                self.entry = name if begins[1] else self.entry
+            elif name and (found := _INSTRUCTION.match(line)):
+                operands = tuple(re.findall(r"%([\w.\-]+)", found[4].split(")", 1)[0]))
+                self.computations[name].append(Instruction(found[1], found[3], found[2], operands, found[4]))
+        self._by_name = {name: {one.name: one for one in made} for name, made in self.computations.items()}
+
+    def named(self, computation: str, name: str) -> Instruction | None:
+        return self._by_name.get(computation, {}).get(name)
+
+    def named_anywhere(self, name: str) -> Instruction | None:
+        return next((made[name] for made in self._by_name.values() if name in made), None)
+
+    def walk(self) -> Iterator[tuple[str, Instruction, int]]:
+        """(computation, instruction, how often it runs) of all that runs by itself: what is fused is one. Of a
+        conditional all branches."""
+        yield from self._walk(self.entry, 1)
+
+    def _walk(self, computation: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
+        for one in self.computations.get(computation, ()):
+            yield computation, one, times
+            if one.op in ("while", "call", "conditional"):
+                for called in one.called:
+                    yield from self._walk(called, times * self.trips(one))
+
+    def inside(self, one: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """(computation, instruction) of all that a fusion, or a thing that is begun here, computes."""
+        for called in one.called:
+            for part in self.computations.get(called, ()):
+                yield called, part
+                yield from self.inside(part)
+
+    def trips(self, loop: Instruction) -> int:
+        """How often the body of a loop runs: what its condition compares the counter with, over the counter's steps;
+        1 of all else."""
+        if loop.op != "while":
+            return 1
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
+            return int(known[1])
+        named = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", loop.line)
+        assert named, loop
+        ends = [number for one in self.computations[named[1]] if (number := _constant(one)) is not None]
+        return -(-max(ends, default=1) // self._step(named[1], named[2]))
+
+    def _step(self, condition: str, body: str) -> int:
+        """What the body adds to the counter that the condition compares; 1 where that is no constant."""
+        counter = next((one for one in self.computations[condition] if one.op == "get-tuple-element"), None)
+        results = self.computations[body][-1]
+        place = counter.sizes("index")[0] if counter else len(results.operands)
+        if place >= len(results.operands):
+            return 1
+        counted = self.named(body, results.operands[place])
+        if counted is None or counted.op != "add":
+            return 1
+        added = [made for name in counted.operands if (made := self.named(body, name))]
+        return max([number for one in added if (number := _constant(one)) is not None], default=1)
+
+
+def _constant(one: Instruction) -> int | None:
+    """Of a whole number that is written out."""
+    found = re.match(r"(\d+)\)", one.line) if one.op == "constant" else None
+    return int(found[1]) if found else None

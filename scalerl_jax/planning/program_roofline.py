@@ -1,0 +1,340 @@
+"""The least seconds of a compiled program on a described chip, from its optimised text, and what they go to.
+
+    an instruction   max(FLOPs / the chip's rate, bytes / the memory's rate), as often as its loops run
+    a program        its instructions one after another, as it is scheduled; a collective goes on beside what stands
+                     between its beginning and its end, and what is left of it is waited for
+
+FLOPs are those of the products and of attention: 2 for each pair of elements, in bfloat16 at the chip's full rate, in
+float32 at `float32_flops`. Bytes are what each kernel reads and writes of the device's memory once: of a slice the
+slice, of an update in place the update, of what a TPU keeps on the chip nothing. Attention is a kernel whose text does
+not say what it skips: `attended` does, the keys that a query is compared with on average.
+
+Left out: launches, latencies, the cost of exponentials and reductions, tiles that are not full, and caches, which can
+make a program faster than this bound where a kernel finds there what the one before has written. A chip does not reach
+its makers' figures, so nothing real comes down to it otherwise.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from launch.machines import Machine
+from scalerl_jax.planning import roofline
+from scalerl_jax.planning.collectives import of_instruction
+from scalerl_jax.planning.hlo import Array, Instruction, Program
+
+_NOTHING = (
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
+    "replica-id", "while", "call", "conditional", "add-dependency", "domain", "iota",
+)  # fmt: skip
+_SLICES = ("dynamic-slice", "slice", "gather")
+_SAME = ("bitcast", "reshape", "transpose", "copy", "convert", "reduce-precision")
+# Kernel of attention, as its line names it -> FLOPs in those of its forward pass, which has two products.
+_ATTENTION = {
+    r"fmha\w*Backward": 2.5, r"fmha": 1.0, r"splash_\w*dkv\w*fused|splash_\w*dqkv": 2.5, r"splash_\w*dkv": 2.0,
+    r"splash_\w*dq": 1.5, r"splash_\w*fwd": 1.0,
+}  # fmt: skip
+_NOT_IN_SCOPES = re.compile(
+    r"while|body|cond|closed_call|checkpoint|rematted_computation|branch_\d+_fun|shard_map|remat2|\w+\(.*|.*\)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Of one instruction, in one call of the program."""
+
+    name: str
+    scope: str  # forward, again or backward; and where in the source
+    calls: int
+    flops: float
+    products: float  # seconds of these FLOPs
+    moved: float  # bytes
+    seconds: float  # of a collective: those that are waited for
+    binds: str  # of roofline.PARTS
+
+    def __add__(self, other: "Kernel") -> "Kernel":
+        longer = max(self, other, key=lambda one: one.seconds)
+        return Kernel(
+            longer.name, longer.scope, max(self.calls, other.calls), self.flops + other.flops,
+            self.products + other.products, self.moved + other.moved, self.seconds + other.seconds, longer.binds,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramRoofline:
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.kernels)
+
+    @property
+    def flops(self) -> float:
+        return sum(one.flops for one in self.kernels)
+
+    @property
+    def products(self) -> float:
+        """Seconds that these take by themselves."""
+        return sum(one.products for one in self.kernels)
+
+    @property
+    def moved(self) -> float:
+        """Bytes."""
+        return sum(one.moved for one in self.kernels)
+
+    @property
+    def waited(self) -> float:
+        """Seconds for collectives."""
+        return self.bound_by[roofline.LINKS]
+
+    @property
+    def bound_by(self) -> dict[str, float]:
+        """Seconds of what each binds."""
+        return {part: sum(one.seconds for one in self.kernels if one.binds == part) for part in roofline.PARTS}
+
+    def places(self, most: int = 10) -> list[Kernel]:
+        """The most expensive, by their source scope."""
+        found: dict[str, Kernel] = {}
+        for one in self.kernels:
+            found[one.scope] = found[one.scope] + one if one.scope in found else one
+        return sorted(found.values(), key=lambda one: -one.seconds)[:most]
+
+
+def of(program: Program, machine: Machine, *, attended: float = 0.0) -> ProgramRoofline:
+    """On one device of the machine. attended: keys that attention's kernels compare a query with, on average."""
+    reader = _Reader(program, machine, attended)
+    reader.run(program.entry, 1)
+    return ProgramRoofline(tuple(reader.kernels))
+
+
+class _Reader:
+    """Walks a program as it is scheduled."""
+
+    def __init__(self, program: Program, machine: Machine, attended: float) -> None:
+        self.program, self.machine, self.attended = program, machine, attended
+        self.kernels: list[Kernel] = []
+        self._channels: set[str] = set()  # of fused collectives that have been counted
+
+    def run(self, computation: str, times: int) -> float:
+        """Seconds of one run of it; its kernels are kept as `times` of them."""
+        now = links = 0.0  # when what came before is done; when the links are free
+        ends: dict[str, float] = {}
+        for one in self.program.computations.get(computation, ()):
+            if one.op in ("while", "call"):
+                trips = self.program.trips(one)
+                now += sum(trips * self.run(called, times * trips) for called in one.called)
+                continue
+            if one.op == "conditional":  # as if always the longest
+                kept, longest = self.kernels, (0.0, list[Kernel]())
+                for branch in one.called:
+                    self.kernels = []
+                    longest = max(longest, (self.run(branch, times), self.kernels), key=lambda found: found[0])
+                self.kernels = kept + longest[1]
+                now += longest[0]
+                continue
+            begun = one.operands[0] if one.op.endswith("-done") and one.operands else ""
+            if begun in ends:
+                self._wait(one, times, ends[begun] - now)
+                now = max(now, ends[begun])
+                continue
+            for sent, inner in self._sent(computation, one):
+                links = max(now, links) + sent
+                if inner or ('"is_sync":true' not in one.line and one.op.endswith("-start")):
+                    ends[one.name] = links
+                else:
+                    self._wait(one, times, links - now)
+                    now = links
+            now += self._kernel(computation, one, times)
+        if links > now:  # of one that goes on in fusions the end is not named
+            self._wait(self.program.computations[computation][-1], times, links - now)
+        return max(now, links)
+
+    def _sent(self, computation: str, one: Instruction) -> Iterable[tuple[float, bool]]:
+        """(seconds, whether inside of a fusion) of the collectives of an instruction."""
+        for found in of_instruction(computation, one, 1):
+            yield roofline.seconds_of(found, self.machine), False
+        for inner, part in self.program.inside(one):
+            channel = re.search(r"channel_id=(\d+)", part.line)
+            for found in of_instruction(inner, part, 1):
+                if channel is None or channel[1] not in self._channels:
+                    self._channels |= {channel[1]} if channel else set()
+                    yield roofline.seconds_of(found, self.machine), True
+
+    def _wait(self, one: Instruction, times: int, seconds: float) -> None:
+        if seconds > 0:
+            began = self.program.named_anywhere(one.operands[0]) if one.op.endswith("-done") else one
+            scope = scope_of((began or one).op_name)
+            self.kernels.append(
+                Kernel(one.name, f"{scope}, waited for", times, 0.0, 0.0, 0.0, times * seconds, roofline.LINKS)
+            )
+
+    def _kernel(self, computation: str, one: Instruction, times: int) -> float:
+        chip = self.machine.chip
+        flops, float32 = self._flops(computation, one)
+        moved = self._moved(computation, one)
+        products = flops / chip.flops + float32 / chip.float32_flops
+        memory = moved / chip.memory_rate
+        seconds = max(products, memory)
+        if seconds > 0:
+            binds = roofline.PRODUCTS if products > memory else roofline.MEMORY
+            numbers = (times * (flops + float32), times * products, times * moved, times * seconds)
+            self.kernels.append(Kernel(one.name, scope_of(one.op_name), times, *numbers, binds))
+        return seconds
+
+    # ---- FLOPs
+
+    def _flops(self, computation: str, one: Instruction) -> tuple[float, float]:
+        """(at the chip's full rate, in float32)"""
+        full = float32 = 0.0
+        for where, part in ((computation, one), *(self.program.inside(one) if one.op not in _NOTHING else ())):
+            if part.op == "dot":
+                found = self._dot(where, part)
+            elif part.op == "convolution":
+                found = self._convolution(where, part)
+            elif part.op == "custom-call":
+                found = self._call(where, part)
+            else:
+                continue
+            if any(array.dtype == "f32" for array in self._operands(where, part)[:2]):
+                float32 += found
+            else:
+                full += found
+        return full, float32
+
+    def _operands(self, computation: str, one: Instruction) -> list[Array]:
+        """The first array of each."""
+        found = (self.program.named(computation, name) for name in one.operands)
+        return [made.arrays[0] for made in found if made is not None and made.arrays]
+
+    def _dot(self, computation: str, one: Instruction) -> float:
+        left = self._operands(computation, one)[0]
+        return 2.0 * one.arrays[0].elements * math.prod(left.dims[axis] for axis in one.sizes("lhs_contracting_dims"))
+
+    def _call(self, computation: str, one: Instruction) -> float:
+        if "cublas" in one.line:
+            numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.line)
+            left = self._operands(computation, one)[0]
+            axes = map(int, re.findall(r"\d+", numbers[1] if numbers else ""))
+            return 2.0 * one.arrays[0].elements * math.prod(left.dims[axis] for axis in axes)
+        for kernel, times in _ATTENTION.items():
+            if re.search(kernel, one.line) or re.match(kernel, one.name):
+                queries = max(array.elements for array in (*self._operands(computation, one), *one.arrays))
+                return times * 4.0 * queries * self.attended
+        return 0.0
+
+    def _convolution(self, computation: str, one: Instruction) -> float:
+        """A TPU's form of a product. Pairs that fall on padding do not count."""
+        labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.line)
+        left, right = self._operands(computation, one)[:2]
+        assert labels, one
+        window = re.search(r"window=\{([^}]*)\}", one.line)
+        given = dict(re.findall(r"(\w+)=([\w\-]+)", window[1])) if window else {}
+        places = sorted(label for label in labels[1] if label.isdigit())
+
+        def numbers(key: str, otherwise: int) -> list[int]:
+            return [int(number) for number in given[key].split("x")] if key in given else [otherwise] * len(places)
+
+        pads = [list(map(int, pad.split("_"))) for pad in given["pad"].split("x")] if "pad" in given else []
+        pairs = 1.0
+        for i, place in enumerate(places):
+            size, out = left.dims[labels[1].index(place)], one.arrays[0].dims[labels[3].index(place)]
+            low, stride = (pads[i][0] if pads else 0), numbers("stride", 1)[i]
+            spread, apart = numbers("lhs_dilate", 1)[i], numbers("rhs_dilate", 1)[i]
+            at = [o * stride + k * apart - low for o in range(out) for k in range(numbers("size", 1)[i])]
+            pairs *= sum(0 <= x <= (size - 1) * spread and x % spread == 0 for x in at)
+        others = math.prod(n for n, label in zip(one.arrays[0].dims, labels[3]) if not label.isdigit())
+        return 2.0 * others * pairs * right.dims[labels[2].index("i")]
+
+    # ---- bytes
+
+    def _moved(self, computation: str, one: Instruction) -> float:
+        if one.op in _NOTHING or one.op.endswith(("-done", "-update")) or of_instruction(computation, one, 1):
+            return 0.0
+        if one.op == "copy-start":  # the copy, what is copied
+            return float(sum(array.moved for array in one.arrays[:2]))
+        inner = one.called[0] if one.op in ("fusion", "async-start") and one.called else ""
+        if not inner:
+            return self._alone(computation, one)
+        read = sum(self._read(inner, place, made) for place, made in self._made(computation, one))
+        return read + self._written(inner, self.program.computations[inner][-1], one.arrays)
+
+    def _made(self, computation: str, one: Instruction) -> list[tuple[int, Array]]:
+        found = [(i, self.program.named(computation, name)) for i, name in enumerate(one.operands)]
+        return [(i, made.arrays[0]) for i, made in found if made is not None and len(made.arrays) == 1]
+
+    def _alone(self, computation: str, one: Instruction) -> float:
+        """Of an instruction that is fused with nothing."""
+        operands, written = self._operands(computation, one), sum(array.moved for array in one.arrays)
+        if one.op in _SLICES:
+            return 2.0 * written
+        if one.op == "dynamic-update-slice":
+            return 2.0 * operands[1].moved
+        if one.op == "scatter":
+            return 2.0 * operands[-1].moved + sum(array.moved for array in operands[1:-1])
+        return float(written + sum(array.moved for array in operands))
+
+    def _read(self, inner: str, place: int, array: Array) -> float:
+        """Bytes of a fusion's operand that it looks at."""
+        mark = f"{place})"
+        made = next(
+            (p for p in self.program.computations[inner] if p.op == "parameter" and p.line.startswith(mark)), None
+        )
+        return 0.0 if made is None or array.on_chip else min(array.moved, self._used(inner, made.name, array.moved))
+
+    def _used(self, inner: str, name: str, whole: float) -> float:
+        total = 0.0
+        for user in self.program.computations[inner]:
+            if name not in user.operands:
+                continue
+            if user.op in _SLICES and user.operands[0] == name:
+                total += sum(array.size for array in user.arrays)
+            elif user.op in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
+                continue  # in place
+            elif user.op in _SAME:
+                total += self._used(inner, user.name, whole)
+            elif user.op == "fusion":
+                for place, operand in enumerate(user.operands):
+                    if operand == name:
+                        total += self._read(user.called[0], place, Array("u8", (int(whole),), False))
+            else:
+                return whole
+        return total
+
+    def _written(self, inner: str, root: Instruction, arrays: tuple[Array, ...]) -> float:
+        """Bytes of a fusion's results; of one that is updated in place the update's."""
+        if root.op == "tuple":
+            parts = [self.program.named(inner, name) for name in root.operands]
+            return sum(self._written(inner, part, (array,)) for part, array in zip(parts, arrays) if part)
+        on_chip = all(array.on_chip for array in arrays)
+        while root.op in _SAME and (before := self.program.named(inner, root.operands[0])):
+            root = before
+        if root.op == "fusion":
+            called = root.called[0]
+            return self._written(called, self.program.computations[called][-1], arrays)
+        if root.op in ("dynamic-update-slice", "scatter") and not on_chip:
+            update = self.program.named(inner, root.operands[1 if root.op == "dynamic-update-slice" else -1])
+            if update is not None:
+                return float(sum(array.size for array in update.arrays)) * (2 if root.op == "scatter" else 1)
+        return float(sum(array.moved for array in arrays))
+
+
+def scope_of(op_name: str) -> str:
+    """What is read of JAX's name of a place: the pass, the scopes, the operation."""
+    parts = [part for part in op_name.split("/") if not _NOT_IN_SCOPES.fullmatch(part)]
+    phase = "again" if "rematted_computation" in op_name else "backward" if "transpose(" in op_name else "forward"
+    return f"{phase}: {' '.join(parts) or 'unnamed'}"
+
+
+def summed(programs: Mapping[str, tuple[ProgramRoofline, int]]) -> ProgramRoofline:
+    """Of a step: each program as often as it runs in it; scopes begin with the program's name."""
+    return ProgramRoofline(
+        tuple(
+            dataclasses.replace(
+                one, scope=f"{name}, {one.scope}", calls=n * one.calls, flops=n * one.flops, products=n * one.products,
+                moved=n * one.moved, seconds=n * one.seconds,
+            )
+            for name, (program, n) in programs.items()
+            for one in program.kernels
+        )
+    )  # fmt: skip
