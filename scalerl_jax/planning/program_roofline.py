@@ -265,7 +265,9 @@ class _Reader:
 
     def _alone(self, computation: str, one: Instruction) -> float:
         """Of an instruction that is fused with nothing."""
-        operands, written = self._operands(computation, one), sum(array.moved for array in one.arrays)
+        scratch = ("s8", "u8") if one.op == "custom-call" else ()
+        operands = self._operands(computation, one)
+        written = sum(array.moved for array in one.arrays if array.dtype not in scratch)
         if one.op in _SLICES:
             return 2.0 * written
         if one.op == "dynamic-update-slice":

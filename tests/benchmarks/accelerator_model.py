@@ -1,6 +1,7 @@
 """What both sides of bench_accelerator measure: the model, the batch, the FLOPs, the clock."""
 
 import dataclasses
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,15 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from launch.machines import CHIPS, Machine, parse
 from scalerl_jax.learner.packing import Segment
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.run.ledger import ModelShape
 
-# Dense bf16 products, FLOP/s, by a part of the device's name; the first that fits counts.
-PEAKS = (
-    ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H200", 989e12), ("GH200", 989e12),
-    ("B200", 2250e12), ("A100", 312e12), ("L40S", 362e12), ("RTX 4090", 165e12), ("L4", 121e12),
-)  # fmt: skip
 LEARNING_RATE, BETAS, EPSILON, DECAY = 5e-7, (0.9, 0.95), 1e-15, 0.01
 
 
@@ -76,9 +73,11 @@ def update_flops(work: Work) -> float:
     return ModelShape.of(work.decoder).update_flops(work.lengths)
 
 
-def peak_of(kind: str) -> float | None:
-    """Of a device by its name; None: unknown."""
-    return next((peak for name, peak in PEAKS if name.lower() in kind.lower()), None)
+def machine_of(kind: str) -> Machine | None:
+    """One device, by its name, with its maker's figures; None: not known here."""
+    words = re.findall(r"\w+", kind.lower())
+    known = [name for name, chip in CHIPS.items() if chip.flops and not chip.is_tpu and name.split("-")[0] in words]
+    return parse(f"{known[0]}:1") if known else None
 
 
 def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
@@ -93,13 +92,13 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 def speeds(work: Work, found: dict[str, Any], kind: str) -> dict[str, Any]:
     """`found` of an update with what follows from it."""
-    peak, flops = peak_of(kind), update_flops(work)
+    machine, flops = machine_of(kind), update_flops(work)
     return {
         **found,
         "tokens": work.positions,
         "tokens_per_second": work.positions / found["seconds"],
         "model_flops": flops,
-        "mfu": None if peak is None else flops / found["seconds"] / peak,
+        "mfu": None if machine is None else flops / found["seconds"] / machine.chip.flops,
     }
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,12 +26,16 @@ from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision, init_params
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.planning import program_roofline
+from scalerl_jax.planning.hlo import Program
+from scalerl_jax.planning.program_roofline import ProgramRoofline
 from tests.benchmarks.accelerator_model import (
     BETAS,
     DECAY,
     EPSILON,
     LEARNING_RATE,
     Work,
+    machine_of,
     make_segments,
     prompts,
     speeds,
@@ -78,18 +82,45 @@ def update(work: Work, *, remat: str = "block") -> dict[str, Any]:
     trainer, segments = make_trainer(work, remat=remat), make_segments(work)
     batches = pack(segments, length=trainer.seq_len, rows=1)[0]
     assert len(batches) == 1
+    began = time.perf_counter()
+    least = least_of(work, trainer.compile_update())
+    compiling = time.perf_counter() - began
     found = timed(lambda: trained(trainer, segments), work.repeats)
     gradient = timed(lambda: jax.block_until_ready(trainer.gradient(batches)), 2)["seconds"]
     return {
         **device(),
         **speeds(work, found, device()["device"]),
+        "compile_seconds": compiling,
+        "least_seconds": None if least is None else least.seconds,
         "gradient_seconds": gradient,
         "peak_gib": peak_memory(),
     }
 
 
+def least_of(work: Work, programs: Sequence[Any]) -> ProgramRoofline | None:
+    """The least seconds of compiled programs, each run once; None on a device whose figures are not known."""
+    machine = machine_of(device()["device"])
+    if machine is None:
+        return None
+    attended = sum(n * (n + 1) / 2 for n in work.lengths) / work.positions
+    found = [program_roofline.of(Program(one.as_text()), machine, attended=attended) for one in programs]
+    return ProgramRoofline(tuple(kernel for one in found for kernel in one.kernels))
+
+
+def beside_least(kernels: dict[str, float], least: ProgramRoofline) -> list[tuple[str, float, float]]:
+    """(place in the source, seconds measured, seconds at the least), the furthest apart first. kernels: name -> s."""
+    measured, bound = collections.Counter[str](), collections.Counter[str]()
+    scopes = {one.name: one.scope for one in least.kernels}
+    for name, seconds in kernels.items():
+        measured[scopes.get(name, f"not in the program's text: {name}")] += seconds
+    for one in least.kernels:
+        bound[one.scope] += one.seconds
+    apart = sorted(measured | bound, key=lambda scope: bound[scope] - measured[scope])
+    return [(scope, measured[scope], bound[scope]) for scope in apart]
+
+
 @contextmanager
-def kernels_of(found: dict[str, Any]) -> Iterator[None]:
+def kernels_of(found: dict[str, Any], least: ProgramRoofline | None) -> Iterator[None]:
     """Traces the block: what the device ran, the longest first, and for how long it had nothing to run."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -99,6 +130,11 @@ def kernels_of(found: dict[str, Any]) -> Iterator[None]:
             events = json.load(file)["traceEvents"]
     devices = {e["pid"] for e in events if e.get("name") == "process_name" and "/device:" in e["args"]["name"]}
     ran = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X" and e["pid"] in devices)
+    of_instructions = collections.Counter[str]()
+    for event in events:
+        if event.get("ph") == "X" and event["pid"] in devices:
+            name = event.get("args", {}).get("hlo_op", event["name"])
+            of_instructions[name] += event["dur"] / 1e6
     seconds, calls = collections.Counter[str](), collections.Counter[str]()
     idle, until = 0.0, ran[0][0] if ran else 0.0
     for began, ended, name in ran:
@@ -109,16 +145,18 @@ def kernels_of(found: dict[str, Any]) -> Iterator[None]:
         "kernels": [(name, spent, calls[name]) for name, spent in seconds.most_common(20)],
         "busy_seconds": sum(seconds.values()),
         "idle_seconds": idle,
+        "places": [] if least is None else beside_least(of_instructions, least)[:20],
     }
 
 
 def update_traced(work: Work, *, remat: str = "block") -> dict[str, Any]:
     """One update, kernel by kernel."""
     trainer, segments = make_trainer(work, remat=remat), make_segments(work)
+    least = least_of(work, trainer.compile_update())
     for _ in range(2):
         trained(trainer, segments)
     found = device()
-    with kernels_of(found):
+    with kernels_of(found, least):
         trained(trainer, segments)
         jax.block_until_ready(trainer.state)
     return found
@@ -178,7 +216,14 @@ def engine(work: Work) -> dict[str, Any]:
         )
         served = JaxEngine(options)
         found = {**device(), "start_seconds": time.perf_counter() - began}
-    return {**found, **asyncio.run(_measure(served, work)), "peak_gib": peak_memory()}
+    measured = asyncio.run(_measure(served, work))
+    # Of the longest cache, in which the last steps are.
+    chunks = served._pool._whole
+    least = least_of(work, [chunks[max(chunks, key=lambda kind: (kind.length, not kind.filtered))]])
+    if least is not None:
+        measured["least_step_milliseconds"] = 1e3 * least.seconds / options.decode_chunk
+        measured["step_places"] = [(one.scope, 1e3 * one.seconds / options.decode_chunk) for one in least.places()]
+    return {**found, **measured, "peak_gib": peak_memory()}
 
 
 async def _measure(served: JaxEngine, work: Work) -> dict[str, Any]:

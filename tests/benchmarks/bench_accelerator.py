@@ -18,8 +18,9 @@ leaves the others:
 
 MFU: FLOPs of a forward and a backward pass (products with the weights, head included; causal attention inside each
 segment, half of the square) over the chip's dense bfloat16 peak; what remat computes again does not count. Times are
-medians after a warm-up; compiling is told apart. A ratio is ours over the peer's of the same run; above 1 is in our
-favour. Parts that would begin after --seconds are left out, and said.
+medians after a warm-up; compiling is told apart. `least` is what the compiled programs would take at the least on this
+chip (scalerl_jax/planning/program_roofline.py); the traced parts say where most is lost to it. A ratio is ours over the
+peer's of the same run; above 1 is in our favour. Parts that would begin after --seconds are left out, and said.
 
 --out gets bench.json. --tiny: the same code at toy size, on a CPU.
 """
@@ -98,7 +99,7 @@ def run_part(part: str, folder: str, seconds: float) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    lines = [f"{'part':28}{'tokens/s':>11}{'MFU':>8}{'seconds':>10}{'first':>8}{'peak GiB':>10}"]
+    lines = [f"{'part':28}{'tokens/s':>11}{'MFU':>8}{'seconds':>10}{'least':>8}{'first':>8}{'peak GiB':>10}"]
     for part, found in results.items():
         if why := found.get("failed") or found.get("left_out"):
             lines.append(f"{part:28}{'failed' if 'failed' in found else 'left out'}: {why}")
@@ -107,13 +108,24 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
             "speed": found.get("tokens_per_second") or found.get("sampled_tokens_per_second"),
             "mfu": found.get("mfu"),
             "seconds": found.get("seconds"),
-            "first": found.get("first_seconds") or found.get("start_seconds"),
+            "least": found.get("least_seconds"),
+            "first": found.get("compile_seconds") or found.get("first_seconds") or found.get("start_seconds"),
             "peak": found.get("peak_gib"),
         }
-        forms = {"speed": "{:,.0f}", "mfu": "{:.1%}", "seconds": "{:.3f}", "first": "{:.0f}", "peak": "{:.1f}"}
+        forms = {
+            "speed": "{:,.0f}",
+            "mfu": "{:.1%}",
+            "seconds": "{:.3f}",
+            "least": "{:.3f}",
+            "first": "{:.0f}",
+            "peak": "{:.1f}",
+        }
         text = {name: "" if value is None else forms[name].format(value) for name, value in cells.items()}
         mfu = text["mfu"] or ("unknown" if "model_flops" in found else "")
-        lines.append(f"{part:28}{text['speed']:>11}{mfu:>8}{text['seconds']:>10}{text['first']:>8}{text['peak']:>10}")
+        lines.append(
+            f"{part:28}{text['speed']:>11}{mfu:>8}{text['seconds']:>10}{text['least']:>8}"
+            f"{text['first']:>8}{text['peak']:>10}"
+        )
     for part, found in results.items():
         if "delta_seconds" in found:
             share = found["changed"] / found["elements"]
@@ -127,11 +139,17 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
                 f"{part}: {found['busy_seconds']:.3f} s of kernels, {found['idle_seconds']:.3f} s between them"
             )
             lines += [f"  {spent * 1e3:8.2f} ms {calls:6} x {name[:90]}" for name, spent, calls in found["kernels"]]
+        if found.get("places"):
+            lines.append(f"{part}: furthest from the least time, measured and least")
+            lines += [f"  {1e3 * ran:8.2f} ms {1e3 * least:8.2f} ms {place}" for place, ran, least in found["places"]]
         if "prefill_tokens_per_second" in found:
+            least = found.get("least_step_milliseconds")
             lines.append(
-                f"{part}: a step of {found['slots']} slots {found['step_milliseconds']:.2f} ms; prefill "
-                f"{found['prefill_tokens_per_second']:,.0f} tokens/s"
+                f"{part}: a step of {found['slots']} slots {found['step_milliseconds']:.2f} ms"
+                + (f", at the least {least:.2f} with the longest cache" if least else "")
+                + f"; prefill {found['prefill_tokens_per_second']:,.0f} tokens/s"
             )
+            lines += [f"  {spent:8.3f} ms {place}" for place, spent in found.get("step_places", ())]
     return lines
 
 
