@@ -5,7 +5,7 @@
     save_products  as save_attention, and every product with a weight      what lies between products: norms, rotations
     save_attention each block's input, attention's output and its sums     each block, but not attention's scores
     block          each block's input                                      each block
-    full           the input of every n-th block, n about sqrt(blocks)     each block, and all but one of n twice
+    full           the input of every n-th block, n about sqrt(blocks)     each block twice
 
 In this order memory falls and time rises; on CPUs, where memory's traffic is dear, `block` may be the faster one.
 The values are the same in all of them, and the gradients to rounding.

@@ -136,7 +136,7 @@ def collectives(shapes: Shapes) -> list[Collective]:
         add("all-reduce", ("replica",), 2 * (copies - 1) / copies * leaf.own * _FLOAT32 * (layers if layered else 1))
     tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
     # The sums of partial products: two forward, two backward; attention's forward one is made again.
-    again = 1 * (shapes.remat in PRODUCTS_AGAIN) + 2 * (1 - 1 / group_size(layers)) * (shapes.remat == FULL)
+    again = 1 * (shapes.remat in PRODUCTS_AGAIN) + 2 * (shapes.remat == FULL and group_size(layers) > 1)
     add("all-reduce", ("tensor",), 2 * (tensor - 1) / tensor * states * c * ((4 + again) * layers + 1))
     times = 2 + (shapes.remat in ATTENTION_AGAIN)
     keys = 2 * shapes.tokens * decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)

@@ -61,7 +61,7 @@ def of_micro_batch(
     again, attention_again = 1.0 * (remat in PRODUCTS_AGAIN), 1.0 * (remat in ATTENTION_AGAIN)
     twice = 0.0
     if remat == FULL:
-        twice = 1 - 1 / group_size(decoder.layers)
+        twice = 1.0 * (group_size(decoder.layers) > 1)  # a loop over a group computes its last block too
     forward = 2 * weights["all"] * tokens
     not_again = 2 * weights["last"] * tokens * again
     every = pairs(seq_len, longest, backend, block)

@@ -256,10 +256,12 @@ def _attention(question: Question) -> tuple[str, int]:
 
 def _attended(question: Question, note: str, of_row: float) -> float:
     """Keys that a query is compared with on average. cuDNN looks at what is in the query's own segment, where rows are
-    packed, and with a mask at all; splash at blocks of the row, whatever is packed into it."""
+    packed, and with a mask at the row; splash at blocks of the row, whatever is packed into it."""
     if "packed rows" in note:
         decoder, whole = question.decoder, question.workload.attended
         local = sum(decoder.local_layers()) / decoder.layers
         return (1 - local) * whole + local * min(whole, (decoder.attention_chunk + 1) / 2)
-    seq_len = question.config.learner.seq_len
-    return seq_len if "with a mask" in note else of_row / seq_len
+    seq_len, parts = question.config.learner.seq_len, question.config.learner.context
+    if "with a mask" in note:  # of a row that is cut it does not know what is later
+        return seq_len if parts > 1 else (seq_len + 1) / 2
+    return of_row / seq_len

@@ -73,11 +73,13 @@ def show_places(console: Console, plan: LayoutPlan) -> None:
     if plan.program is None:
         say(console, "--explain: requires what was compiled; this plan is by formula")
         return
-    table = _table("the most expensive places of a step, at the least", "place", "ms", "TFLOP", "GB", "binds")
+    title = "the most expensive places of a step, at the least, on each device"
+    table = _table(title, "place", "share", "seconds", "TFLOP", "GB", "binds")
     for one in plan.program.places():
         table.add_row(
-            one.scope, f"{1e3 * one.seconds:.1f}", f"{one.flops / 1e12:.1f}", f"{one.moved / 1e9:.1f}", one.binds
-        )
+            one.scope, f"{one.seconds / plan.program.seconds:.1%}", f"{one.seconds:.2f}", f"{one.flops / 1e12:.0f}",
+            f"{one.moved / 1e9:.0f}", one.binds,
+        )  # fmt: skip
     console.print(table)
 
 

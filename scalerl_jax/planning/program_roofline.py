@@ -28,6 +28,7 @@ _NOTHING = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
     "replica-id", "while", "call", "conditional", "add-dependency", "domain", "iota",
 )  # fmt: skip
+_SCRATCH = ("s8", "u8")  # of what a library's kernel gives: the memory that it works in
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME = ("bitcast", "reshape", "transpose", "copy", "convert", "reduce-precision")
 # Kernel of attention, as its line names it -> FLOPs in those of its forward pass, which has two products.
@@ -36,7 +37,7 @@ _ATTENTION = {
     r"splash_\w*dq": 1.5, r"splash_\w*fwd": 1.0,
 }  # fmt: skip
 _NOT_IN_SCOPES = re.compile(
-    r"while|body|cond|closed_call|checkpoint|rematted_computation|branch_\d+_fun|shard_map|remat2|\w+\(.*|.*\)"
+    r"while|body|cond|closed_call|checkpoint|rematted_computation|branch_\d+_fun|shard_map|remat2|eval_jaxpr|\w+\(.*|.*\)"
 )
 
 
@@ -219,7 +220,9 @@ class _Reader:
             return 2.0 * one.arrays[0].elements * math.prod(left.dims[axis] for axis in axes)
         for kernel, times in _ATTENTION.items():
             if re.search(kernel, one.line) or re.match(kernel, one.name):
-                queries = max(array.elements for array in (*self._operands(computation, one), *one.arrays))
+                arrays = self._operands(computation, one)
+                arrays = arrays[:1] if "fmha" in one.line else [*arrays, *one.arrays]  # the queries come first
+                queries = max(array.elements for array in arrays if array.dtype not in _SCRATCH)
                 return times * 4.0 * queries * self.attended
         return 0.0
 
@@ -253,11 +256,13 @@ class _Reader:
             return 0.0
         if one.op == "copy-start":  # the copy, what is copied
             return float(sum(array.moved for array in one.arrays[:2]))
-        inner = one.called[0] if one.op in ("fusion", "async-start") and one.called else ""
-        if not inner:
+        begun = one.op.endswith("-start")  # its result names the operands, the results, and what its end needs
+        if not one.called or (one.op != "fusion" and not begun):
             return self._alone(computation, one)
+        (inner,) = one.called
         read = sum(self._read(inner, place, made) for place, made in self._made(computation, one))
-        return read + self._written(inner, self.program.computations[inner][-1], one.arrays)
+        results = one.arrays[len(one.operands) : -1] if begun else one.arrays
+        return read + self._written(inner, self.program.computations[inner][-1], results)
 
     def _made(self, computation: str, one: Instruction) -> list[tuple[int, Array]]:
         found = [(i, self.program.named(computation, name)) for i, name in enumerate(one.operands)]
@@ -265,9 +270,9 @@ class _Reader:
 
     def _alone(self, computation: str, one: Instruction) -> float:
         """Of an instruction that is fused with nothing."""
-        scratch = ("s8", "u8") if one.op == "custom-call" else ()
         operands = self._operands(computation, one)
-        written = sum(array.moved for array in one.arrays if array.dtype not in scratch)
+        ignored = _SCRATCH if one.op == "custom-call" else ()
+        written = sum(array.moved for array in one.arrays if array.dtype not in ignored)
         if one.op in _SLICES:
             return 2.0 * written
         if one.op == "dynamic-update-slice":

@@ -36,6 +36,12 @@ class TestCompiled:
         assert 10 * GIB < own["bytes_per_device"]["temporaries"] < 16 * GIB  # it found 14.0
         formula = own["received_by_formula"]["fsdp"]["bytes"]
         assert 0.95 * formula < received(found, "fsdp") < 1.5 * formula
+        assert own["mfu"] > 0.6  # it found .62; by far most of it products
+        times, flops = own["step_seconds"], own["flops_of_a_micro_batch"]
+        chip, each = CHIPS["h100"], own["micro_batches"] / 8
+        # All products that the text has are the formula's, but for attention's, which the text has by its segments.
+        wanted = each * (flops["layers"] + flops["head"]) / chip.flops
+        assert wanted < times["matrix products"] < wanted + each * flops["attention"] / chip.flops
 
     @pytest.mark.parametrize("cut", [("context=4", "fsdp=2"), ("context=2", "fsdp=2", "tensor=2")])
     def test_no_array_is_whole_on_every_device(self, tmp_path, cut):

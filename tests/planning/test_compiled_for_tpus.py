@@ -60,8 +60,12 @@ def test_an_update_of_8b_fits(tmp_path):
 def test_a_row_cut_along_context_sends_its_keys_and_values(tmp_path):
     shape = small(tmp_path)
     flags = (CONFIG, "--topology=v5e:2x2", shape, "--config.learner.fsdp=2", "--config.learner.context=2", *SHORT)
-    found, _ = plan(tmp_path / "plan.json", *flags, seconds=SECONDS)
+    found, said = plan(tmp_path / "plan.json", *flags, "--explain", seconds=SECONDS)
     assert "splash" in found["plan"]["attention"]
+    places = found["plan"]["places"]
+    assert "the most expensive places of a step" in said and places[0]["scope"].startswith("micro-batch, ")
+    assert any("splash" in one["name"] or "attention" in one["scope"] for one in places)
+    assert sum(one["seconds"] for one in places) < found["plan"]["step_seconds"]["roofline"]
     keys = 2 * 512 * 2 * 128 * 2  # keys and values of half a row, two heads of 128, bfloat16
     assert received(found, "context") >= 3 * 4 * keys  # forward, again, and their cotangents, in four layers
 

@@ -53,6 +53,11 @@ def test_a_run_on_gpus_from_the_command_line(tmp_path):
     assert f"generators: {fleet['generators']} keep the trainer fed" in done.stdout
 
 
+def test_what_is_by_formula_has_no_places(capsys, monkeypatch):
+    monkeypatch.setattr(compiled, "is_there", lambda machine: False)
+    assert "--explain: requires what was compiled" in run(capsys, topology="h200:8", explain=True)
+
+
 def test_two_nodes_send_the_rest_over_the_network(capsys, tmp_path):
     out = str(tmp_path / "plan.json")
     run(capsys, topology="h200:2x8", out=out)
