@@ -8,7 +8,7 @@ experts are one grouped product: rows of stretch e times matrix e. No expert has
 whatever the router's balance, an expert computes what came to it. Sorting and its reverse are gathers, in the backward
 pass too.
 
-Grouped products. On accelerators jax.lax.ragged_dot. On CPUs XLA would compute that as E masked products of all rows,
+Grouped products. On TPUs jax.lax.ragged_dot. On CPUs and GPUs XLA would compute that as E masked products of all rows,
 10 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py), which it is there.
 
 Precision as decoder.project: operands in the compute dtype, weights rounded to the sync dtype, results summed in
@@ -30,8 +30,9 @@ from scalerl_jax.model.remat import PRODUCT
 
 OWN = -1  # in the place of a token's experts: those of the router itself
 
-# Rows of a block of the grouped product on CPUs: at most, and at least.
-BLOCK, SMALLEST_BLOCK = 128, 16
+# Rows of a block of the grouped product: at least, and at most on CPUs and on GPUs, which have a kernel to start for
+# each.
+SMALLEST_BLOCK, BLOCK, GPU_BLOCK = 16, 128, 1024
 
 
 class Routing(NamedTuple):
@@ -168,8 +169,9 @@ def _grouped_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[j
     dx = _rows_times(g, precision.cast(weight), sizes, 1, precision)
     dw = jax.lax.platform_dependent(
         g, x, sizes,
-        cpu=functools.partial(_outer_by_blocks, dot=precision.dot),
-        default=functools.partial(_outer_ragged, dot=precision.dot),
+        tpu=functools.partial(_outer_ragged, dot=precision.dot),
+        cpu=functools.partial(_outer_by_blocks, dot=precision.dot, most=BLOCK),
+        default=functools.partial(_outer_by_blocks, dot=precision.dot, most=GPU_BLOCK),
     )  # fmt: skip
     return dx, dw.astype(weight.dtype), None
 
@@ -183,7 +185,13 @@ grouped_product.defvjp(
 def _rows_times(x: jax.Array, weight: jax.Array, sizes: jax.Array, over: int, precision: Precision) -> jax.Array:
     """Each row of x times its expert's matrix, summed over the matrices' dimension `over` of weight's three."""
     by_blocks, ragged = (functools.partial(f, over=over, dot=precision.dot) for f in (_by_blocks, _ragged))
-    return jax.lax.platform_dependent(x, weight, sizes, cpu=by_blocks, default=ragged)
+    return jax.lax.platform_dependent(
+        x, weight, sizes,
+        tpu=ragged,
+        # The CPU has no fast kernel for a bfloat16 result: in float32 until all is there.
+        cpu=functools.partial(by_blocks, most=BLOCK, result=jnp.float32),
+        default=functools.partial(by_blocks, most=GPU_BLOCK, result=x.dtype),
+    )  # fmt: skip
 
 
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, dot: jax.lax.Precision) -> jax.Array:
@@ -200,6 +208,14 @@ def _outer_ragged(g: jax.Array, x: jax.Array, sizes: jax.Array, *, dot: jax.lax.
     return jax.lax.ragged_dot_general(g, x, sizes, ragged_rows, precision=dot, preferred_element_type=jnp.float32)
 
 
+def rows_of_block(pairs: int, experts: int, most: int) -> int:
+    """About the pairs of an expert, if all have as many."""
+    rows = SMALLEST_BLOCK
+    while rows < min(most, pairs // experts):
+        rows *= 2
+    return min(rows, pairs)
+
+
 class _Blocks(NamedTuple):
     """The blocks of `rows` rows that cover each expert's rows; the last of an expert reaches into others'."""
 
@@ -210,12 +226,8 @@ class _Blocks(NamedTuple):
     rows: int
 
     @staticmethod
-    def of(sizes: jax.Array, pairs: int) -> "_Blocks":
-        experts = len(sizes)
-        rows = SMALLEST_BLOCK
-        while rows < min(BLOCK, pairs // experts):
-            rows *= 2
-        rows = min(rows, pairs)
+    def of(sizes: jax.Array, pairs: int, most: int) -> "_Blocks":
+        experts, rows = len(sizes), rows_of_block(pairs, len(sizes), most)
         ends = jnp.cumsum(sizes)
         own = -(-sizes // rows)
         last = jnp.cumsum(own)
@@ -231,8 +243,10 @@ class _Blocks(NamedTuple):
         return at, ((row >= self.start[i]) & (row < self.end[i]))[:, None]
 
 
-def _by_blocks(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, dot: jax.lax.Precision) -> jax.Array:
-    blocks = _Blocks.of(sizes, len(x))
+def _by_blocks(
+    x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, dot: jax.lax.Precision, most: int, result: Any
+) -> jax.Array:
+    blocks = _Blocks.of(sizes, len(x), most)
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
         at, mine = blocks.place(i, len(x))
@@ -242,15 +256,14 @@ def _by_blocks(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, 
             rows, matrix, (((1,), (over - 1,)), ((), ())), precision=dot, preferred_element_type=jnp.float32
         )
         before = jax.lax.dynamic_slice_in_dim(out, at, blocks.rows)
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, y, before), at, 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, y.astype(result), before), at, 0)
 
-    # In float32 until all is there: the CPU has no fast kernel for a bfloat16 result.
-    out = jnp.zeros((len(x), weight.shape[3 - over]), jnp.float32)
+    out = jnp.zeros((len(x), weight.shape[3 - over]), result)
     return jax.lax.fori_loop(0, blocks.count, one, out).astype(x.dtype)
 
 
-def _outer_by_blocks(g: jax.Array, x: jax.Array, sizes: jax.Array, *, dot: jax.lax.Precision) -> jax.Array:
-    blocks = _Blocks.of(sizes, len(x))
+def _outer_by_blocks(g: jax.Array, x: jax.Array, sizes: jax.Array, *, dot: jax.lax.Precision, most: int) -> jax.Array:
+    blocks = _Blocks.of(sizes, len(x), most)
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
         at, mine = blocks.place(i, len(x))

@@ -61,7 +61,7 @@ def axes_of(pairs: tuple[tuple[int, int], ...], mesh: Mapping[str, int]) -> tupl
 
 def found_in(program: Program) -> Iterator[Collective]:
     """Every collective of it, with the bytes of all the times that it runs."""
-    found_once: dict[tuple[object, ...], tuple[int, Collective]] = {}  # of one channel: how often, and it
+    found_once: dict[tuple[object, ...], tuple[float, Collective]] = {}  # of one channel: how often, and it
 
     for name, one, times in program.walk():
         yield from of_instruction(name, one, times)
@@ -78,7 +78,7 @@ def found_in(program: Program) -> Iterator[Collective]:
     yield from (found for _, found in found_once.values())
 
 
-def of_instruction(computation: str, one: Instruction, times: int) -> list[Collective]:
+def of_instruction(computation: str, one: Instruction, times: float) -> list[Collective]:
     """What it sends, if it is one that sends; times: how often it runs."""
     kind = one.op.removesuffix("-start")
     if kind not in _KINDS:
@@ -90,7 +90,7 @@ def of_instruction(computation: str, one: Instruction, times: int) -> list[Colle
     results = one.arrays[count : 2 * count] if len(one.arrays) >= 2 * count else one.arrays
     size = sum(array.size for array in results)
     float32 = any(array.dtype == "f32" for array in results)
-    return [Collective(kind, times * received(kind, scattered, size, one.line), pairs_of(one.line), float32)]
+    return [Collective(kind, int(times * received(kind, scattered, size, one.line)), pairs_of(one.line), float32)]
 
 
 def received(kind: str, scattered: bool, size: int, line: str) -> int:

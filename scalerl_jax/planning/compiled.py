@@ -96,8 +96,8 @@ def trainer_for(config: Config, decoder: DecoderConfig, *, longest: int, devices
     return make_trainer(config, decoder, max_segment=longest, devices=devices)
 
 
-def compile_update(trainer: Trainer) -> Update:
-    """Minutes, and a few GiB of this machine's memory, for a large model."""
+def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
+    """Minutes, and a few GiB of this machine's memory, for a large model. rounds: as Program."""
     # Programs for devices that are not here cannot be read back from a cache.
     jax.config.update("jax_enable_compilation_cache", False)
     start = time.perf_counter()
@@ -118,7 +118,7 @@ def compile_update(trainer: Trainer) -> Update:
         temporaries=needs.temporaries,
         ending=needs.ending,
         live=accumulate.memory_analysis().peak_memory_in_bytes,
-        programs=(Program(accumulate.as_text()), Program(apply.as_text())),
+        programs=(Program(accumulate.as_text(), rounds=rounds), Program(apply.as_text())),
         attention=trainer.attention_note,
         seconds=time.perf_counter() - start,
         warnings={what: n for what, words in _COSTS.items() if (n := len(re.findall(words, said[0], re.IGNORECASE)))},

@@ -79,7 +79,9 @@ class Instruction:
 class Program:
     """computations: name -> its instructions, in the order in which they run."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, rounds: float = 1.0) -> None:
+        """rounds: of loops whose number is only known when they run."""
+        self._rounds = rounds
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = name = ""
         for line in text.splitlines():
@@ -98,12 +100,12 @@ class Program:
     def named_anywhere(self, name: str) -> Instruction | None:
         return next((made[name] for made in self._by_name.values() if name in made), None)
 
-    def walk(self) -> Iterator[tuple[str, Instruction, int]]:
+    def walk(self) -> Iterator[tuple[str, Instruction, float]]:
         """(computation, instruction, how often it runs) of all that runs by itself: what is fused is one. Of a
         conditional all branches."""
         yield from self._walk(self.entry, 1)
 
-    def _walk(self, computation: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
+    def _walk(self, computation: str, times: float) -> Iterator[tuple[str, Instruction, float]]:
         for one in self.computations.get(computation, ()):
             yield computation, one, times
             if one.op in ("while", "call", "conditional"):
@@ -117,7 +119,7 @@ class Program:
                 yield called, part
                 yield from self.inside(part)
 
-    def trips(self, loop: Instruction) -> int:
+    def trips(self, loop: Instruction) -> float:
         """How often the body of a loop runs: what its condition compares the counter with, over the counter's steps;
         1 of all else."""
         if loop.op != "while":
@@ -127,7 +129,7 @@ class Program:
         named = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", loop.line)
         assert named, loop
         ends = [number for one in self.computations[named[1]] if (number := _constant(one)) is not None]
-        return -(-max(ends, default=1) // self._step(named[1], named[2]))
+        return -(-max(ends) // self._step(named[1], named[2])) if ends else self._rounds
 
     def _step(self, condition: str, body: str) -> int:
         """What the body adds to the counter that the condition compares; 1 where that is no constant."""

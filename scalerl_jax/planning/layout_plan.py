@@ -26,6 +26,7 @@ from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.attention import splash
 from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.experts import GPU_BLOCK, rows_of_block
 from scalerl_jax.model.head import chunk_of
 from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
 from scalerl_jax.planning import analytic, compiled, layouts, program_roofline, roofline
@@ -124,7 +125,7 @@ def plan(question: Question, choice: Choice) -> LayoutPlan:
     update = None
     if compiled.is_there(question.machine):
         devices = compiled.devices_of(question.machine)
-        update = compiled.compile_update(_trainer(question, choice, devices))
+        update = compiled.compile_update(_trainer(question, choice, devices), rounds=_rounds(question, choice))
     return _put_together(question, choice, update)
 
 
@@ -265,3 +266,14 @@ def _attended(question: Question, note: str, of_row: float) -> float:
     if "with a mask" in note:  # of a row that is cut it does not know what is later
         return seq_len if parts > 1 else (seq_len + 1) / 2
     return of_row / seq_len
+
+
+def _rounds(question: Question, choice: Choice) -> float:
+    """Of a GPU's loops over blocks of the pairs of token and expert, if all experts have as many; each expert's last
+    block is half full."""
+    decoder, mesh = question.decoder, dict(choice.mesh)
+    if not decoder.experts:
+        return 1.0
+    tokens = choice.rows * question.config.learner.seq_len / mesh["context"] * mesh["expert"]  # on each of a group
+    pairs, own = int(tokens * decoder.experts_per_token), decoder.experts / mesh["expert"]
+    return pairs / mesh["expert"] / rows_of_block(pairs, int(own), GPU_BLOCK) + own / 2

@@ -47,7 +47,7 @@ class Kernel:
 
     name: str
     scope: str  # forward, again or backward; and where in the source
-    calls: int
+    calls: float
     flops: float
     products: float  # seconds of these FLOPs
     moved: float  # bytes
@@ -117,7 +117,7 @@ class _Reader:
         self.kernels: list[Kernel] = []
         self._channels: set[str] = set()  # of fused collectives that have been counted
 
-    def run(self, computation: str, times: int) -> float:
+    def run(self, computation: str, times: float) -> float:
         """Seconds of one run of it; its kernels are kept as `times` of them."""
         now = links = 0.0  # when what came before is done; when the links are free
         ends: dict[str, float] = {}
@@ -162,7 +162,7 @@ class _Reader:
                     self._channels |= {channel[1]} if channel else set()
                     yield roofline.seconds_of(found, self.machine), True
 
-    def _wait(self, one: Instruction, times: int, seconds: float) -> None:
+    def _wait(self, one: Instruction, times: float, seconds: float) -> None:
         if seconds > 0:
             began = self.program.named_anywhere(one.operands[0]) if one.op.endswith("-done") else one
             scope = scope_of((began or one).op_name)
@@ -170,7 +170,7 @@ class _Reader:
                 Kernel(one.name, f"{scope}, waited for", times, 0.0, 0.0, 0.0, times * seconds, roofline.LINKS)
             )
 
-    def _kernel(self, computation: str, one: Instruction, times: int) -> float:
+    def _kernel(self, computation: str, one: Instruction, times: float) -> float:
         chip = self.machine.chip
         flops, float32 = self._flops(computation, one)
         moved = self._moved(computation, one)

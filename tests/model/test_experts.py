@@ -72,12 +72,26 @@ def test_accelerators_way_is_the_same(sizes, nobodys) -> None:
     x, weight, sizes, g = (jnp.asarray(part, "float32" if part.ndim > 1 else None) for part in drawn(sizes, nobodys))
     dot = FLOAT32.dot
     for over, rows in ((2, x), (1, g)):
-        ways = [jax.jit(functools.partial(f, over=over, dot=dot)) for f in (experts._by_blocks, experts._ragged)]
-        one, other = (way(rows, weight, sizes) for way in ways)
-        np.testing.assert_allclose(one, other, atol=1e-4)
-    outer = [jax.jit(functools.partial(f, dot=dot)) for f in (experts._outer_by_blocks, experts._outer_ragged)]
-    one, other = (way(g, x, sizes) for way in outer)
-    np.testing.assert_allclose(one, other, atol=1e-4)
+        of_tpus, *others = (
+            jax.jit(functools.partial(way, over=over, dot=dot))(rows, weight, sizes)
+            for way in (
+                experts._ragged,
+                functools.partial(experts._by_blocks, most=experts.BLOCK, result=jnp.float32),
+                functools.partial(experts._by_blocks, most=experts.GPU_BLOCK, result=rows.dtype),
+            )
+        )
+        for other in others:
+            np.testing.assert_allclose(other, of_tpus, atol=1e-4)
+    of_tpus, *others = (
+        jax.jit(functools.partial(way, dot=dot))(g, x, sizes)
+        for way in (
+            experts._outer_ragged,
+            functools.partial(experts._outer_by_blocks, most=experts.BLOCK),
+            functools.partial(experts._outer_by_blocks, most=experts.GPU_BLOCK),
+        )
+    )
+    for other in others:
+        np.testing.assert_allclose(other, of_tpus, atol=1e-4)
 
 
 def reference_mlp(x, routing, gate, up, down):
