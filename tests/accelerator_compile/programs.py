@@ -1,0 +1,161 @@
+"""Every program that a trainer or an engine runs on a device, compiled for accelerators that are not here, as JSON.
+
+    python -m tests.accelerator_compile.programs TOPOLOGY CASE [CASE ...]
+
+A case is one of UPDATES, or `engine`. Of each program: how many arrays it takes over (donation), the largest array that
+it copies, the dtypes of its products' operands, what travels along which axes of the mesh, and its memory.
+"""
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from launch.machines import parse
+from rollout_server.engines.jax import decode
+from rollout_server.engines.jax.engine import _score
+from rollout_server.engines.jax.weights import abstract_weights, decode_precision
+from scalerl_jax.learner.trainer import Layout
+from scalerl_jax.learner.weight_snapshots import WeightSnapshots
+from scalerl_jax.model import Precision
+from scalerl_jax.model.attention import cudnn
+from scalerl_jax.model.remat import REMATS
+from scalerl_jax.model.sharding import make_mesh
+from scalerl_jax.planning import collectives, compiled
+from scalerl_jax.planning.hlo import Program
+from tests.support.models import toy_decoder
+from tests.support.trainers import trainer_of
+
+LENGTH, LONGEST, VOCABULARY = 1024, 512, 2048
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 512, "heads": 4, "kv_heads": 2, "head_dim": 128,
+    "intermediate_size": 1024, "layers": 4,
+}  # fmt: skip
+DENSE = toy_decoder(**SIZES)
+EXPERTS = toy_decoder(family="qwen3_moe", **{**SIZES, "experts": 8, "moe_intermediate_size": 256})
+SLOTS, CACHE = 16, 512
+BFLOAT16 = Precision("bfloat16", "bfloat16")
+
+# Case -> decoder, mesh, fields of the layout, fields of the objective, precision.
+UPDATES: dict[str, tuple[Any, dict[str, int], dict[str, Any], dict[str, Any], Precision]] = {
+    **{f"remat {name}": (DENSE, {"fsdp": 4}, {"remat": name}, {}, BFLOAT16) for name in REMATS},
+    "context": (DENSE, {"fsdp": 2, "context": 2}, {}, {}, BFLOAT16),
+    "tensor": (DENSE, {"fsdp": 2, "tensor": 2}, {}, {}, BFLOAT16),
+    "replica": (DENSE, {"fsdp": 2, "replica": 2}, {}, {}, BFLOAT16),
+    "blocks": (DENSE, {"fsdp": 4}, {"attention": "blocks"}, {}, BFLOAT16),
+    "float32": (DENSE, {"fsdp": 4}, {}, {}, Precision("float32", "float32")),
+    "entropy": (DENSE, {"fsdp": 4}, {}, {"entropy_bonus": 0.01}, BFLOAT16),
+    "reference": (DENSE, {"fsdp": 4}, {}, {"reference_kl": 0.1}, BFLOAT16),
+    "experts": (EXPERTS, {"fsdp": 2, "expert": 2}, {}, {}, BFLOAT16),
+    "router replay": (EXPERTS, {"fsdp": 2, "expert": 2}, {"router_replay": True}, {}, BFLOAT16),
+}
+
+
+def facts(program: Any, mesh: dict[str, int] | None = None) -> dict[str, Any]:
+    text = program.as_text()
+    read, memory = Program(text), program.memory_analysis()
+    copied, operands = 0, set[str]()
+    for where, one, _ in read.walk():
+        if one.op == "copy" or (one.op == "copy-start" and not any(array.on_chip for array in one.arrays[:2])):
+            copied = max(copied, one.arrays[0].size)
+        for inner, part in ((where, one), *read.inside(one)):
+            if part.op in ("dot", "convolution"):
+                made = [read.named(inner, name) for name in part.operands[:2]]
+                operands.add(" x ".join(other.arrays[0].dtype for other in made if other is not None))
+    axes = {"+".join(axes): size for axes, size in collectives.by_axes(text, mesh).items()} if mesh else {}
+    header = text.partition("\n")[0]
+    return {
+        "taken_over": len(re.findall(r"(?:may|must)-alias", header)),
+        "copied": copied,
+        "products": sorted(operands),
+        "received": axes,
+        "temporaries": memory.temp_size_in_bytes,
+        "attention": sorted(set(re.findall(r"fmha\w*|splash_mha_(?:fwd|dq|dkv)", text))),
+    }
+
+
+def of_update(case: str, devices: list[jax.Device]) -> Iterator[tuple[str, dict[str, Any]]]:
+    decoder, axes, fields, objective, precision = UPDATES[case]
+    mesh = make_mesh(devices=devices, **axes)
+    layout = Layout(
+        seq_len=LENGTH, rows=4 // axes.get("context", 1) // axes.get("tensor", 1), max_segment=LONGEST,
+        logprob_chunk=256, **fields,
+    )  # fmt: skip
+    trainer = trainer_of(decoder, layout, mesh=mesh, precision=precision, **objective)
+    sizes = dict(zip(mesh.axis_names, mesh.devices.shape))
+    accumulate, apply = trainer.compile_update()
+    trainer.compile()
+    params = trainer.abstract_state["params"]
+    of_all = {
+        "carried": len(jax.tree.leaves(params)) + len(next(iter(trainer._programs.values())).sums),
+        "state": len(jax.tree.leaves(trainer.abstract_state)),
+    }
+    yield f"{case}: accumulate", facts(accumulate, sizes) | of_all
+    yield f"{case}: apply", facts(apply, sizes) | of_all
+    yield f"{case}: score", facts(trainer._score, sizes) | of_all
+    if precision.sync == "bfloat16":
+        copies = WeightSnapshots(decoder, mesh, share=1 / 16)
+        compared = copies._compare.lower(params, jax.eval_shape(copies._nothing)).compile()
+        yield f"{case}: compare", facts(compared, sizes) | of_all
+
+
+def of_engine(device: jax.Device) -> Iterator[tuple[str, dict[str, Any]]]:
+    on = jax.sharding.SingleDeviceSharding(device)
+    precision = decode_precision(BFLOAT16, device.platform)
+
+    def there(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=on), tree)
+
+    weights = there(abstract_weights(DENSE, BFLOAT16))
+    state = there(jax.eval_shape(functools.partial(decode.empty_state, DENSE, precision, slots=SLOTS, length=CACHE)))
+    tokens = jax.ShapeDtypeStruct((128,), jnp.int32, sharding=on)
+    slots = jax.ShapeDtypeStruct((SLOTS,), jnp.int32, sharding=on)
+    numbers = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=on)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=on)
+    settings = there(decode.empty_settings(SLOTS))
+    both: dict[str, Any] = {"config": DENSE, "precision": precision}
+    prefix = there(
+        jax.eval_shape(
+            lambda keys, values: decode.fit_prefix(keys, values, length=CACHE),
+            *jax.eval_shape(functools.partial(decode.prefill, **both), weights, tokens)[:2],
+        )
+    )
+    chunk = functools.partial(decode.decode_chunk.lower, weights, state, **both, steps=4, maximum=CACHE)
+    lowered: dict[str, Callable[[], Any]] = {
+        "prefill": lambda: decode.prefill.lower(weights, tokens, **both),
+        "insert": lambda: decode.insert.lower(state, prefix, slots, numbers, settings),
+        "move": lambda: decode.move.lower(state, slots, slots, count),
+        "decode": lambda: chunk(width=SLOTS),
+        "decode, half of the slots": lambda: chunk(width=SLOTS // 2),
+        "decode, filtered": lambda: chunk(width=SLOTS, filtered=True),
+        "score": lambda: _score.lower(weights, tokens, **both),
+    }
+    of_all = {
+        "caches": len(state.keys) + len(state.values),
+        "cache": state.keys[0].size * state.keys[0].dtype.itemsize,
+        "cache_dtype": str(state.keys[0].dtype),
+    }
+    for name, lower in lowered.items():
+        yield f"engine: {name}", facts(lower().compile()) | of_all
+
+
+def main(topology: str, cases: list[str]) -> None:
+    machine = parse(topology)
+    devices = compiled.devices_of(machine)
+    jax.config.update("jax_enable_compilation_cache", False)
+    capability = tuple(map(int, getattr(devices[0], "compute_capability", "0.0").split(".")))
+    found: dict[str, dict[str, Any]] = {}
+    with cudnn.compiled_for(capability, version=91000):
+        for case in cases:
+            found |= of_engine(devices[0]) if case == "engine" else of_update(case, devices)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
