@@ -8,8 +8,9 @@ experts are one grouped product: rows of stretch e times matrix e. No expert has
 whatever the router's balance, an expert computes what came to it. Sorting and its reverse are gathers, in the backward
 pass too.
 
-Grouped products. On TPUs jax.lax.ragged_dot. On CPUs and GPUs XLA would compute that as E masked products of all rows,
-10 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py), which it is there.
+Grouped products. On TPUs jax.lax.ragged_dot, which is a kernel there. On CPUs and GPUs XLA would compute it as E masked
+products of all rows, 10 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py), which
+it is there; and so is the product for the weights' cotangent everywhere, of which TPUs have no kernel either.
 
 Precision as decoder.project: operands in the compute dtype, weights rounded to the sync dtype, results summed in
 float32, float32 cotangents for weights. The router and the weighted sum of a token's experts are float32.
@@ -30,9 +31,9 @@ from scalerl_jax.model.remat import PRODUCT
 
 OWN = -1  # in the place of a token's experts: those of the router itself
 
-# Rows of a block of the grouped product: at least, and at most on CPUs and on GPUs, which have a kernel to start for
+# Rows of a block of the grouped product: at least, and at most on CPUs and on accelerators, which start kernels for
 # each.
-SMALLEST_BLOCK, BLOCK, GPU_BLOCK = 16, 128, 1024
+SMALLEST_BLOCK, BLOCK, LARGE_BLOCK = 16, 128, 1024
 
 
 class Routing(NamedTuple):
@@ -169,9 +170,8 @@ def _grouped_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[j
     dx = _rows_times(g, precision.cast(weight), sizes, 1, precision)
     dw = jax.lax.platform_dependent(
         g, x, sizes,
-        tpu=functools.partial(_outer_ragged, dot=precision.dot),
         cpu=functools.partial(_outer_by_blocks, dot=precision.dot, most=BLOCK),
-        default=functools.partial(_outer_by_blocks, dot=precision.dot, most=GPU_BLOCK),
+        default=functools.partial(_outer_by_blocks, dot=precision.dot, most=LARGE_BLOCK),
     )  # fmt: skip
     return dx, dw.astype(weight.dtype), None
 
@@ -190,7 +190,7 @@ def _rows_times(x: jax.Array, weight: jax.Array, sizes: jax.Array, over: int, pr
         tpu=ragged,
         # The CPU has no fast kernel for a bfloat16 result: in float32 until all is there.
         cpu=functools.partial(by_blocks, most=BLOCK, result=jnp.float32),
-        default=functools.partial(by_blocks, most=GPU_BLOCK, result=x.dtype),
+        default=functools.partial(by_blocks, most=LARGE_BLOCK, result=x.dtype),
     )  # fmt: skip
 
 
@@ -198,14 +198,6 @@ def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, over: int, dot
     matrices = jnp.swapaxes(weight, 1, 2) if over == 2 else weight
     y = jax.lax.ragged_dot(x, matrices, sizes, precision=dot)
     return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), y, 0)
-
-
-def _outer_ragged(g: jax.Array, x: jax.Array, sizes: jax.Array, *, dot: jax.lax.Precision) -> jax.Array:
-    """[E, out, in] float32: of each expert's rows, g [M, out] transposed times x [M, in]."""
-    ragged_rows = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-    )
-    return jax.lax.ragged_dot_general(g, x, sizes, ragged_rows, precision=dot, preferred_element_type=jnp.float32)
 
 
 def rows_of_block(pairs: int, experts: int, most: int) -> int:

@@ -98,8 +98,9 @@ def temporaries(shapes: Shapes) -> int:
     whole = sum(leaf.gathered for leaf in in_layers.values())
     block = 2 * per_block + whole * (c + _FLOAT32)
     head_leaf = leaves["embed" if decoder.tied_embeddings else "head"]
-    logits = shapes.rows_per_shard * shapes.logprob_chunk * decoder.vocab_size / tensor * _FLOAT32
-    head = head_leaf.gathered * (c + _FLOAT32) + 3 * logits + tokens * width * (_FLOAT32 + c)
+    # And their cotangent, in the compute dtype.
+    logits = shapes.rows_per_shard * shapes.logprob_chunk * decoder.vocab_size / tensor * (_FLOAT32 + c)
+    head = head_leaf.gathered * (c + _FLOAT32) + logits + tokens * width * (_FLOAT32 + c)
     return int(parameters * _FLOAT32 + kept + max(block, head))
 
 

@@ -26,7 +26,7 @@ from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.attention import splash
 from scalerl_jax.model.decoder import abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.experts import GPU_BLOCK, rows_of_block
+from scalerl_jax.model.experts import LARGE_BLOCK, rows_of_block
 from scalerl_jax.model.head import chunk_of
 from scalerl_jax.model.sharding import MESH_AXES, mesh_sizes
 from scalerl_jax.planning import analytic, compiled, layouts, program_roofline, roofline
@@ -269,11 +269,11 @@ def _attended(question: Question, note: str, of_row: float) -> float:
 
 
 def _rounds(question: Question, choice: Choice) -> float:
-    """Of a GPU's loops over blocks of the pairs of token and expert, if all experts have as many; each expert's last
+    """Of a loop over blocks of the pairs of token and expert, if all experts have as many; each expert's last
     block is half full."""
     decoder, mesh = question.decoder, dict(choice.mesh)
     if not decoder.experts:
         return 1.0
     tokens = choice.rows * question.config.learner.seq_len / mesh["context"] * mesh["expert"]  # on each of a group
     pairs, own = int(tokens * decoder.experts_per_token), decoder.experts / mesh["expert"]
-    return pairs / mesh["expert"] / rows_of_block(pairs, int(own), GPU_BLOCK) + own / 2
+    return pairs / mesh["expert"] / rows_of_block(pairs, int(own), LARGE_BLOCK) + own / 2

@@ -218,6 +218,11 @@ class _Reader:
             left = self._operands(computation, one)[0]
             axes = map(int, re.findall(r"\d+", numbers[1] if numbers else ""))
             return 2.0 * one.arrays[0].elements * math.prod(left.dims[axis] for axis in axes)
+        if (
+            one.name.startswith("ragged-dot") and len(one.arrays) == 1
+        ):  # a TPU's: of all rows, whether an expert's or not
+            rows = self._operands(computation, one)[-2]
+            return 2.0 * one.arrays[0].elements * rows.dims[-1]
         for kernel, times in _ATTENTION.items():
             if re.search(kernel, one.line) or re.match(kernel, one.name):
                 arrays = self._operands(computation, one)
