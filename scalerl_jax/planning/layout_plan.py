@@ -1,6 +1,7 @@
 """One layout on one machine: bytes on a device, what devices send each other, the least time of a step.
 
-TPUs are compiled for, GPUs computed by formula. `search` looks for the nearest layout that fits where one does not.
+Compiled where there is a compiler for the chip, else by formula. `search` looks for the nearest layout that fits where
+one does not.
 
 Bytes on one device of what an update keeps, whatever computes it: exact, from the shapes and the mesh.
 

@@ -8,7 +8,7 @@ import pytest
 
 from launch.machines import parse
 from scalerl_jax.learner.trainer import Layout
-from scalerl_jax.model.remat import REMATS
+from scalerl_jax.model.remat import BLOCK, FULL, REMATS
 from scalerl_jax.planning import program_roofline, roofline
 from scalerl_jax.planning.hlo import Program
 from tests.planning.test_flops import WIDE, formula
@@ -22,7 +22,9 @@ def of(text: str, **given):
     return program_roofline.of(Program(text), MACHINE, **given)
 
 
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(
+    "remat", [pytest.param(name, marks=[pytest.mark.slow] if name not in (BLOCK, FULL) else []) for name in REMATS]
+)
 def test_flops_are_the_formulas_with_all_loops(remat):
     """Four layers and four chunks of the head: a compiler's own count would see one of each."""
     decoder = dataclasses.replace(WIDE, layers=4)

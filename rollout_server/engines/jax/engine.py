@@ -45,6 +45,7 @@ from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.jax.programs import Program, buckets, side_by_side
 from rollout_server.engines.jax.slots import Prefix, SlotPool
 from rollout_server.engines.jax.weights import (
+    DecodePrecision,
     DecodeWeights,
     abstract_weights,
     decode_precision,
@@ -56,7 +57,7 @@ from rollout_server.engines.sequence import Sequence
 from scalerl_jax.contract.codec import GroupRequest, Version
 from scalerl_jax.model.decoder import Precision, forward
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
-from scalerl_jax.model.head import token_logprobs
+from scalerl_jax.model.head import chunk_of, token_logprobs
 from scalerl_jax.model.hf import Tensors
 from scalerl_jax.model.tensor_layout import hf_tensors
 from scalerl_jax.system import memory
@@ -65,16 +66,19 @@ SMALLEST = 256
 
 
 @functools.partial(jax.jit, static_argnames=("config", "precision"))
-def _score(weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: Precision) -> jax.Array:
+def _score(
+    weights: DecodeWeights, tokens: jax.Array, *, config: DecoderConfig, precision: DecodePrecision
+) -> jax.Array:
     """tokens [length] int32 -> [length] float32: entry t is token t + 1's; the last means nothing."""
     params, row = model_params(weights, config), tokens[None]
     positions = jnp.arange(len(tokens))[None]
     hidden = forward(params, config, row, positions, jnp.ones_like(row), precision=precision, remat="none")
-    return token_logprobs(params, config, hidden, jnp.roll(row, -1, axis=1), precision=precision)[0]
+    targets, chunk = jnp.roll(row, -1, axis=1), chunk_of(0, precision.platform)
+    return token_logprobs(params, config, hidden, targets, precision=precision, chunk=chunk)[0]
 
 
 class Scorer:
-    def __init__(self, config: DecoderConfig, precision: Precision, *, longest: int):
+    def __init__(self, config: DecoderConfig, precision: DecodePrecision, *, longest: int):
         self._config, self._precision = config, precision
         self._buckets = buckets(SMALLEST, longest)
         self._programs: dict[int, Program] = {}  # by bucket
