@@ -99,6 +99,7 @@ def _sink_backward(width, axes, kind, g):
 _sink.defvjp(lambda weight, width, axes: (_sink(weight, width, axes), weight[:0, :0]), _sink_backward)
 
 
+@jax.named_scope("head")
 def token_logprobs(
     params: Params,
     config: DecoderConfig,

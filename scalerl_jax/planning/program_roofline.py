@@ -46,7 +46,7 @@ class Kernel:
     """Of one instruction, in one call of the program."""
 
     name: str
-    scope: str  # forward, again or backward; and where in the source
+    scope: str  # of a gradient's pass forward, again or backward; and where in the source
     calls: float
     flops: float
     products: float  # seconds of these FLOPs
@@ -165,7 +165,7 @@ class _Reader:
     def _wait(self, one: Instruction, times: float, seconds: float) -> None:
         if seconds > 0:
             began = self.program.named_anywhere(one.operands[0]) if one.op.endswith("-done") else one
-            scope = scope_of((began or one).op_name)
+            scope = scope_of(began or one)
             self.kernels.append(
                 Kernel(one.name, f"{scope}, waited for", times, 0.0, 0.0, 0.0, times * seconds, roofline.LINKS)
             )
@@ -180,7 +180,7 @@ class _Reader:
         if seconds > 0:
             binds = roofline.PRODUCTS if products > memory else roofline.MEMORY
             numbers = (times * (flops + float32), times * products, times * moved, times * seconds)
-            self.kernels.append(Kernel(one.name, scope_of(one.op_name), times, *numbers, binds))
+            self.kernels.append(Kernel(one.name, scope_of(one), times, *numbers, binds))
         return seconds
 
     # ---- FLOPs
@@ -331,11 +331,14 @@ class _Reader:
         return float(sum(array.moved for array in arrays))
 
 
-def scope_of(op_name: str) -> str:
-    """What is read of JAX's name of a place: the pass, the scopes, the operation."""
-    parts = [part for part in op_name.split("/") if not _NOT_IN_SCOPES.fullmatch(part)]
-    phase = "again" if "rematted_computation" in op_name else "backward" if "transpose(" in op_name else "forward"
-    return f"{phase}: {' '.join(parts) or 'unnamed'}"
+def scope_of(one: Instruction) -> str:
+    """Where it comes from: the pass of a gradient, the scopes and the operation; the instruction's own without them."""
+    name = one.op_name
+    # A scope around all that a gradient is taken of stands in jvp(scope).
+    named = (re.sub(r"^(?:transpose\()?jvp\((\w+)\)+$", r"\1", part) for part in name.split("/"))
+    parts = [part for part in named if part and not _NOT_IN_SCOPES.fullmatch(part)]
+    phase = "again: " if "rematted_computation" in name else "backward: " if "transpose(" in name else "forward: "
+    return (phase if "jvp(" in name else "") + (" ".join(parts) or one.op.removesuffix("-start"))
 
 
 def summed(programs: Mapping[str, tuple[ProgramRoofline, int]]) -> ProgramRoofline:

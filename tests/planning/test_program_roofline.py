@@ -10,7 +10,7 @@ from launch.machines import parse
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.model.remat import BLOCK, FULL, REMATS
 from scalerl_jax.planning import program_roofline, roofline
-from scalerl_jax.planning.hlo import Program
+from scalerl_jax.planning.hlo import Instruction, Program
 from tests.planning.test_flops import WIDE, formula
 from tests.support.trainers import trainer_of
 
@@ -169,8 +169,14 @@ ENTRY %main (p.0: bf16[1,512,4,64]) -> bf16[1,512,4,64] {{
 
 
 def test_scopes_are_what_a_reader_knows():
+    def scope_of(name):
+        return program_roofline.scope_of(
+            Instruction("a", "all-gather-start", "f32[2]", (), f'metadata={{op_name="{name}"}}')
+        )
+
     name = "jit(accumulate)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/mlp/dot_general"
-    assert program_roofline.scope_of(name) == "again: mlp dot_general"
-    assert program_roofline.scope_of(name.replace("rematted_computation/", "")) == "backward: mlp dot_general"
-    assert program_roofline.scope_of("jit(f)/jvp()/cond/branch_0_fun/add") == "forward: add"
-    assert program_roofline.scope_of("") == "forward: unnamed"
+    assert scope_of(name) == "again: mlp dot_general"
+    assert scope_of(name.replace("rematted_computation/", "")) == "backward: mlp dot_general"
+    assert scope_of("jit(f)/jvp()/cond/branch_0_fun/add") == "forward: add"
+    assert scope_of("jit(f)/transpose(jvp(head))/while/body/dot_general") == "backward: head dot_general"
+    assert scope_of("jit(decode_chunk)/while/body/mlp/mul") == "mlp mul" and scope_of("") == "all-gather"
