@@ -56,7 +56,7 @@ def check_update(found, case: str, chip: str) -> None:
     if fields.get("attention") == "blocks" or precision.compute == "float32":
         assert kernels == ""
     else:
-        assert "splash" in kernels if chip == "tpu" else "fmhaSoftmaxBackward" in kernels
+        assert "splash" in kernels if chip == "tpu" else "SoftmaxBackward" in kernels
     assert score["temporaries"] < accumulate["temporaries"] or chip == "tpu"
 
 
