@@ -206,7 +206,8 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
     micro_batches = workload.micro_batches(rows=rows, seq_len=shapes.seq_len)
     program = None
     if update is not None and update.programs is not None:
-        attended = _attended(question, update.attention, pairs(shapes.seq_len, workload.longest, backend, block))
+        of_row = pairs(shapes.seq_len, workload.longest, backend, block) / shapes.seq_len
+        attended = _attended(question, update.attention, of_row, parts=mesh["context"])
         chip = dataclasses.replace(machine.chip, flops=question.peak_share * machine.chip.flops)
         on = dataclasses.replace(machine, chip=chip)
         micro_batch, ending = (program_roofline.of(one, on, attended=attended) for one in update.programs)
@@ -223,8 +224,11 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
     if program is not None:
         on_chip, bound_by = program.seconds - program.waited, program.bound_by
         parts = times.parts | {PRODUCTS: program.products, MEMORY: program.moved / machine.chip.memory_rate}
+        # What goes between slices is no part of the text.
+        bound_by[NETWORK] = max(0.0, parts[NETWORK] - on_chip) if machine.chip.is_tpu else 0.0
+        step = max(program.seconds, on_chip + bound_by[NETWORK])
         in_turn = on_chip + parts[LINKS] + parts[NETWORK]
-        times = Roofline(program.seconds, in_turn, parts, max(bound_by, key=lambda part: bound_by[part]))
+        times = Roofline(step, in_turn, parts, max(bound_by, key=lambda part: bound_by[part]))
     return LayoutPlan(
         choice=choice,
         bytes=size,
@@ -256,17 +260,18 @@ def _attention(question: Question) -> tuple[str, int]:
     return "splash", splash.block_sizes(chip.name, question.decoder.head_dim, seq_len, seq_len)[0]
 
 
-def _attended(question: Question, note: str, of_row: float) -> float:
+def _attended(question: Question, note: str, of_row: float, *, parts: int) -> float:
     """Keys that a query is compared with on average. cuDNN looks at what is in the query's own segment, where rows are
-    packed, and with a mask at the row; splash at blocks of the row, whatever is packed into it."""
+    packed, and with a mask at the row, which may be cut into parts; splash at blocks of the row, `of_row` keys of each
+    query, whatever is packed into it."""
     if "packed rows" in note:
         decoder, whole = question.decoder, question.workload.attended
         local = sum(decoder.local_layers()) / decoder.layers
         return (1 - local) * whole + local * min(whole, (decoder.attention_chunk + 1) / 2)
-    seq_len, parts = question.config.learner.seq_len, question.config.learner.context
     if "with a mask" in note:  # of a row that is cut it does not know what is later
+        seq_len = question.config.learner.seq_len
         return seq_len if parts > 1 else (seq_len + 1) / 2
-    return of_row / seq_len
+    return of_row
 
 
 def _rounds(question: Question, choice: Choice) -> float:
