@@ -9,7 +9,7 @@ whatever the router's balance, an expert computes what came to it. Sorting and i
 pass too.
 
 Grouped products. On TPUs jax.lax.ragged_dot, which is a kernel there. On CPUs and GPUs XLA would compute it as E masked
-products of all rows, 10 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py), which
+products of all rows, 4 to 90 times slower than a loop over blocks of rows (tests/benchmarks/bench_experts.py), which
 it is there; and so is the product for the weights' cotangent everywhere, of which TPUs have no kernel either.
 
 Precision as decoder.project: operands in the compute dtype, weights rounded to the sync dtype, results summed in
