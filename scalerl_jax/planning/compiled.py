@@ -96,15 +96,19 @@ def trainer_for(config: Config, decoder: DecoderConfig, *, longest: int, devices
     return make_trainer(config, decoder, max_segment=longest, devices=devices)
 
 
+def cudnn_of(device: jax.Device) -> contextlib.AbstractContextManager[None]:
+    """Inside, JAX compiles for the cuDNN and the capability that this device is described with."""
+    described = getattr(device, "compute_capability", "0.0")
+    return cudnn.compiled_for(tuple(map(int, described.split("."))), version=_CUDNN)
+
+
 def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
     """Minutes, and a few GiB of this machine's memory, for a large model. rounds: as Program."""
     # Programs for devices that are not here cannot be read back from a cache.
     jax.config.update("jax_enable_compilation_cache", False)
     start = time.perf_counter()
-    described = getattr(trainer.mesh.devices.flat[0], "compute_capability", "0.0")
-    capability = tuple(map(int, described.split(".")))
     try:
-        with _native_messages_kept() as said, cudnn.compiled_for(capability, version=_CUDNN):
+        with _native_messages_kept() as said, cudnn_of(trainer.mesh.devices.flat[0]):
             trainer.compile_update()
     except jax.errors.JaxRuntimeError as error:
         found = _NO_ROOM.search(str(error))

@@ -97,9 +97,6 @@ class Program:
     def named(self, computation: str, name: str) -> Instruction | None:
         return self._by_name.get(computation, {}).get(name)
 
-    def named_anywhere(self, name: str) -> Instruction | None:
-        return next((made[name] for made in self._by_name.values() if name in made), None)
-
     def walk(self) -> Iterator[tuple[str, Instruction, float]]:
         """(computation, instruction, how often it runs) of all that runs by itself: what is fused is one. Of a
         conditional all branches."""

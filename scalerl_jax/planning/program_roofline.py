@@ -136,7 +136,7 @@ class _Reader:
                 continue
             begun = one.operands[0] if one.op.endswith("-done") and one.operands else ""
             if begun in ends:
-                self._wait(one, times, ends[begun] - now)
+                self._wait(self.program.named(computation, begun) or one, times, ends[begun] - now)
                 now = max(now, ends[begun])
                 continue
             for sent, inner in self._sent(computation, one):
@@ -163,12 +163,10 @@ class _Reader:
                     yield roofline.seconds_of(found, self.machine), True
 
     def _wait(self, one: Instruction, times: float, seconds: float) -> None:
+        """For what began with this."""
         if seconds > 0:
-            began = self.program.named_anywhere(one.operands[0]) if one.op.endswith("-done") else one
-            scope = scope_of(began or one)
-            self.kernels.append(
-                Kernel(one.name, f"{scope}, waited for", times, 0.0, 0.0, 0.0, times * seconds, roofline.LINKS)
-            )
+            scope = f"{scope_of(one)}, waited for"
+            self.kernels.append(Kernel(one.name, scope, times, 0.0, 0.0, 0.0, times * seconds, roofline.LINKS))
 
     def _kernel(self, computation: str, one: Instruction, times: float) -> float:
         chip = self.machine.chip
@@ -218,9 +216,8 @@ class _Reader:
             left = self._operands(computation, one)[0]
             axes = map(int, re.findall(r"\d+", numbers[1] if numbers else ""))
             return 2.0 * one.arrays[0].elements * math.prod(left.dims[axis] for axis in axes)
-        if (
-            one.name.startswith("ragged-dot") and len(one.arrays) == 1
-        ):  # a TPU's: of all rows, whether an expert's or not
+        # A TPU's: of all rows, whether an expert's or not.
+        if one.name.startswith("ragged-dot") and len(one.arrays) == 1:
             rows = self._operands(computation, one)[-2]
             return 2.0 * one.arrays[0].elements * rows.dims[-1]
         for kernel, times in _ATTENTION.items():

@@ -24,7 +24,6 @@ from rollout_server.engines.jax.weights import abstract_weights, decode_precisio
 from scalerl_jax.learner.trainer import Layout
 from scalerl_jax.learner.weight_snapshots import WeightSnapshots
 from scalerl_jax.model import Precision
-from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.remat import REMATS
 from scalerl_jax.model.sharding import make_mesh
 from scalerl_jax.planning import collectives, compiled
@@ -149,9 +148,8 @@ def main(topology: str, cases: list[str]) -> None:
     machine = parse(topology)
     devices = compiled.devices_of(machine)
     jax.config.update("jax_enable_compilation_cache", False)
-    capability = tuple(map(int, getattr(devices[0], "compute_capability", "0.0").split(".")))
     found: dict[str, dict[str, Any]] = {}
-    with cudnn.compiled_for(capability, version=91000):
+    with compiled.cudnn_of(devices[0]):
         for case in cases:
             found |= of_engine(devices[0]) if case == "engine" else of_update(case, devices)
     print(json.dumps(found))
