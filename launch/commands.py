@@ -61,18 +61,18 @@ def _run(
     default: Config | None = None,
     later: bool = False,
     tuned: bool = False,
-    look: early_checks.Look | None = None,
+    check: early_checks.Check | None = None,
 ) -> None:
     """define: the command's flags. config: it takes --config. default: that without one. tuned: its malloc is.
 
-    later: without --config it is known to the command alone. look: at what it is given, before it is imported.
+    later: without --config it is known to the command alone. check: of what it is given, before it is imported.
     """
     define()
     asked = entry.answer_at_once(module, config=config, default=default, later=later)
     if tuned:
         restart_with_tuned_malloc()
-    if asked is not None and look is not None:
-        entry.look_first(functools.partial(look, *asked))
+    if asked is not None and check is not None:
+        entry.check_early(functools.partial(check, *asked))
     with signals.installed():  # an interrupted import ends in whatever error the module at hand makes of it
         signals.expect("interrupted")
         signals.be(signals.EXIT)
@@ -91,11 +91,11 @@ def _importing(*modules: str) -> Callable[[], None]:
 
 
 def train() -> None:
-    _run("scalerl_jax.train", command_flags.train, config=True, tuned=True, look=early_checks.train)
+    _run("scalerl_jax.train", command_flags.train, config=True, tuned=True, check=early_checks.train)
 
 
 def sft() -> None:
-    _run("scalerl_jax.sft", command_flags.sft, config=True, tuned=True, look=early_checks.sft)
+    _run("scalerl_jax.sft", command_flags.sft, config=True, tuned=True, check=early_checks.sft)
 
 
 def serve() -> None:
@@ -104,17 +104,17 @@ def serve() -> None:
 
 def fit() -> None:
     define = _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.watch_flags")
-    _run(f"{CURVES}.scalerl_fit", define, look=early_checks.curves("fit", parts_too=True))
+    _run(f"{CURVES}.scalerl_fit", define, check=early_checks.curves("fit", parts_too=True))
 
 
 def compare() -> None:
     define = _importing("scalerl_jax.cli.fit_flags", "scalerl_jax.cli.compare_flags")
-    _run(f"{CURVES}.scalerl_compare", define, look=early_checks.curves("compare"))
+    _run(f"{CURVES}.scalerl_compare", define, check=early_checks.curves("compare"))
 
 
 def calibrate() -> None:
     define = _importing("scalerl_jax.cli.fit_flags")
-    _run(f"{CURVES}.scalerl_calibrate", define, look=early_checks.curves("calibrate"))
+    _run(f"{CURVES}.scalerl_calibrate", define, check=early_checks.curves("calibrate"))
 
 
 def verify() -> None:
@@ -123,7 +123,7 @@ def verify() -> None:
 
 def evaluate() -> None:
     define = command_flags.evaluate
-    _run("scalerl_jax.evaluate", define, config=True, later=True, tuned=True, look=early_checks.evaluate)
+    _run("scalerl_jax.evaluate", define, config=True, later=True, tuned=True, check=early_checks.evaluate)
 
 
 def export() -> None:
@@ -131,14 +131,14 @@ def export() -> None:
 
 
 def plan() -> None:
-    _run("scalerl_jax.plan", plan_flags.define, config=True, later=True, look=early_checks.plan)
+    _run("scalerl_jax.plan", plan_flags.define, config=True, later=True, check=early_checks.plan)
 
 
 def study() -> None:
     def define() -> None:
         from scalerl_jax.cli import study_flags
 
-        study_flags.take_launch_flags(sys.argv)
+        study_flags.move_launch_flags(sys.argv)
 
     _run("scalerl_jax.study.command", define, config=True, later=True, tuned=True)
 

@@ -86,7 +86,7 @@ def _settings(config: Config, target: str, *, name: str, workdir: str) -> Settin
     )
 
 
-def _told(kind: type, **more: Any) -> Any:
+def _from_flags(kind: type, **more: Any) -> Any:
     """An instance of Cluster or Queue: of each field the flag of its name."""
     fields = [field.name for field in dataclasses.fields(kind)]
     values = {name: _value(name) for name in fields if name not in more}
@@ -111,10 +111,10 @@ def _files(settings: Settings, target: str, folder: str) -> list[rendered.Render
         if (path := _value(flag)) and not os.path.isfile(path):
             raise ValueError(f"--{flag}={path}: no such file")
     if target == "kubernetes":
-        return render_kubernetes(settings, _told(Cluster, **_absolute("token_file", "tls_authority")))
+        return render_kubernetes(settings, _from_flags(Cluster, **_absolute("token_file", "tls_authority")))
     paths = _absolute("token_file", "tls_authority", "tls_certificate", "tls_key")
     options = {flag: tuple(_value(flag)) for flag in ("trainer_sbatch", "generator_sbatch")}
-    return slurm.render(settings, _told(slurm.Queue, folder=os.path.abspath(folder), **paths, **options))
+    return slurm.render(settings, _from_flags(slurm.Queue, folder=os.path.abspath(folder), **paths, **options))
 
 
 def _absolute(*flags: str) -> dict[str, str]:

@@ -131,7 +131,9 @@ def train_command(
 def generator_command(settings: Settings, *, model: str, port: int, access: Sequence[str]) -> list[str]:
     """Of one generator, less its metrics. access: the flags on who may call it."""
     assert settings.generator is not None
-    told = serve_flags(settings.config, engine=settings.engine, model=model, maximum_tokens=settings.maximum_tokens)
+    config_flags = serve_flags(
+        settings.config, engine=settings.engine, model=model, maximum_tokens=settings.maximum_tokens
+    )
     split = settings.engine == "vllm" and settings.generator.devices_of_host > 1
     parallel = [f"--tensor_parallel={settings.generator.devices_of_host}"] if split else []
-    return ["scalerl-serve", *told, *parallel, "--host=0.0.0.0", f"--port={port}", *access]
+    return ["scalerl-serve", *config_flags, *parallel, "--host=0.0.0.0", f"--port={port}", *access]

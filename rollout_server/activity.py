@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from rollout_server.engines.engine import EngineStatus
 from rollout_server.guard import QuietLog
-from scalerl_jax.contract.peer_text import said
+from scalerl_jax.contract.peer_text import printable
 
 AWAY_SECONDS = 60.0
 BEAT_SECONDS = 60.0
@@ -50,7 +50,7 @@ class Activity:
         if trainer is None:
             trainer = _Trainer(came=now, heard=now)
             self._quiet.say(
-                "comes", logging.INFO, "%s comes: its first call is from %s", _name(incarnation), said(peer)
+                "comes", logging.INFO, "%s comes: its first call is from %s", _name(incarnation), printable(peer)
             )
         trainer.heard = now
         self._trainers[incarnation] = trainer

@@ -44,8 +44,8 @@ class QuietLog:
             if window.left_out:
                 self._log.log(level, "%d lines like the next one were left out", window.left_out)
             window = self._windows[kind] = _Window(now)
-        if window.said < MOST:
-            window.said += 1
+        if window.logged < MOST:
+            window.logged += 1
             self._log.log(level, text, *values, exc_info=exception)
         else:
             window.left_out += 1
@@ -53,7 +53,7 @@ class QuietLog:
 
 class _Window:
     def __init__(self, began: float):
-        self.began, self.said, self.left_out = began, 0, 0
+        self.began, self.logged, self.left_out = began, 0, 0
 
 
 # A client that takes nothing of an answer for so long is given up.
@@ -141,7 +141,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             return await _call(handler, request, context)
         except Malformed as error:
-            why = peer_text.said(error)
+            why = peer_text.printable(error)
             self._quiet.say("malformed", logging.WARNING, "%s from %s: %s", method, context.peer(), why)
             if handler.request_streaming:
                 await context.drain()

@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    said = ask(given.address, credentials, seconds=given.seconds)
-    if said == "SERVING":
+    status = ask(given.address, credentials, seconds=given.seconds)
+    if status == "SERVING":
         return 0
-    print(f"{given.address}: {said}", file=sys.stderr)
+    print(f"{given.address}: {status}", file=sys.stderr)
     return 1
 
 

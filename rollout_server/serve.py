@@ -107,10 +107,10 @@ async def serve(
         from rollout_server import server_metrics
 
         try:
-            told = server_metrics.tell(server.service, *metrics)
+            endpoint = server_metrics.tell(server.service, *metrics)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        logging.info("metrics at http://%s:%d/metrics", metrics[0], told.port)
+        logging.info("metrics at http://%s:%d/metrics", metrics[0], endpoint.port)
     if port_file:
         from scalerl_jax.system.files import write_whole
 
@@ -208,15 +208,15 @@ def main(argv: Sequence[str], interceptors: Interceptors = list) -> None:
         _fail(f"{argv[1]}: not a flag")
     logging.set_verbosity(logging.INFO)
     engine = importlib.import_module(given.ENGINES[given.ENGINE.value])
-    told: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
+    options: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(EngineOptions)}
     why = ""  # the flag itself says it
-    if told["compute_dtype"] == "auto":
-        told["compute_dtype"], why = _compute_dtype(told["sync_dtype"])
+    if options["compute_dtype"] == "auto":
+        options["compute_dtype"], why = _compute_dtype(options["sync_dtype"])
 
     async def make() -> Engine:
-        made = await engine.make(EngineOptions(**told))
+        made = await engine.make(EngineOptions(**options))
         if why:  # a server that cannot begin says only why
-            logging.info("--compute_dtype=auto: %s (%s)", told["compute_dtype"], why)
+            logging.info("--compute_dtype=auto: %s (%s)", options["compute_dtype"], why)
         return made
 
     try:

@@ -349,13 +349,13 @@ def _boxes(tensor: pb.TensorInfo) -> list[Box]:
 def _digests(parts: Sequence[Staging]) -> dict[str, int]:
     """Of the whole tensors; none of those of which a part says nothing."""
     totals: dict[str, int] = {}
-    told: collections.Counter[str] = collections.Counter()
+    digest_counts: collections.Counter[str] = collections.Counter()
     for part in parts:
         for tensor in part.header.tensors:
             if tensor.HasField("digest"):
-                told[tensor.name] += 1
+                digest_counts[tensor.name] += 1
                 totals[tensor.name] = totals.get(tensor.name, 0) + tensor.digest & 0xFFFFFFFF
-    return {name: total for name, total in totals.items() if told[name] == len(parts)}
+    return {name: total for name, total in totals.items() if digest_counts[name] == len(parts)}
 
 
 def _together(name: str, changes: Sequence[Change]) -> Change:

@@ -13,7 +13,7 @@ from scalerl_jax.cli import entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig
 
-Look = Callable[[Config | GivenConfig, Sequence[str]], None]  # of the config, or what is said of it; other arguments
+Check = Callable[[Config | GivenConfig, Sequence[str]], None]  # of the config, or what is said of it; other arguments
 
 
 def train(config: Config | GivenConfig, _: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ def train(config: Config | GivenConfig, _: Sequence[str]) -> None:
         return
     check_folder("config.model.path", config.model.path)
     read_config(config.model.path)
-    inputs.look(config)
+    inputs.preload(config)
 
 
 def sft(config: Config | GivenConfig, _: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ def evaluate(given: Config | GivenConfig, _: Sequence[str]) -> None:
     if not os.path.exists(os.path.join(config.model.path, "config.json")):
         read_config(config.model.path)  # which says so; of a family that it does not know an engine may
     if not _users_code(config):
-        inputs.look(config, held_out=True, apart=bool(values.environment))
+        inputs.preload(config, held_out=True, apart=bool(values.environment))
 
 
 def plan(given: Config | GivenConfig, _: Sequence[str]) -> None:
@@ -73,16 +73,16 @@ def plan(given: Config | GivenConfig, _: Sequence[str]) -> None:
         workload.find_decoder(config, config_file=given.path, model_config=model_config)
 
 
-def curves(name: str, *, parts_too: bool = False) -> Look:
+def curves(name: str, *, parts_too: bool = False) -> Check:
     """Of scalerl-NAME, which reads evaluations."""
 
-    def look(_: object, paths: Sequence[str]) -> None:
+    def check(_: object, paths: Sequence[str]) -> None:
         from scalerl_jax.scaling.commands import reading
 
         if not ("watch" in flags.FLAGS and flags.FLAGS.watch):  # files may be there later
-            reading.look(paths, name, parts_too=parts_too)
+            reading.preload(paths, name, parts_too=parts_too)
 
-    return look
+    return check
 
 
 def _users_code(config: Config) -> bool:

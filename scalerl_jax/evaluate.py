@@ -176,10 +176,10 @@ def main(given: GivenConfig) -> None:
         tokenizer = Tokenizer(config.model.path)
         if decoder is not None:
             tokenizer.check_vocabulary(decoder.vocab_size)
-        rows, said = held_out_rows(config, tokenizer, apart=bool(FLAGS.environment))
+        rows, remarks = held_out_rows(config, tokenizer, apart=bool(FLAGS.environment))
         rows = first_of_each(rows, FLAGS.prompts)
         compute, inputs = compute_of(workdir), digests(config, rows)
-    for line in said:
+    for line in remarks:
         print(line, file=sys.stderr)
 
     # ---- 2. What is not there yet ------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
                 expected=expected,
                 requests=requests,
                 score=scorer.score,
-                take=local is not None or FLAGS.take,
+                take_over=local is not None or FLAGS.take,
                 check=local.servers().check if local is not None else lambda: None,
             )
         )

@@ -41,7 +41,7 @@ from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.hf_folder import write_model_folder
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.run import compute_dtype, continuing, jsonl
-from scalerl_jax.run.folder import RunFolder, told_where_it_goes_on
+from scalerl_jax.run.folder import RunFolder, explain_write_errors
 from scalerl_jax.run.progress import ProgressLine
 from scalerl_jax.system import files, signals
 from scalerl_jax.traces import built_in
@@ -171,12 +171,12 @@ def _relevant(environment: EnvironmentConfig, *, made_here: bool) -> Environment
 def evaluation_loss(trainer: Trainer, examples: Sequence[Example]) -> float:
     """The mean negative log-likelihood of their loss tokens, nats."""
     total, count = 0.0, 0
-    room = _EVALUATED_ROWS * trainer.rows * trainer.seq_len  # positions at once: more would have to lie in memory
+    capacity = _EVALUATED_ROWS * trainer.rows * trainer.seq_len  # positions at once: more would have to lie in memory
     some: list[Example] = []
     for at, example in enumerate(examples):
         some.append(example)
-        following = len(examples[at + 1].tokens) if at + 1 < len(examples) else room
-        if sum(len(example.tokens) for example in some) + following > room:
+        following = len(examples[at + 1].tokens) if at + 1 < len(examples) else capacity
+        if sum(len(example.tokens) for example in some) + following > capacity:
             for scored, example in zip(trainer.score([plain(example.tokens) for example in some]), some, strict=True):
                 total -= float(scored[example.trained].sum(dtype=np.float64))
                 count += int(example.trained.sum())
@@ -200,7 +200,7 @@ def _say(line: str) -> None:
 def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
     signals.be(signals.EXIT)
     signals.expect("interrupted before the first update: the same command begins again")
-    with told_where_it_goes_on(workdir), contextlib.ExitStack() as stack:
+    with explain_write_errors(workdir), contextlib.ExitStack() as stack:
         # ---- 1. The run folder; nothing to do where the model is there ---------------------------------------------
         chosen = compute_dtype.settle(config, workdir)
         with entry.user_mistakes():
@@ -261,8 +261,8 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         line = stack.enter_context(ProgressLine("warm start", updates=config.sft.max_steps, step=start))
         parameters = sum(x.size for x in jax.tree.leaves(trainer.state["params"]))
         line.say(f"warm start: {parameters / 1e6:.2f}M parameters, {config.sft.max_steps} updates, from update {start}")
-        for said in (*chosen, trainer.attention_note, *traces.said):
-            line.say(f"warm start: {said}")
+        for remark in (*chosen, trainer.attention_note, *traces.notes):
+            line.say(f"warm start: {remark}")
         if there:
             line.say(f"warm start: {out} is of the config before, and is replaced at the end")
         evaluated = ""
@@ -279,7 +279,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
                 save(update)
                 checkpoints.wait()
                 signals.expect(f"interrupted: saved at step {update}; the same command goes on from there")
-            signals.look()
+            signals.raise_if_interrupted()
             with entry.user_mistakes():
                 examples = traces.batch(update)
             sums = trainer.optim_step(trainer.forward_backward(segments(examples)), learning_rate=float(rate(update)))

@@ -25,7 +25,7 @@ from scalerl_jax.environments.curriculum import NoPromptLeft
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.hosts.enter import enter
-from scalerl_jax.learner import booking
+from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.batch import build, off_policy_metrics, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.optimizer import learning_rate, step_scale
@@ -44,7 +44,7 @@ from scalerl_jax.run import collapse_guard, compute_dtype, inputs, setup
 from scalerl_jax.run.collapse_guard import Collapsed, CollapseGuard
 from scalerl_jax.run.evaluations import Evaluations
 from scalerl_jax.run.exporter import TrainerMetrics
-from scalerl_jax.run.folder import RunFolder, told_where_it_goes_on
+from scalerl_jax.run.folder import RunFolder, explain_write_errors
 from scalerl_jax.run.ledger import Ledger, ModelShape
 from scalerl_jax.run.live_forecast import LiveForecast
 from scalerl_jax.run.metrics import StepMetrics
@@ -69,7 +69,7 @@ def train(config: Config) -> None:
     signals.expect("interrupted before the first update: the same command begins again")
     if FLAGS.exit_with_parent:
         signals.request_with_parent()
-    with told_where_it_goes_on(FLAGS.workdir), contextlib.ExitStack() as stack:
+    with explain_write_errors(FLAGS.workdir), contextlib.ExitStack() as stack:
         # ---- 0. One host of several: the first goes on here, the others do what it tells them and never return ------
         with entry.user_mistakes():
             stack.enter_context(maintenance.watched(FLAGS.maintenance))
@@ -93,9 +93,9 @@ def train(config: Config) -> None:
                 return
             given = setup.load(config, FLAGS.servers)
             rows, curriculum = given.rows, given.curriculum
-            told = TrainerMetrics(max_steps=config.max_steps, step=saved or 0)
+            exported = TrainerMetrics(max_steps=config.max_steps, step=saved or 0)
             if FLAGS.metrics_port is not None:
-                at = MetricsEndpoint(told.collect, host=FLAGS.metrics_host, port=FLAGS.metrics_port)
+                at = MetricsEndpoint(exported.collect, host=FLAGS.metrics_host, port=FLAGS.metrics_port)
                 stack.enter_context(at)
                 print(f"metrics at http://{FLAGS.metrics_host}:{at.port}/metrics", file=sys.stderr)
         print(*filter(None, [goes_on]), *chosen, *given.remarks, sep="\n", file=sys.stderr)
@@ -105,7 +105,9 @@ def train(config: Config) -> None:
         addresses, local = given.servers.addresses, None
         with entry.user_mistakes():
             if addresses:
-                candidates.look(addresses, given.servers.credentials, given.check, seconds=config.fleet.status_seconds)
+                candidates.check_servers(
+                    addresses, given.servers.credentials, given.check, seconds=config.fleet.status_seconds
+                )
             else:
                 local = StartingServers(
                     config, folder.workdir, maximum_tokens=given.maximum_tokens, share=config.fleet.gpu_share
@@ -130,14 +132,14 @@ def train(config: Config) -> None:
             stack.callback(checkpoints.close)
             found = trainer.restore(checkpoints, begin=lambda dtype: load_hf(config.model.path, trainer.mesh, dtype)[1])
             if found is not None:
-                with inputs.said_of_prompts(config, folder.changes):
+                with inputs.explain_changed_prompts(config, folder.changes):
                     curriculum.restore(found.arrays)
                 folder.outrank(found.manifest["incarnation"])
             start = found.step if found else 0
             folder.resume(start)
             # Too little memory is told here, and not at step 120.
             refuse = config.learner.too_little_memory == "refuse"
-            booked = booking.book(trainer, longest=given.maximum_tokens, refuse=refuse)
+            memory_note = memory_estimate.check_memory(trainer, longest=given.maximum_tokens, refuse=refuse)
 
         # ---- 3. The fleet --------------------------------------------------------------------------------------------
         with entry.user_mistakes(StartError):
@@ -161,7 +163,7 @@ def train(config: Config) -> None:
             parts=lead.parts(trainer) if lead is not None else None,
         )
         stack.callback(fleet.close)
-        told.fleet = fleet.status
+        exported.fleet = fleet.status
 
         # ---- 4. What watches, evaluates, saves and writes down -------------------------------------------------------
         line = stack.enter_context(ProgressLine("train", updates=config.max_steps, step=start))
@@ -176,7 +178,7 @@ def train(config: Config) -> None:
         def written() -> None:
             guard.evaluated(folder.evaluations()[-1])
             forecast.evaluated(folder.evaluations())
-            told.evaluated(folder.evaluations())
+            exported.evaluated(folder.evaluations())
             report.request()
 
         evaluations = Evaluations(
@@ -186,28 +188,30 @@ def train(config: Config) -> None:
             config, folder=folder, checkpoints=checkpoints, trainer=trainer, arrays=curriculum.state,
             evaluations=evaluations, ledger=ledger, step=start,
         )  # fmt: skip
-        metrics = StepMetrics(config, folder=folder, tokenizer=given.tokenizer, line=line, told=guard.wrap(told.row))
+        metrics = StepMetrics(
+            config, folder=folder, tokenizer=given.tokenizer, line=line, on_row=guard.wrap(exported.row)
+        )
 
         def serve_fleet() -> None:
             """What the trainer's thread owes the fleet while it waits."""
             parity.attend(saving.step)
             status = fleet.status()
-            waits.look(status["waits_for"])
+            waits.hold(status["waits_for"])
             line.update(waiting=status["waiting"])
             evaluations.collect()
 
         def wait() -> None:
             """Again and again in a wait for the fleet. Raises Interrupted: the state is that of `saving.step`."""
-            signals.look()
+            signals.raise_if_interrupted()
             if local is not None:
                 local.servers().check()
             serve_fleet()
 
-        remarks = [trainer.attention_note, booked, *(local.remarks if local is not None else [])]
+        remarks = [trainer.attention_note, memory_note, *(local.remarks if local is not None else [])]
         if found is not None:
             remarks.append(f"going on from step {start} of {config.max_steps}")
         now = inputs.digests(config, rows.held_out, rows.train)
-        for remark in (*remarks, *setup.said_of_changes(folder, now, step=start, fresh=found is None)):
+        for remark in (*remarks, *setup.remarks_on_changes(folder, now, step=start, fresh=found is None)):
             line.say(remark)
 
         # ---- 5. The loop ---------------------------------------------------------------------------------------------
@@ -222,11 +226,11 @@ def train(config: Config) -> None:
             fleet.publish(*trainer.version(start))
             if evaluations.due(start):
                 evaluations.ask(start, wait=wait)
-            guard.look()  # rows of before
+            guard.raise_if_collapsed()  # rows of before
             ledger.begin()
             number = start
             while number < config.max_steps:
-                signals.look()
+                signals.raise_if_interrupted()
                 pending = None  # a gradient that is not applied is as large as the parameters: not beside the next one
                 # 1. Wait for the groups of this number, however late.
                 try:
@@ -235,7 +239,7 @@ def train(config: Config) -> None:
                 except NoPromptLeft as solved:  # config.curriculum.when_empty: the run ends where it is
                     line.say(f"the run ends after step {number} of {config.max_steps}: {solved}")
                     evaluations.ask(number, wait=wait, last=True)
-                    guard.look()
+                    guard.raise_if_collapsed()
                     saving.save_if_due(last=True)
                     break
                 # 2. Build the batch; compute its gradient, and the log-probs by which its servers are judged. A batch
@@ -245,7 +249,7 @@ def train(config: Config) -> None:
                     beside = parity.beside(groups, batch)
                     if batch.segments:
                         pending = trainer.forward_backward(
-                            batch.segments, beside=beside.segments, before_micro_batch=signals.look
+                            batch.segments, beside=beside.segments, before_micro_batch=signals.raise_if_interrupted
                         )
                     logprobs = pending.logprobs() if pending is not None else trainer.score(beside.segments)
                     if not parity.judge(groups, [*batch.origins, *beside.places], logprobs):
@@ -271,19 +275,19 @@ def train(config: Config) -> None:
                 # 5. Write it down.
                 values = {
                     **trained,
-                    **waits.take(),
-                    **parity.take(),
-                    "pushes": sync_stats.take(),
+                    **waits.drain(),
+                    **parity.drain(),
+                    "pushes": sync_stats.drain(),
                     "prompts_retired": curriculum.retired(),
                     "optimizer_step": trainer.steps,
                     "compute": ledger.snapshot(),
-                    **forecast.take(),
+                    **forecast.collect(),
                 }
                 metrics.write(step, groups, batch, values, waiting=fleet.waiting())
                 # 6. Evaluate, then save: a run that goes on from here would lack the rows of earlier evaluations.
                 if evaluations.due(step):
                     evaluations.ask(step, wait=wait)
-                guard.look()  # what has collapsed is not saved
+                guard.raise_if_collapsed()  # what has collapsed is not saved
                 saving.save_if_due()
 
     # ---- 6. What came of it ------------------------------------------------------------------------------------------

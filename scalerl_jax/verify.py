@@ -81,7 +81,7 @@ def read_rows(paths: Sequence[str], config: Config) -> Iterator[tuple[Mapping[st
                 looks = "" if layout or COMPLETION not in found else layouts.looks_like(found, config.environment.name)
                 hint = f"; that looks like {looks}: {looks}:{path}" if looks else ""
                 malformed.skip(name, f"{error}{hint}")
-    for line in malformed.said():
+    for line in malformed.notes():
         Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -145,7 +145,7 @@ def judge(
         found = []
         for number, done in enumerate(asked, 1):
             while not done.done():
-                signals.look()
+                signals.raise_if_interrupted()
                 concurrent.futures.wait([done], timeout=0.2)
             found.append(done.result())
             if line is not None:
@@ -257,7 +257,7 @@ def show_prompts(config: Config, console: Console, *, most: int) -> None:
         check_folder("config.model.path", config.model.path)
         tokenizer = Tokenizer(config.model.path)
         rows = load_rows(config, tokenizer)
-    for line in rows.said:
+    for line in rows.notes:
         console.print(line, markup=False, soft_wrap=True)
     stops = ", ".join(f"{token} {tokenizer.decode([token])!r}" for token in tokenizer.stop_ids)
     console.print(f"tokens that end a completion: {stops}", markup=False, soft_wrap=True)
@@ -275,10 +275,10 @@ def show_prompts(config: Config, console: Console, *, most: int) -> None:
         for row in each[:most]:
             end = thinking_at_end(row.text, config.rollout.end_of_thinking)
             thinking = {"opened": "thinking is open", "closed": "thinking is closed", "none": "no thinking begun"}[end]
-            told = [f"{kind} prompt", row.name, f"{len(row.token_ids)} tokens", thinking]
-            told += [f"answer {row.answer!r}"] * bool(row.answer) + [f"task {row.task}"] * bool(row.task)
+            heading = [f"{kind} prompt", row.name, f"{len(row.token_ids)} tokens", thinking]
+            heading += [f"answer {row.answer!r}"] * bool(row.answer) + [f"task {row.task}"] * bool(row.task)
             console.print(Text(""))
-            console.rule(_plain(", ".join(told)), align="left")
+            console.rule(_plain(", ".join(heading)), align="left")
             console.print(Text("\n".join(_plain(line).plain for line in row.text.split("\n"))), soft_wrap=True)
 
 
@@ -320,8 +320,8 @@ def main(config: Config, arguments: list[str]) -> None:
     show(found, console, most=values.show)
     if all(each.score.failed for each in found):
         console = Console(stderr=True, highlight=False, emoji=False)
-        told = f"error: none of {len(found)} rows could be scored: {found[0].score.why}"
-        console.print(told, markup=False, soft_wrap=True)
+        message = f"error: none of {len(found)} rows could be scored: {found[0].score.why}"
+        console.print(message, markup=False, soft_wrap=True)
         sys.exit(1)
 
 

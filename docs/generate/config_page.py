@@ -40,7 +40,7 @@ GROUPS = {
 }
 CHANGES = {
     continuing.FREE: "yes",
-    continuing.SAID: "yes, noted",
+    continuing.NOTED: "yes, noted",
     continuing.BOUND: "`--allow`",
     continuing.WARM: "warm start: `--allow`",
 }

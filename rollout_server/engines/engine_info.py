@@ -16,17 +16,17 @@ def engine_info(
     Raises ValueError naming a tokenizer that is broken, and where experts are to be told and cannot be.
     """
     # What has one name in both means the same.
-    told = {name: value for name, value in vars(options).items() if name in EngineInfo.__dataclass_fields__}
+    fields = {name: value for name, value in vars(options).items() if name in EngineInfo.__dataclass_fields__}
     if config is not None:
-        told |= {
+        fields |= {
             "maximum_tokens": min(options.maximum_tokens, config.max_positions),
             "tensors": hf_tensors(config),
             "vocabulary": config.vocab_size,
             "model_config": config.canonical_json(),
             "tokenizer_fingerprint": tokenizer_fingerprint(options.model),
         }
-    told["head_dtype"] = "bfloat16" if options.head_precision == "bfloat16" else "float32"
-    info = EngineInfo(name=name, queue_capacity=options.queue, devices=devices, **told)
+    fields["head_dtype"] = "bfloat16" if options.head_precision == "bfloat16" else "float32"
+    info = EngineInfo(name=name, queue_capacity=options.queue, devices=devices, **fields)
     if options.router_replay:
         _check_experts(info, config)
     return info

@@ -5,7 +5,7 @@
     forced     . . . x x . .        fed, whatever would have been sampled       -> forced    (3, 5)
 
 Who follows the thinking budget depends on the engine: one that decodes inside jit has it on the device, a recording has
-it behind it, and both `extend`; where tokens only arrive on the host, `take` judges each.
+it behind it, and both `extend`; where tokens only arrive on the host, `extend_within_budget` judges each.
 """
 
 import array
@@ -65,11 +65,11 @@ class Sequence:
         self._counters.forced_tokens += fed
         self._counters.sampled_tokens += len(token_ids) - fed
 
-    def take(self, token_ids: Many[int], logprobs: Many[float], step: int) -> None:
+    def extend_within_budget(self, token_ids: Many[int], logprobs: Many[float], step: int) -> None:
         """The same, where the thinking budget tells what was forced and where it ends; what comes after is dropped."""
         for token, logprob in zip(token_ids, logprobs, strict=True):
             if not self.finish_reason:
-                forced = self.budget.take(token)
+                forced = self.budget.advance(token)
                 self.extend([token], [0.0 if forced else logprob], [forced], step)
                 self.finish_reason = self.budget.finish
 
@@ -82,13 +82,13 @@ class Sequence:
         """[tokens, layers, experts per token] of the tokens fed next."""
         self._experts.append((experts, len(experts)))
 
-    def _told_experts(self) -> np.ndarray | None:
+    def _recorded_experts(self) -> np.ndarray | None:
         if not self._experts:
             return None
-        told = np.concatenate([np.asarray(experts)[:known] for experts, known in self._experts])
+        recorded = np.concatenate([np.asarray(experts)[:known] for experts, known in self._experts])
         fed = len(self.request.prompt) + len(self._token_ids) - 1
-        assert len(told) >= fed, (len(told), fed)
-        return told[:fed]
+        assert len(recorded) >= fed, (len(recorded), fed)
+        return recorded[:fed]
 
     def completion(self) -> Completion:
         steps, forced = np.array(self._steps), np.array(self._forced)
@@ -103,7 +103,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             queued_seconds=self.began - self.asked,
             sampling_seconds=time.monotonic() - self.began,
-            experts=self._told_experts(),
+            experts=self._recorded_experts(),
         )
 
 

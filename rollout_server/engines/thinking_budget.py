@@ -23,7 +23,7 @@ class ThinkingBudget:
       thinking_budget: sampled tokens of thinking; 0, or no phrase: all answer.
       answer_budget: sampled tokens of the answer.
       stops: sampled tokens that end the completion.
-      room: tokens that the completion may have, forced ones included.
+      capacity: tokens that the completion may have, forced ones included.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class ThinkingBudget:
         thinking_budget: int,
         answer_budget: int,
         stops: Sequence[int] = (),
-        room: int,
+        capacity: int,
     ):
         self._phrase, self._end, self._stops = list(phrase), list(end), frozenset(stops)
         self._thinking = thinking_budget > 0 and len(phrase) > 0
         self._left = thinking_budget if self._thinking else answer_budget  # sampled tokens left of the phase's budget
         self._answer_budget = answer_budget
-        self._room = room
+        self._capacity_left = capacity
         self._recent: list[int] = []  # the last sampled tokens, as many as could end thinking
         self._to_force = 0  # tokens of the phrase that are still to be fed
         self.finish = ""  # "stop" | "length" once it is over
@@ -54,7 +54,7 @@ class ThinkingBudget:
             "thinking_budget": wanted.thinking_budget,
             "answer_budget": request.sampling.answer_budget,
             "stops": list(request.sampling.stop_token_ids),
-            "room": maximum_tokens - len(request.prompt),
+            "capacity": maximum_tokens - len(request.prompt),
         }
 
     @property
@@ -66,13 +66,13 @@ class ThinkingBudget:
     def longest(self) -> int:
         """Tokens it can still have, if it is not over before."""
         spent = len(self._phrase) + self._answer_budget if self._thinking else self._to_force
-        return min(self._room, self._left + spent)
+        return min(self._capacity_left, self._left + spent)
 
-    def take(self, token: int) -> bool:
+    def advance(self, token: int) -> bool:
         """Goes on by one token; True where it was forced. It must not be over."""
         assert not self.finish
         forced = self._to_force > 0
-        self._room -= 1
+        self._capacity_left -= 1
         if forced:
             self._to_force -= 1
         else:
@@ -83,7 +83,7 @@ class ThinkingBudget:
                 self.finish = "length"
             if token in self._stops:
                 self.finish = "stop"
-        if self._room == 0:
+        if self._capacity_left == 0:
             self.finish = self.finish or "length"
         return forced
 

@@ -34,9 +34,9 @@ def text(module: str, *, config: bool, required: bool = True) -> str:
 
 
 def docstring(module: str) -> str:
-    said = ast.get_docstring(ast.parse(_source(module)))
-    assert said
-    return said + "\n"
+    doc = ast.get_docstring(ast.parse(_source(module)))
+    assert doc
+    return doc + "\n"
 
 
 def comments(module: str) -> dict[tuple[str, str], str]:
@@ -83,7 +83,7 @@ def _flag(flag: flags.Flag) -> str:
 
 
 def _config_fields() -> Iterator[str]:
-    said = comments(config_lib.__name__)
+    field_comments = comments(config_lib.__name__)
 
     def group(name: str, node: Any) -> Iterator[str]:
         fields = [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
@@ -95,7 +95,7 @@ def _config_fields() -> Iterator[str]:
         yield ""
         for (field, _), start in zip(plain, shown, strict=True):
             choices = " | ".join(get_args(hints[field])) if get_origin(hints[field]) is Literal else ""
-            text = "; ".join(filter(None, (choices, said[type(node).__name__, field])))
+            text = "; ".join(filter(None, (choices, field_comments[type(node).__name__, field])))
             yield _wrapped(f"  {start:<{width}}  ", text, indent=width + 4)
         for field, value in fields:
             if dataclasses.is_dataclass(value):
@@ -114,9 +114,9 @@ def _short(value: Any) -> str:
     return written if len(written) <= 24 else f'"{written[:20]}..."'
 
 
-def _wrapped(start: str, said: str, *, indent: int = 6) -> str:
+def _wrapped(start: str, body: str, *, indent: int = 6) -> str:
     return textwrap.fill(
-        said, WIDTH, initial_indent=start, subsequent_indent=" " * indent, break_long_words=False,
+        body, WIDTH, initial_indent=start, subsequent_indent=" " * indent, break_long_words=False,
         break_on_hyphens=False,
     )  # fmt: skip
 

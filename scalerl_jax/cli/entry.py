@@ -69,33 +69,33 @@ def answer_at_once(
     later what is said of it, of one that has none Config()) and the arguments that are no flags; None: help is asked.
     """
     command_help.print_if_asked(module, config=config, required=default is None and not later)
-    rest, told = sys.argv[1:], Config()
+    rest, parsed = sys.argv[1:], Config()
     if "--helpfull" in rest or "--helpxml" in rest:
         return None
     if not config:
-        return told, _parse([sys.argv[0], *rest])[1:]
+        return parsed, _parse([sys.argv[0], *rest])[1:]
     try:
         given, others = read_argv(rest)
         if given.path or not later:
-            told, _ = parse_argv(rest, default=default)
+            parsed, _ = parse_argv(rest, default=default)
     except ConfigError as error:
         fail(str(error))
-    return given if later else told, _parse([sys.argv[0], *others])[1:]
+    return given if later else parsed, _parse([sys.argv[0], *others])[1:]
 
 
-def look_first(look: Callable[[], None]) -> None:
+def check_early(check: Callable[[], None]) -> None:
     """Runs what finds mistakes before the command's own imports; ends the process where it finds one."""
 
-    def looked() -> None:
+    def run_check() -> None:
         signals.expect("interrupted")
         signals.be(signals.EXIT)
         with user_mistakes():
-            look()
+            check()
 
     try:
-        _guarded(looked)
-    except SystemExit as leaving:
-        ending.end(ending.code_of(leaving))
+        _guarded(run_check)
+    except SystemExit as system_exit:
+        ending.end(ending.code_of(system_exit))
 
 
 def config_of_run(workdir: str) -> Config:
@@ -151,14 +151,14 @@ def _guarded(main: Callable[[], None]) -> None:
         try:
             main()
         except (UserError, ConfigError) as error:
-            signals.wait_if_leaving()
+            signals.wait_if_exiting()
             fail(str(error))
         except OSError as error:
             if error.filename is None or error.errno is None:  # a fault of ours, not of a file's
                 raise
             fail(f"{error.filename}: {files.reason(error)}")
         except signals.Interrupted as stop:  # everything that was open is closed by now
-            signals.wait_if_leaving()
+            signals.wait_if_exiting()
             sys.stderr.write(f"{stop.line}\n")
             raise SystemExit(128 + stop.number) from None
 

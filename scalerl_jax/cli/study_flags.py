@@ -29,7 +29,7 @@ X = flags.DEFINE_string(
 BASELINE = flags.DEFINE_string("baseline", "", "Member that the others are compared with; default: a study's first.")
 
 
-def take_launch_flags(argv: list[str]) -> None:
+def move_launch_flags(argv: list[str]) -> None:
     """With --render: moves what is no flag of this process from `argv` to FOR_LAUNCH."""
     if not any(re.match("--?render(=|$)", item) for item in argv):
         return

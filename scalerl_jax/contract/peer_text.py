@@ -1,9 +1,9 @@
 """What the other end says, made fit for a log line or for the details of an error.
 
-said(text)       for a log: one line, printable, cut; it can neither forge another line nor fill a disk
+printable(text)  for a log: one line, printable, cut; it can neither forge another line nor fill a disk
 details(text)    for gRPC: besides, no longer than DETAIL_BYTES. Details travel in a header, and a header that is too
                  long arrives as RESOURCE_EXHAUSTED, which means something else
-Telling          how often one thing is logged: a flood of it must not fill a disk either
+LogLimit         how often one thing is logged: a flood of it must not fill a disk either
 """
 
 import collections
@@ -13,13 +13,13 @@ DETAIL_BYTES = 1024  # of UTF-8
 TELL_SECONDS = 60.0  # between two lines of one kind
 
 
-def said(text: object, *, longest: int = LONGEST) -> str:
+def printable(text: object, *, longest: int = LONGEST) -> str:
     """The text in one line: what is not printable is escaped, what is too long is cut and its length told.
 
     Only the part that is shown is looked at, however long the text is.
     """
     whole = text if isinstance(text, str) else str(text)
-    shown = "".join(map(_printable, whole[:longest]))
+    shown = "".join(map(_escaped, whole[:longest]))
     if len(whole) <= longest and len(shown) <= longest:
         return shown
     return f"{shown[:longest]}... ({len(whole)} characters)"
@@ -27,28 +27,28 @@ def said(text: object, *, longest: int = LONGEST) -> str:
 
 def details(text: object) -> str:
     """The text for an error's details: in one line, at most DETAIL_BYTES of UTF-8."""
-    line = said(text, longest=DETAIL_BYTES - 64)
+    line = printable(text, longest=DETAIL_BYTES - 64)
     data = line.encode()
     if len(data) <= DETAIL_BYTES:
         return line
     return data[: DETAIL_BYTES - 3].decode(errors="ignore") + "..."
 
 
-def _printable(character: str) -> str:
+def _escaped(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
-class Telling:
+class LogLimit:
     """Says of each kind of event when it is worth a line again."""
 
     def __init__(self) -> None:
-        self._told_at: dict[str, float] = {}
-        self._untold: collections.Counter[str] = collections.Counter()
+        self._logged_at: dict[str, float] = {}
+        self._unlogged: collections.Counter[str] = collections.Counter()
 
     def happened(self, kind: str, *, now: float) -> int:
         """How often it has since the last line; 0: it is too early for another. `kind` is ours, not a server's."""
-        self._untold[kind] += 1
-        if now - self._told_at.get(kind, -TELL_SECONDS) < TELL_SECONDS:
+        self._unlogged[kind] += 1
+        if now - self._logged_at.get(kind, -TELL_SECONDS) < TELL_SECONDS:
             return 0
-        self._told_at[kind] = now
-        return self._untold.pop(kind)
+        self._logged_at[kind] = now
+        return self._unlogged.pop(kind)

@@ -291,7 +291,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str):
         self._expected = _digest(f"Bearer {token}")
-        self._telling = peer_text.Telling()
+        self._log_limit = peer_text.LogLimit()
 
     async def intercept_service(
         self, continuation: rpc.Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -301,7 +301,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            if times := self._telling.happened("refused", now=time.monotonic()):
+            if times := self._log_limit.happened("refused", now=time.monotonic()):
                 text = "%d calls without the right token refused; the last: %s from %s"
                 log.warning(text, times, handler_call_details.method, context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token came" if not shown else "not the token")

@@ -38,7 +38,7 @@ _ANCHOR = re.compile(
     r"####|\b(?:answer|option|choice|solution|result)s?\**\s*(?:is|are|would be|must be|:|=)(?![a-z])[\s*:]*",
     re.IGNORECASE,
 )
-_SAID_SO = re.compile(
+_CONCLUSION = re.compile(
     r"(?<![a-z'])(?:choose|pick|select|letter is|therefore|so|hence|thus|it's|it is)(?![a-z'])[\s,:*]*", re.IGNORECASE
 )
 _IS_RIGHT = re.compile(
@@ -283,14 +283,14 @@ def final_answers(text: str) -> list[str]:
         return _with_reasons_cut([rest[: end.start()].strip(), rest])
     lines = [line.strip() for line in text.splitlines() if _DELIMITERS.sub("", line).strip(" *.`")]
     last = [] if not lines or _ends_a_list(lines) else lines[-1:]
-    return _with_reasons_cut([text.strip(), *last, *(_said_in_a_sentence(last[0]) if last else [])])
+    return _with_reasons_cut([text.strip(), *last, *(_answers_in_sentence(last[0]) if last else [])])
 
 
-def _with_reasons_cut(said: list[str]) -> list[str]:
+def _with_reasons_cut(readings: list[str]) -> list[str]:
     """Each, and the first of them without what follows "because" in it."""
-    if said and (reason := _REASON.search(said[0])) and "\n" not in said[0]:
-        said = [*said, said[0][: reason.start()].strip()]
-    return [each for each in dict.fromkeys(said) if each]
+    if readings and (reason := _REASON.search(readings[0])) and "\n" not in readings[0]:
+        readings = [*readings, readings[0][: reason.start()].strip()]
+    return [each for each in dict.fromkeys(readings) if each]
 
 
 def _clause(text: str) -> str:
@@ -328,7 +328,7 @@ def _ends_a_list(lines: list[str]) -> bool:
     return _lists_choices(lines[-1])
 
 
-def _said_in_a_sentence(line: str) -> list[str]:
+def _answers_in_sentence(line: str) -> list[str]:
     """What the last sentence of a line says to be the answer, the part of it alone."""
     line = line[-LONGEST_SENTENCE:].rstrip(" .!*")
     ends = list(_SENTENCE_END.finditer(line))
@@ -340,7 +340,7 @@ def _said_in_a_sentence(line: str) -> list[str]:
     if (judged := _IS_RIGHT.fullmatch(sentence)) and not _DENIED.search(judged[1]):
         return [judged[1]]
     found = []
-    for pattern in (_SAID_SO, _COPULA):
+    for pattern in (_CONCLUSION, _COPULA):
         matches = list(pattern.finditer(sentence))
         if not matches or _denied(sentence[: matches[-1].start()]):
             continue

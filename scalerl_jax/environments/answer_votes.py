@@ -39,22 +39,22 @@ def vote(text: str, gold: str, *, correct: bool) -> str | None:
     return f"not {found}" if found is not None and found == form(wanted, wanted) else found
 
 
-def form(said: str, gold: str) -> str | None:
+def form(reading: str, gold: str) -> str | None:
     """Of one reading of an answer, where `gold` is the right one."""
-    if len(said) > answers.LONGEST_GIVEN:
-        return said
-    if letters := answers.letters(said):
+    if len(reading) > answers.LONGEST_GIVEN:
+        return reading
+    if letters := answers.letters(reading):
         return ", ".join(letters)
     if answers.letter(gold) is not None:
         for choice in _CHOICES:
-            if answers.names_choice(said, choice):
+            if answers.names_choice(reading, choice):
                 return choice.upper()
-    number = answers.measure(said)
+    number = answers.measure(reading)
     if number is not None:
         return f"{number.value} {number.unit}".strip()
-    if not is_mathematics(said) and (found := words(said)):
+    if not is_mathematics(reading) and (found := words(reading)):
         return " ".join(found)
-    return squeezed(said) or bare(said) or None
+    return squeezed(reading) or bare(reading) or None
 
 
 def compared(text: str, gold: str, *, correct: bool) -> str:
@@ -63,8 +63,8 @@ def compared(text: str, gold: str, *, correct: bool) -> str:
     wanted = _short(next(iter(final_answers(gold)), gold))
     if not readings:
         return f"gave no answer, wanted {wanted}"
-    said = _short(_narrowest(readings))
-    return f"said {said}, wanted {wanted}" if not correct or said != wanted else f"said {said}"
+    reading = _short(_narrowest(readings))
+    return f"said {reading}, wanted {wanted}" if not correct or reading != wanted else f"said {reading}"
 
 
 def _narrowest(readings: list[str]) -> str:

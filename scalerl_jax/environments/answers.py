@@ -125,10 +125,10 @@ def right(text: str, answer: str) -> bool:
     if text.strip() == answer.strip() or same_text(text, answer):
         return True
     gold = next(iter(final_answers(answer)), answer)  # it may come boxed, or with its solution
-    for said in final_answers(text):
-        if same_text(said, gold):
+    for reading in final_answers(text):
+        if same_text(reading, gold):
             return True
-        if len(said) <= LONGEST_GIVEN and len(gold) <= LONGEST_GIVEN and _gives(said, gold):
+        if len(reading) <= LONGEST_GIVEN and len(gold) <= LONGEST_GIVEN and _gives(reading, gold):
             return True
     return False
 
@@ -145,46 +145,50 @@ def _values(text: str) -> list[tuple[str, str]]:
     return each
 
 
-def _as_point(said: str, gold: str) -> tuple[str, str]:
+def _as_point(reading: str, gold: str) -> tuple[str, str]:
     """Of x=1, y=2 and (1, 2) both as points: their order counts. Of a system in braces its list."""
-    wanted, given = _values(gold), _values(said)
-    if wanted and _POINT.fullmatch(said.strip()):
-        return said, f"({', '.join(value for _, value in wanted)})"
+    wanted, given = _values(gold), _values(reading)
+    if wanted and _POINT.fullmatch(reading.strip()):
+        return reading, f"({', '.join(value for _, value in wanted)})"
     if given and _POINT.fullmatch(gold.strip()):
         return f"({', '.join(value for _, value in sorted(given))})", gold
-    told = [", ".join(map("=".join, each)) if each else text for each, text in ((given, said), (wanted, gold))]
-    return told[0], told[1]
+    texts = [", ".join(map("=".join, each)) if each else text for each, text in ((given, reading), (wanted, gold))]
+    return texts[0], texts[1]
 
 
-def _gives(said: str, gold: str) -> bool:
-    said, gold = _as_point(said, gold)
-    if _LABEL.match(gold) and "=" not in said:
+def _gives(reading: str, gold: str) -> bool:
+    reading, gold = _as_point(reading, gold)
+    if _LABEL.match(gold) and "=" not in reading:
         gold = _LABEL.sub("", gold)
     if several := letters(gold):
-        return (letters(said) or sorted(squeezed(said))) == several
-    if re.fullmatch(r"[A-H]{2,}", squeezed(gold)) and letters(said):
-        return letters(said) == sorted(squeezed(gold))
+        return (letters(reading) or sorted(squeezed(reading))) == several
+    if re.fullmatch(r"[A-H]{2,}", squeezed(gold)) and letters(reading):
+        return letters(reading) == sorted(squeezed(gold))
     one = letter(gold)
     if one is not None:
-        return names_choice(said, one)
+        return names_choice(reading, one)
     if _LOOKS_LIKE_NUMBERS.fullmatch(squeezed(gold)):
-        return _subscripts_gone(said) == _subscripts_gone(gold)
+        return _subscripts_gone(reading) == _subscripts_gone(gold)
     number = measure(gold)
     if number is None:
-        (gold, unit), (said, other) = _units_apart(gold), _units_apart(said)
+        (gold, unit), (reading, other) = _units_apart(gold), _units_apart(reading)
         if unit and other and unit != other:
             return False
     if number is None and not is_mathematics(gold):
-        return words(said) == words(gold) != () and operators(said) == operators(gold) and not is_mathematics(said)
-    given = measure(said)
+        return (
+            words(reading) == words(gold) != ()
+            and operators(reading) == operators(gold)
+            and not is_mathematics(reading)
+        )
+    given = measure(reading)
     if number is not None and given is not None:
         return number.equals(given)
-    if _in_bases(said) != _in_bases(gold) or not _as_many(gold, said):  # math-verify does not look
+    if _in_bases(reading) != _in_bases(gold) or not _as_many(gold, reading):  # math-verify does not look
         return False
-    if not is_mathematics(said) and given is None:
-        return _same_sets(gold, said) or _found_in_prose(said, gold, number)
-    same = _same(_parsed(_without_units(gold, number)), _parsed(_without_units(said, given)))
-    return same or _same_sets(gold, said)
+    if not is_mathematics(reading) and given is None:
+        return _same_sets(gold, reading) or _found_in_prose(reading, gold, number)
+    same = _same(_parsed(_without_units(gold, number)), _parsed(_without_units(reading, given)))
+    return same or _same_sets(gold, reading)
 
 
 # ---- Words ---------------------------------------------------------------------------------------------------------
@@ -204,9 +208,9 @@ def letters(text: str) -> list[str]:
     return sorted(re.findall(r"[A-Z]", s))
 
 
-def names_choice(said: str, choice: str) -> bool:
-    """Whether `said` names this choice (a letter in lower case), perhaps with its content after it, and no other."""
-    text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(said))).replace("*", "").strip(" \"'`")
+def names_choice(reading: str, choice: str) -> bool:
+    """Whether `reading` names this choice (a letter in lower case), perhaps with its content after it, and no other."""
+    text = re.sub(r"\s+", " ", unwrapped(answer_text.plain(reading))).replace("*", "").strip(" \"'`")
     found = [word for word in words(text) if word not in ("option", "choice", "answer")]
     if operators(text):  # -x
         return False
@@ -406,9 +410,9 @@ def _items(text: str) -> list[str]:
     return items if len(items) > 1 else []
 
 
-def _as_many(gold: str, said: str) -> bool:
+def _as_many(gold: str, reading: str) -> bool:
     """Whether lists have each of their numbers as often; and a pair in parentheses is no set in braces."""
-    texts = [bare(text) for text in (gold, said)]
+    texts = [bare(text) for text in (gold, reading)]
     in_braces = [text.startswith("\\{") and text.endswith("\\}") for text in texts]
     in_parentheses = [text.startswith("(") and text.endswith(")") for text in texts]
     if all("," in text for text in texts) and any(in_braces) and any(in_parentheses):
@@ -421,10 +425,10 @@ def _as_many(gold: str, said: str) -> bool:
     return values[0] == values[1] if repeated else len(values[0]) == len(values[1])
 
 
-def _same_sets(gold: str, said: str) -> bool:
+def _same_sets(gold: str, reading: str) -> bool:
     """Whether both are written as conditions, and hold of the same numbers: x < 1 or x > 2, {x | x > 2}."""
     wanted = _conditions(gold)
-    given = _conditions(said) if wanted else []
+    given = _conditions(reading) if wanted else []
     if not given or wanted == given:  # sympy takes long to solve them
         return given != []
     sets = [_union(each) for each in (wanted, given)]
@@ -481,15 +485,15 @@ def _same(wanted: list[Any], given: list[Any]) -> bool:
     return expressions.identical(wanted[0], given[0])
 
 
-def _found_in_prose(said: str, gold: str, number: Measure | None) -> bool:
+def _found_in_prose(reading: str, gold: str, number: Measure | None) -> bool:
     """Whether the mathematics in a sentence, or the last of it, is the gold; one with "or" gives no one answer."""
-    line = unwrapped(answer_text.plain(said))
+    line = unwrapped(answer_text.plain(reading))
     if line.endswith("?") or _OPEN.search(line) or _CHANGED.search(line) or _names_several(line):
         return False
     variable = re.search(r"(?<![a-zA-Z])([a-zA-Z])\s*=\s*[^=a-zA-Z]*[.,;]?$", line)
     if number is not None and number.variable and variable and variable[1] != number.variable:
         return False
-    return _same(_parsed(_without_units(gold, number)), _parsed(said.replace("\\$", ""), prose=True))
+    return _same(_parsed(_without_units(gold, number)), _parsed(reading.replace("\\$", ""), prose=True))
 
 
 def _names_several(line: str) -> bool:

@@ -45,7 +45,7 @@ def asked(row: Row) -> str:
     return next((m["content"] for m in reversed(row.messages) if m.get("role") == "user"), row.text)
 
 
-def said_by(messages: Iterable[Mapping[str, str]]) -> str:
+def joined_content(messages: Iterable[Mapping[str, str]]) -> str:
     """What messages say, as one text."""
     return "\n\n".join(message["content"] for message in messages)
 
@@ -118,7 +118,7 @@ class Environment:
     # Of sources that rows name: how often each is drawn from beside the others. Empty: all rows alike.
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
     # Lines for people on what `rows` left out so far.
-    said: Callable[[], list[str]] = list
+    notes: Callable[[], list[str]] = list
     # `rows` leaves out what config.environment.filter does: it knows a row's columns, load.py only what became of them.
     filters: bool = False
 
@@ -145,4 +145,4 @@ class Rows:
     train: list[Row]
     held_out: list[Row]
     strata: list[Stratum]  # they divide `train`
-    said: list[str]  # lines on what was left out and how prompts are rendered
+    notes: list[str]  # lines on what was left out and how prompts are rendered

@@ -102,9 +102,9 @@ class ChatTemplate:
         # A template is a program of the folder's: beside jinja's own errors it raises whatever its expressions do.
         except Exception as error:
             line = getattr(error, "lineno", None)
-            said = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{self.file}: the chat template fails{f' in line {line}' if line else ''}: {said}"
+                f"{self.file}: the chat template fails{f' in line {line}' if line else ''}: {reason}"
             ) from error
         texts, marked = rendered
         return texts[0], [(start, stop) for start, stop in marked[0]] if turns else []

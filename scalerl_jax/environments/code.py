@@ -46,7 +46,7 @@ def make(config: Config) -> Environment:
         prepare=functools.partial(prepare, environment),
         waits_seconds=waits_seconds(environment.sandbox),
         weights=reader.weights,
-        said=reader.said,
+        notes=reader.notes,
         filters=True,
     )
 

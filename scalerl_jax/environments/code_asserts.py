@@ -234,12 +234,12 @@ def _one(text: str, programs: Sandbox, judges: Sandbox, end: float) -> tuple[str
         if (left := end - time.monotonic()) <= 0:
             return "timeout", "its tests took more than all_seconds"
         outcome = judges.run(json.dumps([text, known]).encode(), seconds=left)
-        said, problem = _reply(outcome)
-        if said is None:
+        reply, problem = _reply(outcome)
+        if reply is None:
             return "crashed" if outcome.kind == "ended" else outcome.kind, f"the test itself: {problem}"
-        if "call" not in said:
-            return ("ok", "") if said.get("passed") is True else ("wrong", str(said.get("failed")))
-        outcome = programs.run(json.dumps(said["call"]).encode(), seconds=max(end - time.monotonic(), 1e-3))
+        if "call" not in reply:
+            return ("ok", "") if reply.get("passed") is True else ("wrong", str(reply.get("failed")))
+        outcome = programs.run(json.dumps(reply["call"]).encode(), seconds=max(end - time.monotonic(), 1e-3))
         answer, problem = _reply(outcome)
         if answer is None:
             return "crashed" if outcome.kind == "ended" else outcome.kind, problem
@@ -252,7 +252,7 @@ def _reply(outcome: Outcome) -> tuple[dict[str, Any] | None, str]:
     if outcome.kind != "ended":
         return None, outcome.why
     try:
-        said = json.loads(outcome.reply)
+        reply = json.loads(outcome.reply)
     except (ValueError, RecursionError):
-        said = None
-    return (said, "") if isinstance(said, dict) else (None, "it ended without an answer")
+        reply = None
+    return (reply, "") if isinstance(reply, dict) else (None, "it ended without an answer")

@@ -32,5 +32,5 @@ def failure(part: str, error: BaseException) -> tuple[str, str, Mapping[str, flo
     """(line, kind, metrics) of an exception that a score of this part raised."""
     if isinstance(error, ScoreFailed):
         return parts.as_written(part, error.line), f"{part} {error.kind}", error.metrics
-    line = f"{parts.field(part, 'name')}: a score failed: {user_code.told(error)}; the completion counts as wrong"
+    line = f"{parts.field(part, 'name')}: a score failed: {user_code.error_line(error)}; the completion counts as wrong"
     return line, f"{part} {type(error).__name__}", {}

@@ -192,21 +192,21 @@ class Judge:
         import openai
 
         where = f"config.environment.judge.url={self._config.url}"
-        said, said_pause = "", 0.0
+        reason, delay = "", 0.0
         for attempt in range(self._config.retries + 1):
             if attempt:
-                time.sleep(max(said_pause, _pause(attempt - 1) * random.uniform(0.5, 1.0)))
+                time.sleep(max(delay, _pause(attempt - 1) * random.uniform(0.5, 1.0)))
             try:
                 return str(call())
             except openai.APIStatusError as error:
-                said, said_pause = f"{error.status_code}: {_short(error.message)}", _retry_after(error.response.headers)
+                reason, delay = f"{error.status_code}: {_short(error.message)}", _retry_after(error.response.headers)
                 if error.status_code not in _AGAIN and error.status_code < 500:
                     key = "; the key is that of config.environment.judge.key_variable=" + self._config.key_variable
-                    raise ScorerError(f"{where}: {said}{key if error.status_code in (401, 403) else ''}") from error
+                    raise ScorerError(f"{where}: {reason}{key if error.status_code in (401, 403) else ''}") from error
             except (openai.APIError, _Unreadable, ValueError) as error:  # no connection, no reply in time, no JSON
                 cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else None
-                said, said_pause = _short(" ".join(f"{error} {cause or ''}".split())), 0.0
-        raise ScorerError(f"{where}: no reply in {self._config.retries + 1} calls, the last one said: {said}")
+                reason, delay = _short(" ".join(f"{error} {cause or ''}".split())), 0.0
+        raise ScorerError(f"{where}: no reply in {self._config.retries + 1} calls, the last one said: {reason}")
 
 
 class _Unreadable(Exception):

@@ -74,7 +74,7 @@ def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
     train: list[Row] = []
     held: list[Row] = []
     strata: list[Stratum] = []
-    said: list[str] = []
+    notes: list[str] = []
     for name in environments:
         with _named(name):
             held += _numbered(problems[name].held_out(known), name, first=len(held))
@@ -85,7 +85,7 @@ def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
                 rows = [row for row in kept if row.source == source] if environment.weights else kept
                 if not rows:
                     which = f"training prompt of {source}" if source else "training prompt"
-                    why = "".join(f"; {line}" for line in (*environment.said(), *problems[name].said()[:-1]))
+                    why = "".join(f"; {line}" for line in (*environment.notes(), *problems[name].notes()[:-1]))
                     raise ValueError(f"config.environment.train: no {which} is left{why}")
                 strata.append(
                     Stratum(
@@ -95,8 +95,8 @@ def load_rows(config: Config, tokenizer: Tokenizer) -> Rows:
                     )
                 )
                 train += _numbered(rows, name, first=len(train))
-        said += _told(name, environment, problems[name])
-    return Rows(train, held, strata, said)
+        notes += _notes(name, environment, problems[name])
+    return Rows(train, held, strata, notes)
 
 
 def load_held_out(config: Config, tokenizer: Tokenizer, *, apart: bool = False) -> tuple[list[Row], list[str]]:
@@ -106,16 +106,16 @@ def load_held_out(config: Config, tokenizer: Tokenizer, *, apart: bool = False) 
     """
     environments = make_environments(config)
     held: list[Row] = []
-    said: list[str] = []
+    notes: list[str] = []
     problems, known = _read(parts.configs(config), environments, tokenizer, train=False, apart=apart)
     for name in environments:
         with _named(name):
             asked = problems[name].held_out(Known() if apart else known)
             held += _numbered(asked, name, first=len(held))
-        said += _told(name, environments[name], problems[name])
+        notes += _notes(name, environments[name], problems[name])
     if not held:
         raise ValueError("config.evaluation.prompts: there is no held-out prompt, and so nothing to evaluate on")
-    return held, said
+    return held, notes
 
 
 def _read(
@@ -174,13 +174,13 @@ def digest(rows: Sequence[Row]) -> int:
 
 
 def _what(row: Row) -> str:
-    said = [(message["role"], message["content"]) for message in row.messages] or [("user", row.text)]
-    return json.dumps([said, row.answer])
+    turns = [(message["role"], message["content"]) for message in row.messages] or [("user", row.text)]
+    return json.dumps([turns, row.answer])
 
 
-def _told(name: str, environment: Environment, problems: Problems) -> list[str]:
+def _notes(name: str, environment: Environment, problems: Problems) -> list[str]:
     """The lines on one environment's rows, with its name in a mixture."""
-    lines = (*environment.said(), *problems.said())
+    lines = (*environment.notes(), *problems.notes())
     return [f"{name}: {parts.as_written(name, line)}" if name else line for line in lines]
 
 

@@ -10,7 +10,7 @@ from scalerl_jax.environments.data.reader import Reader
 def make(config: Config) -> Environment:
     reader = Reader(config)
     return Environment(
-        reader.rows, score, prepare=prepare, deterministic=lambda: True, weights=reader.weights, said=reader.said,
+        reader.rows, score, prepare=prepare, deterministic=lambda: True, weights=reader.weights, notes=reader.notes,
         filters=True,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.base import Completion, Environment, Row, Score, said_by
+from scalerl_jax.environments.base import Completion, Environment, Row, Score, joined_content
 from scalerl_jax.environments.user_functions import UserFunction
 
 _FIELD = "config.environment.name"
@@ -45,12 +45,12 @@ def make(config: Config) -> Environment:
     try:
         environment = made(config.environment) if _takes_one(made) else made()
     except _ANY as error:
-        raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.told(error, file=file)}") from error
+        raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.error_line(error, file=file)}") from error
     for needed in ("rows", "score"):
         if not callable(getattr(environment, needed, None)):
             raise ValueError(f"{_FIELD}={name}: has no function {needed}")
     function = UserFunction(
-        environment.score, said=f"{_FIELD}={name}", name="environment", seconds=config.environment.reward_seconds,
+        environment.score, setting=f"{_FIELD}={name}", name="environment", seconds=config.environment.reward_seconds,
         correct_at=config.environment.correct_at,
     )  # fmt: skip
 
@@ -61,14 +61,14 @@ def make(config: Config) -> Environment:
                 yield from found
                 return
         except _ANY as error:
-            raise ValueError(f"{_FIELD}={name}: rows({split!r}): {user_code.told(error, file=file)}") from error
+            raise ValueError(f"{_FIELD}={name}: rows({split!r}): {user_code.error_line(error, file=file)}") from error
         raise ValueError(f"{_FIELD}={name}: rows({split!r}) is {type(found).__name__}, not a list of rows")
 
     def prepare() -> None:
         try:
             environment.prepare()
         except _ANY as error:
-            raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.told(error, file=file)}") from error
+            raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.error_line(error, file=file)}") from error
 
     def rows(split: str) -> Iterator[Row]:
         for number, found in enumerate(given(split), 1):
@@ -165,4 +165,4 @@ def _prompt(prompt: Any, where: str) -> tuple[str, tuple[Mapping[str, str], ...]
         for m in messages
     ):
         raise ValueError(f"{where}: 'prompt' is neither a text nor messages, [{{'role': 'user', 'content': '...'}}]")
-    return said_by(messages), messages
+    return joined_content(messages), messages

@@ -139,7 +139,7 @@ def draw(rng: np.random.Generator, environment: EnvironmentConfig, *, validation
             word = words[int(rng.integers(len(words)))]
             number = 0 if word == NEGATE else int(rng.integers(LEAST, MOST + 1))
             operations.append(Operation(word, number))
-        inputs = _telling_inputs(operations)
+        inputs = _distinguishing_inputs(operations)
         if inputs:
             problem = Problem(tuple(operations), inputs)
             if held_out(problem) == validation:
@@ -190,7 +190,7 @@ def _result(operations: list[Operation] | tuple[Operation, ...], x: int) -> int:
     return functools.reduce(lambda value, operation: operation.apply(value), operations, x)
 
 
-def _telling_inputs(operations: list[Operation]) -> tuple[int, ...]:
+def _distinguishing_inputs(operations: list[Operation]) -> tuple[int, ...]:
     """INPUTS of the candidates on which each operation makes a difference; () where there are none."""
     right = {x: _result(operations, x) for x in _CANDIDATES}
     tells = []  # for each operation that is left out, the inputs that show it

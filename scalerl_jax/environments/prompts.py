@@ -103,7 +103,7 @@ class Prompts:
         raise ValueError(f"the prompt is messages, and {self._tokenizer.path} has no chat template")
 
     @property
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Lines on how the prompts so far were rendered; none where they all stand as they are, and nothing else could
         have been meant."""
         environment, counts, lines = self._config.environment, self._counts, []

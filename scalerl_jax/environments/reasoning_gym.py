@@ -73,13 +73,13 @@ def _score(row: Row, completion: str, config: Config) -> Score:
         raise ScorerError(
             f"{_FIELD}={config.environment.name}: {_short(row.extra['question'])} is another question when made again"
         )
-    said = answer_in(completion)
-    share = float(data.score_answer(answer=said, entry=entry))
+    answer = answer_in(completion)
+    share = float(data.score_answer(answer=answer, entry=entry))
     correct = share >= min(1.0, config.environment.correct_at) - 1e-9
     wanted = f", wanted {_short(row.answer)}" if row.answer else ""
     return Score(
-        2 * share - 1, correct, answer=row.answer if correct and row.answer else " ".join(said.split()),
-        why=f"said {_short(said)}{wanted}: {share:g} of 1",
+        2 * share - 1, correct, answer=row.answer if correct and row.answer else " ".join(answer.split()),
+        why=f"said {_short(answer)}{wanted}: {share:g} of 1",
     )  # fmt: skip
 
 
@@ -111,8 +111,8 @@ def _make_rows(name: str, config: Config) -> tuple[list[Row], list[Row]]:
     lines = done.stdout.splitlines()
     found = json.loads(lines[-1]) if done.returncode == 0 and lines else {}
     if not found:
-        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise ValueError(f"{_FIELD}={NAME}{name}: making prompts ended with code {done.returncode}: {said[0]}")
+        stderr_lines = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ValueError(f"{_FIELD}={NAME}{name}: making prompts ended with code {done.returncode}: {stderr_lines[0]}")
     if "error" in found:
         raise ValueError(found["error"])
     held_out, train = (
@@ -163,9 +163,9 @@ def _data_set(name: str, *, seed: int, size: int, options: str) -> Any:
             given["datasets"] = [DatasetSpec(**{"config": {}, **part}) for part in given.get("datasets", ())]
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **given)
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        message = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"{_FIELD}={NAME}{name}: {said} (config.environment.options={options}, size {size})"
+            f"{_FIELD}={NAME}{name}: {message} (config.environment.options={options}, size {size})"
         ) from error
 
 

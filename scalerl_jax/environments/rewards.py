@@ -155,33 +155,37 @@ class _UsersReward:
     """A function of the user's, called by keyword. Raises ValueError, one line, where it cannot be."""
 
     def __init__(self, given: str, name: str, field: str, config: Config):
-        self._said = f"{field}={given}"
+        self._setting = f"{field}={given}"
         function = user_code.load(field, given)
         if inspect.isclass(function):
             try:
                 function = function()
             except Exception as error:  # the user's own code, which may raise anything
                 file = user_code.file_of(function)
-                raise ValueError(f"{self._said}: cannot be made: {user_code.told(error, file=file)}") from error
+                raise ValueError(
+                    f"{self._setting}: cannot be made: {user_code.error_line(error, file=file)}"
+                ) from error
         if not callable(function):
-            raise ValueError(f"{self._said}: is {type(function).__name__}, which cannot be called")
+            raise ValueError(f"{self._setting}: is {type(function).__name__}, which cannot be called")
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
-            raise ValueError(f"{self._said}: its arguments have no names, by which they are given") from None
+            raise ValueError(f"{self._setting}: its arguments have no names, by which they are given") from None
         by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if by_position:
-            raise ValueError(f"{self._said}: takes {', '.join(by_position)} by position; they are given by name")
+            raise ValueError(f"{self._setting}: takes {', '.join(by_position)} by position; they are given by name")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._needs = {p.name for p in parameters if p.name in self._takes and p.default is p.empty}
         if not self._takes_all and not self._takes & {"completion", "thinking", "tokens"}:
-            raise ValueError(f"{self._said}: takes none of completion, thinking, tokens, so it cannot tell them apart")
+            raise ValueError(
+                f"{self._setting}: takes none of completion, thinking, tokens, so it cannot tell them apart"
+            )
         self.deterministic: bool = getattr(function, "deterministic", False)
         if not isinstance(self.deterministic, bool):
-            raise ValueError(f"{self._said}: deterministic is {self.deterministic!r}, not True or False")
+            raise ValueError(f"{self._setting}: deterministic is {self.deterministic!r}, not True or False")
         self._function = UserFunction(
-            function, said=self._said, name=name, seconds=config.environment.reward_seconds,
+            function, setting=self._setting, name=name, seconds=config.environment.reward_seconds,
             correct_at=config.environment.correct_at,
         )  # fmt: skip
         self._has_worked = False
@@ -189,7 +193,7 @@ class _UsersReward:
     def check(self, columns: Collection[str]) -> None:
         """Raises ScorerError where it takes what no row has."""
         if lacks := self._lacks(columns):
-            raise ScorerError(f"{self._said}: {lacks}")
+            raise ScorerError(f"{self._setting}: {lacks}")
 
     def _lacks(self, columns: Collection[str]) -> str:
         """What it takes and rows with these columns do not have; "": nothing."""
@@ -209,7 +213,7 @@ class _UsersReward:
         }
         if lacks := self._lacks(row.extra):
             if not self._has_worked:  # it will not work on any other row either
-                raise ScorerError(f"{self._said}: {lacks}")
+                raise ScorerError(f"{self._setting}: {lacks}")
             raise self._function.failed(lacks, "columns")
         score = self._function.score(**given if self._takes_all else {n: given[n] for n in self._takes if n in given})
         self._has_worked = True

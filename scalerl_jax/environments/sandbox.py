@@ -18,8 +18,8 @@ Who is to be trusted with what: everything that comes out of a sandbox is what t
 goes in, and is compared out here. So a program that takes over all that runs in there can claim what it likes, and
 gains nothing that it could not have printed.
 
-Of memory, each process has a limit of address space, and all together are looked at LOOK_SECONDS apart: for that long
-several processes may have more. Files in the scratch folders count too, by their sizes: output_bytes, and
+Of memory, each process has a limit of address space, and all together are looked at MEMORY_CHECK_SECONDS apart: for
+that long several processes may have more. Files in the scratch folders count too, by their sizes: output_bytes, and
 1 / SHARED_PART of the memory. No cgroup is needed, which a container mostly cannot make.
 """
 
@@ -47,7 +47,7 @@ from scalerl_jax.environments.system_calls import filter_program
 START_SECONDS = 60.0  # by clock, on a busy machine
 START_TRIES = 4
 PAUSE_SECONDS = 0.5  # before a start is tried again, doubled each time
-LOOK_SECONDS = 0.05  # between two looks at how much memory is used
+MEMORY_CHECK_SECONDS = 0.05  # between two looks at how much memory is used
 ENDING_SECONDS = 10.0
 OPEN_FILES = 64  # each end of a pair of sockets holds 200 KB of kernel memory that no other limit counts
 SHARED_PART = 4  # of the memory: the size of /dev/shm, for the locks and the shared memory of multiprocessing
@@ -213,8 +213,8 @@ class _Running:
             if not ready:
                 self.end()
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip().splitlines()
-                raise _NotStarted(said[-1] if said else silent)
+                lines = errors.read().decode(errors="replace").strip().splitlines()
+                raise _NotStarted(lines[-1] if lines else silent)
         except BaseException:
             self.end()
             raise
@@ -252,7 +252,7 @@ class _Running:
         ended = select.poll()
         ended.register(control, select.POLLIN)
         now = time.monotonic()
-        end, look = now + seconds, now + LOOK_SECONDS
+        end, next_check = now + seconds, now + MEMORY_CHECK_SECONDS
         status: bytes | None = None
         open_files = set(read)
 
@@ -260,7 +260,7 @@ class _Running:
             return Outcome(kind, bytes(read[output]), bytes(read[reply]), why), False
 
         while open_files or status is None:
-            for file, _ in poll.poll(max(0.0, min(end, look) - time.monotonic()) * 1000 + 1):
+            for file, _ in poll.poll(max(0.0, min(end, next_check) - time.monotonic()) * 1000 + 1):
                 if file == control:
                     poll.unregister(control)
                     status = self._control.recv(64)
@@ -278,8 +278,8 @@ class _Running:
             # One that has ended is not to blame where this process stood still before it could see that.
             if status is None and now >= end and not ended.poll(0):
                 return outcome("timeout", f"no end after {seconds:.3g} s")
-            if status is None and now >= look:
-                look = now + LOOK_SECONDS
+            if status is None and now >= next_check:
+                next_check = now + MEMORY_CHECK_SECONDS
                 used = self._memory()
                 if used > limits.memory_bytes:
                     return outcome("memory", f"more than {limits.memory_bytes} bytes of memory")

@@ -34,8 +34,8 @@ _ANOTHER = 1 << 7 | 1 << 6 | 1 << 5  # ... with CAP_SETUID, CAP_SETGID and CAP_K
 
 def version() -> tuple[int, ...]:
     """Of bubblewrap; () where it does not say."""
-    said = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", said)
+    output = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", output)
     return tuple(int(number) for number in found.groups(default="0")) if found else ()
 
 

@@ -25,7 +25,7 @@ import sys
 CONTROL, SETUP = int(sys.argv[1]), int(sys.argv[2])
 SCRATCH, SHARED = "/tmp", "/dev/shm"
 ENTRIES = 10_000  # in each of the two: names take of the kernel's memory, not of the folder's size
-LOOK_SECONDS = 0.05  # between two counts of them
+COUNT_SECONDS = 0.05  # between two counts of them
 # What Linux has by /proc, which is not in here: open and os.open take these for the descriptors.
 STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 STREAMS |= {f"{folder}/{number}": number for folder in ("/dev/fd", "/proc/self/fd") for number in range(3)}
@@ -63,7 +63,7 @@ def wait(child: int) -> tuple[int, int]:
         if ended == child:
             status = how
         elif not ended:
-            _signal.sigtimedwait([_signal.SIGCHLD], LOOK_SECONDS)
+            _signal.sigtimedwait([_signal.SIGCHLD], COUNT_SECONDS)
             most = max(space.f_files - space.f_ffree for space in map(posix.statvfs, (SCRATCH, SHARED)))
             if most > ENTRIES:
                 break

@@ -99,7 +99,7 @@ class Parts:
             except (Exception, SystemExit) as error:
                 field = parts.field(part, "name")
                 name = self._configs[part].environment.name
-                raise ScorerError(f"{field}={name}: cannot be made: {user_code.told(error)}") from error
+                raise ScorerError(f"{field}={name}: cannot be made: {user_code.error_line(error)}") from error
             self._made[part] = environment
             self.size = _address_space()
         return self._made[part]
@@ -120,10 +120,10 @@ def reply_to(question: Mapping[str, Any], environments: Parts, limit: Limit) -> 
                     check(columns)
             return {"deterministic": [part for part in question["prepare"] if environments[part].deterministic()]}
         environment = environments[part]
-        said = Completion(question["completion"], thinking=question["thinking"], tokens=question["tokens"])
+        completion = Completion(question["completion"], thinking=question["thinking"], tokens=question["tokens"])
         with limit.of(environments.seconds(part)):
             row = Row(environment=part, **question["row"])
-            return {"score": _plain(environment.score(row, said))}
+            return {"score": _plain(environment.score(row, completion))}
     except OutOfTime:
         limit.off()  # it may have been interrupted itself
         return {"out_of_time": True}

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from scalerl_jax.config import Config, RolloutConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import parts, user_code
-from scalerl_jax.environments.base import Completion as Said
+from scalerl_jax.environments.base import Completion as AnswerText
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
 from scalerl_jax.environments.complaints import Complaints, failure
 from scalerl_jax.environments.load import make_environments
@@ -105,13 +105,13 @@ class Scorer:
         """The same of a completion's parts; `answer` is None where it has none."""
         if answer is None:
             return self._worth(_known(NO_ANSWER), tokens)
-        said = Said(answer, thinking=thinking, tokens=tokens)
+        answer_text = AnswerText(answer, thinking=thinking, tokens=tokens)
         environment = self._environments[row.environment]
         if environment.in_processes:
             assert self._pool is not None
-            return self._worth(self._pool.submit(row, said), tokens)
+            return self._worth(self._pool.submit(row, answer_text), tokens)
         try:
-            score = environment.score(row, said)
+            score = environment.score(row, answer_text)
         except Exception as error:  # noqa: BLE001 (as in the processes: it costs this completion, and is said)
             line, kind, metrics = failure(row.environment, error)
             self._complaints.say(kind, line)
@@ -151,7 +151,9 @@ def _prepare(part: str, prepare: Callable[[], None], config: Config) -> None:
         raise ScorerError(parts.as_written(part, str(error))) from error
     except (Exception, SystemExit) as error:
         name = parts.configs(config)[part].environment.name
-        raise ScorerError(f"{parts.field(part, 'name')}={name}: cannot be prepared: {user_code.told(error)}") from error
+        raise ScorerError(
+            f"{parts.field(part, 'name')}={name}: cannot be prepared: {user_code.error_line(error)}"
+        ) from error
 
 
 def _known(score: Score) -> "Future[Score]":

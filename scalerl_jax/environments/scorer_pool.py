@@ -169,11 +169,11 @@ class ScorerPool:
     def submit(self, row: Row, completion: Completion) -> "Future[Score]":
         """What `completion` is worth. The result raises ScorerError where it cannot be scored."""
         assert not self._closing.is_set() and row.environment in self._environments
-        said = self._said(row, completion)
+        question = self._question(row, completion)
         if row.environment not in self._deterministic:
-            return self._on_thread(self._answer, None, row, said)
+            return self._on_thread(self._answer, None, row, question)
         try:
-            key = hashlib.blake2b(self._rows[row] + json.dumps(said).encode(), digest_size=20).digest()
+            key = hashlib.blake2b(self._rows[row] + json.dumps(question).encode(), digest_size=20).digest()
         except ScorerError as error:
             unscored: Future[Score] = Future()
             unscored.set_exception(error)
@@ -185,10 +185,10 @@ class ScorerPool:
                 known.set_result(self._scores[key])
                 return known
             if key not in self._asked:
-                self._asked[key] = self._on_thread(self._answer, key, row, said)
+                self._asked[key] = self._on_thread(self._answer, key, row, question)
             return self._asked[key]
 
-    def _said(self, row: Row, completion: Completion) -> dict[str, Any]:
+    def _question(self, row: Row, completion: Completion) -> dict[str, Any]:
         """What a score may look at, beside the row."""
         reads = self._environments[row.environment].reads_thinking
         return {
@@ -214,11 +214,11 @@ class ScorerPool:
         for worker in self._workers:
             worker.end()
 
-    def _answer(self, key: Key | None, row: Row, said: Mapping[str, Any]) -> Score:
+    def _answer(self, key: Key | None, row: Row, question: Mapping[str, Any]) -> Score:
         """On a thread, of which there is one for each worker: one is free now. key: None: it is not remembered."""
         part = row.environment
         try:
-            line = f'{json.dumps(said)[:-1]}, "row": {row_json(row)}}}'
+            line = f'{json.dumps(question)[:-1]}, "row": {row_json(row)}}}'
             reply = self._ask(line, self._stuck_seconds[part], part)
             if reply is None:
                 why, reply = "the process that scored it ended, was stuck or was not alone in answering, twice", {}
@@ -325,9 +325,9 @@ class _Worker:
     def _reply(self, running: "_Running", line: str, seconds: float) -> dict[str, Any]:
         """To this question and no other. Raises _WorkerDied where something else was written: whose is what follows?"""
         self._asked += 1
-        said = running.exchange(f'{{"id": {self._asked}, {line[1:]}', seconds)
+        response = running.exchange(f'{{"id": {self._asked}, {line[1:]}', seconds)
         try:
-            reply: dict[str, Any] = json.loads(said)
+            reply: dict[str, Any] = json.loads(response)
             own = reply.pop("id") == self._asked
         except (ValueError, AttributeError, LookupError, TypeError):
             own = False
@@ -372,11 +372,11 @@ class _Worker:
                 return
             except _WorkerDied as death:
                 running, self._running = self._running, None
-                said = running.said()
+                last_line = running.last_stderr_line()
                 code = running.end(by_itself=death.ended)
                 if self._closing.is_set():
                     raise
-                why = f"it ended with code {code}: {said}" if said else f"it ended with code {code}"
+                why = f"it ended with code {code}: {last_line}" if last_line else f"it ended with code {code}"
                 if code is not None and code >= 0:  # not killed: it will do the same again
                     break
         raise ScorerError(f"the verifier's worker cannot be started ({why}): {' '.join(command)}")
@@ -435,7 +435,7 @@ class _Running:
                         selector.unregister(self._questions)
         return reply
 
-    def said(self) -> str:
+    def last_stderr_line(self) -> str:
         """The last line of its stderr."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()

@@ -92,10 +92,10 @@ class Tokenizer:
                 continue
             parts.append(text[len(before) :])
             context, done = done, end
-        said = "".join(parts)
-        if not parts or not whole.startswith(said):
+        joined = "".join(parts)
+        if not parts or not whole.startswith(joined):
             return []
-        parts[-1] += whole[len(said) :]
+        parts[-1] += whole[len(joined) :]
         return parts
 
     def is_added(self, token: int) -> bool:
@@ -118,9 +118,9 @@ class Tokenizer:
         # Where Hugging Face's own generate looks, in its order: generation_config.json, config.json, the tokenizer.
         for name in ("generation_config.json", "config.json"):
             file = os.path.join(self.path, name)
-            told = _read_json(file).get("eos_token_id")
+            eos_token_id = _read_json(file).get("eos_token_id")
             try:
-                ids = stops(told)
+                ids = stops(eos_token_id)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from None
             if unknown := [one for one in ids if self._tokenizer.id_to_token(one) is None]:

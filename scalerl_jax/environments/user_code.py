@@ -45,7 +45,7 @@ def load(field: str, text: str) -> Any:
             spec.loader.exec_module(made)
         except (Exception, SystemExit) as error:
             del sys.modules[module]
-            raise ValueError(f"{field}={text}: {told(error, file=path)}") from error
+            raise ValueError(f"{field}={text}: {error_line(error, file=path)}") from error
     found = getattr(sys.modules[module], name, None)
     if found is None:
         near = [
@@ -55,14 +55,14 @@ def load(field: str, text: str) -> Any:
     return found
 
 
-def told(error: BaseException, *, file: str = "") -> str:
+def error_line(error: BaseException, *, file: str = "") -> str:
     """An exception in one line: its kind, what it says, and the last line of `file` (else: of any) that it came by."""
-    said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    message = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{said.split(' (')[0]} ({os.path.basename(error.filename)} line {error.lineno})"
+        return f"{message.split(' (')[0]} ({os.path.basename(error.filename)} line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.realpath(frame.filename) == os.path.realpath(file)] or frames
-    return f"{said} ({os.path.basename(own[-1].filename)} line {own[-1].lineno})" if own else said
+    return f"{message} ({os.path.basename(own[-1].filename)} line {own[-1].lineno})" if own else message
 
 
 def file_of(function: Any) -> str:

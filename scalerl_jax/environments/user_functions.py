@@ -68,12 +68,12 @@ def within(seconds: float) -> Iterator[None]:
 class UserFunction:
     """One of them.
 
-    said: how the user named it, "config.environment.reward=my_rewards.py:reward". name: of it in metrics. limit: the
+    setting: how the user named it, "config.environment.reward=my_rewards.py:reward". name: of it in metrics. limit: the
     config field that `seconds` is from.
     """
 
-    def __init__(self, function: Callable, *, said: str, name: str, seconds: float, correct_at: float):
-        self._function, self._said, self._name = function, said, name
+    def __init__(self, function: Callable, *, setting: str, name: str, seconds: float, correct_at: float):
+        self._function, self._setting, self._name = function, setting, name
         self._seconds, self._correct_at = seconds, correct_at
         self._file = user_code.file_of(function)
         self._runner: asyncio.Runner | None = None
@@ -91,7 +91,9 @@ class UserFunction:
         except ScorerError:
             raise
         except (Exception, SystemExit) as error:
-            raise self.failed(f"failed: {user_code.told(error, file=self._file)}", type(error).__name__) from error
+            raise self.failed(
+                f"failed: {user_code.error_line(error, file=self._file)}", type(error).__name__
+            ) from error
         except BaseException:  # its CPU time ran out
             self._give_up_loop()
             raise
@@ -102,8 +104,8 @@ class UserFunction:
 
     def failed(self, what: str, kind: str) -> ScoreFailed:
         return ScoreFailed(
-            f"{self._said}: {what}; the completion counts as wrong",
-            kind=f"{self._said} {kind}",
+            f"{self._setting}: {what}; the completion counts as wrong",
+            kind=f"{self._setting} {kind}",
             metrics={f"rewards/{self._name}/errors": 1.0},
         )
 

@@ -24,7 +24,7 @@ from scalerl_jax.hosts.frames import MORE, Frame, Received
 from scalerl_jax.hosts.lead import NEXT, fault_of
 from scalerl_jax.hosts.link import OtherHost
 from scalerl_jax.hosts.rank import Rank
-from scalerl_jax.learner import booking
+from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.trainer import Pending, Trainer, make_trainer
 from scalerl_jax.model.decoder_config import check_folder, read_config
@@ -116,8 +116,10 @@ def follow(*, rank: Rank, other: OtherHost, workdir: str, credentials: security.
         checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), keep=config.checkpoint.keep)
         stack.callback(checkpoints.close)
         trainer.restore(checkpoints, begin=lambda dtype: load_hf(config.model.path, trainer.mesh, dtype)[1])
-        booked = booking.book(trainer, longest=maximum_tokens, refuse=config.learner.too_little_memory == "refuse")
-        print(f"host {rank.index} of {rank.count}: {booked}", file=sys.stderr)
+        memory_note = memory_estimate.check_memory(
+            trainer, longest=maximum_tokens, refuse=config.learner.too_little_memory == "refuse"
+        )
+        print(f"host {rank.index} of {rank.count}: {memory_note}", file=sys.stderr)
         sender = _Sender(config, trainer, rank, other, credentials)
         stack.callback(sender.close)
         other.on("push", sender.push)
@@ -151,22 +153,22 @@ def _loop(other: OtherHost, trainer: Trainer, checkpoints: Checkpoints, sender: 
             case "forward_backward":
                 # A gradient is as large as the parameters: not beside the next one.
                 add_to, pending = (pending if frame.fields["add"] else None), None
-                segments, beside = received.take(frame)
-                told = frame.fields["objective"]
+                segments, beside = received.finish(frame)
+                values = frame.fields["objective"]
                 try:
                     pending = trainer.forward_backward(
-                        segments, beside=beside, objective=ObjectiveConfig(**told) if told is not None else None,
+                        segments, beside=beside, objective=ObjectiveConfig(**values) if values is not None else None,
                         add_to=add_to, before_micro_batch=before_micro_batch,
                     )  # fmt: skip
                 except _DroppedError as dropped:
                     dropped_for = dropped.frame
             case "optim_step":
                 assert isinstance(pending, Pending)
-                rate, told = frame.fields["learning_rate"], frame.fields["optimizer"]
-                optimizer = OptimizerConfig(**told) if told is not None else None
+                rate, values = frame.fields["learning_rate"], frame.fields["optimizer"]
+                optimizer = OptimizerConfig(**values) if values is not None else None
                 trainer.optim_step(pending, learning_rate=rate, optimizer=optimizer)
             case "score":
-                trainer.score(received.take(frame)[0])
+                trainer.score(received.finish(frame)[0])
             case "version":
                 sender.publish(*trainer.version(frame.fields["step"]))
             case "save":
@@ -198,7 +200,7 @@ def _read(path: str) -> str:
 def _check_workdir(workdir: str, incarnation: int) -> None:
     """The first host has just written its name there; a network's file system may show it a little later."""
     until = time.monotonic() + SEEN_SECONDS
-    while (told := _read(os.path.join(workdir, "incarnation"))) != str(incarnation) and time.monotonic() < until:
+    while (written := _read(os.path.join(workdir, "incarnation"))) != str(incarnation) and time.monotonic() < until:
         time.sleep(0.5)
-    if told != str(incarnation):
+    if written != str(incarnation):
         raise ValueError(f"--workdir={workdir}: not the folder that the first host writes to; all hosts must share it")

@@ -96,7 +96,7 @@ class Received:
             fields = {name: arrays[name][start:end] for name in _FIELDS}
             self._there[place] = Segment(**fields, experts=arrays.get(f"experts/{place}"))
 
-    def take(self, frame: Frame) -> tuple[list[Segment | Elsewhere], list[Segment | Elsewhere]]:
+    def finish(self, frame: Frame) -> tuple[list[Segment | Elsewhere], list[Segment | Elsewhere]]:
         """Adds the last frame; returns the segments and the `beside` ones, and resets itself."""
         self.add(frame)
         there, self._there = self._there, {}

@@ -86,8 +86,8 @@ class _LeadTrainer(Trainer):
         add_to: Pending | None = None,
         before_micro_batch: Callable[[], None] = lambda: None,
     ) -> Pending:
-        told = dataclasses.asdict(objective) if objective is not None else None
-        self._tell("forward_backward", segments, beside, objective=told, add=add_to is not None)
+        values = dataclasses.asdict(objective) if objective is not None else None
+        self._tell("forward_backward", segments, beside, objective=values, add=add_to is not None)
 
         def tell_next() -> None:
             before_micro_batch()
@@ -100,8 +100,8 @@ class _LeadTrainer(Trainer):
     def optim_step(
         self, pending: Pending, *, learning_rate: float | None = None, optimizer: OptimizerConfig | None = None
     ) -> dict[str, Any]:
-        told = dataclasses.asdict(optimizer) if optimizer is not None else None
-        self._first.tell(Frame("optim_step", {"learning_rate": learning_rate, "optimizer": told}))
+        values = dataclasses.asdict(optimizer) if optimizer is not None else None
+        self._first.tell(Frame("optim_step", {"learning_rate": learning_rate, "optimizer": values}))
         return super().optim_step(pending, learning_rate=learning_rate, optimizer=optimizer)
 
     def score(self, segments: Sequence[Placed]) -> list[np.ndarray]:

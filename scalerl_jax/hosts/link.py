@@ -29,7 +29,7 @@ import grpc
 from safetensors import SafetensorError
 
 from scalerl_jax.contract.limits import KEEPALIVE_SECONDS, PROXY
-from scalerl_jax.contract.peer_text import said
+from scalerl_jax.contract.peer_text import printable
 from scalerl_jax.hosts.frames import Frame
 from scalerl_jax.system import signals
 
@@ -103,10 +103,10 @@ class _Line:
 
 
 class _Watch:
-    """Calls `look(now)` twice a beat, on a thread; `excuse(seconds)` first where this process stood still so long."""
+    """Calls `check(now)` twice a beat, on a thread; `excuse(seconds)` first where this process stood still so long."""
 
-    def __init__(self, look: Callable[[float], None], excuse: Callable[[float], None]):
-        self._look, self._excuse = look, excuse
+    def __init__(self, check: Callable[[float], None], excuse: Callable[[float], None]):
+        self._check, self._excuse = check, excuse
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hosts-watch", daemon=True)
         self._thread.start()
@@ -118,7 +118,7 @@ class _Watch:
             if (late := now - last - BEAT_SECONDS) > BEAT_SECONDS:
                 self._excuse(late)
             last = now
-            self._look(now)
+            self._check(now)
 
     def stop(self) -> None:
         self._stop.set()
@@ -155,7 +155,7 @@ class FirstHost:
         except RuntimeError:
             raise JoinError(f"port {port} of this host, at which the others are to find it, is taken") from None
         self._server.start()
-        self._watch = _Watch(self._look, self._excuse)
+        self._watch = _Watch(self._check, self._excuse)
 
     @property
     def others(self) -> range:
@@ -163,7 +163,7 @@ class FirstHost:
 
     def wait_for_all(self, tell: Callable[[str], None], *, seconds: float = JOIN_SECONDS) -> Mapping[str, Any]:
         """Until each of the others has said hello; the fields that they get. Raises JoinError."""
-        until, told_at = time.monotonic() + seconds, time.monotonic()
+        until, reported_at = time.monotonic() + seconds, time.monotonic()
         with self._changed:
             while len(self._lines) < self._count - 1:
                 if self._refused is not None:
@@ -171,8 +171,8 @@ class FirstHost:
                 missing = [str(index) for index in self.others if index not in self._lines]
                 if time.monotonic() > until:
                     raise JoinError(f"host {', '.join(missing)} of {self._count} did not come within {seconds:.0f} s")
-                if time.monotonic() - told_at > 30:
-                    told_at = time.monotonic()
+                if time.monotonic() - reported_at > 30:
+                    reported_at = time.monotonic()
                     tell(f"waiting for host {', '.join(missing)} of {self._count}")
                 self._changed.wait(0.5)
             welcome = self._welcome()
@@ -223,11 +223,11 @@ class FirstHost:
             return  # no host of any trainer
         finally:
             too_late.cancel()
-        line, why = _Line(f"host {index} ({said(name)})"), ""
+        line, why = _Line(f"host {index} ({printable(name)})"), ""
         with self._changed:
             for what, ours in self._greeting.items():
                 if (theirs := greeting.get(what)) != ours and not why:
-                    why = f"{line.name} has {what} {said(str(theirs))}, the first host {ours}"
+                    why = f"{line.name} has {what} {printable(str(theirs))}, the first host {ours}"
             if not why and (index in self._lines or index not in self.others):
                 why = f"{line.name}: there is a host {index} already, or there are only {self._count}"
             if why and greeting.get("key") == self._greeting["key"]:
@@ -250,7 +250,7 @@ class FirstHost:
         except grpc.RpcError:
             why = "is gone"
         except Exception as error:  # noqa: BLE001  the other threads go on; this one is all that hears the host
-            why = f"says what cannot be understood ({type(error).__name__}: {said(str(error))})"
+            why = f"says what cannot be understood ({type(error).__name__}: {printable(str(error))})"
         if not line.over and not self._ending:
             self._lost(line, why)
         line.over = True
@@ -263,13 +263,13 @@ class FirstHost:
                 future.set_result(frame)
         elif frame.kind == "stopping":
             if not signals.requested() and not self._ending:
-                os.write(2, f"{line.name}: {said(str(frame.fields['why']))}\n".encode())
+                os.write(2, f"{line.name}: {printable(str(frame.fields['why']))}\n".encode())
                 signals.request()
         elif frame.kind == "failed" and not self._ending:
             line.over = True
             self._end_all(f"{line.name}: {frame.fields['line']}", int(frame.fields["code"]))
 
-    def _look(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         for line in list(self._lines.values()):
             if now - line.heard_at > SILENCE_SECONDS and not line.over and not self._ending:
                 self._lost(line, f"has not been heard of for {now - line.heard_at:.0f} s")
@@ -309,15 +309,15 @@ class OtherHost:
                 break
             except grpc.FutureTimeoutError:
                 self._channel.close()
-                signals.look()
+                signals.raise_if_interrupted()
                 if time.monotonic() > until:
                     raise JoinError(f"the first host, {address}, did not answer within {seconds:.0f} s") from None
         self._line.send(Frame("hello", hello))
         self._call = self._channel.stream_stream("/" + "/".join(_METHOD))(self._line.outgoing())
         self._line.heard_at, self._line.over = time.monotonic(), False
         threading.Thread(target=self._listen, name="first-host", daemon=True).start()
-        self._told_to_stop = False
-        self._watch = _Watch(self._look, self._excuse)
+        self._stopping_sent = False
+        self._watch = _Watch(self._check, self._excuse)
 
     def welcome(self) -> Mapping[str, Any]:
         """When all hosts are there. Raises JoinError where this one is turned away."""
@@ -380,7 +380,9 @@ class OtherHost:
         except grpc.RpcError:
             why = "is gone"
         except Exception as error:  # noqa: BLE001  this thread is all that hears the first host
-            self.leave(f"what the first host says cannot be done here ({type(error).__name__}: {said(str(error))})")
+            self.leave(
+                f"what the first host says cannot be done here ({type(error).__name__}: {printable(str(error))})"
+            )
         if not self._line.over:
             self._lost(why)
 
@@ -389,10 +391,10 @@ class OtherHost:
         if frame.fields["code"] and not self._closed.wait(2 * FAREWELL_SECONDS):
             leave(f"error: the first host ended: {frame.fields['line']}", int(frame.fields["code"]))
 
-    def _look(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         line = self._line
-        if signals.requested() and not self._told_to_stop and not line.over:
-            self._told_to_stop = True
+        if signals.requested() and not self._stopping_sent and not line.over:
+            self._stopping_sent = True
             line.send(Frame("stopping", {"why": "is told to stop; all hosts save and leave"}))
         if now - line.heard_at > SILENCE_SECONDS and not line.over:
             self._lost(f"has not been heard of for {now - line.heard_at:.0f} s")

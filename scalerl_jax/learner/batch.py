@@ -156,8 +156,8 @@ def build(
         ended = [[_contains(c.token_ids, end_of_thinking) for c in row] for row in completions]
         metrics["no_end_of_thinking"] = 1.0 - float(np.mean(ended))
     for name in sorted({name for group in groups for score in group.scores for name in score.metrics}):
-        said = [score.metrics[name] for group in groups for score in group.scores if name in score.metrics]
-        metrics[f"score/{name}"] = float(np.mean(said))
+        metric_values = [score.metrics[name] for group in groups for score in group.scores if name in score.metrics]
+        metrics[f"score/{name}"] = float(np.mean(metric_values))
     outcomes = [(int(g.row.index), int(correct[p].sum()), correct.shape[1]) for p, g in enumerate(groups)]
     return Batch(
         segments=segments,

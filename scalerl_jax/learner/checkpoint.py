@@ -278,9 +278,9 @@ def _agreed(steps: list[int]) -> list[int]:
     """Those that the first host sees: a network's file system may show the others what was there before."""
     if jax.process_count() == 1:
         return steps
-    room = np.full(_MOST_STEPS, -1, np.int64)
-    room[: len(steps[-_MOST_STEPS:])] = steps[-_MOST_STEPS:]
-    halves = multihost_utils.broadcast_one_to_all(room.view(np.int32))  # JAX has 32 bits
+    padded = np.full(_MOST_STEPS, -1, np.int64)
+    padded[: len(steps[-_MOST_STEPS:])] = steps[-_MOST_STEPS:]
+    halves = multihost_utils.broadcast_one_to_all(padded.view(np.int32))  # JAX has 32 bits
     return [step for step in np.asarray(halves).view(np.int64).tolist() if step >= 0]
 
 

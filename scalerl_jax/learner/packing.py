@@ -93,16 +93,16 @@ def pack(
         if size > length:
             raise ValueError(f"segment {i} has {size + 1} tokens: a row holds {length + 1} (config.learner.seq_len)")
     where = first_fit(positions, length=length, beside=len(segments) - first, most=most)
-    room = 1 + max((row for row, _ in where), default=-1)
+    row_count = 1 + max((row for row, _ in where), default=-1)
 
-    batches = max(1, -(-room // rows))
+    batches = max(1, -(-row_count // rows))
     shape = (batches * rows, length)
     whole = MicroBatch(
         **{name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids", "targets")},
         **{name: np.zeros(shape, np.float32) for name in ("weights", "advantages", "generator_logprobs")},
         experts=None if routed is None else np.full((*shape, *routed), OWN, np.int16),
     )
-    used = [0] * room
+    used = [0] * row_count
     places = []
     for i, segment in enumerate(segments):
         row, start = where[i]
@@ -134,17 +134,17 @@ def first_fit(
     beside: so many of the last ones come after all others, and lie nowhere that changes where those lie.
     """
     first = len(positions) - beside
-    room: list[int] = []
+    remaining: list[int] = []
     count: list[int] = []
     where = [(0, 0)] * len(positions)
     for i in sorted(range(len(positions)), key=lambda i: (i >= first, -positions[i], i)):
-        row = next((r for r, free in enumerate(room) if free >= positions[i] and count[r] != most), None)
+        row = next((r for r, free in enumerate(remaining) if free >= positions[i] and count[r] != most), None)
         if row is None:
-            row = len(room)
-            room.append(length)
+            row = len(remaining)
+            remaining.append(length)
             count.append(0)
-        where[i] = (row, length - room[row])
-        room[row] -= positions[i]
+        where[i] = (row, length - remaining[row])
+        remaining[row] -= positions[i]
         count[row] += 1
     return where
 

@@ -316,7 +316,7 @@ class Trainer:
     def version(self, step: int) -> Version:
         """The policy as version `step`, made on the device. Its bytes come to the host when they are asked for."""
         if self._snapshots is not None:
-            found = self._snapshots.take(self.state["params"], step)
+            found = self._snapshots.snapshot(self.state["params"], step)
             return Version(step, found.blocks if self.several_hosts else found.tensors, found.delta)
         weights = self.sync_weights()
         return Version(step, functools.partial(host_blocks if self.several_hosts else host_arrays, weights))

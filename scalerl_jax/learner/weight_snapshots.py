@@ -76,7 +76,7 @@ def host_blocks(weights: dict[str, jax.Array]) -> dict[str, Blocks]:
 
 
 class WeightSnapshots:
-    """Makes one version after another. `take` only starts the work on the device, WeightSnapshot brings it down."""
+    """Makes one version after another. `snapshot` only starts the work on the device, WeightSnapshot brings it down."""
 
     def __init__(self, decoder: DecoderConfig, mesh: Mesh, *, share: float):
         """share: of a tensor's shard that may have changed; where it is more, the whole tensor is sent."""
@@ -101,7 +101,7 @@ class WeightSnapshots:
         self._compare = jax.jit(compare)
         self._nothing = jax.jit(nothing, out_shardings={leaf: struct.sharding for leaf, struct in abstract.items()})
 
-    def take(self, params: Params, step: int) -> "WeightSnapshot":
+    def snapshot(self, params: Params, step: int) -> "WeightSnapshot":
         """Version `step`: the parameters (float32, laid out as param_shardings says) as they are sent.
 
         Steps are taken one after another, each once; returns while the device still computes.

@@ -89,7 +89,7 @@ class DecoderConfig:
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
-        own, only = getattr(family, "FIELDS", {}), getattr(family, "ONLY", {}) | getattr(family, "SAID", {})
+        own, only = getattr(family, "FIELDS", {}), getattr(family, "ONLY", {}) | getattr(family, "IMPLIED", {})
         if hasattr(family, "plain"):
             config = family.plain(config)
         for other, key in getattr(family, "ALIASES", {}).items():

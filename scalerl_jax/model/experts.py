@@ -103,12 +103,12 @@ def expert_mlp(
     order, inverse, sizes = _sorted(chosen.reshape(-1), len(down))
     pairs = _to_pairs(tokens, order, inverse)
     if routing.on_input:
-        scale = _take(weights.reshape(-1), order, inverse)[:, None]
+        scale = _permute(weights.reshape(-1), order, inverse)[:, None]
         pairs = (pairs.astype(jnp.float32) * scale).astype(x.dtype)
     inner = [product(pairs, weight) for weight in gate_up]
     gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
     mixed = product(jax.nn.silu(gate) * up, down)
-    back = _take(mixed, inverse, order).reshape(*chosen.shape, -1).astype(jnp.float32)
+    back = _permute(mixed, inverse, order).reshape(*chosen.shape, -1).astype(jnp.float32)
     back = back if routing.on_input else back * weights[..., None]
     return jnp.sum(back, axis=1).astype(x.dtype).reshape(x.shape)
 
@@ -145,12 +145,12 @@ _to_pairs.defvjp(lambda x, order, inverse: (_to_pairs(x, order, inverse), (inver
 
 
 @jax.custom_vjp
-def _take(x: jax.Array, places: jax.Array, inverse: jax.Array) -> jax.Array:
+def _permute(x: jax.Array, places: jax.Array, inverse: jax.Array) -> jax.Array:
     """x[places], for places that are a permutation, and its inverse."""
     return x[places]
 
 
-_take.defvjp(lambda x, places, inverse: (x[places], inverse), lambda inverse, g: (g[inverse], None, None))
+_permute.defvjp(lambda x, places, inverse: (x[places], inverse), lambda inverse, g: (g[inverse], None, None))
 
 
 # --------------------------------------------------------------------------------------------- grouped products

@@ -263,8 +263,8 @@ def _read_header(path: str) -> dict[str, _Stored]:
 
 
 def _stored(file: io.FileIO, name: str, of: Any, *, data: int, length: int) -> _Stored:
-    said = of if isinstance(of, dict) else {}
-    shape, dtype, ends = said.get("shape"), said.get("dtype"), said.get("data_offsets")
+    fields = of if isinstance(of, dict) else {}
+    shape, dtype, ends = fields.get("shape"), fields.get("dtype"), fields.get("data_offsets")
     numbers = [*shape, *ends] if isinstance(shape, list) and isinstance(ends, list) and len(ends) == 2 else [None]
     if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{file.name}: tensor {name} is described as {str(of)[:80]}")

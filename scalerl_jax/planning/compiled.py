@@ -20,7 +20,7 @@ from jax.experimental import topologies
 
 from launch.machines import Machine
 from scalerl_jax.config import Config
-from scalerl_jax.learner import booking
+from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.trainer import Trainer, make_trainer
 from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.decoder_config import DecoderConfig
@@ -42,7 +42,7 @@ _COSTS = {
     "memory above the limit, computed again by XLA": "can't reduce memory use below",
 }
 _CUDNN = 91000  # what cuDNN is taken to be where GPUs are described, as in their description
-_NO_ROOM = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM|Used ([\d.]+)([KMG]) of")
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM|Used ([\d.]+)([KMG]) of")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -86,8 +86,8 @@ def devices_of(machine: Machine) -> list[jax.Device]:
                 shape = f"1x{machine.parts}x{machine.devices_of_host}"
                 found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape)
     except jax.errors.JaxRuntimeError as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"--topology={machine.topology}: {said}") from None
+        message = " ".join(str(error).split())
+        raise ValueError(f"--topology={machine.topology}: {message}") from None
     return list(found.devices)
 
 
@@ -108,16 +108,16 @@ def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
     jax.config.update("jax_enable_compilation_cache", False)
     start = time.perf_counter()
     try:
-        with _native_messages_kept() as said, cudnn_of(trainer.mesh.devices.flat[0]):
+        with _native_messages_kept() as output, cudnn_of(trainer.mesh.devices.flat[0]):
             trainer.compile_update()
     except jax.errors.JaxRuntimeError as error:
-        found = _NO_ROOM.search(str(error))
+        found = _OUT_OF_MEMORY.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
             raise
         number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
         needed = int(float(number) * _UNITS[unit])
         return Update(needed, 0, None, None, trainer.attention_note, time.perf_counter() - start, {})
-    needs, (accumulate, apply) = booking.needs_of(trainer), trainer.compile_update()
+    needs, (accumulate, apply) = memory_estimate.needs_of(trainer), trainer.compile_update()
     return Update(
         temporaries=needs.temporaries,
         ending=needs.ending,
@@ -125,7 +125,7 @@ def compile_update(trainer: Trainer, *, rounds: float = 1.0) -> Update:
         programs=(Program(accumulate.as_text(), rounds=rounds), Program(apply.as_text())),
         attention=trainer.attention_note,
         seconds=time.perf_counter() - start,
-        warnings={what: n for what, words in _COSTS.items() if (n := len(re.findall(words, said[0], re.IGNORECASE)))},
+        warnings={what: n for what, words in _COSTS.items() if (n := len(re.findall(words, output[0], re.IGNORECASE)))},
     )
 
 
@@ -135,13 +135,13 @@ def _native_messages_kept() -> Iterator[list[str]]:
     in an error of another kind, since libtpu tells at length that this is no TPU."""
     sys.stderr.flush()
     own = os.dup(2)
-    said = list[str]()
+    output = list[str]()
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)
         try:
-            yield said
+            yield output
             kept.seek(0)
-            said.append(kept.read().decode(errors="replace"))
+            output.append(kept.read().decode(errors="replace"))
         except jax.errors.JaxRuntimeError:
             raise
         except BaseException:

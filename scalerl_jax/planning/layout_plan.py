@@ -93,7 +93,7 @@ class Bytes:
 
     @property
     def needed(self) -> int:
-        """As learner/booking.py counts: an update, or a version beside the one before."""
+        """As learner/memory_estimate.py counts: an update, or a version beside the one before."""
         kept = self.state + self.reference + self.sent
         return max(kept + self.gradients + max(self.temporaries, self.ending), kept + self.sent)
 

@@ -11,28 +11,26 @@ from scalerl_jax.report.numbers import rounded
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
 from scalerl_jax.scaling import SigmoidFit, calibration, fit_sigmoid, noise
 from scalerl_jax.scaling.average import AverageForecast, average_forecast
+from scalerl_jax.scaling.backtest import Backtest, forecast_at_half
 from scalerl_jax.scaling.forecast import Estimate
-from scalerl_jax.scaling.half_time import HalfTimeForecast, half_time_forecast
 from scalerl_jax.scaling.readers import RUN_FOLDER_X
 from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
 from scalerl_jax.scaling.units import axis_name, short_number
 
 AXES = (RUN_FOLDER_X, "device_hours")  # the fit's two choices of x, as the rows name them
-HALF_TIME_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
+MIN_BACKTEST_EVALUATIONS = 8  # fewer are too few to ask a half of them for a forecast
 FEWEST_POINTS = 4  # above compute 0; through three points some curve of three parameters always goes
 _CURVE_POINTS = 128  # what SigmoidFit.band computes at once
 _AHEAD = 2.0  # the curve is drawn up to this many times the compute there is
 _MOST_TASKS = 12  # curves of parts of a mixture; more cannot be told apart
 
 
-def half_time(evals: Sequence[Row], axis: str = RUN_FOLDER_X) -> tuple[HalfTimeForecast | None, str]:
+def backtest(evals: Sequence[Row], axis: str = RUN_FOLDER_X) -> tuple[Backtest | None, str]:
     """The forecast made at half of the compute, or why there is none ("": the run is too short to ask)."""
-    if len(evals) < HALF_TIME_EVALUATIONS:
+    if len(evals) < MIN_BACKTEST_EVALUATIONS:
         return None, ""
     try:
-        forecast = half_time_forecast(
-            column(evals, axis), [row["pass_rate"] for row in evals], evaluation_counts(evals)
-        )
+        forecast = forecast_at_half(column(evals, axis), [row["pass_rate"] for row in evals], evaluation_counts(evals))
     except ValueError as error:  # the run is well, whatever its curve looks like
         return None, str(error)
     return forecast, ""
@@ -99,7 +97,7 @@ def curves(evals: Sequence[Row], axis: str) -> dict[str, Any]:
             out["all"] = {"why": fit.verdict}
     except ValueError as error:
         out["all"] = {"why": str(error)}
-    forecast, why = half_time(evals, axis)
+    forecast, why = backtest(evals, axis)
     if forecast is not None:
         out["half"] = curve(forecast.fit, compute, "the first half of the compute", forecast.ahead)
         out["half"] |= outcome(forecast, axis)
@@ -145,11 +143,11 @@ def sentence(found: dict[str, Any], fit: SigmoidFit, axis: str, rate: float | No
     """What all evaluations say, of `curve`. rate: device-hours of a unit of compute, where known."""
     end, *score = found["double"]
     seen = f"at {short_number(found['until'])}"
-    said = statement(seen, axis_name(axis), Estimate(*score), "at twice the compute")
-    return f"{said}{hours(end, rate)}; {of_asymptote(fit, rate)}"
+    text = statement(seen, axis_name(axis), Estimate(*score), "at twice the compute")
+    return f"{text}{hours(end, rate)}; {of_asymptote(fit, rate)}"
 
 
-def outcome(forecast: HalfTimeForecast, axis: str) -> dict[str, Any]:
+def outcome(forecast: Backtest, axis: str) -> dict[str, Any]:
     """The forecast made at half time beside what came."""
     return {
         "forecast": rounded(dataclasses.astuple(forecast.score)),

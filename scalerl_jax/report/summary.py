@@ -17,10 +17,10 @@ from scalerl_jax.report.health import collapses
 from scalerl_jax.report.page import write_report
 from scalerl_jax.report.run_data import read_settings
 from scalerl_jax.report.samples import sample_files
-from scalerl_jax.report.score import asymptote, half_time
+from scalerl_jax.report.score import asymptote, backtest
 from scalerl_jax.run.alarms import Alarm, alarms
 from scalerl_jax.run.jsonl import environments_of, read_rows
-from scalerl_jax.scaling.half_time import HalfTimeForecast
+from scalerl_jax.scaling.backtest import Backtest
 from scalerl_jax.scaling.readers import RUN_FOLDER_X
 from scalerl_jax.scaling.units import axis_name
 from scalerl_jax.system import files
@@ -36,13 +36,13 @@ def show(workdir: str, console: Console | None = None) -> None:
             console.width = 140  # a log is not folded
     evals = read_rows(os.path.join(workdir, "evals.jsonl"))
     metrics = read_rows(os.path.join(workdir, "metrics.jsonl"))
-    forecast, why_not = half_time(evals)
+    forecast, why_not = backtest(evals)
     console.print(table(evals, metrics, forecast))
     if why_not:
         console.print(f"no forecast: {why_not}", markup=False)
     _draw(forecast, os.path.join(workdir, "curve.png"), console, evals)
     for name, rows in environments_of(evals).items():
-        of_part, why_not = half_time(rows)
+        of_part, why_not = backtest(rows)
         if why_not:
             console.print(f"no forecast of {name}: {why_not}", markup=False)
         _draw(of_part, os.path.join(workdir, f"curve-{name}.png"), console, rows)
@@ -67,7 +67,7 @@ def _past_limits(workdir: str, metrics: list[dict[str, Any]]) -> list[Alarm]:
         return []
 
 
-def _draw(forecast: HalfTimeForecast | None, path: str, console: Console, evals: list[dict[str, Any]]) -> None:
+def _draw(forecast: Backtest | None, path: str, console: Console, evals: list[dict[str, Any]]) -> None:
     if forecast is None:
         return
     samples = " and ".join(map(str, sorted({row["samples"] for row in evals})))  # which may change at a restart
@@ -86,7 +86,7 @@ def _draw(forecast: HalfTimeForecast | None, path: str, console: Console, evals:
         console.print(f"no {os.path.basename(path)}: {files.reason(error)}", markup=False, soft_wrap=True)
 
 
-def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: HalfTimeForecast | None) -> Table:
+def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: Backtest | None) -> Table:
     out = Table(title="the run", show_header=False, title_justify="left")
     out.add_column(style="bold")
     out.add_column()
@@ -102,9 +102,9 @@ def table(evals: list[dict[str, Any]], metrics: list[dict[str, Any]], forecast: 
             rates = f"{rows[0]['pass_rate']:.3f} to {rows[-1]['pass_rate']:.3f}"
             out.add_row(f"  of {name}", f"{rates}   ({counts} held-out prompts)")
     if forecast is not None:
-        made, _, said = forecast.statement(_AXIS).partition(": ")
+        made, _, predicted = forecast.statement(_AXIS).partition(": ")
         measured, came = forecast.outcome.split(" ", 1)
-        out.add_row(made, said)
+        out.add_row(made, predicted)
         out.add_row(measured, came)
         out.add_row("still to gain at half", f"{forecast.gain_ahead:.0%} of the final gain")
     if metrics:

@@ -92,7 +92,7 @@ class Candidates:
         """Whether a batch that is ready is to wait for a server that is about to be. A trainer that is the slower side
         never waits for a batch: a candidate would always be one version behind it, and never be met."""
         soon = (server_state.UPDATING, server_state.PROBING, server_state.CANDIDATE)
-        expected = [c for c in self._pool.in_state(*soon) if c.patience > 0 and not c.leaving]
+        expected = [c for c in self._pool.in_state(*soon) if c.patience > 0 and not c.unlisted]
         now = time.monotonic()
         for c in expected:
             c.spend_patience(now - (self._held_at or now))
@@ -127,7 +127,7 @@ _AT_ONCE = 32
 _PAUSE_SECONDS = 0.25
 
 
-def look(
+def check_servers(
     addresses: Sequence[str],
     credentials: security.Credentials,
     check: Callable[[str, pb.StatusReply], None],

@@ -102,7 +102,7 @@ class Evaluations:
         while self._queue:
             evaluation = self._queue[0]
             whole = evaluation.buffer.is_ready(0)
-            groups = evaluation.buffer.take(0) if whole and evaluation.approved else None
+            groups = evaluation.buffer.pop_batch(0) if whole and evaluation.approved else None
             # Whole and not approved of: its servers stay, for what may have to be asked for again.
             if groups is None and (whole or not evaluation.lost(clients, latest=latest, patience=patience)):
                 evaluation.assign(clients, latest=latest, done=done)

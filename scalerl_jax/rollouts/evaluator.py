@@ -27,13 +27,13 @@ from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from scalerl_jax.rollouts.weights.publisher import Source
 
 
-def check_server(server: str, status: pb.StatusReply, *, expected: Expected, ours: int, take: bool) -> None:
+def check_server(server: str, status: pb.StatusReply, *, expected: Expected, ours: int, take_over: bool) -> None:
     """Raises ProbeError where a server is not one for this evaluation.
 
-    ours: the incarnation that we evaluate under. take: also one that holds a trainer's weights.
+    ours: the incarnation that we evaluate under. take_over: also one that holds a trainer's weights.
     expected.model_config "": of a family that only its engine knows.
     """
-    if status.version.incarnation not in (0, ours) and not take:
+    if status.version.incarnation not in (0, ours) and not take_over:
         raise ProbeError(
             f"server {server}: holds the weights of a trainer, which would lose it, or of an evaluation before; "
             "--take takes it all the same"
@@ -53,10 +53,10 @@ class Evaluator:
         expected: Expected,
         requests: Requests,
         score: Callable[[Row, Completion], "Future[Score]"],
-        take: bool = False,
+        take_over: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
-        """expected: of every server that is met. take: servers that hold a trainer's weights are taken from it.
+        """expected: of every server that is met. take_over: servers that hold a trainer's weights are taken from it.
 
         check: called while an evaluation goes on; what it raises ends that.
         """
@@ -66,7 +66,7 @@ class Evaluator:
         self._check = check
 
         def met(server: str, status: pb.StatusReply) -> None:
-            check_server(server, status, expected=expected, ours=incarnation.value, take=take)
+            check_server(server, status, expected=expected, ours=incarnation.value, take_over=take_over)
 
         def nothing(number: int) -> Row:
             raise AssertionError("nothing is trained on")

@@ -18,12 +18,13 @@ fault of ours (an exception of score, of a tensors callable, of a draw but Value
 
 import asyncio
 import concurrent.futures
+import contextlib
 import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
@@ -43,7 +44,7 @@ from scalerl_jax.rollouts.group_buffer import (
     finished,
 )
 from scalerl_jax.rollouts.incarnation import Incarnation
-from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop
+from scalerl_jax.rollouts.loop_thread import LoopThread, on_loop, watched
 from scalerl_jax.rollouts.requests import Requests
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import ServerClient
@@ -59,56 +60,6 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.2  # how often a blocking call looks up and calls its caller's `wait`
 TICK_SECONDS = 0.5
-
-
-ScoreFuture: TypeAlias = "concurrent.futures.Future[Score]"
-
-
-class Scoring:
-    """Completions on their way to the scorer, one after another on its own thread, and their scores on the way back.
-
-    Args:
-        score: what a completion is worth.
-        post: lets the loop run a function soon, from any thread.
-        fail: a fault of ours, on the loop.
-        finished: a group is finished.
-    """
-
-    def __init__(
-        self,
-        score: Callable[[Row, Completion], ScoreFuture],
-        *,
-        post: Callable[..., Any],
-        fail: Callable[[BaseException], None],
-        finished: Callable[[], None],
-    ):
-        self._score, self._post, self._fail, self._finished = score, post, fail, finished
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-scoring")
-        self.waiting = 0  # completions without their score
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def submit(self, buffer: GroupBuffer, group: GroupInFlight, completion: Completion) -> None:
-        self.waiting += 1
-        self._thread.submit(self._ask, buffer, group, completion)
-
-    def _ask(self, buffer: GroupBuffer, group: GroupInFlight, completion: Completion) -> None:
-        try:
-            score = self._score(group.row, completion)
-        except BaseException as error:  # noqa: BLE001  raised by the trainer's next call
-            self._post(self._fail, error)
-            return
-        score.add_done_callback(lambda done: self._post(self._scored, buffer, group, completion, done))
-
-    def _scored(self, buffer: GroupBuffer, group: GroupInFlight, completion: Completion, score: ScoreFuture) -> None:
-        self.waiting -= 1
-        error = RuntimeError("a score was cancelled") if score.cancelled() else score.exception()
-        if error is not None:
-            self._fail(error)
-            return
-        if buffer.scored(group, completion, score.result(), now=time.monotonic()):
-            self._finished()
 
 
 class Fleet:
@@ -134,7 +85,7 @@ class Fleet:
         requests: Requests,
         buffer: GroupBuffer,
         incarnation: Incarnation,
-        score: Callable[[Row, Completion], ScoreFuture],
+        score: Callable[[Row, Completion], "concurrent.futures.Future[Score]"],
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, from_here: None,
         serving: Callable[[bool], None] = lambda serving: None,
@@ -144,9 +95,10 @@ class Fleet:
             raise FleetError("no rollout server is given")
         self._config, self._addresses, self._requests, self._buffer = config, servers.addresses, requests, buffer
         self._on_event, self._plaintext = on_event, Plaintext(servers.credentials)
-        self._serving = serving
+        self._serving, self._score = serving, score
         self._thread = LoopThread("fleet")
-        self._scoring = Scoring(score, post=self._thread.post, fail=self._fail, finished=self._group_finished)
+        self._scoring_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-scoring")
+        self._unscored = 0  # completions without their score
         self._something = threading.Event()  # the caller should look
         self._pool = ServerPool(make=self._connect, resolve=servers.resolve, fail=self._fail, changed=self._changed)
         self._evaluations = Evaluations()
@@ -167,8 +119,6 @@ class Fleet:
             requests=requests,
             publisher=self._publisher,
             events=ServerEvents(
-                arrived=self._arrived,
-                returned=self._returned,
                 changed=self._changed,
                 rejected=self.candidates.rejected,
                 observe=observe,
@@ -205,7 +155,7 @@ class Fleet:
     def close(self) -> None:
         """Ends every call and the thread. Evaluations that are not done are cancelled."""
         self._thread.close()
-        self._scoring.close()
+        self._scoring_thread.shutdown(wait=False, cancel_futures=True)
         self._publisher.close()
         self._evaluations.cancel()
 
@@ -218,7 +168,7 @@ class Fleet:
         are admitted. Raises ValueError where there is no row to draw for a group of the batch.
         """
         self._begin_wait(number)
-        return [finished(group) for group in self._until(lambda: self._take(number), wait)]
+        return [finished(group) for group in self._until(lambda: self._pop_if_ready(number), wait)]
 
     @on_loop
     def advance(self, version: int) -> None:
@@ -279,12 +229,12 @@ class Fleet:
             self._until(lambda: self._thread.call(future.done) or None, wait)  # raises what went wrong
         return future.result()
 
-    def _until(self, look: Callable[[], T | None], wait: Callable[[], None]) -> T:
+    def _until(self, poll: Callable[[], T | None], wait: Callable[[], None]) -> T:
         """What `look` finds; looks when something has happened, and every POLL_SECONDS."""
         while True:
             self._something.clear()
             wait()
-            if (found := look()) is not None:
+            if (found := poll()) is not None:
                 return found
             self._something.wait(POLL_SECONDS)
 
@@ -301,7 +251,7 @@ class Fleet:
             self._waits,
             self._buffer,
             self._pool.clients,
-            unscored=self._scoring.waiting,
+            unscored=self._unscored,
             evaluation=self._evaluations.current,
         )
 
@@ -354,12 +304,12 @@ class Fleet:
         self.candidates.begin_wait()
 
     @on_loop
-    def _take(self, number: int) -> list[GroupInFlight] | None:
+    def _pop_if_ready(self, number: int) -> list[GroupInFlight] | None:
         current = self._publisher.latest == self._buffer.trained
         if current and self._buffer.is_ready(number) and self.candidates.holds_batch():
             return None
         try:
-            groups = self._buffer.take(number)
+            groups = self._buffer.pop_batch(number)
         except ValueError:  # it never comes
             self._waits = None
             raise
@@ -368,20 +318,28 @@ class Fleet:
             self._changed()
         return groups
 
-    def _arrived(self, buffer: GroupBuffer, request: RolloutRequest, completion: Completion, seconds: float) -> None:
-        if not buffer.arrived(request, completion):
-            return
-        self._typical_seconds += 0.05 * (seconds - self._typical_seconds) if self._typical_seconds else seconds
-        self._scoring.submit(buffer, request.group, completion)
-        self._changed()
+    async def _sample(self, request: RolloutRequest, completions: AsyncGenerator[Completion]) -> None:
+        """What a server delivers of a request enters its group, and is scored while the rest is sampled."""
+        asked_at = time.monotonic()
+        async with contextlib.aclosing(completions):
+            async for completion in completions:
+                if request.buffer.arrived(request, completion):
+                    seconds, typical = time.monotonic() - asked_at, self._typical_seconds
+                    self._typical_seconds = typical + 0.05 * (seconds - typical) if typical else seconds
+                    watched(self._score_one(request, completion), self._fail)
+                    self._changed()
 
-    def _group_finished(self) -> None:
-        self._something.set()
-        self._changed()
-
-    def _returned(self, buffer: GroupBuffer, request: RolloutRequest, failed: bool) -> None:
-        buffer.returned(request, failed=failed)
-        self._changed()
+    async def _score_one(self, request: RolloutRequest, completion: Completion) -> None:
+        """Its group is ready with the last score."""
+        self._unscored += 1
+        loop, scored = asyncio.get_running_loop(), asyncio.Event()
+        score = await loop.run_in_executor(self._scoring_thread, self._score, request.group.row, completion)
+        score.add_done_callback(lambda done: self._thread.post(scored.set))
+        await scored.wait()
+        self._unscored -= 1
+        if request.buffer.scored(request.group, completion, score.result(), now=time.monotonic()):
+            self._something.set()
+            self._changed()
 
     def _changed(self) -> None:
         if not self._pump_due:
@@ -397,11 +355,13 @@ class Fleet:
         self._serving(bool(active or self._pool.in_state(server_state.LEAVING)))  # one that leaves finishes what it has
         if not active:
             self._publish_for_candidates()
-        dispatch(active, self._buffer_of, typical_seconds=self._typical_seconds, now=time.monotonic())
+        asked = dispatch(active, self._buffer_of, typical_seconds=self._typical_seconds, now=time.monotonic())
+        for client, request in asked:
+            watched(self._sample(request, client.calls.generate(request)), self._fail)
 
     def _buffer_of(self, client: ServerClient) -> GroupBuffer | None:
         evaluation = client.evaluation
-        if client.step is None or client.making_room:
+        if client.step is None or client.paused:
             return None
         if evaluation is None:
             return self._buffer
@@ -424,8 +384,8 @@ def dispatch(
     *,
     typical_seconds: float,
     now: float,
-) -> None:
-    """Asks the servers that have room for as much more as they and the buffers allow.
+) -> Iterator[tuple[ServerClient, RolloutRequest]]:
+    """What to ask of the servers that have room, as much as they and the buffers allow; each is to be asked at once.
 
     buffer_of: what a server works on; None: it is to be asked for nothing. typical_seconds: of a completion.
     """
@@ -439,11 +399,11 @@ def dispatch(
         client = active[number]
         buffer, step = buffers[client], client.step
         assert step is not None
-        room, split = client.calls.room(group_size=buffer.group_size, typical_seconds=typical_seconds, now=now)
+        capacity, split = client.calls.capacity(group_size=buffer.group_size, typical_seconds=typical_seconds, now=now)
         alone = _alone(client, buffers)
-        request = buffer.request(client.process, step=step, room=room, split=split, alone=alone, now=now)
+        request = buffer.request(client.process, step=step, capacity=capacity, split=split, alone=alone, now=now)
         if request is not None:
-            client.calls.ask(buffer, request)
+            yield client, request
             heapq.heappush(heap, (client.calls.load, number))
 
 

@@ -61,11 +61,13 @@ class GroupInFlight:
 class RolloutRequest:
     """Completions `left` of `group`, asked of `process` in one call."""
 
+    buffer: "GroupBuffer"  # which the group belongs to
     group: GroupInFlight
     process: Process
     minimum_step: int
     pinned_step: int | None
     left: set[int]
+    failed: bool = True  # what is left when the call ends is the server's failure; False: it may be asked for it again
 
 
 def finished(group: GroupInFlight) -> FinishedGroup:
@@ -88,7 +90,7 @@ class GroupBuffer:
     Args:
         pacing: what may be asked when.
         open_group: makes group n; called with consecutive numbers, each once. It may raise ValueError (no prompt is
-            left): what is in flight goes on, and `take` raises the error when it comes to that group.
+            left): what is in flight goes on, and `pop_batch` raises the error when it comes to that group.
         group_size: completions of a group.
         trained: batches trained before; the groups begin with those of the next one.
     """
@@ -106,7 +108,7 @@ class GroupBuffer:
         self.in_flight: dict[int, GroupInFlight] = {}  # in order of number
         self.ready: dict[int, GroupInFlight] = {}
         self.next_number = trained * pacing.groups
-        self._taken: list[GroupInFlight] = []  # by the last `take`
+        self._last_batch: list[GroupInFlight] = []  # by the last `pop_batch`
         self._open_group = open_group
         self._error: ValueError | None = None
 
@@ -123,20 +125,20 @@ class GroupBuffer:
         return sum(len(group.pending) for group in self.in_flight.values())
 
     def request(
-        self, process: Process, *, step: int, room: int, split: bool, alone: bool, now: float
+        self, process: Process, *, step: int, capacity: int, split: bool, alone: bool, now: float
     ) -> RolloutRequest | None:
-        """What to ask next of a server process that holds version `step` and has room for `room` more completions.
+        """What to ask next of a server process that holds version `step` and may get `capacity` more completions.
 
         The oldest group first, so that the batch waited for is served before later ones. split: a group larger than
-        `room` may be asked for in parts. alone: no other server could be asked, so even what this one failed to deliver
-        the last time is asked of it again.
+        `capacity` may be asked for in parts. alone: no other server could be asked, so even what this one failed to
+        deliver the last time is asked of it again.
         """
         for group in self.in_flight.values():
             if not group.pending or (group.failed_at == process.address and not alone):
                 continue
             if pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
-                return self._ask(group, process, room, split)
-        if self._error is not None or room < 1:
+                return self._ask(group, process, capacity, split)
+        if self._error is not None or capacity < 1:
             return None
         number = self.next_number
         if not self.pacing.admits(number, step=step, trained=self.trained, stored=self.stored()):
@@ -151,16 +153,16 @@ class GroupBuffer:
         group.opened_at = now
         group.pending = {wanted.index for wanted in group.requests}
         self.in_flight[number] = group
-        return self._ask(group, process, room, split)
+        return self._ask(group, process, capacity, split)
 
-    def _ask(self, group: GroupInFlight, process: Process, room: int, split: bool) -> RolloutRequest | None:
-        if room < 1 or (len(group.pending) > room and not split):
+    def _ask(self, group: GroupInFlight, process: Process, capacity: int, split: bool) -> RolloutRequest | None:
+        if capacity < 1 or (len(group.pending) > capacity and not split):
             return None
-        indices = set(sorted(group.pending)[:room])
+        indices = set(sorted(group.pending)[:capacity])
         group.pending -= indices
         group.asked.update(dict.fromkeys(indices, process.address))
         pinned = pacing_lib.pinned(self.pacing, group.number, trained=self.trained)
-        return RolloutRequest(group, process, self.pacing.minimum_step(group.number), pinned, indices)
+        return RolloutRequest(self, group, process, self.pacing.minimum_step(group.number), pinned, indices)
 
     def arrived(self, request: RolloutRequest, completion: Completion) -> bool:
         """Enters a completion that came on a request. False: the request no longer waits for it, it changes nothing."""
@@ -174,9 +176,9 @@ class GroupBuffer:
         request.group.servers[index] = request.process
         return True
 
-    def returned(self, request: RolloutRequest, *, failed: bool) -> None:
+    def returned(self, request: RolloutRequest) -> None:
         """The call has ended: what did not come is to be asked again."""
-        if request.left and failed:
+        if request.left and request.failed:
             request.group.failed_at = request.process.address
         for index in request.left:
             del request.group.asked[index]
@@ -196,12 +198,12 @@ class GroupBuffer:
         self.ready[group.number] = self.in_flight.pop(group.number)
         return True
 
-    def take_back(self, process: Process, numbers: Collection[int] | None = None) -> int:
+    def retract(self, process: Process, numbers: Collection[int] | None = None) -> int:
         """Forgets what a process delivered: to all groups not yet trained, or to those of these numbers.
 
         It is asked for again, from another server if there is one. Returns how many completions that is.
         """
-        groups = {**self.in_flight, **self.ready, **{group.number: group for group in self._taken}}
+        groups = {**self.in_flight, **self.ready, **{group.number: group for group in self._last_batch}}
         back = 0
         for number, group in groups.items():
             lost = [i for i, by in group.servers.items() if by == process]
@@ -216,10 +218,10 @@ class GroupBuffer:
             self.in_flight[number] = group
             back += len(lost)
         # What was taken and is whole waits in the store again; nothing of that batch has been trained.
-        if any(group.number in self.in_flight for group in self._taken):
-            whole = [group for group in self._taken if group.number not in self.in_flight]
+        if any(group.number in self.in_flight for group in self._last_batch):
+            whole = [group for group in self._last_batch if group.number not in self.in_flight]
             self.ready.update({group.number: group for group in whole})
-            self._taken = []
+            self._last_batch = []
         self.in_flight = dict(sorted(self.in_flight.items()))
         return back
 
@@ -242,7 +244,7 @@ class GroupBuffer:
             last = min(last, (batch + 1) * self.pacing.groups - 1)
         return last < self.next_number and not self.missing(batch)
 
-    def take(self, batch: int) -> list[GroupInFlight] | None:
+    def pop_batch(self, batch: int) -> list[GroupInFlight] | None:
         """The batch's groups in order of number, out of the store; None while it is not ready.
 
         Raises ValueError where open_group could not make a group that the batch needs.
@@ -252,10 +254,10 @@ class GroupBuffer:
                 raise self._error
             return None
         numbers = range(batch * self.pacing.groups, (batch + 1) * self.pacing.groups)
-        self._taken = [self.ready.pop(number) for number in numbers]
-        return list(self._taken)
+        self._last_batch = [self.ready.pop(number) for number in numbers]
+        return list(self._last_batch)
 
     def trained_to(self, version: int) -> None:
         """Batch version - 1 has been trained: it can no longer be put back."""
         assert version == self.trained + 1
-        self.trained, self._taken = version, []
+        self.trained, self._last_batch = version, []

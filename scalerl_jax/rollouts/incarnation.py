@@ -29,9 +29,9 @@ class Incarnation:
         """The first version goes out under it."""
         self._settled = True
 
-    def outranks(self, told: int) -> bool:
-        """Whether a server that tells `told` may be ours: it tells of an earlier trainer, of none, or of us."""
-        if not self._settled and self.value <= told < HEARD:
-            self.value = told + 1
+    def outranks(self, theirs: int) -> bool:
+        """Whether a server that tells `theirs` may be ours: it tells of an earlier trainer, of none, or of us."""
+        if not self._settled and self.value <= theirs < HEARD:
+            self.value = theirs + 1
             self._raised(self.value)
-        return told <= self.value
+        return theirs <= self.value

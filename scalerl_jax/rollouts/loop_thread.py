@@ -12,6 +12,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 
+_running: set["asyncio.Task"] = set()  # a loop itself does not keep its tasks alive
+
 CALL_SECONDS = 60.0  # the loop answers a call within this, or something is badly wrong
 
 
@@ -38,7 +40,9 @@ def watched(coroutine: Coroutine[Any, Any, T], fail: Callable[[BaseException], N
             fail(error)
 
     task = asyncio.create_task(coroutine)
+    _running.add(task)
     task.add_done_callback(ended)
+    task.add_done_callback(_running.discard)
     return task
 
 
@@ -124,7 +128,8 @@ class LoopThread:
                 self._loop.close()
 
     async def _main(self) -> None:
-        tasks = [watched(coroutine, self.fail) for coroutine in self._begin()]  # noqa: F841  kept alive
+        for coroutine in self._begin():
+            watched(coroutine, self.fail)
         await self._stop.wait()
         # Again and again: a task may start others while it is cancelled, and a library may lose a cancellation.
         while rest := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:

@@ -461,7 +461,7 @@ class Parity:
 
     # ---- what is written down
 
-    def take(self) -> dict[str, Any]:
+    def drain(self) -> dict[str, Any]:
         """Of the time since the last call.
 
         servers   of each: completions and tokens scored, mismatch (mean |d|), ratio (mean rho), effective_sample_size;

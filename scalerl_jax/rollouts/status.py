@@ -165,7 +165,7 @@ class WaitTimes:
         """Around a wait for the fleet."""
         began = self._clock()
         yield
-        self.look(())
+        self.hold(())
         self._waited += self._clock() - began
 
     @contextlib.contextmanager
@@ -175,20 +175,20 @@ class WaitTimes:
         yield
         self._worked += self._clock() - began
 
-    def look(self, held_by: Sequence[str]) -> None:
+    def hold(self, held_by: Sequence[str]) -> None:
         """These hold the trainer up now, in equal parts, until the next look; none: it does not wait."""
         now = self._clock()
         for name in self._held_by:
             self._seconds[name] = self._seconds.get(name, 0.0) + (now - self._since) / len(self._held_by)
         self._held_by, self._since = held_by, now
 
-    def take(self) -> dict[str, Any]:
+    def drain(self) -> dict[str, Any]:
         """Of the time since the last call: waited_seconds, waited_for, update_seconds and cpu_seconds.
 
         waited_for: (name, seconds), the longest first. cpu_seconds: of the cores of this machine, for everything that
         the trainer's process did; what it has started is not in it.
         """
-        self.look(())
+        self.hold(())
         before, self._processed = self._processed, self._processor()
         row = {
             "waited_seconds": self._waited,

@@ -48,7 +48,7 @@ class Trust:
         buffers = [self._buffer]
         if numbers is None and self._evaluations.current is not None:
             buffers.append(self._evaluations.current.buffer)
-        back = sum(buffer.take_back(process, numbers) for buffer in buffers)
+        back = sum(buffer.retract(process, numbers) for buffer in buffers)
         client = self._pool.named(process.address)
         # Another process may have come to its address since.
         if client is not None and client.process == process:
@@ -77,7 +77,7 @@ class Trust:
     def probed(self) -> list[Probed]:
         """What has come of that since the last call."""
         found = [client for client in self._pool.in_state(server_state.ACTIVE) if client.samples]
-        return [Probed(client.process, client.take_samples()) for client in found]
+        return [Probed(client.process, client.pop_samples()) for client in found]
 
     @on_loop
     def evaluation(self) -> list[FinishedGroup] | None:

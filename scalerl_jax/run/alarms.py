@@ -177,7 +177,7 @@ def alarms(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]:
     past = past_limits(rows, settings) if enough(rows) else []
     if nothing is None:
         return past
-    return [nothing, *(alarm for alarm in past if alarm.chart not in SAID_WITH_NO_GRADIENT)]
+    return [nothing, *(alarm for alarm in past if alarm.chart not in COVERED_BY_NO_GRADIENT)]
 
 
 def past_limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]:
@@ -188,8 +188,8 @@ def past_limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Alarm]
         latest = recent_mean(rows, sign.column)
         passed = [limit for limit in drawn.get(key, []) if limit.passed_by(latest)]
         if passed and latest is not None:
-            said = sign.says.format(value=latest, share=f"{100 * latest:.3g}%")
-            what = f"{said} (mean of the last {RECENT} updates; the limit is {passed[-1].label})"
+            text = sign.says.format(value=latest, share=f"{100 * latest:.3g}%")
+            what = f"{text} (mean of the last {RECENT} updates; the limit is {passed[-1].label})"
             found.append(Alarm(key, what, sign.advice, passed[-1].loud))
     return sorted(found, key=lambda alarm: not alarm.loud)
 
@@ -218,7 +218,7 @@ def without_gradient(rows: Sequence[Row]) -> int:
     return start
 
 
-SAID_WITH_NO_GRADIENT = ("surviving", "truncated")  # what `no_gradient` says of them is more
+COVERED_BY_NO_GRADIENT = ("surviving", "truncated")  # what `no_gradient` says of them is more
 
 
 def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | None:

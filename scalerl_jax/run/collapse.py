@@ -101,7 +101,7 @@ class CollapseWatch:
         self._best_batches: tuple[float, float] | None = None  # mean pass rate, prompts
         self._evaluations: list[_Evaluation] = []
         self._low: list[int] = []  # steps of the evaluations at the end that are low or below, on end
-        self._said_low: list[str] = []  # of the last of them
+        self._low_reasons: list[str] = []  # of the last of them
         self._forecast: tuple[int, float] | None = None  # made at this step; the lowest of a later evaluation
 
     def update(self, row: Row) -> Collapse | None:
@@ -112,8 +112,8 @@ class CollapseWatch:
         broken = [name for name in _FINITE if name in short and not _finite(short[name])]
         if broken:
             return self.not_finite(row["step"], f"the {broken[0].replace('_', ' ')} is not finite")
-        self._look_at_batches()
-        self._look_at_updates()
+        self._check_batches()
+        self._check_updates()
         if not self._training or not self._signs:
             return None
         if self._evaluations and not self._low and self._evaluations[-1].step >= self._fall():
@@ -125,19 +125,19 @@ class CollapseWatch:
         now = _Evaluation.of(row)
         if now is None:
             return None
-        said, low, below = f"held-out pass rate {now.rate:.3f} at step {now.step}", False, False
+        reason, low, below = f"held-out pass rate {now.rate:.3f} at step {now.step}", False, False
         if self._evaluations:
             best = self._best()
             low = best.rate - now.rate >= _LOW * best.rate and now.errors_below(best) >= _LOW_ERRORS
-            said += f", after {best.rate:.3f} at step {best.step}" if low else ""
+            reason += f", after {best.rate:.3f} at step {best.step}" if low else ""
         if self._forecast is not None and now.step > self._forecast[0]:
             expected = self._forecast[1]
             below = expected - now.rate >= max(_LOW * expected, _BELOW_ERRORS * now.error)
-            said += f", below the {expected:.3f} that the forecast expects at least" if below else ""
+            reason += f", below the {expected:.3f} that the forecast expects at least" if below else ""
         twice = low and bool(self._low)
         self._evaluations.append(now)
         self._low = [*self._low, now.step] if low or below else []
-        self._said_low = [said] if low or below else []
+        self._low_reasons = [reason] if low or below else []
         if (low or below) and (twice or self._training or self._signs):
             return self._raise()
         return None
@@ -161,7 +161,7 @@ class CollapseWatch:
     def _best(self) -> _Evaluation:
         return max(self._evaluations, key=lambda there: there.rate)
 
-    def _raise(self, *said: str, step: int | None = None) -> Collapse | None:
+    def _raise(self, *reasons: str, step: int | None = None) -> Collapse | None:
         if self.raised is not None:
             return None
         newest = [row["step"] for row in [*self._rows][-1:]] + [there.step for there in self._evaluations[-1:]]
@@ -172,14 +172,16 @@ class CollapseWatch:
         if good is None or not later:
             good = max(good or 0, since - 1)
         training = [self._training] if self._training else []
-        self.raised = Collapse(step, max(since, good + 1), good, (*said, *self._said_low, *training, *self._signs))
+        self.raised = Collapse(
+            step, max(since, good + 1), good, (*reasons, *self._low_reasons, *training, *self._signs)
+        )
         return self.raised
 
     def _fall(self) -> int:
         """The first of the batches whose pass rate is judged."""
         return [*self._rows][-_BATCHES:][0]["step"]
 
-    def _look_at_batches(self) -> None:
+    def _check_batches(self) -> None:
         self._training = ""
         last = [row for row in [*self._rows][-_BATCHES:] if _finite(row.get("pass_rate"))]
         if len(last) == _BATCHES and self._best_batches is not None:
@@ -196,7 +198,7 @@ class CollapseWatch:
             if self._best_batches is None or found[0] > self._best_batches[0]:
                 self._best_batches = found
 
-    def _look_at_updates(self) -> None:
+    def _check_updates(self) -> None:
         rows = [*self._rows]
         found = _signs(rows[:-_RECENT], rows[-_RECENT:], self._best_batches[0] if self._best_batches else None)
         begins = int(rows[-_RECENT:][0]["step"])

@@ -1,8 +1,8 @@
 """The collapse alarm of a running trainer, and what config.checkpoint.on_collapse does about it.
 
-The watch (collapse.py) is shown every row as it is written; the trainer asks `look` where its state is whole, before it
-saves, and is ended there by Collapsed: nothing more is saved of it. collapse.json says so to later starts: they end
-alike until --from_step has gone back to an earlier checkpoint, or on_collapse=alarm is given.
+The watch (collapse.py) is shown every row as it is written; the trainer asks `raise_if_collapsed` where its state is
+whole, before it saves, and is ended there by Collapsed: nothing more is saved of it. collapse.json says so to later
+starts: they end alike until --from_step has gone back to an earlier checkpoint, or on_collapse=alarm is given.
 """
 
 import contextlib
@@ -106,13 +106,13 @@ class CollapseGuard:
         self._tell(self._watch.raised)  # of before a restart
 
     def wrap(
-        self, told: Callable[[Mapping[str, Any], Mapping[str, bool]], None]
+        self, on_row: Callable[[Mapping[str, Any], Mapping[str, bool]], None]
     ) -> Callable[[Mapping[str, Any], Mapping[str, bool]], None]:
-        """`told`, as of StepMetrics, with this alarm among the others; each row is looked at."""
+        """`on_row`, as of StepMetrics, with this alarm among the others; each row is looked at."""
 
         def row(values: Mapping[str, Any], alarms: Mapping[str, bool]) -> None:
             self._tell(self._watch.update(values))
-            told(values, {**alarms, COLLAPSE: True} if self._watch.raised is not None else alarms)
+            on_row(values, {**alarms, COLLAPSE: True} if self._watch.raised is not None else alarms)
 
         return row
 
@@ -130,10 +130,10 @@ class CollapseGuard:
             yield
         except FloatingPointError as error:
             self._tell(self._watch.not_finite(step, str(error)))
-            self.look()
+            self.raise_if_collapsed()
             raise
 
-    def look(self) -> None:
+    def raise_if_collapsed(self) -> None:
         """Raises Collapsed where the run has collapsed and is to stop."""
         if self._found is None or self._on_collapse == "alarm":
             return

@@ -23,13 +23,13 @@ def settle(config: Config, workdir: str = "") -> list[str]:
 
     workdir: of the run, which may have begun; "": there is none.
     """
-    said = []
+    lines = []
     if config.model.compute_dtype == AUTO:
         config.model.compute_dtype, why = _choose(config, workdir)
-        said = [f"config.model.compute_dtype=auto: {config.model.compute_dtype} ({why})"]
+        lines = [f"config.model.compute_dtype=auto: {config.model.compute_dtype} ({why})"]
     if config.fleet.compute_dtype == AUTO:
         config.fleet.compute_dtype = config.model.compute_dtype
-    return said
+    return lines
 
 
 def _choose(config: Config, workdir: str) -> tuple[Dtype, str]:

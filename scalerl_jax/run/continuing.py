@@ -1,7 +1,7 @@
 """Which fields of the config a run may be continued with other values of: one table.
 
     FREE    where and how it runs, and what is written down: mesh, rows, servers, checkpoints, ...
-    SAID    what is learned stays the same run's, but rows before and after are not quite comparable: a line says so
+    NOTED   what is learned stays the same run's, but rows before and after are not quite comparable: a line says so
     BOUND   changes what is learned: refused by name, unless --allow=FIELD,... asks for it
     WARM    the warm start's alone: BOUND in its folder, FREE in that of a run
 
@@ -18,7 +18,7 @@ from scalerl_jax import config_check
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_check import ConfigError
 
-FREE, SAID, BOUND, WARM = "free", "said", "bound", "warm"
+FREE, NOTED, BOUND, WARM = "free", "said", "bound", "warm"
 
 # A new field is of its group's kind.
 GROUPS = {
@@ -26,7 +26,7 @@ GROUPS = {
     "environment": BOUND,
     "rollout": BOUND,
     "pacing": BOUND,
-    "evaluation": SAID,
+    "evaluation": NOTED,
     "learner": FREE,  # mesh, packing and chunks: the gradient is the same to rounding
     "fleet": FREE,
     "parity": FREE,  # who may sample
@@ -49,7 +49,7 @@ FIELDS = {
     "environment.judge.retries": FREE,
     "environment.judge.cache": FREE,
     "rollout.max_prompt_tokens": FREE,  # a prompt that is longer ends the start: it is never cut
-    "pacing.max_buffered_batches": SAID,  # how stale tokens are, below k: as the number of servers is
+    "pacing.max_buffered_batches": NOTED,  # how stale tokens are, below k: as the number of servers is
     "evaluation.every": FREE,
     "evaluation.servers": FREE,
     "sft.checkpoint_every": FREE,

@@ -20,7 +20,7 @@ from scalerl_jax.environments import Row
 from scalerl_jax.environments.thinking import split_as_run
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
-from scalerl_jax.run.folder import take_lock
+from scalerl_jax.run.folder import acquire_lock
 from scalerl_jax.run.jsonl import line_of, read_rows
 from scalerl_jax.run.pass_rates import Prompt, Sample, evaluation_row, of_groups
 from scalerl_jax.system import files
@@ -34,14 +34,14 @@ class EvaluationFolder:
         self.path = path
         with files.naming(path):
             os.makedirs(path, exist_ok=True)
-        self._lock = take_lock(self._file("lock"), f"--out={path}: an evaluation")
+        self._lock = acquire_lock(self._file("lock"), f"--out={path}: an evaluation")
         try:
-            self._take(settings)
+            self._compare_settings(settings)
         except BaseException:
             os.close(self._lock)
             raise
 
-    def _take(self, settings: Mapping[str, Any]) -> None:
+    def _compare_settings(self, settings: Mapping[str, Any]) -> None:
         settings = json.loads(json.dumps(settings))
         if os.path.exists(self._file("settings.json")):
             before = read_object(self._file("settings.json"))

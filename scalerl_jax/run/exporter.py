@@ -46,7 +46,7 @@ ROLES, STATES = ("trainer", "generator"), CLASSES
 
 
 @dataclasses.dataclass(frozen=True)
-class _Told:
+class _Snapshot:
     """Never changed: replaced by the trainer's thread, read by those of the endpoint."""
 
     step: int = 0
@@ -67,36 +67,36 @@ class TrainerMetrics:
         self.fleet: Callable[[], Mapping[str, Any]] | None = None
         self._max_steps = max_steps
         self._lock = threading.Lock()
-        self._told = _Told(step=step)
+        self._latest = _Snapshot(step=step)
 
     def row(self, row: Mapping[str, Any], alarms: Mapping[str, bool]) -> None:
         """The row of a step, and the signs past a limit: True where that is an alarm."""
         pushes = row.get("pushes", {})
         with self._lock:
-            told = self._told
-            self._told = dataclasses.replace(
-                told,
+            snapshot = self._latest
+            self._latest = dataclasses.replace(
+                snapshot,
                 step=row["step"],
                 row=dict(row),
                 alarms=dict(alarms),
-                waited=_waited(told.waited, row),
-                updated=told.updated + row.get("update_seconds", 0.0),
-                pushes=told.pushes + pushes.get("applied", 0),
-                push_bytes=told.push_bytes + pushes.get("payload_bytes", 0),
-                pause_seconds=told.pause_seconds + pushes.get("pause_seconds", 0.0),
+                waited=_waited(snapshot.waited, row),
+                updated=snapshot.updated + row.get("update_seconds", 0.0),
+                pushes=snapshot.pushes + pushes.get("applied", 0),
+                push_bytes=snapshot.push_bytes + pushes.get("payload_bytes", 0),
+                pause_seconds=snapshot.pause_seconds + pushes.get("pause_seconds", 0.0),
             )
 
     def evaluated(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The rows of evals.jsonl so far."""
         if rows:
             with self._lock:
-                self._told = dataclasses.replace(self._told, evaluation=dict(rows[-1]))
+                self._latest = dataclasses.replace(self._latest, evaluation=dict(rows[-1]))
 
     def collect(self) -> Iterable[Family]:
         """Raises RuntimeError where the fleet does not answer."""
         with self._lock:
-            told = self._told
-        yield from (_named(*family) for family in _of_the_run(told, self._max_steps))
+            snapshot = self._latest
+        yield from (_named(*family) for family in _of_the_run(snapshot, self._max_steps))
         if self.fleet is not None:
             try:
                 status = self.fleet()
@@ -119,29 +119,29 @@ def _waited(before: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, fl
     return dict(seconds)
 
 
-def _of_the_run(told: _Told, max_steps: int) -> Iterable[Family]:
-    yield "step", "Optimizer steps made.", "gauge", (), {(): told.step}
+def _of_the_run(snapshot: _Snapshot, max_steps: int) -> Iterable[Family]:
+    yield "step", "Optimizer steps made.", "gauge", (), {(): snapshot.step}
     yield "max_steps", "Optimizer steps of the whole run.", "gauge", (), {(): max_steps}
     for column, (name, says) in STEP_GAUGES.items():
-        if isinstance(told.row.get(column), int | float):
-            yield name, says, "gauge", (), {(): told.row[column]}
-    alarms = {(sign,): 1.0 + told.alarms[sign] if sign in told.alarms else 0.0 for sign in (*SIGNS, COLLAPSE)}
+        if isinstance(snapshot.row.get(column), int | float):
+            yield name, says, "gauge", (), {(): snapshot.row[column]}
+    alarms = {(sign,): 1.0 + snapshot.alarms[sign] if sign in snapshot.alarms else 0.0 for sign in (*SIGNS, COLLAPSE)}
     yield "alarm", "Signs past their limits: 1 a warning, 2 an alarm.", "gauge", ("sign",), alarms
     yield "waited_seconds", "Waited for the fleet, by who held it up.", "counter", ("name",), {
-        (name,): seconds for name, seconds in told.waited.items()
+        (name,): seconds for name, seconds in snapshot.waited.items()
     }  # fmt: skip
-    yield "update_seconds", "Spent on updates.", "counter", (), {(): told.updated}
-    yield "pushes", "Versions of the weights applied by a server.", "counter", (), {(): told.pushes}
-    yield "push_bytes", "Bytes of weights sent.", "counter", (), {(): told.push_bytes}
+    yield "update_seconds", "Spent on updates.", "counter", (), {(): snapshot.updated}
+    yield "pushes", "Versions of the weights applied by a server.", "counter", (), {(): snapshot.pushes}
+    yield "push_bytes", "Bytes of weights sent.", "counter", (), {(): snapshot.push_bytes}
     yield "pause_seconds", "Decoding stood still for new weights, of all servers.", "counter", (), {
-        (): told.pause_seconds
+        (): snapshot.pause_seconds
     }  # fmt: skip
-    yield from _of_the_ledger(told.row.get("compute", {}))
-    if told.evaluation:
-        rates = {("all",): told.evaluation["pass_rate"]}
-        rates |= {(name,): part["pass_rate"] for name, part in told.evaluation.get("environments", {}).items()}
+    yield from _of_the_ledger(snapshot.row.get("compute", {}))
+    if snapshot.evaluation:
+        rates = {("all",): snapshot.evaluation["pass_rate"]}
+        rates |= {(name,): part["pass_rate"] for name, part in snapshot.evaluation.get("environments", {}).items()}
         yield "evaluation_pass_rate", "Of the latest evaluation.", "gauge", ("environment",), rates
-        yield "evaluation_step", "Step that was evaluated.", "gauge", (), {(): told.evaluation["step"]}
+        yield "evaluation_step", "Step that was evaluated.", "gauge", (), {(): snapshot.evaluation["step"]}
 
 
 def _of_the_ledger(compute: Mapping[str, float]) -> Iterable[Family]:

@@ -66,7 +66,7 @@ class RunFolder:
         self.changes: Sequence[continuing.Change] = ()  # of the config, since the run was here last
         try:
             os.makedirs(self.workdir, exist_ok=True)
-            self._lock = take_lock(self.path("lock"), f"--workdir={workdir}: a trainer")
+            self._lock = acquire_lock(self.path("lock"), f"--workdir={workdir}: a trainer")
             try:
                 files.tidy(self.workdir)
                 self._compare_config(workdir, allow, warm_start)
@@ -84,13 +84,13 @@ class RunFolder:
     def path(self, *names: str) -> str:
         return os.path.join(self.workdir, *names)
 
-    def outrank(self, told: int) -> None:
+    def outrank(self, other: int) -> None:
         """Makes our incarnation larger than that of another trainer, and remembers it for the one after us.
 
         No trainer's is above LARGEST_INCARNATION: such a value came from a server that made it up, and is ignored.
         """
-        if self.incarnation <= told < LARGEST_INCARNATION:
-            self.incarnation = told + 1
+        if self.incarnation <= other < LARGEST_INCARNATION:
+            self.incarnation = other + 1
             write_whole(self.path("incarnation"), f"{self.incarnation}\n")
 
     def _last_incarnation(self) -> int:
@@ -225,7 +225,7 @@ class RunFolder:
         self._trackers.add(row["step"], shown, axis=axis)
 
 
-def take_lock(path: str, running: str) -> int:
+def acquire_lock(path: str, running: str) -> int:
     """The descriptor that holds the lock; the kernel releases it when the process ends, however it ends."""
     with files.naming(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -245,7 +245,7 @@ def take_lock(path: str, running: str) -> int:
 
 
 @contextlib.contextmanager
-def told_where_it_goes_on(workdir: str) -> Iterator[None]:
+def explain_write_errors(workdir: str) -> Iterator[None]:
     """Around a run: a folder that cannot be written to any more ends it with one line (UserError)."""
     try:
         yield

@@ -31,10 +31,10 @@ FILE = "inputs.json"
 _NO_PROMPTS = ("weight", "reward", "correct_at", "judge", "sandbox", "verifier")
 
 
-_read: dict[str, Any] = {}  # what look() has read, by what it depends on; the one who asks next gets it
+_read: dict[str, Any] = {}  # what preload() has read, by what it depends on; the one who asks next gets it
 
 
-def look(config: Config, *, held_out: bool = False, apart: bool = False) -> None:
+def preload(config: Config, *, held_out: bool = False, apart: bool = False) -> None:
     """Checks the model's folder and the rows, and keeps the rows for the one who asks next. Nothing here needs jax.
 
     held_out: those alone. Raises ValueError, one line.
@@ -45,7 +45,7 @@ def look(config: Config, *, held_out: bool = False, apart: bool = False) -> None
 
 
 def all_rows(config: Config, tokenizer: Tokenizer) -> Rows:
-    """environments.load.load_rows, unless look() has been there."""
+    """environments.load.load_rows, unless preload() has been there."""
     return _read.pop(_key(config, False, False), None) or load_rows(config, tokenizer)
 
 
@@ -56,9 +56,9 @@ def held_out_rows(config: Config, tokenizer: Tokenizer, *, apart: bool) -> tuple
 
 def _key(config: Config, *how: bool) -> str:
     """All of the config but what is settled at the start of a run (compute_dtype.py)."""
-    told = dataclasses.asdict(config)
-    told["model"], told["fleet"] = config.model.path, ""
-    return json.dumps([told, *how], sort_keys=True)
+    values = dataclasses.asdict(config)
+    values["model"], values["fleet"] = config.model.path, ""
+    return json.dumps([values, *how], sort_keys=True)
 
 
 def digests(config: Config, held_out: Sequence[Row], train: Sequence[Row] = ()) -> dict[str, str]:
@@ -115,7 +115,7 @@ def check_length(config: Config, longest: int, decoder: DecoderConfig) -> None:
 
 
 @contextlib.contextmanager
-def said_of_prompts(config: Config, changes: Sequence[Change]) -> Iterator[None]:
+def explain_changed_prompts(config: Config, changes: Sequence[Change]) -> Iterator[None]:
     """Around what goes on with the history of a checkpoint's prompts: where they are others, a ValueError says why.
 
     changes: of the config, since the checkpoint was made.

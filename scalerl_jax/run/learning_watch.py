@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scalerl_jax.run.alarms import (
+    COVERED_BY_NO_GRADIENT,
     RECENT,
-    SAID_WITH_NO_GRADIENT,
     SIGNS,
     Alarm,
     Row,
@@ -38,7 +38,7 @@ class _Episode:
     updates: int = 0  # that it has lasted
     within: int = 0  # of them the last, within all limits
     loud: bool = False  # an alarm has been raised
-    said: int = 0  # `updates` when it was last spoken of
+    logged_at: int = 0  # `updates` when it was last spoken of
 
 
 class LearningWatch:
@@ -50,7 +50,7 @@ class LearningWatch:
         self._first: list[Row] = []  # one: the first with an entropy
         self._recent: collections.deque[Row] = collections.deque(maxlen=RECENT)
         self._without: list[Row] = []  # rows on end without a gradient
-        self._said = False  # that there are many
+        self._warned = False  # that there are many
         self._episodes: dict[str, _Episode] = {}
         for row in earlier:
             self._remember(_short(row))
@@ -60,14 +60,14 @@ class LearningWatch:
         short = _short(row)
         self._remember(short)
         # The gradient's norm is looked at, and not kept.
-        said = [*self._gradient(row, short), *self._limits()]
-        return [f"update {row.get('step')}: {line}" for line in said]
+        lines = [*self._gradient(row, short), *self._limits()]
+        return [f"update {row.get('step')}: {line}" for line in lines]
 
     @property
     def past(self) -> dict[str, bool]:
         """Signs that are past a limit now; True: an alarm has been raised."""
         found = {key: episode.loud for key, episode in self._episodes.items()}
-        return {**found, "surviving": True} if self._said else found
+        return {**found, "surviving": True} if self._warned else found
 
     def _remember(self, row: Row) -> None:
         self._recent.append(row)
@@ -76,19 +76,19 @@ class LearningWatch:
 
     def _gradient(self, row: Row, short: Row) -> list[str]:
         if has_gradient(row):
-            count, said, self._without, self._said = len(self._without), self._said, [], False
-            return [f"learning again, after {count} updates without a gradient"] if said else []
+            count, warned, self._without, self._warned = len(self._without), self._warned, [], False
+            return [f"learning again, after {count} updates without a gradient"] if warned else []
         self._without.append(short)
-        if self._said or (alarm := no_gradient(self._without, self._settings)) is None:
+        if self._warned or (alarm := no_gradient(self._without, self._settings)) is None:
             return []
-        self._said = True
+        self._warned = True
         return [str(alarm)]
 
     def _limits(self) -> list[str]:
         if not enough(self._recent):
             return []
         past = {alarm.chart: alarm for alarm in past_limits([*self._first, *self._recent], self._settings)}
-        silent = SAID_WITH_NO_GRADIENT if self._said else ()
+        silent = COVERED_BY_NO_GRADIENT if self._warned else ()
         lines = [self._past(key, alarm) for key, alarm in past.items() if key not in silent]
         lines += [self._within(key) for key in [*self._episodes] if key not in past]
         return [line for line in lines if line]
@@ -97,10 +97,10 @@ class LearningWatch:
         begins = key not in self._episodes
         episode = self._episodes.setdefault(key, _Episode())
         episode.updates, episode.within = episode.updates + 1, 0
-        due = alarm.loud and (not episode.loud or episode.updates - episode.said >= REMIND)
+        due = alarm.loud and (not episode.loud or episode.updates - episode.logged_at >= REMIND)
         if not begins and not due:
             return ""
-        episode.loud, episode.said = episode.loud or alarm.loud, episode.updates
+        episode.loud, episode.logged_at = episode.loud or alarm.loud, episode.updates
         return f"{'ALARM' if alarm.loud else 'warning'}: {alarm}"
 
     def _within(self, key: str) -> str:

@@ -21,13 +21,13 @@ import numpy as np
 from scalerl_jax.run.jsonl import column, environments_of, evaluation_counts, hours_rate
 from scalerl_jax.scaling import calibration, fit_sigmoid
 from scalerl_jax.scaling.average import average_forecast
-from scalerl_jax.scaling.half_time import outlook
+from scalerl_jax.scaling.backtest import outlook
 from scalerl_jax.scaling.readers import RUN_FOLDER_X
 from scalerl_jax.scaling.statement import LEVEL, of_asymptote
 from scalerl_jax.scaling.units import axis_name
 
 LEAST_POINTS = 5  # evaluations above compute 0
-_SAID_EVERY = 0.1  # of the run
+_REPORT_EVERY = 0.1  # of the run
 
 Row = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class LiveForecast:
         self._updates, self._say = updates, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
         self._asked: list[Future[tuple[dict[str, Any], list[str]]]] = []
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._last: tuple[int, bool] | None = None  # step and advice of the outlook that was said last
 
     def evaluated(self, rows: Sequence[Row]) -> None:
@@ -53,16 +53,16 @@ class LiveForecast:
         except RuntimeError as error:  # the machine has no room for one more thread
             self._say_once(error)
 
-    def take(self) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         """A row's `forecast`, and `forecasts` of a mixture's environments, if any was finished since the last call."""
         if not self._asked or not self._asked[0].done():
             return {}
         done = self._asked.pop(0)
         error = done.exception()
         if error is None:
-            found, said = done.result()
-            if said:
-                self._tell(found["forecast"], said)
+            found, lines = done.result()
+            if lines:
+                self._tell(found["forecast"], lines)
             return found
         self._say_once(error)
         return {}
@@ -74,38 +74,38 @@ class LiveForecast:
         """Waits for a fit that is running: seconds at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _tell(self, found: Mapping[str, float], said: Sequence[str]) -> None:
+    def _tell(self, found: Mapping[str, float], lines: Sequence[str]) -> None:
         step, goes_on = int(found["step"]), bool(found["go_on"])
         if self._last is not None:
-            soon = step - self._last[0] < _SAID_EVERY * self._updates
+            soon = step - self._last[0] < _REPORT_EVERY * self._updates
             if soon and self._last[1] == goes_on:
                 return
         self._last = (step, goes_on)
-        for line in said:
+        for line in lines:
             self._say(line)
 
     def _say_once(self, error: BaseException) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
         kind = re.sub(r"[\d.]+", "", why)  # with other figures it is the same thing to say
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             self._say(f"no forecast: {why}")
 
 
 def forecasts(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, Any], list[str]]:
-    """As LiveForecast.take gives them, and the lines on the whole run; what no curve can be fitted of yet is left out.
-    Raises ValueError if all is."""
+    """As LiveForecast.collect gives them, and the lines on the whole run; what no curve can be fitted of yet is left
+    out. Raises ValueError if all is."""
     found: dict[str, Any] = {}
-    said: list[str] = []
+    lines: list[str] = []
     for name, part in environments_of(rows).items():
         with contextlib.suppress(ValueError):
             found.setdefault("forecasts", {})[name] = forecast_of_end(part, updates=updates)[0]
     try:
-        found["forecast"], said = forecast_of_end(rows, updates=updates)
+        found["forecast"], lines = forecast_of_end(rows, updates=updates)
     except ValueError:
         if not found:
             raise
-    return found, said
+    return found, lines
 
 
 def forecast_of_end(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, float], list[str]]:
@@ -154,5 +154,5 @@ def forecast_of_end(rows: Sequence[Row], *, updates: int) -> tuple[dict[str, flo
         **more,
         **{f"weight_{name}": weight for name, weight in ahead.law_weights.items()},
     }
-    told = found.sentence(f"at update {row['step']}", axis_name(RUN_FOLDER_X), place=place, rate=rate)
-    return row, [told, of_asymptote(fit, rate)]
+    sentence = found.sentence(f"at update {row['step']}", axis_name(RUN_FOLDER_X), place=place, rate=rate)
+    return row, [sentence, of_asymptote(fit, rate)]

@@ -26,10 +26,10 @@ class StepMetrics:
         folder: RunFolder,
         tokenizer: Tokenizer,
         line: ProgressLine,
-        told: Callable[[Mapping[str, Any], Mapping[str, bool]], None],
+        on_row: Callable[[Mapping[str, Any], Mapping[str, bool]], None],
     ):
-        """told: called with each row and the signs past a limit, see exporter.py."""
-        self._told = told
+        """on_row: called with each row and the signs past a limit, see exporter.py."""
+        self._on_row = on_row
         self._folder, self._tokenizer, self._line = folder, tokenizer, line
         self._learning = LearningWatch(config_check.leaves(config), read_rows(folder.path("metrics.jsonl")))
 
@@ -52,7 +52,7 @@ class StepMetrics:
         self._folder.metrics(step, row)
         for remark in self._learning.row({"step": step, **row}):
             self._line.say(remark)
-        self._told({"step": step, **row}, self._learning.past)
+        self._on_row({"step": step, **row}, self._learning.past)
         if self._folder.wants_rollouts(step):
             self._folder.rollouts(step, samples_of(groups, batch.rewards, self._tokenizer))
         seconds = max(1e-9, values["update_seconds"])

@@ -75,7 +75,7 @@ def _subsets(n: int, k: int) -> np.ndarray:
     return np.stack([rng.permutation(n)[:k] for _ in range(SUBSETS)])
 
 
-def looked_at(samples: int) -> list[int]:
+def subset_sizes(samples: int) -> list[int]:
     """The k of pass@k and majority@k: the powers of two, and all."""
     return sorted({*(2**i for i in range(samples.bit_length()) if 2**i <= samples), samples})
 
@@ -162,15 +162,15 @@ def numbers(prompts: Sequence[Prompt]) -> dict[str, Any]:
         "length_max": max(sample.tokens for sample in samples),
     }
     votes = any(answer is not None for row in answers for answer in row)
-    for k in looked_at(count):
+    for k in subset_sizes(count):
         values = [pass_at(sum(row), count, k) for row in correct]
         out["pass_at"][str(k)] = [float(np.mean(values)), *interval(values)]
         if votes:
             values = [majority_at(*row, k) for row in zip(answers, correct)]
             out["majority_at"][str(k)] = [float(np.mean(values)), *interval(values)]
     for name in sorted({name for sample in samples for name in sample.metrics}):
-        said = [sample.metrics[name] for sample in samples if name in sample.metrics]
-        out[f"score/{name}"] = float(np.mean(said))
+        metric_values = [sample.metrics[name] for sample in samples if name in sample.metrics]
+        out[f"score/{name}"] = float(np.mean(metric_values))
     return out
 
 

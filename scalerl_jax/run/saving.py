@@ -73,7 +73,7 @@ class Saving:
 
         def wait() -> None:
             if signals.overdue():
-                signals.look()
+                signals.raise_if_interrupted()
             serve_fleet()
 
         if self._evaluations.owes(self.step):

@@ -99,7 +99,7 @@ def load(config: Config, servers: str) -> Setup:
     rows = inputs.all_rows(config, tokenizer)
     requests = Requests(config, tokenizer)
     given = given_servers(config, servers)
-    remarks = [*rows.said, *remarks_on(config, rows)]
+    remarks = [*rows.notes, *remarks_on(config, rows)]
     maximum_tokens = config.rollout.max_prompt_tokens + requests.maximum_tokens
     inputs.check_length(config, maximum_tokens, decoder)
     if maximum_tokens > config.learner.seq_len + 1:
@@ -140,7 +140,7 @@ def remarks_on(config: Config, rows: Rows) -> list[str]:
     return lines
 
 
-def said_of_changes(folder: RunFolder, now: dict[str, str], *, step: int, fresh: bool) -> list[str]:
+def remarks_on_changes(folder: RunFolder, now: dict[str, str], *, step: int, fresh: bool) -> list[str]:
     """A line for each input, and each field of the config, that is another than it was up to `step`; the digests `now`
     are kept for the next start. fresh: the run begins."""
     of_inputs = [

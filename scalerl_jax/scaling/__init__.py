@@ -17,7 +17,7 @@ misfit.py         whether a law describes the points
 laws.py           what a score may do: five laws, and draws of them (curve_draws.py)
 average.py        these averaged, with what each may be off by
 calibration.py    how far each is to be trusted: read from calibration.json, fitted by calibrate.py, told by judged.py
-half_time.py      the forecast made at half time beside the outcome
+backtest.py       the forecast made at half time beside the outcome
 statement.py      the one form in which forecasts are said
 forecast.py       what more compute will buy a run
 compare.py        which of several runs ends higher, and which gets there faster

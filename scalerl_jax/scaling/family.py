@@ -97,17 +97,17 @@ class Family:
         curves, cost = np.tile(self.curves[near], (2, 1)), np.tile(self.cost[near], 2)
         down = np.arange(len(cost)) < len(cost) // 2
         side, start = np.where(down, -1.0, 1.0), curves[:, _ASYMPTOTE].copy()
-        room = np.where(down, start, 1 - start)
+        limit = np.where(down, start, 1 - start)
         search, root = _Search(self.points, self.dispersion), np.sqrt(highest - cost)
         # From the start outwards: sqrt(Q - its least) is near linear in A. What the other parameters give way is not
         # seen at first, so the first step falls short of the end.
         _, _, curvature = search.squares(curves)
-        away = np.minimum(root / np.sqrt(np.maximum(curvature[:, 0, 0], 1e-300)), room)
+        away = np.minimum(root / np.sqrt(np.maximum(curvature[:, 0, 0], 1e-300)), limit)
         inside, outside = np.zeros(len(away)), np.full(len(away), np.inf)
         for _ in range(_WALK):
             ends = side * start + inside
             furthest = np.where(down, ends[down].max(), ends[~down].max())
-            gap = np.minimum(outside, room) - inside
+            gap = np.minimum(outside, limit) - inside
             # Those that may still go further than any other has.
             (on,) = np.nonzero((ends + gap > furthest + _FINE) & (gap > _FINE + 0.02 * inside))
             if not len(on):
@@ -124,7 +124,7 @@ class Family:
             known = np.isfinite(most)
             gap = np.where(known, most, 0.0) - least
             bad = (guess < least + 0.1 * gap) | (guess > least + 0.9 * gap)
-            away[on] = np.where(known, np.where(bad, least + 0.5 * gap, guess), np.minimum(guess, room[on]))
+            away[on] = np.where(known, np.where(bad, least + 0.5 * gap, guess), np.minimum(guess, limit[on]))
         ends = start + side * inside
         return float(ends.min()), float(ends.max())
 
@@ -184,28 +184,28 @@ class _Search:
         """Where Q is least from each of curves [K, 6], and Q there [K]. held: parameters that stay."""
         curves = curves.copy()
         cost, slope, curvature = self.squares(curves)
-        damping, going, each = np.full(len(curves), 1e-2), np.arange(len(curves)), np.arange(6)
+        damping, active, each = np.full(len(curves), 1e-2), np.arange(len(curves)), np.arange(6)
         for _ in range(steps):
-            here, down = curves[going], slope[going]
+            here, down = curves[active], slope[active]
             still = ((here <= self.low) & (down > 0)) | ((here >= self.high) & (down < 0))
             still[:, held] = True
             still[:, _INITIAL] |= self._exact
             down = np.where(still, 0.0, down)
-            matrix = np.where(still[:, :, None] | still[:, None, :], 0.0, curvature[going])
+            matrix = np.where(still[:, :, None] | still[:, None, :], 0.0, curvature[active])
             scale = np.sqrt(matrix[:, each, each])  # so that units do not matter to the damping
             scale = np.where(scale > 0, scale, 1.0)
             matrix /= scale[:, :, None] * scale[:, None, :]
-            matrix[:, each, each] += damping[going, None] + _TINY
+            matrix[:, each, each] += damping[active, None] + _TINY
             move = np.clip(-np.linalg.solve(matrix, (down / scale)[..., None])[..., 0] / scale, -1.0, 1.0)
             tried = np.clip(here + move, self.low, self.high)
             cost_there, *rest = self.squares(tried)
-            better = cost_there < cost[going]
-            done = better & (cost[going] - cost_there <= self._enough + _ENOUGH * cost[going]) & (damping[going] < 1)
-            moved = going[better]
+            better = cost_there < cost[active]
+            done = better & (cost[active] - cost_there <= self._enough + _ENOUGH * cost[active]) & (damping[active] < 1)
+            moved = active[better]
             curves[moved], cost[moved] = tried[better], cost_there[better]
             slope[moved], curvature[moved] = (new[better] for new in rest)
-            damping[going] *= np.where(better, 0.2, 5.0)
-            going = going[~done & (damping[going] < 1e6)]
-            if not len(going):
+            damping[active] *= np.where(better, 0.2, 5.0)
+            active = active[~done & (damping[active] < 1e6)]
+            if not len(active):
                 break
         return curves, cost

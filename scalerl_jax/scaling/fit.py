@@ -203,10 +203,10 @@ def fit_sigmoid(
         if grid == "auto":  # the paper tests nothing of the kind
             why = misfit.find_misfit(points, laws.predict(points.compute))
         if not why:
-            told = (*intervals["asymptote"], intervals["midpoint"][1])
+            bounds = (*intervals["asymptote"], intervals["midpoint"][1])
             fitted = law.Sigmoid(*estimate).parameters
             reached = float(_curve(_widened(np.array([points.most])), **fitted)[0])
-            identified = bool(identify.is_identified(*told, initial=estimate[3], most=points.most, reached=reached))
+            identified = bool(identify.is_identified(*bounds, initial=estimate[3], most=points.most, reached=reached))
             needed = points.most if identified else identify.compute_that_tells(laws, estimate, intervals)
         verdict = identify.sentence(identified, intervals["asymptote"], most=points.most, needed=needed, misfit=why)
     else:

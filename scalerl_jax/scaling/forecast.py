@@ -175,13 +175,13 @@ def _advise_target(
             return "go on", f"{when}, within the budget: {there}"
         if at_budget.value >= target:
             return "go on", f"the curve reaches {target:g} within the budget, not every curve that fits does: {there}"
-        if telling := _telling(fit, budget):
-            return "go on", f"these points do not tell: {there}; {telling}"
+        if note := _identification_note(fit, budget):
+            return "go on", f"these points do not tell: {there}; {note}"
         return "stop", f"the curve stays below {target:g} within the budget: {there}"
     if to_target.value < math.inf:
         return "go on", when
-    if telling := _telling(fit, math.inf):
-        return "go on", f"the curve ends below {target:g}, but A up to {highest:.3f} fits as well; {telling}"
+    if note := _identification_note(fit, math.inf):
+        return "go on", f"the curve ends below {target:g}, but A up to {highest:.3f} fits as well; {note}"
     return "stop", f"the curve ends below {target:g}: A is {fit.asymptote:.3f}, at most {highest:.3f}"
 
 
@@ -193,12 +193,12 @@ def _advise_gain(fit: SigmoidFit, found: Estimate, worth: float, what: str) -> t
         return "go on", text
     if found.value >= worth:
         return "go on", f"{text}: by the curve, not for certain, the {worth:g} that count"
-    if telling := _telling(fit, math.inf):
-        return "go on", f"{text}, and these points do not tell whether that is the {worth:g} that count; {telling}"
+    if note := _identification_note(fit, math.inf):
+        return "go on", f"{text}, and these points do not tell whether that is the {worth:g} that count; {note}"
     return "stop", f"{text}: by the curve less than the {worth:g} that count"
 
 
-def _telling(fit: SigmoidFit, most: float) -> str:
+def _identification_note(fit: SigmoidFit, most: float) -> str:
     """Up to what compute evaluations would tell A, where these do not and it is finite and no more than `most`."""
     needed = fit.compute_to_identify
     if fit.identified or not math.isfinite(needed) or needed > most:

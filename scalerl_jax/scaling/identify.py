@@ -88,9 +88,9 @@ def compute_that_tells(
         highest = midpoint * np.exp(_half_widths(total[:, :4, :4], rise, 2, highest))
     reached = initial + (asymptote - initial) * scipy.special.expit(exponent * np.log(edges / midpoint))
     low, high = asymptote - half_asymptote, asymptote + half_asymptote
-    told = is_identified(low, high, highest, initial=initial, most=edges, reached=reached)
-    told[0] = False  # it has been judged, by its own interval
-    return float(edges[np.argmax(told)]) if told.any() else np.inf
+    identified = is_identified(low, high, highest, initial=initial, most=edges, reached=reached)
+    identified[0] = False  # it has been judged, by its own interval
+    return float(edges[np.argmax(identified)]) if identified.any() else np.inf
 
 
 def _half_widths(information: np.ndarray, rise: np.ndarray, which: int, now: float) -> np.ndarray:

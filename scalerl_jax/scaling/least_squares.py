@@ -125,10 +125,10 @@ def _linear_part(uu, us, ss, uy, sy, y0, w0, low, high):
     right = uy + known * y0
     determinant = top * ss - us * us
     # A free R0 and A cannot be told apart when the rise is level over the points: A then follows the pull of R0 alone.
-    told = determinant > 1e-13 * top * ss
-    both = (top * sy - us * right) / jnp.where(told, determinant, 1.0)
+    identifiable = determinant > 1e-13 * top * ss
+    both = (top * sy - us * right) / jnp.where(identifiable, determinant, 1.0)
     alone = (sy - y0 * us) / jnp.maximum(ss, _TINY)
-    asymptote = jnp.clip(jnp.where(exact | ~told, alone, both), low, high)
+    asymptote = jnp.clip(jnp.where(exact | ~identifiable, alone, both), low, high)
     initial = jnp.clip((right - asymptote * us) / jnp.maximum(top, _TINY), 0.0, 1.0)
     initial = jnp.where(exact, y0, initial)
     asymptote = jnp.clip((sy - initial * us) / jnp.maximum(ss, _TINY), low, high)

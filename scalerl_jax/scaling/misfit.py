@@ -30,10 +30,10 @@ def find_misfit(points: Points, curve: np.ndarray) -> str:
     order = np.argsort(points.compute, kind="stable")
     curve = curve[order]
     residual = points.reward[order] - curve
-    room = np.minimum(curve, 1 - curve)  # to the nearer end of all scores
+    margin = np.minimum(curve, 1 - curve)  # to the nearer end of all scores
     if points.counts is not None:
         total = points.counts.total[order]
-        expected = np.where(total * room < _FEW, curve * (1 - curve) / total, 0.0)
+        expected = np.where(total * margin < _FEW, curve * (1 - curve) / total, 0.0)
         variance = np.maximum(points.variance[order], expected)
     else:
         variance = np.full(len(residual), np.mean(np.diff(residual) ** 2) / 2)
@@ -44,7 +44,7 @@ def find_misfit(points: Points, curve: np.ndarray) -> str:
     if abs(end) > _SURE:
         side = "above" if end > 0 else "below"
         return f"the last {last} points lie {abs(end):.1f} standard errors {side} the curve"
-    above = residual[room >= np.sqrt(variance)] > 0
+    above = residual[margin >= np.sqrt(variance)] > 0
     changes = int(np.sum(above[1:] != above[:-1])) + 1
     if len(above) >= FEWEST and runs_probability(int(above.sum()), int((~above).sum()), changes) < _ALPHA:
         return f"its points lie on one side of the curve for long stretches ({changes} of them, in {len(above)} points)"

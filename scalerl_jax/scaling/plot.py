@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from scalerl_jax.scaling.backtest import LAST, Backtest
 from scalerl_jax.scaling.fit import Run
-from scalerl_jax.scaling.half_time import LAST, HalfTimeForecast
 from scalerl_jax.scaling.points import MOST_POINTS, thinned
 from scalerl_jax.scaling.statement import LEVEL, PERCENT
 from scalerl_jax.scaling.units import short_number
@@ -67,7 +67,7 @@ def log_compute_axis(axes, x: np.ndarray, ticks_at: Sequence[float] = (1, 2, 5))
         axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
-def plot_forecast(result: HalfTimeForecast, path: str, *, axis: str, y_label: str, more: str = "") -> None:
+def plot_forecast(result: Backtest, path: str, *, axis: str, y_label: str, more: str = "") -> None:
     """curve.png of a run: what was measured, and what its first half said. The compute axis is linear, 0 included.
 
     axis: what the compute is; more: a line below what the forecast says.
@@ -102,8 +102,8 @@ def plot_forecast(result: HalfTimeForecast, path: str, *, axis: str, y_label: st
     write_beside(axes, f"A = {fit.asymptote:.3f}", (0, fit.asymptote), (4, -12), COLOURS[0])
     middle = {"xycoords": ("data", "axes fraction"), "ha": "right"}
     write_beside(axes, "half of the compute", (end / 2, 0.0), (-5, 5), GREY, **middle)
-    said = (result.statement(axis), result.outcome, more)
-    title = "\n".join(line for text in said for line in textwrap.wrap(text, _CAPTION))
+    texts = (result.statement(axis), result.outcome, more)
+    title = "\n".join(line for text in texts for line in textwrap.wrap(text, _CAPTION))
     axes.set_title(title, loc="left", fontsize=9, color=_INK)
     axes.legend(loc="lower right", frameon=False, fontsize=9)
     write_figure(figure, path)
@@ -166,9 +166,9 @@ def _panels(curves: Sequence[Run], x: np.ndarray, *, x_label: str, y_label: str)
         _draw_run(axes, one, x, COLOURS[0], points_colour=_INK)  # the points must not drown in the line
         low, high = one.fit.intervals["asymptote"]
         axes.set_title(one.name, loc="left", fontsize=9, color=_INK)
-        told = f"A {one.fit.asymptote:.3f}\n[{low:.3f}, {high:.3f}]" if one.fit.rises else one.fit.trend
+        label = f"A {one.fit.asymptote:.3f}\n[{low:.3f}, {high:.3f}]" if one.fit.rises else one.fit.trend
         axes.annotate(
-            told, (0.97, 0.05), xycoords="axes fraction", ha="right",
+            label, (0.97, 0.05), xycoords="axes fraction", ha="right",
             fontsize=8, color=COLOURS[0], path_effects=[withStroke(linewidth=2.5, foreground="white")], zorder=5,
         )  # fmt: skip
         if index + columns >= len(curves):

@@ -54,9 +54,9 @@ def _event_class() -> Any:
     file = descriptor_pb2.FileDescriptorProto(name="events.proto", package="events", syntax="proto2")
     for name, fields in _MESSAGES.items():
         entry = file.message_type.add(name=name)
-        for field, told in fields.items():
-            number, kind = told.rstrip("*").split()
-            one = entry.field.add(name=field, number=int(number), label=3 if told.endswith("*") else 1)
+        for field, spec in fields.items():
+            number, kind = spec.rstrip("*").split()
+            one = entry.field.add(name=field, number=int(number), label=3 if spec.endswith("*") else 1)
             if kind in _MESSAGES:
                 one.type_name = kind
             else:

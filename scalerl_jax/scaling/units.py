@@ -39,11 +39,11 @@ def find_scale(scores: np.ndarray, scale: str) -> tuple[str, str]:
     """
     if scale == "auto":
         scale = "reward" if scores.min() < 0 else "accuracy"
-    said = {
+    remarks = {
         "reward": "rewards in [-1, 1] are read as accuracy (reward + 1) / 2",
         "percent": "percent are read as accuracy / 100",
     }
-    return scale, said.get(scale, "")
+    return scale, remarks.get(scale, "")
 
 
 def to_accuracy(scores: np.ndarray, scale: str) -> np.ndarray:

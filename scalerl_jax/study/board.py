@@ -15,7 +15,7 @@ from rich.text import Text
 from scalerl_jax.study.task import FAILED, FINISHED, RUNNING, WAITING, Task
 
 EVERY_SECONDS = 60.0  # between two lines where there is no terminal
-_LOOK_SECONDS = 1.0
+_READ_SECONDS = 1.0
 _AROUND = 6  # lines of the terminal that the table's rows do not get
 _ORDER = {RUNNING: 0, FAILED: 1, WAITING: 2, FINISHED: 3}  # what is shown where there is no room for all
 
@@ -34,9 +34,9 @@ class Board:
         self._tasks, self._parallel, self._clock = tasks, parallel, clock
         self._console = console or Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._looked = self._told = clock()
+        self._read_at = self._printed_at = clock()
         for task in tasks:
-            task.look()
+            task.read_progress()
 
     def __enter__(self) -> "Board":
         if self._live is not None:
@@ -52,12 +52,12 @@ class Board:
         self._console.print(line, markup=False)
 
     def started(self, task: Task) -> None:
-        task.look()
+        task.read_progress()
         if self._live is None:
             self.say(f"{task.name}: " + (f"goes on from step {task.step}" if task.step else "starts"))
 
     def ended(self, task: Task) -> None:
-        task.look()
+        task.read_progress()
         if task.state == FAILED:
             self.say(f"{task.name}: failed: {task.why} ({task.log})")
         elif self._live is None:
@@ -67,16 +67,16 @@ class Board:
     def show(self) -> None:
         """To be called often; looks at the files once a second."""
         now = self._clock()
-        if now - self._looked < _LOOK_SECONDS:
+        if now - self._read_at < _READ_SECONDS:
             return
-        self._looked = now
+        self._read_at = now
         for task in self._tasks:
             if task.state == RUNNING:
-                task.look()
+                task.read_progress()
         if self._live is not None:
             self._refresh()
-        elif now - self._told >= EVERY_SECONDS:
-            self._told = now
+        elif now - self._printed_at >= EVERY_SECONDS:
+            self._printed_at = now
             self.say(self.line())
 
     def line(self) -> str:
@@ -124,8 +124,8 @@ class Board:
         table = Table(box=None, padding=(0, 2, 0, 0))
         for head in ("run", "state", "step", "pass rate", "time left"):
             table.add_column(head, justify="left" if head in ("run", "state") else "right")
-        room = max(3, self._console.height - _AROUND)
-        shown = sorted(self._tasks, key=lambda task: _ORDER[task.state])[:room]
+        max_rows = max(3, self._console.height - _AROUND)
+        shown = sorted(self._tasks, key=lambda task: _ORDER[task.state])[:max_rows]
         for task in (task for task in self._tasks if task in shown):
             left = self._task_left(task) if task.state in (RUNNING, WAITING) else None
             table.add_row(

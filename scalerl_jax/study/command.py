@@ -24,7 +24,7 @@ from scalerl_jax.cli.entry import UserError
 from scalerl_jax.config import Config
 from scalerl_jax.config_check import check
 from scalerl_jax.config_io import GivenConfig
-from scalerl_jax.run.folder import take_lock
+from scalerl_jax.run.folder import acquire_lock
 from scalerl_jax.study import launching, members, running
 from scalerl_jax.study.board import Board
 from scalerl_jax.study.plan_file import PlanFile, Standing, newest_step, standing
@@ -134,12 +134,12 @@ class _Study:
         environment.setdefault(CACHE, os.path.abspath(self.path("compiled")))
         with files.naming(self.workdir):
             os.makedirs(self.workdir, exist_ok=True)
-        lock = take_lock(self.path("lock"), f"--workdir={self.workdir}: a study")
+        lock = acquire_lock(self.path("lock"), f"--workdir={self.workdir}: a study")
         try:
             self.plan.save()
             tasks = self.tasks()
             with Board(tasks, parallel=parallel) as board:
-                for line in self.starts.said:
+                for line in self.starts.notes:
                     board.say(line)
                 done = sum(task.state == FINISHED for task in tasks if task.is_run)
                 if done:
@@ -208,7 +208,7 @@ def main(given: GivenConfig) -> None:
 
 
 def run() -> None:
-    study_flags.take_launch_flags(sys.argv)
+    study_flags.move_launch_flags(sys.argv)
     entry.run_with_config_later(main)
 
 

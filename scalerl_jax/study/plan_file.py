@@ -52,15 +52,15 @@ class PlanFile:
         }))  # fmt: skip
         before = self._read()
         if before is not None:
-            said = f"--workdir={workdir}: holds another study: "
+            prefix = f"--workdir={workdir}: holds another study: "
             if before["studies"] != self._now["studies"]:
-                raise UserError(f"{said}--study={','.join(before['studies'])} there")
-            _refuse(said, before["config"], self._now["config"])
+                raise UserError(f"{prefix}--study={','.join(before['studies'])} there")
+            _refuse(prefix, before["config"], self._now["config"])
             for name, changes in self._now["runs"].items():
                 if name in before["runs"]:
-                    _refuse(f"{said}{name}: ", before["runs"][name], changes)
+                    _refuse(f"{prefix}{name}: ", before["runs"][name], changes)
                     if before["models"][name] != self._now["models"][name]:
-                        raise UserError(f"{said}{name} starts from {before['models'][name]} there")
+                        raise UserError(f"{prefix}{name} starts from {before['models'][name]} there")
             for part in ("runs", "models", "ended"):
                 self._now[part] = {**before[part], **self._now[part]}
 
@@ -91,11 +91,11 @@ class PlanFile:
         return found
 
 
-def _refuse(said: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _refuse(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     for field in {**before, **now}:
         if before.get(field) != now.get(field):
             there, here = (repr(values[field]) if field in values else "the base's" for values in (before, now))
-            raise UserError(f"{said}config.{field} is {there} there and {here} now")
+            raise UserError(f"{prefix}config.{field} is {there} there and {here} now")
 
 
 _MODEL = "model.path"

@@ -111,12 +111,12 @@ def results(study: Study, runs_folder: str, *, x: str, baseline: str = "") -> Re
         fitted = None if one.fitted is None else dataclasses.replace(one.fitted, name=name)
         return dataclasses.replace(one, name=name, all_runs=runs, fitted=fitted)
 
-    told = []
+    studies = []
     for name, given in study.members.items():
         members = {one: member(one, runs) for one, runs in given.items()}
         chosen, beside = _baseline(study, name, baseline)
-        told.append(_study(name, study, members, member(chosen, beside) if beside else None, chosen))
-    return Results(x, rows, tuple(told))
+        studies.append(_study(name, study, members, member(chosen, beside) if beside else None, chosen))
+    return Results(x, rows, tuple(studies))
 
 
 def _baseline(study: Study, name: str, asked: str) -> tuple[str, tuple[str, ...]]:

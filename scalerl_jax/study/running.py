@@ -133,7 +133,7 @@ class Running:
         """Raises signals.Interrupted where a signal has come; what ran has saved and left by then."""
         try:
             while any(task.state in (WAITING, RUNNING) for task in self.tasks):
-                signals.look()
+                signals.raise_if_interrupted()
                 self._settle()
                 self._start()
                 self.board.show()

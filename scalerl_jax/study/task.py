@@ -27,7 +27,7 @@ class Task:
     latest: tuple[int, float] | None = None  # of the last one
     _seen: tuple[int, ...] = ()  # sizes of the files when they were last read
 
-    def look(self) -> None:
+    def read_progress(self) -> None:
         """How far it has come, by the ends of its files, where they have grown."""
         paths = [os.path.join(self.folder, name) for name in ("metrics.jsonl", "evals.jsonl")]
         sizes = tuple(os.path.getsize(path) if os.path.exists(path) else 0 for path in paths)

@@ -43,7 +43,7 @@ class Starts:
 
     models: dict[str, str]  # folders
     made: dict[str, WarmStart]  # of the runs whose model is made here
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def starts(study: Study, workdir: str) -> Starts:
@@ -63,7 +63,7 @@ def starts(study: Study, workdir: str) -> Starts:
             one = _warm_start(study.base, config, differ)
             _check_can_be_made(one, given)
             models[name], made[name] = one.model(workdir), one
-    return Starts(models, made, tuple(_said(study, given, there, made)))
+    return Starts(models, made, tuple(_notes(study, given, there, made)))
 
 
 def _differences(base: Config, config: Config) -> dict[str, object]:
@@ -91,13 +91,13 @@ def _check_can_be_made(one: WarmStart, given: str) -> None:
         raise UserError(f"config.model.path={given}: no such folder, and no warm start can be made: {error}") from error
 
 
-def _said(study: Study, given: str, there: bool, made: dict[str, WarmStart]) -> list[str]:
-    said = []
+def _notes(study: Study, given: str, there: bool, made: dict[str, WarmStart]) -> list[str]:
+    notes = []
     if there:
         alike = [name for name in study.runs if name not in made]
-        said.append(f"{len(alike)} of {len(study.runs)} runs start from {given}, which is there")
+        notes.append(f"{len(alike)} of {len(study.runs)} runs start from {given}, which is there")
     for folder in dict.fromkeys(one.name for one in made.values()):
         names = [name for name, one in made.items() if one.name == folder]
         shown = ", ".join(names) if len(names) < len(study.runs) else "all"
-        said.append(f"{folder} is the start of {shown}")
-    return said
+        notes.append(f"{folder} is the start of {shown}")
+    return notes

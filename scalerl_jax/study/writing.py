@@ -70,8 +70,8 @@ def evaluations(study: Study, found: Results) -> str:
         recipes.setdefault(_recipe(study, config), run)
     for run, rows in found.rows.items():
         config = study.runs[run]
-        told = (flag.removeprefix("--") for flag in study.flags(config))
-        flags = " ".join(flag for flag in told if not flag.startswith("config.model.path="))  # a place on this machine
+        given = (flag.removeprefix("--") for flag in study.flags(config))
+        flags = " ".join(flag for flag in given if not flag.startswith("config.model.path="))  # a place on this machine
         for row in rows:
             table.writerow([
                 run, recipes[_recipe(study, config)], _task(config), " ".join(_members_of(study, run)), config.seed,
@@ -211,14 +211,14 @@ def tell(console: Console, found: Results) -> None:
 
 def sentences(one: StudyResults) -> list[str]:
     """Of one study, in order, each a line."""
-    said = [f"{line}." for line in one.left_out]
+    lines = [f"{line}." for line in one.left_out]
     if one.missing:
-        said.append(f"not evaluated yet: {', '.join(one.missing)}.")
+        lines.append(f"not evaluated yet: {', '.join(one.missing)}.")
     if one.comparison is not None:
-        said += [f"{pair.sentence}." for pair in one.comparison.pairs]
+        lines += [f"{pair.sentence}." for pair in one.comparison.pairs]
     if one.margin is not None:
-        said += [f"{line}." for line in one.margin.sentences()]
-    return said
+        lines += [f"{line}." for line in one.margin.sentences()]
+    return lines
 
 
 def cells(one: Member) -> list[str]:

@@ -28,8 +28,8 @@ def run(main: Callable[[], object]) -> NoReturn:
     try:
         main()
         code = 0
-    except SystemExit as leaving:
-        code = code_of(leaving)
+    except SystemExit as system_exit:
+        code = code_of(system_exit)
     except BaseException as error:  # noqa: BLE001  told as Python does at the end of a program
         sys.excepthook(type(error), error, error.__traceback__)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -58,11 +58,11 @@ def after(seconds: float, code: int) -> None:
     timer.start()
 
 
-def code_of(leaving: SystemExit) -> int:
+def code_of(system_exit: SystemExit) -> int:
     """As Python has it: none is 0, and what is no number is told, and is 1."""
-    if leaving.code is None or isinstance(leaving.code, int):
-        return leaving.code or 0
-    print(leaving.code, file=sys.stderr)
+    if system_exit.code is None or isinstance(system_exit.code, int):
+        return system_exit.code or 0
+    print(system_exit.code, file=sys.stderr)
     return 1
 
 

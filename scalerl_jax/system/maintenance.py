@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from scalerl_jax.system import signals
 
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -31,13 +31,13 @@ def source(where: str) -> Callable[[], str]:
 
 
 @contextlib.contextmanager
-def watched(where: str, *, every: float = LOOK_SECONDS) -> Iterator[None]:
+def watched(where: str, *, every: float = POLL_SECONDS) -> Iterator[None]:
     """In it, what is announced ends the run as SIGTERM does. "": nothing is looked at."""
     if not where:
         yield
         return
-    look, stop = source(where), threading.Event()
-    thread = threading.Thread(target=_watch, args=(look, stop, every), name="maintenance", daemon=True)
+    poll, stop = source(where), threading.Event()
+    thread = threading.Thread(target=_watch, args=(poll, stop, every), name="maintenance", daemon=True)
     thread.start()
     try:
         yield
@@ -46,15 +46,15 @@ def watched(where: str, *, every: float = LOOK_SECONDS) -> Iterator[None]:
         thread.join(2 * ANSWER_SECONDS)
 
 
-def _watch(look: Callable[[], str], stop: threading.Event, every: float) -> None:
-    told = False
+def _watch(poll: Callable[[], str], stop: threading.Event, every: float) -> None:
+    warned = False
     while not stop.is_set():
         try:
-            announced = look()
+            announced = poll()
         except FAULTS as error:
-            if not told:
+            if not warned:
                 _log.warning("maintenance is not heard of: %s", error)
-            announced, told = "", True
+            announced, warned = "", True
         if announced and not signals.requested():
             os.write(2, f"maintenance is announced: {announced}\n".encode())
             signals.request()
@@ -63,13 +63,13 @@ def _watch(look: Callable[[], str], stop: threading.Event, every: float) -> None
 
 
 def _gce() -> str:
-    event = _told("maintenance-event")
+    event = _metadata("maintenance-event")
     if event not in ("", "NONE"):
         return f"maintenance-event is {event}"
-    return "the instance is preempted" if _told("preempted") == "TRUE" else ""
+    return "the instance is preempted" if _metadata("preempted") == "TRUE" else ""
 
 
-def _told(name: str) -> str:
+def _metadata(name: str) -> str:
     return read(name, host=host_of())[:80]
 
 

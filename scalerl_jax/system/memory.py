@@ -61,10 +61,10 @@ def working_bytes(program: Any) -> int:
 
     What it gives in the place of an argument is not counted.
     """
-    told = program.memory_analysis()
-    if told is None:
+    analysis = program.memory_analysis()
+    if analysis is None:
         return 0
-    return told.temp_size_in_bytes + max(0, told.output_size_in_bytes - told.alias_size_in_bytes)
+    return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
 def gib(size: float) -> str:

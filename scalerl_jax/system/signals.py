@@ -5,7 +5,8 @@ What the first signal does is up to the mode, which begins as RAISE and may be c
     RAISE   the main thread raises Interrupted where it stands: short commands, which tidy up as they unwind
     EXIT    the process ends from another thread, after what is registered with before_exit(): start-up, when
             nothing is there to be saved, and the main thread may be inside a compilation for minutes
-    HOLD    it is only noted, and look() raises Interrupted, where the command's state is whole: training
+    HOLD    it is only noted, and raise_if_interrupted() raises Interrupted, where the command's state is whole:
+            training
 
 The second signal ends the process in every mode. Local servers and verifier workers end with their parent. The exit
 code is 128 + signal. Signals within REPEAT_SECONDS of the first are one with it: a terminal and a process manager may
@@ -52,7 +53,7 @@ class _Process:
     raised = False
     line = "interrupted"
     before_exit: tuple[Callable[[], None], ...] = ()
-    told = threading.Event()  # the watching thread has said what the first signal does
+    announced = threading.Event()  # the watching thread has said what the first signal does
 
 
 _process = _Process()
@@ -78,18 +79,18 @@ def overdue() -> bool:
     return requested() and time.monotonic() - _process.at > PATIENCE_SECONDS
 
 
-def look() -> None:
+def raise_if_interrupted() -> None:
     """Raises Interrupted where a signal has come: for places where everything is whole."""
     if requested():
         if _process.mode == HOLD:
-            _process.told.wait(REPEAT_SECONDS)  # its line comes first, however soon all is saved
+            _process.announced.wait(REPEAT_SECONDS)  # its line comes first, however soon all is saved
         _process.raised = True
         raise Interrupted(_process.number, _process.line)
 
 
 def be(mode: str) -> None:
     """What a signal does from now on; raises Interrupted where one has come already."""
-    look()
+    raise_if_interrupted()
     _process.mode = mode
 
 
@@ -123,7 +124,7 @@ def close_before_exit() -> None:
             stack.callback(close)
 
 
-def wait_if_leaving() -> None:
+def wait_if_exiting() -> None:
     """Returns unless the watching thread is ending the process, which may look like an error from elsewhere."""
     if requested() and _process.mode == EXIT:
         threading.Event().wait()
@@ -137,7 +138,7 @@ def installed() -> Iterator[None]:
         return
     ours = [n for n in SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
     _process.__dict__.clear()  # back to the class's values
-    _process.told = threading.Event()
+    _process.announced = threading.Event()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = {number: signal.signal(number, _on_signal) for number in ours}
@@ -159,7 +160,7 @@ def _on_signal(number: int, frame: types.FrameType | None) -> None:
     """In the main thread, between two of its instructions."""
     _note(number)
     if _process.mode == RAISE and not _process.raised and not _swallows(frame):
-        look()
+        raise_if_interrupted()
 
 
 def _swallows(frame: types.FrameType | None) -> bool:
@@ -181,9 +182,9 @@ def _note(number: int) -> bool:
 
 def _watch(reader: socket.socket) -> None:
     """Reads one byte for each signal, as the system's own handler wrote it; returns when the writer is closed."""
-    told = _process.told
+    announced = _process.announced
     while True:
-        reader.settimeout(_seconds_left() if told.is_set() else None)
+        reader.settimeout(_seconds_left() if announced.is_set() else None)
         try:
             data = reader.recv(64)
         except TimeoutError:
@@ -194,13 +195,13 @@ def _watch(reader: socket.socket) -> None:
             return
         for number in [n for n in data if n in SIGNALS]:
             _note(number)
-            if told.is_set() and time.monotonic() - _process.at > REPEAT_SECONDS:
+            if announced.is_set() and time.monotonic() - _process.at > REPEAT_SECONDS:
                 _leave(AT_ONCE)
-            if not told.is_set() and _process.mode == EXIT:
+            if not announced.is_set() and _process.mode == EXIT:
                 threading.Thread(target=_close_and_leave, name="signals-closing", daemon=True).start()
-            if not told.is_set() and _process.mode == HOLD:
+            if not announced.is_set() and _process.mode == HOLD:
                 _write("interrupted: what is done is saved; a second signal leaves at once")
-            told.set()
+            announced.set()
 
 
 def _seconds_left() -> float | None:

@@ -71,7 +71,7 @@ class BuiltInTraces:
         # Lines on what was left out: nothing; and on how they end.
         rendered = [one for one, part in zip(self._prompts, found) if part.environment.chat_template == "always"]
         unknown = [prompts.template().unknown_end(tokenizer) for prompts in rendered]
-        self.said = list(dict.fromkeys(filter(None, unknown)))
+        self.notes = list(dict.fromkeys(filter(None, unknown)))
         self.longest = config.sft.seq_len + 1  # tokens; no more than that
         if [environment.name for environment in self._environments] == ["arithmetic"]:
             self.longest = self._longest_chain(self._environments[0])

@@ -85,44 +85,44 @@ class Conversations:
         self._counts: Counter[str] = Counter()
 
     @property
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Lines on how the traces so far were rendered."""
-        said, counts = list(self._prompts.said), self._counts
+        notes, counts = list(self._prompts.notes), self._counts
         if counts["context"]:
-            said.append(
+            notes.append(
                 f"{counts['context']:,} of {counts['turns']:,} turns of the assistant are context only: the chat "
                 "template writes them otherwise once the chat goes on"
             )
         if counts["behind"]:
-            said.append(
+            notes.append(
                 f"{counts['behind']:,} last turns stand behind the generation prompt as they were given: the chat "
                 "template would change them"
             )
-        return said
+        return notes
 
     def answered(self, prompt: str, completion: str) -> Trace:
         """Of two texts. Raises ValueError, one line."""
         if self._config.environment.chat_template == "always":
-            said = self._without_end(completion)
-            return self.turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": said}])
+            answer = self._without_end(completion)
+            return self.turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
         row = self._prompts.render(Row(prompt))
         return Trace(row.token_ids.tolist(), [Piece(continued(row.text, completion, self._end))])
 
     def turns(self, messages: Messages) -> Trace:
         """Of a chat; what comes after the last turn that is trained on is left out. Raises ValueError, one line."""
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
-        said = [at for at in answers if _trained(messages[at])]
-        if not said:
+        trained = [at for at in answers if _trained(messages[at])]
+        if not trained:
             raise ValueError(
                 "each answer of the assistant has weight 0"
                 if answers
                 else "none of the messages is an answer of the assistant"
             )
-        if not _text(messages[said[-1]], self._end).strip():
+        if not _text(messages[trained[-1]], self._end).strip():
             raise ValueError("the assistant's last message is empty")
         # The prompt of the last turn has the system prompt and the suffix where a prompt of RL has them.
-        before = self._prompts.complete(messages[: said[-1]])
-        chat = [*before, messages[said[-1]]]
+        before = self._prompts.complete(messages[: trained[-1]])
+        chat = [*before, messages[trained[-1]]]
         template, begin = self._prompts.template(), self._prompts.ask(before)
         if template.marks_turns:
             whole, spans = template.render_turns(chat)
@@ -197,10 +197,10 @@ class Conversations:
 
     def _as_given(self, message: Mapping[str, Any], written: str) -> bool:
         """Whether a turn's part of the chat's text has the thinking that the message has, and its answer."""
-        said = _text(message, self._end)
-        if self._end not in said:
-            return said.strip() in written
-        thinking, answer = split_thinking(said, self._end)
+        text = _text(message, self._end)
+        if self._end not in text:
+            return text.strip() in written
+        thinking, answer = split_thinking(text, self._end)
         return self._end in written and thinking in written and (answer or "") in written
 
 

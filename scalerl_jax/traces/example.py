@@ -32,8 +32,8 @@ def join(
     for ids, learnt in zip(pieces, trained, strict=True):
         tokens += ids
         stops = [at for at, token in enumerate(ids) if token in tokenizer.stop_ids]
-        said = stops[-1] + 1 if stops else len(ids)
-        mask += [learnt] * said + [False] * (len(ids) - said)
+        kept = stops[-1] + 1 if stops else len(ids)
+        mask += [learnt] * kept + [False] * (len(ids) - kept)
     while mask[-1:] == [False] and True in mask:
         tokens.pop()
         mask.pop()
@@ -46,15 +46,15 @@ def join(
 def fill(items: Iterator[Item], positions: Callable[[Item], int], *, rows: int, length: int) -> list[Item]:
     """Takes from the stream what fills `rows` rows of `length` positions, and no more than packing puts there."""
     taken: list[Item] = []
-    row, room = 1, length
+    row, free = 1, length
     for item in items:
         size = positions(item)
         assert 0 < size <= length
-        if size > room:
-            row, room = row + 1, length
+        if size > free:
+            row, free = row + 1, length
             if row > rows:
                 break
-        room -= size
+        free -= size
         taken.append(item)
     # Taken row by row; packing places the longest first, which now and then needs one row more.
     while max(row for row, _ in first_fit([positions(item) for item in taken], length=length)) >= rows:

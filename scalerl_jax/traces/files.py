@@ -45,7 +45,7 @@ ASKING = ("chat_template", "template_arguments", "system_prompt", "prompt_suffix
 _FORM = 3  # of the folder: one more where other tokens or another split come of the same files
 _STREAM = 3  # of random numbers, as built_in.py's
 _AT_ONCE = 256  # traces that are tokenized together
-_SAID_EVERY = 5.0  # seconds
+_PROGRESS_SECONDS = 5.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Given:
         """Of the whole and of its prompt."""
         if not self.messages:
             return _hash([self.prompt, self.completion]), _prompt_hash(self.prompt)
-        said = [[message["role"], message["content"]] for message in self.messages]
-        asked = next((content for role, content in said if role == "user"), said[0][1])
-        return _hash(said), _prompt_hash(asked)
+        turns = [[message["role"], message["content"]] for message in self.messages]
+        asked = next((content for role, content in turns if role == "user"), turns[0][1])
+        return _hash(turns), _prompt_hash(asked)
 
 
 def _hash(value: Any) -> int:
@@ -172,12 +172,12 @@ class FileTraces:
     ):
         part, config = asking(config)
         self._config = config
-        self.said: list[str] = []  # lines on what was left out and how traces are rendered
+        self.notes: list[str] = []  # lines on what was left out and how traces are rendered
         try:
             self._open(config, tokenizer, path, begun, say)
         except ValueError as error:
             raise ValueError(parts.as_written(part, str(error))) from error
-        self.said = [parts.as_written(part, line) for line in self.said]
+        self.notes = [parts.as_written(part, line) for line in self.notes]
 
     def _open(self, config: Config, tokenizer: Tokenizer, path: str, begun: bool, say: Callable[[str], None]) -> None:
         asked, stamps = _asked(config, tokenizer), _stamps(config)
@@ -185,14 +185,14 @@ class FileTraces:
         old = read_object(described) if os.path.isfile(described) else {}
         if old.get("asked") != asked or (old.get("files") != stamps and not begun):
             with files.whole_folder(path, replace=True) as folder:
-                said = _Writer(config, tokenizer, folder, say).write()
-                old = {"asked": asked, "files": stamps, "said": said}
+                notes = _Writer(config, tokenizer, folder, say).write()
+                old = {"asked": asked, "files": stamps, "said": notes}
                 files.write_whole(os.path.join(folder, "traces.json"), json.dumps(old))
         elif old["files"] != stamps:
-            self.said.append(
+            self.notes.append(
                 f"config.sft.traces={config.sft.traces}: has changed; goes on with the traces it began with"
             )
-        self.said += old["said"]
+        self.notes += old["said"]
         with np.load(os.path.join(path, "table.npz")) as table:
             self._lengths, self._train, self._held_out = (table[name] for name in ("lengths", "train", "evaluation"))
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
@@ -301,13 +301,13 @@ class _Writer:
             for some in _batched(self._traces(), _AT_ONCE):
                 for given, example in zip(some, self._tokenized([trace for _, trace in some]), strict=True):
                     self._add(given[0], example, file)
-                if time.monotonic() - last > _SAID_EVERY:
+                if time.monotonic() - last > _PROGRESS_SECONDS:
                     last = time.monotonic()
                     self._say(f"warm start: {len(self._lengths):,} traces tokenized, {self._tokens:,} tokens")
         train, evaluated = self._split()
         lengths = np.asarray(self._lengths, np.int32)
         np.savez(os.path.join(self._folder, "table.npz"), lengths=lengths, train=train, evaluation=evaluated)
-        return self._said(len(train), len(evaluated))
+        return self._notes(len(train), len(evaluated))
 
     def _traces(self) -> Iterator[tuple[Given, Trace]]:
         for given in rows(self._config, self._malformed):
@@ -331,10 +331,10 @@ class _Writer:
         size = len(example.tokens)
         if size > self._most:
             limit = f"config.sft.max_tokens={self._most}" if self._config.sft.max_tokens else "config.sft.seq_len"
-            told = f"{given.name}: has {size} tokens, a row holds {self._most} ({limit})"
+            message = f"{given.name}: has {size} tokens, a row holds {self._most} ({limit})"
             if self._config.sft.long_traces == "refuse":
-                raise ValueError(f"{told}; config.sft.long_traces=drop leaves such traces out")
-            self._long, self._first_long = self._long + 1, self._first_long or told
+                raise ValueError(f"{message}; config.sft.long_traces=drop leaves such traces out")
+            self._long, self._first_long = self._long + 1, self._first_long or message
             return
         if not example.trained[1:].any():
             self._malformed.skip(given.name, "has nothing to learn: its completion has no tokens")
@@ -362,16 +362,16 @@ class _Writer:
             )
         return train, evaluated
 
-    def _said(self, train: int, evaluated: int) -> list[str]:
-        said = [*self._malformed.said(), *self._conversations.said]
+    def _notes(self, train: int, evaluated: int) -> list[str]:
+        notes = [*self._malformed.notes(), *self._conversations.notes]
         if self._long:
-            said.append(f"{self._long:,} traces are too long and are left out, as {self._first_long}")
+            notes.append(f"{self._long:,} traces are too long and are left out, as {self._first_long}")
         line = f"{train:,} traces, {self._tokens:,} tokens"
         if evaluated:
             line += f"; {evaluated:,} are held out"
             if more := len(self._lengths) - train - evaluated:
                 line += f", and {more:,} with the same prompts left out"
-        return [*said, line]
+        return [*notes, line]
 
 
 def _batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -32,7 +32,7 @@ def test_deltas_are_exact(device, sizes):
     before: dict[str, np.ndarray] | None = None
     sparse = dense = changed = 0
     for step in range(UPDATES + 1):
-        version, now = copies.take(trainer.state["params"], step), host_bits(trainer)
+        version, now = copies.snapshot(trainer.state["params"], step), host_bits(trainer)
         for name, tensor in version.tensors().items():
             np.testing.assert_array_equal(tensor.view(np.uint16), now[name], err_msg=name)
         delta = version.delta()

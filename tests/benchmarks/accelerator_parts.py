@@ -178,7 +178,7 @@ def weights(work: Work) -> dict[str, Any]:
     """A version after an update: found on the device, encoded on the host; and all of it as one dense version."""
     trainer, segments = make_trainer(work, remat="block"), make_segments(work)
     copies = WeightSnapshots(work.decoder, trainer.mesh, share=1 / 16)
-    first = copies.take(trainer.state["params"], 0)
+    first = copies.snapshot(trainer.state["params"], 0)
     first.delta()
     began = time.perf_counter()
     dense = sum(tensor.nbytes for tensor in first.tensors().values())
@@ -187,7 +187,7 @@ def weights(work: Work) -> dict[str, Any]:
         trained(trainer, segments)
         jax.block_until_ready(trainer.state)
         began = time.perf_counter()
-        version = copies.take(trainer.state["params"], step)
+        version = copies.snapshot(trainer.state["params"], step)
         jax.block_until_ready(version._found)
         found["compare_seconds"] = time.perf_counter() - began
         delta = version.delta()

@@ -15,7 +15,7 @@ import numpy as np
 from absl import app, flags
 
 from scalerl_jax.scaling import fit_sigmoid
-from scalerl_jax.scaling.half_time import half_time_forecast
+from scalerl_jax.scaling.backtest import forecast_at_half
 from tests.scaling.simulated import GAINS
 
 FLAGS = flags.FLAGS
@@ -61,7 +61,7 @@ def main(_) -> None:
                     score = 0.3 + 0.5 * np.append(0.0, gain(place[1:], share))
                     trials = np.full(len(score), FLAGS.samples)
                     passes = rng.binomial(trials, score)
-                    found = half_time_forecast(place, passes / trials, (passes, trials))
+                    found = forecast_at_half(place, passes / trials, (passes, trials))
                     whole = fit_sigmoid(place, passes / trials, counts=(passes, trials))
                     held.append(found.within / found.later)
                     errors.append(abs(found.error))

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 from absl import app, flags
 
-from scalerl_jax.report.score import half_time
+from scalerl_jax.report.score import backtest
 from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT
 
@@ -81,7 +81,7 @@ def main(_) -> None:
                 run(workdir, seed, machine == "busy")
             rows = list(read_rows(os.path.join(workdir, "evals.jsonl")))
             for axis in _AXES.value:
-                found, why = half_time(rows, axis)
+                found, why = backtest(rows, axis)
                 if found is None:
                     raise ValueError(f"{workdir}: {why}")
                 errors[axis].append(found.error)

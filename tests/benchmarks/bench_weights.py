@@ -110,7 +110,7 @@ class Weights:
 
     def version(self):
         self.step += 1
-        return self._copies.take(self.params, self.step)
+        return self._copies.snapshot(self.params, self.step)
 
 
 # -------------------------------------------------------------------------------------------------------- encode

@@ -54,7 +54,7 @@ def test_what_parts_of_a_row_say_is_explained() -> None:
         ("tokens", "loss", "gradient_norm", "micro_batches", "row_use", "entropy", "mismatch", "kl", "ratio",
          "ratio_squared", "clipped", "masked", "max_mismatch", "max_ratio", "reference_kl"), 1.0
     )  # fmt: skip
-    for part in (per_token(sums), WaitTimes().take(), {"pushes": SyncStats().take()}):
+    for part in (per_token(sums), WaitTimes().drain(), {"pushes": SyncStats().drain()}):
         assert part and unexplained(part, *METRICS.values()) == []
     assert unexplained(ledger_file.nothing_spent(), LEDGER_FILE) == []
 

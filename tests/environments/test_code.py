@@ -219,7 +219,7 @@ class TestRows:
         rows = [{"prompt": "a", "tests": "nonsense"}, {"prompt": "b", "tests": TESTS}]
         read, environment = self.read(tmp_path, *rows, max_malformed_rows=1)
         assert [row.text for row in read] == ["b"]
-        assert environment.said()[0].startswith("malformed rows left out: 1: ")
+        assert environment.notes()[0].startswith("malformed rows left out: 1: ")
 
     def test_a_test_that_wants_more_than_may_be_printed(self, tmp_path):
         tests = [{"input": "", "output": "x" * 70_000}]

@@ -58,7 +58,7 @@ def test_a_prompt_over_the_limit_is_refused_or_left_out(tokenizer):
         assert split and max(len(row.token_ids) for row in split) <= 10
         assert [row.index for row in split] == list(range(len(split)))
     left_out = config.environment.train_prompts + config.evaluation.prompts - len(rows.train) - len(rows.held_out)
-    (line,) = [line for line in rows.said if "longer" in line]
+    (line,) = [line for line in rows.notes if "longer" in line]
     told = f"prompts left out since they are longer than config.rollout.max_prompt_tokens=10: {left_out:,}, as problem "
     assert line.startswith(told)
 
@@ -123,7 +123,7 @@ def test_a_bad_row_is_named(tokenizer, tmp_path, row, message):
     config.environment.max_malformed_rows = 1
     rows = load_rows(config, tokenizer)
     assert [row.text for row in rows.train] == ["one?"]
-    assert re.search("^malformed rows left out: 1: .*" + message, rows.said[0])
+    assert re.search("^malformed rows left out: 1: .*" + message, rows.notes[0])
 
 
 def test_malformed_rows_are_skipped_up_to_the_limit(tokenizer, tmp_path):
@@ -132,8 +132,8 @@ def test_malformed_rows_are_skipped_up_to_the_limit(tokenizer, tmp_path):
     config.environment.max_malformed_rows = len(MALFORMED) + 1
     rows = load_rows(config, tokenizer)
     assert [row.text for row in rows.train] == ["one?"] and [row.text for row in rows.held_out] == ["two?"]
-    assert rows.said[0].startswith(f"malformed rows left out: {len(MALFORMED) + 1}: ")
-    assert "validation.jsonl row 2: is not JSON" in rows.said[0] and rows.said[0].endswith("; ...")
+    assert rows.notes[0].startswith(f"malformed rows left out: {len(MALFORMED) + 1}: ")
+    assert "validation.jsonl row 2: is not JSON" in rows.notes[0] and rows.notes[0].endswith("; ...")
     config.environment.max_malformed_rows -= 1
     with pytest.raises(
         ValueError, match=r"^config\.environment\.max_malformed_rows=16: there are more malformed rows: .*"
@@ -153,7 +153,7 @@ def test_a_repeated_prompt_is_kept_once_and_counted(tokenizer, tmp_path):
     assert [(row.text, row.answer) for row in rows.train] == [("one?", "1"), ("three?", "3")]
     assert [row.text for row in rows.held_out] == ["two?"]
     here = config.environment.train
-    assert rows.said == [
+    assert rows.notes == [
         f"rows left out since they repeat a prompt: 3, as {config.environment.validation} row 2 that of "
         f"{config.environment.validation} row 1",
         f"of them with another answer than the row that is kept: 1, as {here} row 4 (7) and {here} row 1 (1)",
@@ -170,7 +170,7 @@ def test_a_training_prompt_that_is_held_out_is_left_out(tokenizer, tmp_path):
     config.evaluation.prompts = 1  # those that are not asked this time are no training prompts either
     rows = load_rows(config, tokenizer)
     assert [row.text for row in rows.train] == ["0?", "1?", "3?", "5?"] and len(rows.held_out) == 1
-    (line,) = [line for line in rows.said if "prompt is held out" in line]
+    (line,) = [line for line in rows.notes if "prompt is held out" in line]
     assert line == (
         f"training rows left out since their prompt is held out: 2, as {config.environment.train} row 3 that of "
         f"{config.environment.validation} row 1"
@@ -223,7 +223,7 @@ def test_without_rows_for_validation_the_lowest_are_taken_out_of_the_training_ro
     assert [row.text for row in rows.held_out] == by_hash[:50]
     assert [row.text for row in rows.train] == [text for text in texts if text not in by_hash[:50]]
     assert [row.index for row in rows.train] == list(range(150)) and rows.strata == [Stratum("", 1.0, range(150))]
-    assert rows.said == ["150 training prompts, 50 held out of the same rows"]
+    assert rows.notes == ["150 training prompts, 50 held out of the same rows"]
     config.evaluation.prompts = 200
     with pytest.raises(
         ValueError, match=r"^config\.evaluation\.prompts=200: there are 200 prompts in all, and none is"
@@ -255,7 +255,7 @@ def test_what_is_evaluated_on_is_never_filtered(tokenizer, tmp_path):
 def test_long_answers_that_differ_are_cut_in_what_is_said(tokenizer, tmp_path):
     train = [{"prompt": "1?", "answer": "a\n" * 500}, {"prompt": "1?", "answer": "b" * 81}]
     rows = load_rows(file_config(tmp_path, train, [{"prompt": "2?", "answer": "2"}]), tokenizer)
-    (line,) = [line for line in rows.said if "another answer" in line]
+    (line,) = [line for line in rows.notes if "another answer" in line]
     assert f"row 2 ({'b' * 77}...)" in line and f"row 1 ({'a ' * 38}a...)" in line
 
 
@@ -314,7 +314,7 @@ def test_a_mixture_has_its_environments_one_behind_the_other(tokenizer, tmp_path
     assert [*a.rows, *b.rows] == list(range(7, 14))
     for stratum in (a, b):
         assert {f"words:{rows.train[n].source}" for n in stratum.rows} == {stratum.name}
-    assert rows.said == [
+    assert rows.notes == [
         "sums: 7 training prompts, 2 held out",
         f"words: rows left out since they repeat a prompt: 1, as {tmp_path}/b.jsonl row 6 that of "
         f"{tmp_path}/a.jsonl row 4",
@@ -414,7 +414,7 @@ def test_an_environment_is_a_file(tokenizer):
     assert [(row.index, row.text, row.answer) for row in rows.train] == [(0, "train 0?", "0"), (1, "train 2?", "2")]
     assert len(rows.held_out) == 2
     assert tokenizer.decode(rows.train[0].token_ids.tolist()) == "train 0?" and rows.train[1].extra == {"bonus": 0.5}
-    assert rows.said[0] == f"rows left out by config.environment.filter: 1, as {odd.__file__}:Odd train row 2"
+    assert rows.notes[0] == f"rows left out by config.environment.filter: 1, as {odd.__file__}:Odd train row 2"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_system_message_that_is_there_is_replaced_and_that_is_said(folders):
     own = ({"role": "system", "content": "Be long."}, *CHAT)
     prompts = Prompts(config_of(system_prompt="Be brief."), folders["qwen3"])
     assert "long" not in prompts.render(row_of(messages=own)).text
-    assert "config.environment.system_prompt replaces the system message of 1 prompts" in prompts.said
+    assert "config.environment.system_prompt replaces the system message of 1 prompts" in prompts.notes
     assert "Be long." in rendered(folders["qwen3"], row_of(messages=own)).text
 
 
@@ -145,7 +145,7 @@ def test_a_prompt_that_opens_thinking_is_said(folders):
     for budget, more in ((100, ""), (0, "; without a thinking budget it is part of config.rollout.answer_budget")):
         prompts = Prompts(config_of(budget=budget), folders["deepseek_r1"])
         assert prompts.render(row_of(chat=True)).text.endswith("<｜Assistant｜><think>\n")
-        assert f"1 prompts open thinking, which their completions end{more}" in prompts.said
+        assert f"1 prompts open thinking, which their completions end{more}" in prompts.notes
 
 
 # ---- What is said --------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def said_of(tokenizer, *rows, **fields):
     prompts = Prompts(config_of(**fields), tokenizer)
     for row in rows:
         prompts.render(row)
-    return prompts.said
+    return prompts.notes
 
 
 def test_how_prompts_are_rendered_is_said(folders):

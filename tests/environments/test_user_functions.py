@@ -59,7 +59,7 @@ def test_what_is_no_score(value, said):
 
 
 def of(function, *, seconds=60.0):
-    return UserFunction(function, said="FLAG=f.py:f", name="f", seconds=seconds, correct_at=1.0)
+    return UserFunction(function, setting="FLAG=f.py:f", name="f", seconds=seconds, correct_at=1.0)
 
 
 def test_a_bad_value_names_the_function():

@@ -49,7 +49,7 @@ def test_all_hosts_together_pack_the_batch(
             assert {frame.kind for frame in before} <= {MORE} and last.kind == "differentiate"
             for frame in before:
                 received.add(frame)
-            here, here_beside = received.take(last)
+            here, here_beside = received.finish(last)
             assert [i for i, one in enumerate([*here, *here_beside]) if isinstance(one, Segment)] == sorted(wanted)
             assert [positions_of(one) for one in here] == [positions_of(one) for one in segments]
             packed, same_places = pack(here, beside=here_beside, **layout)

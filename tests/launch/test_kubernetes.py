@@ -22,7 +22,7 @@ from launch.settings import Settings
 from scalerl_jax.config_io import load_file, parse_argv, read_argv
 from scalerl_jax.environments import sandbox_command
 from scalerl_jax.hosts import rank
-from scalerl_jax.rollouts.servers.calls import room
+from scalerl_jax.rollouts.servers.calls import free_capacity
 from tests.launch.launched import LAUNCHES, by_kind, documents, flags_of, launch
 from tests.launch.manifests import faults
 from tests.support.paths import ROOT
@@ -407,7 +407,7 @@ def test_generators_come_where_they_are_the_slower_side_and_go_where_they_wait(p
     config = load_file(str(path))
     fleet, group = config.fleet, config.rollout.group_size
     # What the trainer asks of one server at most: all slots are taken, whatever waits behind them.
-    held, _ = room(
+    held, _ = free_capacity(
         slots=fleet.slots, queue=fleet.queue, in_flight=0, finishes=[], typical_seconds=0, now=0, allowance=None,
         group_size=group,
     )  # fmt: skip

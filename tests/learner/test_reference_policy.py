@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalerl_jax.learner import booking
+from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.packing import Segment, plain
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import Precision, forward, token_logprobs
@@ -113,10 +113,10 @@ def test_the_policy_that_it_began_with_has_no_kl_to_itself() -> None:
 def test_it_is_booked_and_nothing_is_compiled_later() -> None:
     policy, given = params_of(DECODER), segments()
     with_one = started(policy, reference=policy, reference_kl=KL)
-    booking.book(with_one, longest=LENGTH)
+    memory_estimate.check_memory(with_one, longest=LENGTH)
     without = started(policy)
     without.compile()
-    more = booking.needs_of(with_one).device - booking.needs_of(without).device
+    more = memory_estimate.needs_of(with_one).device - memory_estimate.needs_of(without).device
     assert more >= sum(leaf.nbytes for leaf in jax.tree.leaves(policy))
     compiled = with_one._score_reference
     update(with_one, given)

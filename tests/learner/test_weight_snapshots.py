@@ -86,7 +86,7 @@ def test_what_changed_is_what_numpy_finds(results, mesh: str) -> None:
 def test_each_element_comes_to_the_host_once(monkeypatch) -> None:
     """A stack of layers that was brought whole for each of its tensors would be as many times as much."""
     mesh = make_mesh(fsdp=1, devices=jax.devices()[:1])
-    version = WeightSnapshots(DECODER, mesh, share=1 / 16).take(init_params(DECODER, jax.random.key(0), mesh), 0)
+    version = WeightSnapshots(DECODER, mesh, share=1 / 16).snapshot(init_params(DECODER, jax.random.key(0), mesh), 0)
     brought, asarray = [], np.asarray
 
     def look(array, *arguments, **settings):

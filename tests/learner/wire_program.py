@@ -67,7 +67,9 @@ def main(out: str) -> None:
     for mesh_name, axes in MESHES.items():
         mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
         copies, shardings = WeightSnapshots(DECODER, mesh, share=SHARE), param_shardings(DECODER, mesh)
-        taken = [copies.take(jax.device_put(tree, shardings), step) for step, tree in enumerate(versions(), start=7)]
+        taken = [
+            copies.snapshot(jax.device_put(tree, shardings), step) for step, tree in enumerate(versions(), start=7)
+        ]
         for version in taken:
             key = f"{mesh_name}/{version.step}"
             for name, tensor in version.tensors().items():

@@ -90,7 +90,7 @@ def main(model: str, out: str) -> None:
     for step in range(UPDATES + 1):
         if step and step % EMPTY:
             update(trainer, make_segments(LENGTHS, vocabulary=config.vocab_size, seed=step))
-        version = copies.take(trainer.state["params"], step)
+        version = copies.snapshot(trainer.state["params"], step)
         whole = jax.device_get(trainer.sync_weights())
         record(arrays, version.delta(), {name: whole[name] for name in hf_tensors(config)})
     np.savez(out, **arrays)

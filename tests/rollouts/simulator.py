@@ -131,7 +131,7 @@ class Simulation:
             for server in self.servers:
                 server.met = server.met or (server.alive and server.step == self.buffer.trained)
         if self.training is None and self.buffer.trained < self.pacing.batches:
-            groups = self.buffer.take(self.buffer.trained)
+            groups = self.buffer.pop_batch(self.buffer.trained)
             lied = groups is not None and self.random.random() < self.faults.lie and self.take_back(groups)
             if groups is not None and not lied:
                 self.training = self.buffer.trained
@@ -147,7 +147,7 @@ class Simulation:
         of_it = sum(
             by == process for g in groups if numbers is None or g.number in numbers for by in g.servers.values()
         )
-        back = self.buffer.take_back(process, numbers)
+        back = self.buffer.retract(process, numbers)
         self.taken_back += back
         assert back >= of_it and (numbers is None or back == of_it)
         for server in self.servers:
@@ -194,7 +194,7 @@ class Simulation:
             request = self.buffer.request(
                 Process(server.name, str(server.epoch)),
                 step=server.step,
-                room=room,
+                capacity=room,
                 split=False,
                 alone=len(live) == 1,
                 now=self.now,
@@ -203,7 +203,8 @@ class Simulation:
                 ready.remove(server)
                 continue
             if self.random.random() < self.faults.refuse:
-                self.buffer.returned(request, failed=False)
+                request.failed = False
+                self.buffer.returned(request)
                 ready.remove(server)
                 self.at(0.1, lambda: None)
                 continue
@@ -253,7 +254,7 @@ class Simulation:
         requests = {id(lane.request): lane.request for lane in (*server.lanes, *server.queue)}
         server.lanes, server.queue = [], []
         for request in requests.values():
-            self.buffer.returned(request, failed=True)
+            self.buffer.returned(request)
 
     def timed_out(self, server: Server) -> None:
         self.gone(server)

@@ -23,19 +23,20 @@ class Server:
     def load(self) -> float:
         return float(len(self.requests))
 
-    def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
+    def capacity(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
         return (0 if self.requests else group_size), False
 
-    def ask(self, buffer, request) -> None:
+    def ask(self, request) -> None:
         self.asked.append(request.group.number)
         self.requests.append(request)
 
     def fail(self, buffer) -> None:
-        buffer.returned(self.requests.pop(), failed=True)
+        buffer.returned(self.requests.pop())
 
 
 def run(buffer, *servers: Server, now: float = NOW) -> None:
-    dispatch(servers, lambda server: buffer, typical_seconds=1.0, now=now)
+    for server, request in dispatch(servers, lambda server: buffer, typical_seconds=1.0, now=now):
+        server.ask(request)
 
 
 def failed_once(buffer, server: Server) -> int:

@@ -23,7 +23,7 @@ def make(batches: int = 3) -> GroupBuffer:
 
 
 def ask(buffer: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False) -> RolloutRequest | None:
-    return buffer.request(Process(server, "1"), step=0, room=room, split=True, alone=alone, now=0.0)
+    return buffer.request(Process(server, "1"), step=0, capacity=room, split=True, alone=alone, now=0.0)
 
 
 def deliver(buffer: GroupBuffer, request: RolloutRequest, *, scored: bool = True) -> list[Completion]:
@@ -47,22 +47,22 @@ def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
         deliver(buffer, ask(buffer, server))
     open_ones = ask(buffer, "a:1", room=1)
     deliver(buffer, open_ones, scored=False)
-    first = buffer.take(0)
+    first = buffer.pop_batch(0)
     assert [group.number for group in first] == [0, 1]
     assert finished(first[0]).servers == (A, A)
 
-    assert buffer.take_back(A) == 3
-    assert buffer.take(0) is None and [group.number for group in buffer.missing(0)] == [0]
+    assert buffer.retract(A) == 3
+    assert buffer.pop_batch(0) is None and [group.number for group in buffer.missing(0)] == [0]
     assert sorted(buffer.ready) == [1, 2] and list(buffer.in_flight) == [0, 3]
     again = ask(buffer, "b:2")
     assert (again.group.number, again.left) == (0, {0, 1})  # the same names
     assert ask(buffer, "a:1").group.number != 0
     deliver(buffer, again)
-    second = buffer.take(0)
+    second = buffer.pop_batch(0)
     assert [group.number for group in second] == [0, 1]
     assert {by for group in second for by in finished(group).servers} == {B}
     buffer.trained_to(1)
-    assert buffer.take_back(B) == 2  # of group 2: what has been trained stays
+    assert buffer.retract(B) == 2  # of group 2: what has been trained stays
     assert [group.number for group in second if len(group.completions) == SIZE] == [0, 1]
 
 
@@ -70,8 +70,8 @@ def test_only_some_groups_are_taken_back():
     buffer = make()
     for _ in range(2):
         deliver(buffer, ask(buffer, "a:1"))
-    buffer.take(0)
-    assert buffer.take_back(A, {1}) == SIZE
+    buffer.pop_batch(0)
+    assert buffer.retract(A, {1}) == SIZE
     assert sorted(buffer.ready) == [0] and list(buffer.in_flight) == [1]
     # Somebody else first; where there is nobody else, the same one again.
     assert ask(buffer, "a:1").group.number == 2
@@ -82,8 +82,8 @@ def test_nothing_taken_back_changes_nothing():
     buffer = make()
     for _ in range(2):
         deliver(buffer, ask(buffer, "a:1"))
-    buffer.take(0)
-    assert buffer.take_back(B) == 0
+    buffer.pop_batch(0)
+    assert buffer.retract(B) == 0
     assert not buffer.in_flight and not buffer.ready
     buffer.trained_to(1)
 
@@ -92,7 +92,7 @@ def test_a_score_of_what_was_taken_back_changes_nothing():
     buffer = make()
     request = ask(buffer, "a:1")
     (old, _) = deliver(buffer, request, scored=False)
-    assert buffer.take_back(A) == 2
+    assert buffer.retract(A) == 2
     new, other = deliver(buffer, ask(buffer, "b:2"), scored=False)
     assert not buffer.scored(request.group, old, WRONG, now=1.0)
     assert not request.group.scores
@@ -134,7 +134,7 @@ def test_what_was_trained_cannot_be_trained_again():
     buffer = make()
     for _ in range(2):
         deliver(buffer, ask(buffer, "a:1"))
-    buffer.take(0)
+    buffer.pop_batch(0)
     with pytest.raises(AssertionError):
         buffer.trained_to(2)
 
@@ -147,10 +147,10 @@ def test_a_phase_whose_prompts_run_out_ends_with_the_last_batch_that_is_whole():
 
     buffer = GroupBuffer(pacing=Phased(k=2, groups=2, batches=4), open_group=open_group, group_size=SIZE, trained=0)
     requests = [ask(buffer, "a:1") for _ in range(3)]
-    assert ask(buffer, "a:1") is None and buffer.take(0) is None  # the phase's last groups are in flight
+    assert ask(buffer, "a:1") is None and buffer.pop_batch(0) is None  # the phase's last groups are in flight
     for request in requests:
         deliver(buffer, request)
-    assert [group.number for group in buffer.take(0)] == [0, 1]
+    assert [group.number for group in buffer.pop_batch(0)] == [0, 1]
     buffer.trained_to(1)
     with pytest.raises(ValueError, match="no prompt is left"):
-        buffer.take(1)
+        buffer.pop_batch(1)

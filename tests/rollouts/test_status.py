@@ -20,7 +20,7 @@ def buffer() -> GroupBuffer:
 
 
 def request(buffer: GroupBuffer, server: str, room: int):
-    return buffer.request(Process(server, ""), step=0, room=room, split=True, alone=True, now=0.0)
+    return buffer.request(Process(server, ""), step=0, capacity=room, split=True, alone=True, now=0.0)
 
 
 def completion(group_id: str, index: int) -> Completion:
@@ -44,6 +44,6 @@ def test_who_has_the_oldest_missing_group():
     groups.scored(zero, made[0], RIGHT, now=1.0)
     groups.scored(zero, made[1], WRONG, now=1.0)
     assert waits_for(WAITS, groups) == ["c:3"]
-    groups.returned(later, failed=True)
+    groups.returned(later)
     assert waits_for(WAITS, groups) == ["a free server"]
     assert waits_for(BatchWait(batch=1, since=0.0), groups) == ["a free server"]

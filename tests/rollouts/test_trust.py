@@ -194,7 +194,7 @@ def nobody(server: str, status: pb.StatusReply) -> None:
 def test_a_first_look_says_who_can_never_be_used(servers, files, soon_sure, changes, told):
     addresses, shows = [server.address for server in servers], credentials.read(shown(files, **changes))
     with pytest.raises(FleetError) as error:
-        candidates.look(addresses, shows, anybody, seconds=SECONDS)
+        candidates.check_servers(addresses, shows, anybody, seconds=SECONDS)
     message = str(error.value)
     assert message.startswith(f"rollout server {addresses[0]}: ") and told in message and "\n" not in message
     assert message.endswith("; nor can the other one be used")
@@ -204,15 +204,15 @@ def test_a_first_look_says_who_can_never_be_used(servers, files, soon_sure, chan
 def test_a_first_look_leaves_alone_what_may_come(servers, files, tmp_path_factory, away, soon_sure):
     shows, refused = credentials.read(shown(files)), credentials.read(shown(files, token_file="other_token"))
     here = servers[0].address
-    candidates.look([here], shows, anybody, seconds=SECONDS)
+    candidates.check_servers([here], shows, anybody, seconds=SECONDS)
     with pytest.raises(FleetError, match=f"^server {here}: replay is not ours$"):
-        candidates.look([here], shows, nobody, seconds=SECONDS)
-    candidates.look([here, away], refused, anybody, seconds=SECONDS)  # one may be there soon
+        candidates.check_servers([here], shows, nobody, seconds=SECONDS)
+    candidates.check_servers([here, away], refused, anybody, seconds=SECONDS)  # one may be there soon
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        candidates.look([here, f"127.0.0.1:{silent.getsockname()[1]}"], refused, anybody, seconds=0.5)
+        candidates.check_servers([here, f"127.0.0.1:{silent.getsockname()[1]}"], refused, anybody, seconds=0.5)
     stranger = ReplayServer(str(tmp_path_factory.mktemp("stranger")), "server").wait()
     try:
-        candidates.look([here, stranger.address], credentials.read(FleetConfig()), anybody, seconds=SECONDS)
+        candidates.check_servers([here, stranger.address], credentials.read(FleetConfig()), anybody, seconds=SECONDS)
     finally:
         stranger.close()
 

@@ -7,14 +7,14 @@ import pytest
 from scalerl_jax import config_check
 from scalerl_jax.config import Config, EnvironmentConfig
 from scalerl_jax.config_check import ConfigError
-from scalerl_jax.run.continuing import BOUND, FIELDS, FREE, GROUPS, SAID, WARM, changes, kind_of, refused
+from scalerl_jax.run.continuing import BOUND, FIELDS, FREE, GROUPS, NOTED, WARM, changes, kind_of, refused
 
 LEAVES = config_check.leaves(Config())
 
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_every_field_is_in_a_class(name):
-    assert kind_of(name) in (FREE, SAID, BOUND, WARM), f"config.{name}: say in continuing.py whether it may change"
+    assert kind_of(name) in (FREE, NOTED, BOUND, WARM), f"config.{name}: say in continuing.py whether it may change"
 
 
 def test_nothing_is_listed_that_is_no_field():

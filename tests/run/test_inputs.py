@@ -11,7 +11,7 @@ from scalerl_jax.environments.curriculum import OtherPrompts
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.run import inputs
 from scalerl_jax.run.continuing import changes
-from scalerl_jax.run.inputs import changed, digests, said_of_prompts
+from scalerl_jax.run.inputs import changed, digests, explain_changed_prompts
 from tests.support.tiny_task import write_model
 
 
@@ -43,7 +43,7 @@ def test_a_training_row_is_known_by_what_scores_it():
 
 def test_other_training_prompts_are_put_down_to_a_field_or_to_a_file():
     def said(before, now):
-        with pytest.raises(ValueError) as error, said_of_prompts(now, changes(dataclasses.asdict(before), now)):
+        with pytest.raises(ValueError) as error, explain_changed_prompts(now, changes(dataclasses.asdict(before), now)):
             raise OtherPrompts(436, 1428)
         (line,) = str(error.value).splitlines()
         return line
@@ -86,9 +86,9 @@ def test_rows_that_were_looked_at_are_read_once(tmp_path):
         return {row.answer for row in rows}
 
     for look, read in (
-        (lambda: inputs.look(config), lambda: inputs.all_rows(config, tokenizer).train),
+        (lambda: inputs.preload(config), lambda: inputs.all_rows(config, tokenizer).train),
         (
-            lambda: inputs.look(config, held_out=True),
+            lambda: inputs.preload(config, held_out=True),
             lambda: inputs.held_out_rows(config, tokenizer, apart=False)[0],
         ),
     ):

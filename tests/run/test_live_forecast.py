@@ -34,7 +34,7 @@ def run_rows(evaluations, every=100, prompts=300, **changes):
 
 
 def wait_for(forecast):
-    return eventually(forecast.take, seconds=SECONDS)["forecast"]
+    return eventually(forecast.collect, seconds=SECONDS)["forecast"]
 
 
 def test_the_end_that_is_planned():
@@ -117,16 +117,16 @@ def test_a_forecast_is_taken_once_and_comes_from_the_latest_evaluations(monkeypa
     monkeypatch.setattr(live_forecast, "forecast_of_end", held)
     with LiveForecast(updates=UPDATES, say=said.append) as forecast:
         forecast.evaluated(run_rows(LEAST_POINTS))  # one of them is at compute 0
-        assert not forecast.take()
+        assert not forecast.collect()
         forecast.evaluated(run_rows(14))
         forecast.evaluated(run_rows(15))  # the first still runs: of these two, the latest is fitted next
         forecast.evaluated(run_rows(16))
         go.set()
         first, second = wait_for(forecast), wait_for(forecast)
         assert (first["step"], second["step"]) == (1300, 1500)
-        assert not forecast.take()
+        assert not forecast.collect()
         forecast.evaluated(run_rows(UPDATES // 100 + 1))  # at its end a run needs no forecast
-        assert not forecast.take()
+        assert not forecast.collect()
     made, told = (line.split(":")[0] for line in said)  # the next comes too soon after it
     assert made == "forecast at update 1300 (typical device-hours)" and told == "A is not identified yet"
 
@@ -137,7 +137,7 @@ def test_a_fit_that_cannot_be_made_is_said_once_and_training_goes_on():
     with LiveForecast(updates=UPDATES, say=said.append) as forecast:
 
         def is_over():
-            assert not forecast.take()
+            assert not forecast.collect()
             return not forecast._asked
 
         for _ in range(2):
@@ -153,7 +153,7 @@ def test_rows_without_the_column_are_said_once():
     rows = [{name: value for name, value in row.items() if name != "device_hours"} for row in run_rows(10)]
     with LiveForecast(updates=UPDATES, say=said.append) as forecast:
         forecast.evaluated(rows)
-        eventually(lambda: not (forecast.take() or forecast._asked), "the fit has failed", seconds=SECONDS)
+        eventually(lambda: not (forecast.collect() or forecast._asked), "the fit has failed", seconds=SECONDS)
     assert said == ["no forecast: evals.jsonl: the row of step 0 has no 'device_hours'"]
 
 
@@ -181,7 +181,7 @@ def test_the_trainer_never_waits(monkeypatch):
     with LiveForecast(updates=UPDATES, say=print) as forecast:
         for count in range(10, 20):
             forecast.evaluated(run_rows(count, prompts=2))
-            assert not forecast.take()
+            assert not forecast.collect()
         release.set()
         assert wait_for(forecast)["step"] == 900
         assert wait_for(forecast)["step"] == 1800

@@ -11,7 +11,7 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from scalerl_jax.run import pass_rates
-from scalerl_jax.run.pass_rates import by_part, interval, looked_at, majority_at, numbers, of_groups, pass_at
+from scalerl_jax.run.pass_rates import by_part, interval, majority_at, numbers, of_groups, pass_at, subset_sizes
 
 
 @given(st.integers(1, 9), st.data())
@@ -63,7 +63,7 @@ def test_majority_at_k_of_the_subsets_counts_the_votes_of_each(n, k):
 
 
 def test_which_k_are_looked_at():
-    assert looked_at(1) == [1] and looked_at(16) == [1, 2, 4, 8, 16] and looked_at(6) == [1, 2, 4, 6]
+    assert subset_sizes(1) == [1] and subset_sizes(16) == [1, 2, 4, 8, 16] and subset_sizes(6) == [1, 2, 4, 6]
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 2.0), (0.3, 0.6), (8.0, 0.5)])

@@ -8,8 +8,8 @@ from scipy import stats
 from scipy.special import logit
 
 from scalerl_jax.scaling import average, calibration
+from scalerl_jax.scaling.backtest import outlook
 from scalerl_jax.scaling.calibration import SCALES, Calibration
-from scalerl_jax.scaling.half_time import outlook
 from scalerl_jax.scaling.laws import LAWS
 from scalerl_jax.scaling.points import check_points
 from scalerl_jax.scaling.units import short_number

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from scalerl_jax.run.folder import take_lock
+from scalerl_jax.run.folder import acquire_lock
 from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.study.plan_file import is_held
 from tests.study.studies import TINY, command, environment, study, write_studies
@@ -148,7 +148,7 @@ def test_one_that_fails_holds_up_no_other(tmp_path: pathlib.Path, flags: list[st
 
 def test_two_studies_in_one_folder(tmp_path: pathlib.Path, flags: list[str]) -> None:
     (tmp_path / "study").mkdir()
-    lock = take_lock(str(tmp_path / "study" / "lock"), "")
+    lock = acquire_lock(str(tmp_path / "study" / "lock"), "")
     try:
         said = study(*flags, "--study=two", folder=tmp_path)
     finally:

@@ -149,7 +149,7 @@ def test_a_model_that_is_there_is_what_all_start_from(tmp_path: pathlib.Path) ->
     assert found.models["easier"] == found.models["few_prompts"] == str(model)
     # One that asks for another model by config.sft gets it.
     assert set(found.made) == {"small_model", "large_model", "slips_2x", "slips_half"}
-    assert f"13 of 17 runs start from {model}, which is there" in found.said
+    assert f"13 of 17 runs start from {model}, which is there" in found.notes
 
 
 def test_where_no_model_can_be_made_that_is_told(tmp_path: pathlib.Path) -> None:

@@ -22,7 +22,7 @@ with signals.installed(), maintenance.watched(sys.argv[1], every=0.05):
     print("begun", flush=True)
     try:
         while True:
-            signals.look()
+            signals.raise_if_interrupted()
             time.sleep(0.01)
     except signals.Interrupted as stop:
         sys.exit(128 + stop.number)

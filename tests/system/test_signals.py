@@ -57,17 +57,17 @@ BODIES = {
     "held": """
     signals.be(signals.HOLD); say('ready')
     while not signals.requested(): time.sleep(0.01)
-    say('seen'); sys.stdin.readline(); say('saved'); signals.look()""",
+    say('seen'); sys.stdin.readline(); say('saved'); signals.raise_if_interrupted()""",
     "held, told late": """
     signals.REPEAT_SECONDS = 1e9
     write, signals._write = signals._write, lambda line: (time.sleep(0.2), write(line))
     signals.be(signals.HOLD); say('ready')
     while not signals.requested(): time.sleep(0.01)
-    say('seen'); signals.look()""",
+    say('seen'); signals.raise_if_interrupted()""",
     "held patiently": """
     signals.REPEAT_SECONDS = 1e9; signals.be(signals.HOLD); say('ready')
     while not signals.requested(): time.sleep(0.01)
-    say('seen'); sys.stdin.readline(); signals.look()""",
+    say('seen'); sys.stdin.readline(); signals.raise_if_interrupted()""",
     "held for good": "signals.be(signals.HOLD); say('ready'); stand_still()",
 }
 

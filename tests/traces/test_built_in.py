@@ -56,12 +56,12 @@ def test_traces_end_as_the_chat_template_ends_a_turn(tmp_path):
     stops = tmp_path / "generation_config.json"
     both = stops.read_text(encoding="utf-8")
     stops.write_text(f'{{"eos_token_id": {tokenizer.eos_id}}}', encoding="utf-8")
-    (line,) = built_in.BuiltInTraces(config, Tokenizer(str(tmp_path))).said
+    (line,) = built_in.BuiltInTraces(config, Tokenizer(str(tmp_path))).notes
     assert "ends the assistant's turns with '<|eot_id|>'" in line
     stops.write_text(both, encoding="utf-8")
     config.environment.chat_template = "never"
     found = texts(traces := built_in.BuiltInTraces(config, tokenizer), (0,), tokenizer)
-    assert {text.endswith("<|endoftext|>") for text in found} == {True} and not traces.said
+    assert {text.endswith("<|endoftext|>") for text in found} == {True} and not traces.notes
 
 
 def test_a_mixture_gives_traces_by_weight(tokenizer):

@@ -41,7 +41,7 @@ def trained_of(tokenizer, messages, **fields):
         if trained:
             turns[-1].append(token)
         last = trained
-    return tokenizer.decode(example.tokens.tolist()), [tokenizer.decode(turn) for turn in turns], conversations.said
+    return tokenizer.decode(example.tokens.tolist()), [tokenizer.decode(turn) for turn in turns], conversations.notes
 
 
 def example_of(trace, tokenizer):

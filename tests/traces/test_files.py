@@ -66,7 +66,7 @@ def test_prompts_and_completions(config, tokenizer, tmp_path):
     assert example.trained.tolist() == [False] * len(prompt) + [True] * (len(completion) + 1)
     assert example.tokens.dtype == np.int32
     assert traces.longest == len(example.tokens)
-    assert traces.said[-1] == f"1 traces, {len(example.tokens)} tokens"
+    assert traces.notes[-1] == f"1 traces, {len(example.tokens)} tokens"
 
 
 def test_messages_of_a_parquet_file_and_columns_by_name(config, tokenizer, tmp_path):
@@ -86,7 +86,7 @@ def test_messages_of_a_parquet_file_and_columns_by_name(config, tokenizer, tmp_p
         f"<|im_start|>user\n{i}+1?<|im_end|>\n<|im_start|>assistant\n<think>\n{i}\n</think>\n\n{i + 1}<|im_end|>"
         for i in range(3)
     ]
-    assert traces.said[0].startswith("3 prompts are rendered by the chat template in ")
+    assert traces.notes[0].startswith("3 prompts are rendered by the chat template in ")
 
 
 def test_messages_in_both_columns(config, tokenizer, tmp_path):
@@ -167,7 +167,7 @@ def test_a_malformed_row_is_named_or_skipped(config, tokenizer, tmp_path, row, s
     assert not (tmp_path / "t").exists()
     traces = read(config, tokenizer, tmp_path / "t", traces=file, max_malformed_rows=1)
     assert len(set(epoch(traces, tokenizer, 2))) == 2
-    assert re.match(rf"malformed rows left out: 1: {file} {said}", traces.said[0])
+    assert re.match(rf"malformed rows left out: 1: {file} {said}", traces.notes[0])
 
 
 def test_one_malformed_row_too_many(config, tokenizer, tmp_path):
@@ -183,8 +183,8 @@ def test_long_traces_are_refused_or_dropped_and_counted(config, tokenizer, tmp_p
         read(config, tokenizer, tmp_path / "t", traces=file)
     traces = read(config, tokenizer, tmp_path / "t", traces=file, long_traces="drop", max_tokens=22)
     assert traces.longest == 22
-    assert traces.said[-2].startswith("1 traces are too long and are left out, as ")
-    assert traces.said[-2].endswith("row 3: has 202 tokens, a row holds 22 (config.sft.max_tokens=22)")
+    assert traces.notes[-2].startswith("1 traces are too long and are left out, as ")
+    assert traces.notes[-2].endswith("row 3: has 202 tokens, a row holds 22 (config.sft.max_tokens=22)")
     with pytest.raises(ValueError, match=r"config\.sft\.max_tokens=130: a row holds 129 tokens"):
         read(config, tokenizer, tmp_path / "t", max_tokens=130)
 
@@ -211,7 +211,7 @@ def test_the_held_out_traces_do_not_move_and_are_never_trained_on(config, tokeni
     held_out = texts(tokenizer, traces.evaluation())
     assert len(set(held_out)) == 5
     assert set(epoch(traces, tokenizer, 200)).isdisjoint(held_out)
-    assert traces.said[-1].endswith("; 5 are held out")
+    assert traces.notes[-1].endswith("; 5 are held out")
 
     random.Random(0).shuffle(rows)
     again = read(config, tokenizer, tmp_path / "t", traces=write(tmp_path / "b.jsonl", rows), **asked)
@@ -234,8 +234,8 @@ def test_what_has_a_held_out_prompt_is_not_trained_on(config, tokenizer, tmp_pat
     trained = epoch(traces, tokenizer, left)
     assert {text.partition("?")[0] for text in trained}.isdisjoint(prompts)
     assert len(trained) == 2 * len(set(trained))
-    assert traces.said[-1].startswith(f"{left} traces, ")
-    assert traces.said[-1].endswith(f"; 3 are held out, and {64 - left - 3} with the same prompts left out")
+    assert traces.notes[-1].startswith(f"{left} traces, ")
+    assert traces.notes[-1].endswith(f"; 3 are held out, and {64 - left - 3} with the same prompts left out")
 
 
 def test_chats_that_begin_as_a_held_out_one_are_not_trained_on(config, tokenizer, tmp_path):
@@ -253,7 +253,7 @@ def test_chats_that_begin_as_a_held_out_one_are_not_trained_on(config, tokenizer
     left = 24 - 2 * len(asked)
     trained = [begin.search(text)[1] for text in epoch(traces, tokenizer, left)]
     assert asked.isdisjoint(trained) and len(trained) == 2 * len(set(trained)) == left
-    assert traces.said[-1].endswith(f"; 4 are held out, and {24 - 4 - left} with the same prompts left out")
+    assert traces.notes[-1].endswith(f"; 4 are held out, and {24 - 4 - left} with the same prompts left out")
 
 
 def test_prompts_that_differ_in_white_space_alone_are_one(config, tokenizer, tmp_path):
@@ -287,7 +287,7 @@ def test_traces_are_tokenized_once(config, tokenizer, tmp_path, monkeypatch):
     again = read(config, tokenizer, tmp_path / "t")
     assert [texts(tokenizer, again.batch(update)) for update in (3, 0)] == [batches[3], batches[0]]
     assert texts(tokenizer, again.evaluation()) == texts(tokenizer, first.evaluation())
-    assert again.said == first.said
+    assert again.notes == first.notes
 
 
 @pytest.mark.parametrize("fields", [{"evaluation_traces": 1}, {"seq_len": 64}, {"max_tokens": 60}])
@@ -311,7 +311,7 @@ def test_a_pattern_or_folder_that_is_gone_is_no_matter_once_there_is_a_checkpoin
     (folder / "a.jsonl").unlink()
     for _ in range(2):
         again = read(config, tokenizer, tmp_path / "t", begun=True)
-        assert again.said[0].endswith("has changed; goes on with the traces it began with")
+        assert again.notes[0].endswith("has changed; goes on with the traces it began with")
         assert texts(tokenizer, again.batch(0)) == texts(tokenizer, first.batch(0))
         with pytest.raises(ValueError, match=r"config\.sft\.traces=.*data"):
             read(config, tokenizer, tmp_path / "t")
@@ -372,9 +372,9 @@ def test_files_that_changed_count_until_there_is_a_checkpoint(config, tokenizer,
     else:
         write(file, [pair(2), pair(3)])
     again = read(config, tokenizer, tmp_path / "t", begun=True)
-    assert again.said == [
+    assert again.notes == [
         f"config.sft.traces={file}: has changed; goes on with the traces it began with",
-        *first.said,
+        *first.notes,
     ]
     assert set(epoch(again, tokenizer, 9)) == {"1+1=<think>1</think>2<|im_end|>"}
     if gone:

@@ -68,11 +68,11 @@ def test_a_prompt_in_the_prefix_cache_has_the_choices_of_who_put_it_there() -> N
     (first,) = runner.run(record, ("silent-1", 0, 9, [3, 5, 7]))  # asks for nothing, and fills three blocks
     (rest,) = runner.run(record, ("completion-1-ab", 8, 2, [3, 5, 9]), new=("completion-1-ab",))
     (more,) = runner.run(record, ("completion-1-ab", 10, 1, [3, 5, 9]))
-    np.testing.assert_array_equal(record.take("completion-1"), np.concatenate([first[:8], rest, more]))
+    np.testing.assert_array_equal(record.pop("completion-1"), np.concatenate([first[:8], rest, more]))
     with pytest.raises(KeyError, match="completion-1"):  # once
-        record.take("completion-1")
+        record.pop("completion-1")
     with pytest.raises(KeyError, match="silent-1"):
-        record.take("silent-1")
+        record.pop("silent-1")
 
 
 def test_names_that_begin_alike_are_told_apart() -> None:
@@ -80,8 +80,8 @@ def test_names_that_begin_alike_are_told_apart() -> None:
     record = ExpertRecord(runner, CONFIG)
     names = ("completion-1-ab", "completion-11-cd")
     one, other = runner.run(record, (names[0], 0, 3, [1]), (names[1], 0, 2, [2]), new=names)
-    np.testing.assert_array_equal(record.take("completion-1"), one)
-    np.testing.assert_array_equal(record.take("completion-11"), other)
+    np.testing.assert_array_equal(record.pop("completion-1"), one)
+    np.testing.assert_array_equal(record.pop("completion-11"), other)
 
 
 def test_what_was_put_aside_is_computed_anew_from_where_it_is_taken_up() -> None:
@@ -91,7 +91,7 @@ def test_what_was_put_aside_is_computed_anew_from_where_it_is_taken_up() -> None
     runner.run(record, ("completion-2-x", 7, 1, [1, 2]))
     # It lost its blocks, but for the first one, which the prefix cache still had.
     (again,) = runner.run(record, ("completion-2-x", 4, 5, [1, 6, 8]))
-    np.testing.assert_array_equal(record.take("completion-2"), np.concatenate([first[:4], again]))
+    np.testing.assert_array_equal(record.pop("completion-2"), np.concatenate([first[:4], again]))
 
 
 def test_blocks_that_vllm_copies_keep_their_choices() -> None:
@@ -99,7 +99,7 @@ def test_blocks_that_vllm_copies_keep_their_choices() -> None:
     record = ExpertRecord(runner, CONFIG)
     (first,) = runner.run(record, ("silent", 0, 6, [1, 2]))
     (rest,) = runner.run(record, ("completion-3-x", 6, 1, [1, 4]), new=("completion-3-x",), copies=[(2, 4)])
-    np.testing.assert_array_equal(record.take("completion-3"), np.concatenate([first, rest]))
+    np.testing.assert_array_equal(record.pop("completion-3"), np.concatenate([first, rest]))
 
 
 def test_those_given_up_are_forgotten() -> None:
@@ -111,7 +111,7 @@ def test_those_given_up_are_forgotten() -> None:
         runner.run(record, ("other", 0, 1, [2]), finished=(name,))
     kept = 2 * runner.max_num_reqs
     assert len(record._rows) == kept
-    record.take(names[-kept].removesuffix("-x"))
+    record.pop(names[-kept].removesuffix("-x"))
 
 
 def test_routers_that_tell_nothing_are_named() -> None:

@@ -351,8 +351,8 @@ def decode_chunk(
         with jax.named_scope("sample"):
             s = state.settings
             token, logprob = sample(logit, s.temperature, s.top_k, s.top_p, u, filtered=filtered)
-        state, told = _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
-        return state, (*told, _together(chosen, config) if experts else None)
+        state, outputs = _advance(dataclasses.replace(state, keys=keys, values=values), token, logprob, maximum=maximum)
+        return state, (*outputs, _together(chosen, config) if experts else None)
 
     state, (tokens, logprobs, forced, live, finish, routes) = jax.lax.scan(step, state, per_step)
     if width < len(whole.token):

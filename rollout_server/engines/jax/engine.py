@@ -15,7 +15,7 @@ The key/value cache stays, and every token carries the step of the weights that 
 
 Left out on purpose: paged caches, prefix reuse between groups, several devices (start one server per device).
 
-What the embedded generator books (engines/booking.py).
+The memory estimate of the embedded generator (engines/engine_memory.py).
 
 Its working memory is what the largest compiled programs need beside their arguments, by XLA's own account of them; a
 chunk of fewer slots than there are, which copies their part of the cache; and one layer's cache twice, while it grows.
@@ -39,9 +39,9 @@ import numpy as np
 from absl import logging
 
 from rollout_server.engines.admission import check_score
-from rollout_server.engines.booking import Booking
 from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_info import engine_info
+from rollout_server.engines.engine_memory import EngineMemory
 from rollout_server.engines.jax.programs import Program, buckets, side_by_side
 from rollout_server.engines.jax.slots import Prefix, SlotPool
 from rollout_server.engines.jax.weights import (
@@ -112,11 +112,11 @@ def of_model(
     slots: int,
     longest: int,
     copies_are_cheap: bool,
-) -> Booking:
+) -> EngineMemory:
     """What is known before anything is compiled. weights: ShapeDtypeStructs of the decode weights. copies_are_cheap: as
     in programs.widths."""
     itemsize = {"float32": 4, "bfloat16": 2}
-    return Booking(
+    return EngineMemory(
         slots=slots,
         maximum_tokens=longest,
         token=2 * config.layers * config.kv_heads * config.head_dim * itemsize[cache_dtype],
@@ -153,12 +153,13 @@ class JaxEngine(QueuedEngine):
         computing = decode_precision(self._precision, jax.local_devices()[0].platform)
         on_cpu, maximum = computing.on_cpu, info.maximum_tokens
         like = abstract_weights(config, self._precision)
-        booked = of_model(
+        estimate = of_model(
             config, self._precision, cache_dtype=computing.cache, weights=like, slots=info.slots, longest=maximum,
             copies_are_cheap=on_cpu,
         )  # fmt: skip
         device, host, process = there_is()
-        booked.check(device=device, host=host, process=process)  # what cannot fit is known before minutes of compiling
+        # What cannot fit is known before minutes of compiling.
+        estimate.check(device=device, host=host, process=process)
         self._pool = SlotPool(
             config, computing, slots=info.slots, maximum=maximum, steps=options.decode_chunk,
             router_replay=options.router_replay,
@@ -167,10 +168,10 @@ class JaxEngine(QueuedEngine):
         # A score may be computed beside a chunk.
         parts = (self._pool, self._scorer)
         working = sum(side_by_side([functools.partial(part.compile, like) for part in parts]))
-        booked = dataclasses.replace(booked, working=working, maximum_tokens=self._pool.longest)
+        estimate = dataclasses.replace(estimate, working=working, maximum_tokens=self._pool.longest)
         memory.trim()  # XLA takes tens of MiB to compile
         device, host, process = there_is()
-        logging.info("%s", booked.check(device=device, host=host, process=process))
+        logging.info("%s", estimate.check(device=device, host=host, process=process))
         self._lookahead = (0 if on_cpu else 1) if lookahead is None else lookahead
 
         # Everything below is guarded by this condition; notified when the decode thread may have something to do.

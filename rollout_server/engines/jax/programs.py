@@ -85,7 +85,7 @@ class Programs:
         fitting = [width for width in self._widths if width >= slots]
         best = fitting[0], kind
         if best in self._coming and self._coming[best].done():
-            self._take(best)
+            self._collect(best)
         for width in fitting[:-1]:
             program = self._programs.get((width, kind))
             if program is not None:
@@ -96,7 +96,7 @@ class Programs:
             self._lose(best, width)
         return width, program
 
-    def _take(self, key: tuple[int, Kind]) -> None:
+    def _collect(self, key: tuple[int, Kind]) -> None:
         try:
             self._programs[key] = self._coming.pop(key).result()
         except jax.errors.JaxRuntimeError as error:

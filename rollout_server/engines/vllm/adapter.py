@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from rollout_server.engines.booking import Booking
 from rollout_server.engines.engine import Changes, EngineOptions
+from rollout_server.engines.engine_memory import EngineMemory
 from rollout_server.engines.thinking_budget import ThinkingBudget
 from rollout_server.engines.vllm.shared_memory import SharedMemory
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, expert_dtype
@@ -127,7 +127,7 @@ class Vllm:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(positions, CPU_STEP_TOKENS),
                 "block_size": CPU_BLOCK,
-                "kv_cache_memory_bytes": self._booked(options.slots + 1, positions),
+                "kv_cache_memory_bytes": self._checked_cache_bytes(options.slots + 1, positions),
                 "worker_cls": f"rollout_server.engines.vllm.cpu_worker.{cpu_worker}",
             }
         else:
@@ -153,7 +153,7 @@ class Vllm:
         if self.config.head_dim not in sizes:
             raise ValueError(f"{self.options.model}: head size {self.config.head_dim}; on a CPU vLLM has {sizes} only")
 
-    def _booked(self, sequences: int, positions: int) -> int:
+    def _checked_cache_bytes(self, sequences: int, positions: int) -> int:
         """The bytes of the cache. Raises ValueError where this machine has too little memory for it.
 
         On a GPU vLLM itself looks at what there is; on a CPU the system promises any amount, and kills the process
@@ -161,7 +161,7 @@ class Vllm:
         """
         cache, item = self._cache_bytes(sequences, positions), {"float32": 4, "bfloat16": 2}
         parameters = sum(map(math.prod, hf_tensors(self.config).values()))
-        booked = Booking(
+        estimate = EngineMemory(
             slots=self.options.slots,
             maximum_tokens=self.maximum_tokens,
             token=-(-cache // (self.options.slots * self.maximum_tokens)),
@@ -170,7 +170,7 @@ class Vllm:
             versions=1,  # written in place
         )
         process = memory.resident()
-        logging.info("%s", booked.check(device=None, host=memory.available() + process, process=process))
+        logging.info("%s", estimate.check(device=None, host=memory.available() + process, process=process))
         return cache
 
     def _cache_bytes(self, sequences: int, positions: int) -> int:
@@ -258,8 +258,8 @@ class Vllm:
 
     async def experts(self, name: str) -> np.ndarray:
         """[tokens fed, layers, experts per token] uint8 | uint16 of a request with router_replay, once it has ended."""
-        told = await self.engine.collective_rpc("scalerl_experts", args=(name,))
-        ids = next(one for one in told if one is not None)
+        replies = await self.engine.collective_rpc("scalerl_experts", args=(name,))
+        ids = next(one for one in replies if one is not None)
         config = self.config
         return np.frombuffer(ids, expert_dtype(config.experts)).reshape(-1, config.layers, config.experts_per_token)
 

@@ -135,7 +135,8 @@ class VllmEngine(QueuedEngine):
             async with contextlib.aclosing(tokens):
                 async for token_ids, logprobs, prefilled in tokens:
                     self._queue.counters.prefill_tokens += prefilled
-                    sequence.take(token_ids, logprobs, self._step)  # vLLM may be a step ahead of the budget
+                    # vLLM may be a step ahead of the budget.
+                    sequence.extend_within_budget(token_ids, logprobs, self._step)
                     if sequence.finish_reason:
                         break
             if sequence.request.router_replay:

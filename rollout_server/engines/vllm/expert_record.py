@@ -45,7 +45,7 @@ class Recording:
 
         Raises KeyError where there is no such request.
         """
-        rows = self._scalerl_record.take(name)
+        rows = self._scalerl_record.pop(name)
         if self.model_runner.parallel_config.rank:  # all have the same
             return None
         return rows.tobytes()
@@ -129,7 +129,7 @@ class ExpertRecord:
                     kept.add(self._places[_places(blocks[index], size, kept.count, known)])
                 kept.add(own)
 
-    def take(self, name: str) -> np.ndarray:
+    def pop(self, name: str) -> np.ndarray:
         """[tokens fed, layers, experts per token] of the request that the server calls so."""
         # vLLM makes names unique by a suffix.
         full = next((full for full in self._rows if full == name or full.startswith(f"{name}-")), None)

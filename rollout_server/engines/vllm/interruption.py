@@ -30,7 +30,7 @@ class _Follower:
     def __call__(self, output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """logits [vocabulary] of the next token."""
         while self._taken < len(output_ids) and not self._budget.finish:
-            self._budget.take(output_ids[self._taken])
+            self._budget.advance(output_ids[self._taken])
             self._taken += 1
         token = self._budget.forced
         if token is not None:

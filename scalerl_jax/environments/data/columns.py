@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scalerl_jax.config import ColumnsConfig
-from scalerl_jax.environments.base import Row, said_by
+from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.data.malformed import Malformed
 
 MISSING = object()
@@ -68,7 +68,7 @@ def make_row(columns: Mapping[str, Any], names: ColumnsConfig, *, needs: Iterabl
     messages: tuple[Mapping[str, str], ...] = ()
     if isinstance(prompt, list):
         messages = read_messages(prompt, names.prompt)
-        text = said_by(messages)
+        text = joined_content(messages)
     else:
         text = read_text(prompt, names.prompt)
     answer = find(columns, names.answer) if names.answer else MISSING

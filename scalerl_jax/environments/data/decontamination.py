@@ -77,7 +77,7 @@ class Evaluations:
             found.first = found.first or row
         return bool(same or overlapping)
 
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """A line for each set."""
         return [
             f"training prompts left out since they are in {name}: {found.same + found.overlapping:,} "

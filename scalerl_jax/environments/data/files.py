@@ -83,10 +83,10 @@ def _meant(where: str) -> str:
     """What a path that is not there may have been to say."""
     folder, name = os.path.split(where)
     near = difflib.get_close_matches(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
-    said = f"; did you mean {' or '.join(os.path.join(folder, one) for one in near)}?" if near else ""
+    hint = f"; did you mean {' or '.join(os.path.join(folder, one) for one in near)}?" if near else ""
     if os.path.isdir(folder) and "/" not in folder and not kind_of(where):
-        said += f" (if it is a data set of the hub: {where}#SPLIT)"
-    return said
+        hint += f" (if it is a data set of the hub: {where}#SPLIT)"
+    return hint
 
 
 def _known(path: str, given: str) -> None:

@@ -10,7 +10,7 @@ is new and lower. By the same key prompts are the same: two that differ in white
 import hashlib
 
 from scalerl_jax.config import EnvironmentConfig
-from scalerl_jax.environments.base import Row, said_by
+from scalerl_jax.environments.base import Row, joined_content
 
 KEY_BYTES = 16
 
@@ -21,7 +21,7 @@ def question(row: Row, environment: EnvironmentConfig) -> str:
     Two rows that differ in that alone are asked as one.
     """
     if environment.system_prompt and row.messages and row.messages[0].get("role") == "system":
-        return said_by(row.messages[1:])
+        return joined_content(row.messages[1:])
     return row.text
 
 

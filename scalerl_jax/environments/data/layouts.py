@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scalerl_jax.environments.base import Row, said_by
+from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.data import columns as columns_lib
 from scalerl_jax.environments.data.columns import MISSING, find
 from scalerl_jax.environments.data.malformed import Malformed
@@ -331,7 +331,7 @@ def make_row(columns: Mapping[str, Any], layout: Layout) -> Row:
         missing = layout.prompt if prompt is MISSING else layout.answers[0]
         raise Malformed(f"has no {missing!r} ({columns_lib.keys(columns)}; wanted: {wanted})")
     messages = columns_lib.read_messages(prompt, layout.prompt) if isinstance(prompt, list) else ()
-    text = said_by(messages) if messages else columns_lib.read_text(prompt, layout.prompt)
+    text = joined_content(messages) if messages else columns_lib.read_text(prompt, layout.prompt)
     if layout.ask is not None:
         text = layout.ask(text, columns)
     starter = find(columns, layout.starter) if layout.starter else MISSING

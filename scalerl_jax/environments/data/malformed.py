@@ -26,7 +26,7 @@ class MalformedRows:
             raise ValueError(f"{self._first[0]} ({self._field} lets such rows be left out)")
         raise ValueError(f"{self._field}={self._most}: there are more malformed rows: {self._named()}")
 
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """A line on those that were skipped, if any were."""
         if not self.count:
             return []

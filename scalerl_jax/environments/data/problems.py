@@ -108,7 +108,7 @@ class Problems:
             evaluations = decontamination.read(self._config)
             environment = self._config.environment
             clean = [row for row in clean if not evaluations.has(held_out.question(row, environment), row.name)]
-            self._contaminated = evaluations.said()
+            self._contaminated = evaluations.notes()
         kept = []
         for row in self._render(clean):
             asked = held_out.key(row.text)
@@ -122,7 +122,7 @@ class Problems:
             self._counts += " of the same rows"
         return kept
 
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Lines on what was left out, and on what there is."""
         limit = self._config.rollout.max_prompt_tokens
         return [
@@ -132,7 +132,7 @@ class Problems:
             *self._shared.line("training rows left out since their prompt is held out"),
             *self._contaminated,
             *self._long.line(f"prompts left out since they are longer than config.rollout.max_prompt_tokens={limit}"),
-            *self._prompts.said,
+            *self._prompts.notes,
             self._counts,
         ]
 
@@ -169,13 +169,13 @@ class Problems:
             if len(row.token_ids) <= limit:
                 yield row
                 continue
-            told = f"{row.name}: the prompt has {len(row.token_ids)} tokens"
+            message = f"{row.name}: the prompt has {len(row.token_ids)} tokens"
             if self._config.environment.long_prompts == "refuse":
                 raise ValueError(
-                    f"{told}, config.rollout.max_prompt_tokens is {limit} "
+                    f"{message}, config.rollout.max_prompt_tokens is {limit} "
                     "(config.environment.long_prompts=drop leaves such prompts out)"
                 )
-            self._long.add(told)
+            self._long.add(message)
 
 
 def _short(text: str) -> str:

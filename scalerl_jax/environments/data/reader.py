@@ -76,17 +76,17 @@ class Reader:
                     f"{f' ({keys})' if keys else ''}"
                 )
             if empty:
-                raise ValueError("; ".join((f"{source.given}: no prompts there", *self._malformed.said())))
+                raise ValueError("; ".join((f"{source.given}: no prompts there", *self._malformed.notes())))
 
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Lines on what was left out so far."""
-        said = self._malformed.said()
+        notes = self._malformed.notes()
         for name, count in self._others.items():
             column, values = LAYOUTS[name].only
-            said.append(f"rows left out since their {column!r} is not {' or '.join(values)}: {count:,} ({name})")
+            notes.append(f"rows left out since their {column!r} is not {' or '.join(values)}: {count:,} ({name})")
         if self._filtered:
-            said.append(f"rows left out by config.environment.filter: {self._filtered:,}")
-        return said + self._suspected
+            notes.append(f"rows left out by config.environment.filter: {self._filtered:,}")
+        return notes + self._suspected
 
     def _sources(self, split: str) -> list[Source]:
         found = sources.parse(getattr(self._environment, split), f"config.environment.{split}")

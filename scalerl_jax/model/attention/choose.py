@@ -58,8 +58,8 @@ def _splash(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Back
         )
     part = shapes.seq_len // shapes.context
     sizes = splash.block_sizes(device.device_kind, shapes.head_dim, part, shapes.seq_len)
-    said = f"attention: splash on {device.device_kind}, blocks of {sizes[0]} queries and {sizes[1]} keys"
-    return Backend("splash", chip=device.device_kind), said
+    note = f"attention: splash on {device.device_kind}, blocks of {sizes[0]} queries and {sizes[1]} keys"
+    return Backend("splash", chip=device.device_kind), note
 
 
 def _cudnn(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Backend, str]:
@@ -79,8 +79,8 @@ def _cudnn(device: jax.Device, shapes: Shapes, *, any_size: bool) -> tuple[Backe
         lacks.append(f"jax {jax.__version__}, whose cuDNN call was not read")
     if not lacks:
         segments = cudnn.most_segments(shapes.seq_len, shapes.longest or shapes.seq_len)
-        said = f"attention: cuDNN on {device.device_kind}, packed rows of up to {segments} segments"
-        return Backend("cudnn", segments=segments), said
+        note = f"attention: cuDNN on {device.device_kind}, packed rows of up to {segments} segments"
+        return Backend("cudnn", segments=segments), note
     size = 2 * shapes.seq_len**2 // shapes.context
     if size > _MOST_MASK and not any_size:
         raise CannotHere(f"it would take a mask of {size / 2**30:.1f} GiB a row ({', '.join(lacks)})")

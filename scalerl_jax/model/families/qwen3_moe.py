@@ -24,7 +24,7 @@ FIELDS = {
 }
 ALIASES = {"num_local_experts": "num_experts"}  # transformers 5
 ONLY: dict[str, Any] = {"attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
-SAID = {"use_qk_norm": True}  # some folders say what the family always has
+IMPLIED = {"use_qk_norm": True}  # some folders say what the family always has
 
 _GATE_UP, _DOWN = "mlp.experts.w13_weight", "mlp.experts.w2_weight"
 _OUT, _IN = ("experts", "expert_mlp", "width"), ("experts", "width", "expert_mlp")

@@ -1,6 +1,6 @@
 """What one server is asked for: a call for each RolloutRequest, how it goes and how it ends.
 
-Each completion is handed on as it comes; what did not come is handed back when the call ends, however it ends.
+Each completion is yielded as it comes; what did not come returns to its buffer when the call ends, however it ends.
 
     progress    a call may take as long as it likes while its server gets on: completions come, tokens are sampled
                 (client.py looks at that). What bounds one completion is
@@ -9,16 +9,10 @@ Each completion is handed on as it comes; what did not come is handed back when 
 
                 from when it has a slot, restarted by each other completion of its call: one that is later was lost. A
                 server has begun with the oldest completions that it was asked for, as many as it has slots
-    allowance   a server holds as much as it has earned (offences.py), whatever it says it has room for
+    allowance   a server holds as much as it has earned (offences.py), whatever capacity it reports
     its end     when all completions are there, whatever else the server would send
 
 Lives on the fleet's event loop.
-
-How much more a server is asked for. Pure: no IO, no clock.
-
-All its slots, and beyond them enough waiting work that no slot stands empty for want of a request: one group, and as
-much more as it finishes in the time that a completion typically takes, at most a quarter of its slots. So a slow server
-does not sit on work that others could begin sooner. And no more than it has earned.
 """
 
 import asyncio
@@ -35,12 +29,16 @@ import grpc
 from scalerl_jax.contract import codec, peer_text
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
-from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.server_state import ServerState
 
+_log = logging.getLogger(__name__)
 
-def room(
+# How gRPC begins what it says of an answer that it would not take in; the server said something else.
+NOT_TAKEN_IN = ("received metadata size exceeds", "CLIENT: ")
+
+
+def free_capacity(
     *,
     slots: int,
     queue: int,
@@ -51,11 +49,15 @@ def room(
     allowance: int | None,
     group_size: int,
 ) -> tuple[int, bool]:
-    """Completions more to ask of it, and whether a group may be asked for in parts.
+    """Completions more to ask of a server, and whether a group may be asked for in parts.
+
+    All its slots, and beyond them enough waiting work that no slot stands empty for want of a request: one group, and
+    as much more as it finishes in the time that a completion typically takes, at most a quarter of its slots. So a slow
+    server does not sit on work that others could begin sooner. And no more than it has earned.
 
     queue: completions that may wait there. in_flight: asked of it and not delivered. finishes: when the last ones were,
     rising. typical_seconds: of a completion; 0: not known. allowance: completions that it may hold at once, see
-    offences.py; None: as many as it has room for.
+    offences.py; None: as many as it reports.
     """
     more = slots // 4
     if typical_seconds > 0 and finishes:
@@ -67,19 +69,11 @@ def room(
     return min(claimed, earned) - in_flight, min(queue, earned) < group_size
 
 
-_log = logging.getLogger(__name__)
-
-# How gRPC begins what it says of an answer that it would not take in; the server said something else.
-NOT_TAKEN_IN = ("received metadata size exceeds", "CLIENT: ")
-
-
 @dataclasses.dataclass(eq=False)
 class _Call:
-    buffer: GroupBuffer
-    task: asyncio.Task
-    asked_at: float  # seconds, time.monotonic()
     patience: float  # seconds for one completion
     waits_since: float | None = None  # for its next completion; None: none of them has a slot yet
+    task: asyncio.Task | None = None  # that reads it; None: not begun
 
 
 class RepeatsError(ValueError):
@@ -108,18 +102,18 @@ class Calls:
         return self.in_flight / max(1, self._server.status.slots)
 
     def works_on(self, buffer: GroupBuffer) -> bool:
-        return any(call.buffer is buffer for call in self._calls.values())
+        return any(rollout.buffer is buffer for rollout in self._calls)
 
     def only(self, buffer: GroupBuffer) -> bool:
         """Whether all that is asked is of this buffer."""
-        return all(call.buffer is buffer for call in self._calls.values())
+        return all(rollout.buffer is buffer for rollout in self._calls)
 
-    def room(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
-        """How many completions more to ask of it, and whether a group may be asked for in parts; see `room`."""
+    def capacity(self, *, group_size: int, typical_seconds: float, now: float) -> tuple[int, bool]:
+        """Completions more to ask of it, and whether a group may be asked for in parts; see `free_capacity`."""
         if self._closed:
             return 0, False
         server = self._server
-        return room(
+        return free_capacity(
             slots=server.status.slots,
             queue=server.status.queue_capacity,
             in_flight=self.in_flight,
@@ -130,12 +124,15 @@ class Calls:
             group_size=group_size,
         )
 
-    def ask(self, buffer: GroupBuffer, rollout: RolloutRequest) -> None:
-        """Asks for its completions; each is handed on as it comes, the rest when the call ends."""
+    def generate(self, rollout: RolloutRequest) -> AsyncGenerator[codec.Completion]:
+        """Asks for its completions: each as it comes, until all are there, or the server does not go on with them.
+
+        They count as in flight from now on. What the server does wrong counts against it.
+        """
         config = self._context.config
         patience = self._context.requests.maximum_tokens / config.slowest_tokens_per_second + config.stall_seconds
-        task = watched(self._serve(rollout), self._context.events.fail)
-        self._calls[rollout] = _Call(buffer, task, time.monotonic(), patience)
+        self._calls[rollout] = _Call(patience)
+        return self._completions(rollout)
 
     def excuse(self, seconds: float, *, now: float) -> None:
         """Extends the deadlines by `seconds`: the trainer itself was stalled."""
@@ -153,19 +150,14 @@ class Calls:
             if call.waits_since is None:
                 call.waits_since = now
             if now - call.waits_since > call.patience and rollout in self._calls:
-                call.task.cancel()
-                self._finish(rollout, failed=True)
+                self._give_up(rollout)
                 detail = f"{len(rollout.left)} of {rollout.group.group_id}, none in {now - call.waits_since:.0f} s"
                 self._server.offend("does not finish completions that it was asked for", detail)
 
     def end(self) -> None:
         """Every call ends now; what is left of each is handed back."""
-        for call in list(self._calls.values()):
-            if call.task is not asyncio.current_task():
-                call.task.cancel()
-        # Handed back now and not when the tasks end: the fleet looks for another server at once.
         for rollout in list(self._calls):
-            self._finish(rollout, failed=True)
+            self._give_up(rollout)
         self.finishes.clear()
 
     def close(self) -> None:
@@ -173,10 +165,16 @@ class Calls:
         self._closed = True
         self.end()
 
-    def _finish(self, rollout: RolloutRequest, *, failed: bool) -> None:
-        call = self._calls.pop(rollout, None)
-        if call is not None:
-            self._context.events.returned(call.buffer, rollout, failed)
+    def _give_up(self, rollout: RolloutRequest) -> None:
+        task = self._calls[rollout].task
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._finish(rollout)  # now and not when the task ends: the fleet looks for another server at once
+
+    def _finish(self, rollout: RolloutRequest) -> None:
+        if self._calls.pop(rollout, None) is not None:
+            rollout.buffer.returned(rollout)
+            self._context.events.changed()
             self._finished()
 
     async def read(self, request: codec.GroupRequest, *, seconds: float | None) -> AsyncGenerator[codec.Completion]:
@@ -187,29 +185,47 @@ class Calls:
         where an answer breaks the contract.
         """
         call = self._stub.Generate(codec.request_to_proto(request), timeout=seconds)
-        told, repeated = set[int](), 0
+        seen, repeated = set[int](), 0
         try:
             async for message in call:
                 completion = self._context.received(message, request)
-                if completion.index in told:
+                if completion.index in seen:
                     repeated += 1
                     self._say_it_repeats(completion)
                     if repeated > len(request.completions):
                         raise RepeatsError(f"{_name(completion)} came again and again")
                     continue
-                told.add(completion.index)
+                seen.add(completion.index)
                 yield completion
-                if len(told) == len(request.completions):
+                if len(seen) == len(request.completions):
                     return
         finally:
             call.cancel()
-        missing = len(request.completions) - len(told)
+        missing = len(request.completions) - len(seen)
         raise ValueError(f"its answer to {request.group_id!r} ended without {missing} of the completions asked for")
 
-    async def _serve(self, rollout: RolloutRequest) -> None:
-        failed = True
+    async def _completions(self, rollout: RolloutRequest) -> AsyncGenerator[codec.Completion]:
+        if rollout not in self._calls:  # given up before it began
+            return
+        call = self._calls[rollout]
+        call.task = asyncio.current_task()
+        request, aborted = self._context.requests.of(rollout, incarnation=self._context.incarnation.value), 0
         try:
-            await self._hand_out(rollout)
+            # Without a deadline: see the module.
+            async with contextlib.aclosing(self.read(request, seconds=None)) as completions:
+                async for completion in completions:
+                    if rollout not in self._calls:  # given up meanwhile
+                        return
+                    if completion.finish_reason == "aborted":
+                        aborted += 1
+                        continue
+                    now = time.monotonic()
+                    call.waits_since = call.waits_since and now
+                    self.finishes.append(now)
+                    self._server.record.deliver()
+                    yield completion
+            if aborted:
+                self._server.offend("returns unfinished completions", rollout.group.group_id, times=aborted)
         except RepeatsError:
             if rollout in self._calls:
                 self._server.offend("sends the same completions again and again", rollout.group.group_id)
@@ -218,33 +234,13 @@ class Calls:
                 self._server.reject(f"server {self._server.address} breaks the contract: {error}")
         except grpc.aio.AioRpcError as error:
             if rollout in self._calls:
-                failed = self._failed(rollout, error)
+                rollout.failed = self._failed(rollout, error)
         finally:
-            self._finish(rollout, failed=failed)
-
-    async def _hand_out(self, rollout: RolloutRequest) -> None:
-        request = self._context.requests.of(rollout, incarnation=self._context.incarnation.value)
-        aborted = 0
-        # Without a deadline: see the module.
-        async with contextlib.aclosing(self.read(request, seconds=None)) as completions:
-            async for completion in completions:
-                if rollout not in self._calls:  # given up meanwhile
-                    return
-                if completion.finish_reason == "aborted":
-                    aborted += 1
-                    continue
-                now = time.monotonic()
-                entry = self._calls[rollout]
-                entry.waits_since = entry.waits_since and now
-                self.finishes.append(now)
-                self._server.record.deliver()
-                self._context.events.arrived(entry.buffer, rollout, completion, now - entry.asked_at)
-        if aborted:
-            self._server.offend("returns unfinished completions", rollout.group.group_id, times=aborted)
+            self._finish(rollout)
 
     def _say_it_repeats(self, completion: codec.Completion) -> None:
         if not self._repeats:
-            name = peer_text.said(_name(completion))
+            name = peer_text.printable(_name(completion))
             _log.warning("server %s: %s came twice; what comes twice is dropped", self._server.address, name)
         self._repeats = True
 
@@ -252,22 +248,22 @@ class Calls:
         """Acts on the error that ended a call. False: not the server's failure, it may be asked for the same again."""
         server, code = self._server, error.code()
         if code is grpc.StatusCode.INVALID_ARGUMENT:
-            server.reject(f"server {server.address} cannot serve this run: {said(error)}")
+            server.reject(f"server {server.address} cannot serve this run: {describe(error)}")
             return True
         if (error.details() or "").startswith(NOT_TAKEN_IN):
-            server.offend("answers with more than a message may hold", said(error))
+            server.offend("answers with more than a message may hold", describe(error))
             return True
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            server.refuse("rejects requests although it reports free slots", said(error))
+            server.refuse("rejects requests although it reports free slots", describe(error))
             return False
         server.hurry()
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             # It holds another version than we thought; the status will tell.
-            server.refuse("does not sample with the version that it says it holds", said(error))
+            server.refuse("does not sample with the version that it says it holds", describe(error))
             return False
         # Where it is gone, the status will tell.
-        told_now = code is not grpc.StatusCode.UNAVAILABLE
-        server.refuse("fails at what it is asked for", f"{rollout.group.group_id}: {said(error)}", tell=told_now)
+        tell = code is not grpc.StatusCode.UNAVAILABLE
+        server.refuse("fails at what it is asked for", f"{rollout.group.group_id}: {describe(error)}", tell=tell)
         return True
 
 
@@ -275,6 +271,6 @@ def _name(completion: codec.Completion) -> str:
     return f"completion {completion.group_id!r}/{completion.index}"
 
 
-def said(error: grpc.aio.AioRpcError) -> str:
+def describe(error: grpc.aio.AioRpcError) -> str:
     """The code and the words that a call ended with."""
-    return peer_text.said(f"{error.code().name}: {error.details()}")
+    return peer_text.printable(f"{error.code().name}: {error.details()}")

@@ -48,8 +48,8 @@ class ServerClient(ServerState):
         self.auth_failures = 0  # calls in a row that ended because one end does not trust the other
         self._statuses = StatusCheck()
         self._sampled = (0, -1.0)  # (tokens, when it had sampled that many)
-        self._looked_at = time.monotonic()
-        self._book_from_here = False  # what its counters say of the time up to its next status is not booked
+        self._polled_at = time.monotonic()
+        self._count_from_here = False  # what its counters say of the time up to its next status is not booked
         self._held = False  # completions of ours, at its last status
         self._evaluates = False  # what its time since the last status is booked as
 
@@ -64,9 +64,9 @@ class ServerClient(ServerState):
 
     def leave(self) -> None:
         """It is no longer listed."""
-        if self.leaving:
+        if self.unlisted:
             return
-        self.leaving = True
+        self.unlisted = True
         if not self.calls.in_flight:
             self.lose("")
         self.enter(server_state.LEAVING, "it is no longer listed")
@@ -122,16 +122,16 @@ class ServerClient(ServerState):
         """Nothing is judged for time in which the trainer did not look: it was stopped, or stood still."""
         now = time.monotonic()
         longest = self._config.status_seconds + self._config.heartbeat_seconds  # from one look to the next
-        missed, self._looked_at = now - self._looked_at - longest, now
+        missed, self._polled_at = now - self._polled_at - longest, now
         if missed > 0 and self.heard_at >= 0:
             self.heard_at = min(now, self.heard_at + missed)
             self._sampled = (self._sampled[0], min(now, self._sampled[1] + missed))
             self.calls.excuse(missed, now=now)
 
     def _heard(self, status: pb.StatusReply, began: float, asked_at: float) -> None:
-        now, told = time.monotonic(), status.version
-        newest = self._context.publisher.latest if told.incarnation == self._incarnation.value else None
-        found = self._statuses.look(status, asked_at=asked_at, heard_at=validate_status.clock(), newest=newest)
+        now, version = time.monotonic(), status.version
+        newest = self._context.publisher.latest if version.incarnation == self._incarnation.value else None
+        found = self._statuses.check(status, asked_at=asked_at, heard_at=validate_status.clock(), newest=newest)
         if found.lie:
             self._lied(status, found.lie)
             return
@@ -147,12 +147,12 @@ class ServerClient(ServerState):
             return
         waits = now < self.record.until  # where it is not met yet
         self._observe(status, another_process, found.from_here, waits)
-        if not self._incarnation.outranks(told.incarnation):
+        if not self._incarnation.outranks(version.incarnation):
             if self.state != server_state.SUPERSEDED and not (self.state == server_state.CONNECTING and waits):
-                self._supersede(told.incarnation)
+                self._supersede(version.incarnation)
             return
         # A status asked for before a push ended may be older than what that push said.
-        step = told.step if told.incarnation == self._incarnation.value else None
+        step = version.step if version.incarnation == self._incarnation.value else None
         applied = self._upkeep.applied_by(began)
         if began > self._upkeep.applied_at:
             self.set_version(step)
@@ -179,12 +179,12 @@ class ServerClient(ServerState):
 
     def _observe(self, status: pb.StatusReply, another_process: bool, from_here: bool, waits: bool) -> None:
         """Lets its time and tokens be booked."""
-        self._book_from_here = self._book_from_here or from_here
+        self._count_from_here = self._count_from_here or from_here
         if self.state == server_state.CONNECTING and waits:  # not met yet: its time is its own
-            self._book_from_here = True
+            self._count_from_here = True
         else:
-            self._events.observe(status, self._evaluates and not another_process, self._book_from_here)
-            self._book_from_here = False
+            self._events.observe(status, self._evaluates and not another_process, self._count_from_here)
+            self._count_from_here = False
         self._evaluates = self.evaluation is not None and self.calls.only(self.evaluation.buffer)
         if not another_process and self._held:  # all the time since the last status
             self.record.sample(status.sampled_tokens - self.status.sampled_tokens, held=self.calls.in_flight)
@@ -232,9 +232,9 @@ class ServerClient(ServerState):
         if why and self.state == server_state.CONNECTING:
             # A process that ends closes the connections half made to it, too.
             sure = certain or self.heard_at < 0 or self.auth_failures >= SURE_AFTER
-            if sure and (reason := peer_text.said(why, longest=960)) != self.reason:
+            if sure and (reason := peer_text.printable(why, longest=960)) != self.reason:
                 self.reason = reason  # may hold words of its own, other ones each time
-                if self._telling.happened(AUTH_FAILURE, now=time.monotonic()):
+                if self._log_limit.happened(AUTH_FAILURE, now=time.monotonic()):
                     self.enter(server_state.CONNECTING, why)
             return
         if why and certain:

@@ -9,7 +9,6 @@ from scalerl_jax.config import FleetConfig
 from scalerl_jax.contract import codec, security
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.environments import Row
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, RolloutRequest
 from scalerl_jax.rollouts.incarnation import Incarnation
 from scalerl_jax.rollouts.requests import Requests, spread_probes
 from scalerl_jax.rollouts.servers.offences import Records
@@ -36,8 +35,6 @@ class Servers:
 class ServerEvents:
     """What the parts of one client ask of the fleet and tell it."""
 
-    arrived: Callable[[GroupBuffer, RolloutRequest, codec.Completion, float], None]  # seconds since it was asked for
-    returned: Callable[[GroupBuffer, RolloutRequest, bool], None]
     changed: Callable[[], None]  # look whether there is something to do
     rejected: Callable[[str], None]  # the reason
     event: Callable[[str, dict[str, Any]], None]

@@ -14,22 +14,22 @@ class Discovery:
     """Raises ValueError, one line that names what is wrong with --servers; so does resolve()."""
 
     def __init__(self, text: str):
-        prefix = next(prefix for prefix in _LOOKS if text.startswith(prefix))
-        self._where, self._look, self._target = f"--servers={text}", _LOOKS[prefix], text.removeprefix(prefix)
+        prefix = next(prefix for prefix in _RESOLVERS if text.startswith(prefix))
+        self._where, self._resolve, self._target = f"--servers={text}", _RESOLVERS[prefix], text.removeprefix(prefix)
         self.changes = prefix != ""  # whether another look may find others
         self._listed = () if self.changes else self._checked()
 
     @property
     def name(self) -> str:
         """What the certificates of servers found by a name carry; empty where each is dialled by what it is called."""
-        return _split(self._where, self._target)[0].strip("[]") if self._look is _by_name else ""
+        return _split(self._where, self._target)[0].strip("[]") if self._resolve is _by_name else ""
 
     def resolve(self) -> tuple[str, ...]:
         """The servers' addresses as of now, in order, each once; may block for seconds."""
         return self._checked() if self.changes else self._listed
 
     def _checked(self) -> tuple[str, ...]:
-        found = self._look(self._where, self._target)
+        found = self._resolve(self._where, self._target)
         if not found:
             raise ValueError(f"{self._where}: names no server")
         for address in found:
@@ -65,7 +65,7 @@ def _read(where: str, path: str) -> list[str]:
     return [line for line in lines if line]
 
 
-_LOOKS = {"file:": _read, "dns:///": _by_name, "": _as_written}
+_RESOLVERS = {"file:": _read, "dns:///": _by_name, "": _as_written}
 
 
 def _split(where: str, address: str) -> tuple[str, int]:

@@ -20,7 +20,7 @@ keep going without having delivered much waits longer and longer for the next on
 import collections
 import dataclasses
 
-from scalerl_jax.contract.peer_text import Telling
+from scalerl_jax.contract.peer_text import LogLimit
 
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 600.0
 BANISHED_AT = 8
@@ -59,7 +59,7 @@ class Record:
         self._tokens = 0  # sampled since `_shown` has grown
         self._refusals: collections.Counter[str] = collections.Counter()  # in a row, by kind
         self._meetings = meetings  # since it delivered something
-        self._telling = Telling()
+        self._log_limit = LogLimit()
 
     def deliver(self) -> None:
         """It has sent a completion that is what was asked for."""
@@ -99,7 +99,7 @@ class Record:
         self.until = now + min(longest, first * 2 ** (self._refusals[kind] - 1))
         return Consequence(self.until, False, 0)
 
-    def take(self, kind: str) -> None:
+    def forgive(self, kind: str) -> None:
         """It has taken what it refused before."""
         self._refusals.pop(kind, None)
 
@@ -110,7 +110,7 @@ class Record:
     def offend(self, kind: str, *, now: float, times: int = 1) -> Consequence:
         """It has done wrong `times` times. `kind` is a word of ours."""
         self.counts[kind] += times
-        tell = self._telling.happened(kind, now=now) * times
+        tell = self._log_limit.happened(kind, now=now) * times
         self._trust = self._good = self._shown = self._tokens = 0
         if now < self.until and self._strikes:
             return Consequence(self.until, False, tell)

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from scalerl_jax.contract.peer_text import Telling
+from scalerl_jax.contract.peer_text import LogLimit
 from scalerl_jax.rollouts.loop_thread import watched
 from scalerl_jax.rollouts.servers import server_state
 from scalerl_jax.rollouts.servers.client import SURE_AFTER, ServerClient
@@ -41,8 +41,8 @@ class ServerPool:
         self._tasks: dict[ServerClient, asyncio.Task[None]] = {}
         self._all_lost = True
         self._complaint = ""  # of the last look at the list
-        self._telling = Telling()
-        self._said: dict[ServerClient, str] = {}  # who is left out for want of trust, and why
+        self._log_limit = LogLimit()
+        self._warned: dict[ServerClient, str] = {}  # who is left out for want of trust, and why
 
     @property
     def fixed(self) -> bool:
@@ -104,17 +104,17 @@ class ServerPool:
 
     def release_departed(self) -> None:
         """Releases who has left, and says when all servers are lost or one is back."""
-        for client in [c for c in self.clients if c.leaving and not c.calls.in_flight]:
+        for client in [c for c in self.clients if c.unlisted and not c.calls.in_flight]:
             _log.warning("server %s has left: it is no longer listed", client.address)
             self.clients.remove(client)
-            self._said.pop(client, None)
+            self._warned.pop(client, None)
             self._tasks.pop(client).cancel()
         for client in [c for c in self.clients if c.auth_failures >= SURE_AFTER]:
             # Where none is trusted the run does not begin, and says so itself.
-            if not self._all_lost and self._said.get(client) != client.reason:
-                if not self._telling.happened(client.address, now=time.monotonic()):
+            if not self._all_lost and self._warned.get(client) != client.reason:
+                if not self._log_limit.happened(client.address, now=time.monotonic()):
                     continue  # its reason may hold words of its own, other ones each time
-                self._said[client] = client.reason
+                self._warned[client] = client.reason
                 _log.warning("server %s is left out: %s", client.address, client.reason)
         lost = not self.in_state(*server_state.ANSWERING)
         if lost != self._all_lost:

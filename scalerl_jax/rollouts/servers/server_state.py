@@ -74,12 +74,12 @@ class ServerState:
         self.evaluation: PinnedWork | None = None
         self.samples: tuple[Sample, ...] = ()
         self.samples_step: int | None = None  # the version that they are by
-        self.making_room = False  # it gets nothing new: the probe waits for room
-        self.leaving = False  # no longer listed
+        self.paused = False  # it gets nothing new: the probe waits for room
+        self.unlisted = False  # no longer listed
         self.patience = 0.0  # seconds that the trainer would still wait for it to be ready, see Candidates
         self.version_changed = asyncio.Event()  # the one held, or the one that it should hold
         self.hurried = asyncio.Event()  # do not wait for the next heartbeat
-        self._telling = peer_text.Telling()
+        self._log_limit = peer_text.LogLimit()
 
     @property
     def free_at(self) -> float:
@@ -130,14 +130,14 @@ class ServerState:
         """What it has sampled for the probe, by version `step`."""
         self.samples, self.samples_step = samples, step
 
-    def take_samples(self) -> tuple[Sample, ...]:
+    def pop_samples(self) -> tuple[Sample, ...]:
         """They are looked at once."""
         samples, self.samples = self.samples, ()
         return samples
 
-    def make_room(self, wanted: bool) -> None:
+    def pause(self, wanted: bool) -> None:
         """For the probe: as long as it is wanted it gets nothing new."""
-        self.making_room = wanted
+        self.paused = wanted
 
     def spend_patience(self, seconds: float) -> None:
         """So long the trainer has waited for it."""
@@ -152,14 +152,15 @@ class ServerState:
     # ---- states
 
     def enter(self, state: str, reason: str) -> None:
-        reason = peer_text.said(reason, longest=960)  # our words, and of the server's as many as are fit for a line
+        # Our words, and of the server's as many as are fit for a line.
+        reason = peer_text.printable(reason, longest=960)
         self.state, self.reason, self.state_since = state, reason, time.monotonic()
-        said = f" ({reason})" if reason else ""
+        suffix = f" ({reason})" if reason else ""
         # Of a rejection the fleet knows whether it ends the run, which says it by itself.
         # Of one that was never heard, too: see ServerPool.
         warn = state == SUPERSEDED or (state == CONNECTING and self.heard_at >= 0)
         level = logging.WARNING if warn else logging.INFO
-        _log.log(level, "server %s: %s%s", self.address, state, said)
+        _log.log(level, "server %s: %s%s", self.address, state, suffix)
         self._events.event("server", {"server": self.address, "state": state, "reason": reason, "step": self.step})
         self._events.changed()
 
@@ -192,20 +193,20 @@ class ServerState:
         """
         now = time.monotonic()
         consequence = self.record.refuse(kind, now=now)
-        if tell and not consequence.tell and (times := self._telling.happened(kind, now=now)):
+        if tell and not consequence.tell and (times := self._log_limit.happened(kind, now=now)):
             _log.warning("server %s: %s (%s)%s", self.address, kind, _detail(detail), f", {times} times" * (times > 1))
         self._act(kind, detail, consequence, now)
 
     def _act(self, kind: str, detail: str, consequence: Consequence, now: float) -> bool:
-        said, wait = f"{kind}{f' ({_detail(detail)})' if detail else ''}", max(0.0, consequence.until - now)
+        message, wait = f"{kind}{f' ({_detail(detail)})' if detail else ''}", max(0.0, consequence.until - now)
         if consequence.banished:
-            self.reject(f"server {self.address}: {said}, {self.record.counts[kind]} times")
+            self.reject(f"server {self.address}: {message}, {self.record.counts[kind]} times")
             return True
         asyncio.get_running_loop().call_later(wait, self._events.changed)
         if consequence.tell:
-            _log.warning("server %s: %s, %d times; not asked for %.0f s", self.address, said, consequence.tell, wait)
+            _log.warning("server %s: %s, %d times; not asked for %.0f s", self.address, message, consequence.tell, wait)
         return False
 
 
 def _detail(text: str) -> str:
-    return peer_text.said(text, longest=600)
+    return peer_text.printable(text, longest=600)

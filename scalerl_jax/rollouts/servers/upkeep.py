@@ -20,7 +20,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rpc import Stub
 from scalerl_jax.environments import Row
 from scalerl_jax.rollouts.loop_thread import watched
-from scalerl_jax.rollouts.servers.calls import Calls, said
+from scalerl_jax.rollouts.servers.calls import Calls, describe
 from scalerl_jax.rollouts.servers.context import ClientContext
 from scalerl_jax.rollouts.servers.server_state import ACTIVE, CANDIDATE, PROBING, UPDATING, Sample, ServerState
 from scalerl_jax.rollouts.weights.push import FullSyncNeeded, PushRefused
@@ -73,20 +73,20 @@ class Upkeep:
             self._probing = watched(self._probe_again(step), self._context.events.fail)
 
     async def _probe_again(self, step: int) -> None:
-        server, room = self._server, server_room(self._server.status)
+        server, capacity = self._server, server_capacity(self._server.status)
         try:
-            got = await self._ask(step, pinned=False, room=room, may_be_full=True)
+            got = await self._ask(step, pinned=False, capacity=capacity, may_be_full=True)
         except grpc.aio.AioRpcError:
             # It is full. By us, most likely: a short queue is kept full. The probe comes in as parts that fit into it;
             # meanwhile the slots go on with what they have.
-            room = max(1, server.status.queue_capacity)
-            server.make_room(True)
+            capacity = max(1, server.status.queue_capacity)
+            server.pause(True)
             try:
-                while self._calls.in_flight + room > server_room(server.status):
+                while self._calls.in_flight + capacity > server_capacity(server.status):
                     await asyncio.sleep(BREATH_SECONDS)
-                got = await self._ask(step, pinned=False, room=room)
+                got = await self._ask(step, pinned=False, capacity=capacity)
             finally:
-                server.make_room(False)
+                server.pause(False)
                 self._context.events.changed()
         if got is not None and server.state == ACTIVE:
             server.set_samples(got, step)
@@ -94,7 +94,7 @@ class Upkeep:
 
     async def _keep_up(self) -> None:
         server = self._server
-        while self._task is asyncio.current_task() and not server.leaving:  # until it is given up or rejected
+        while self._task is asyncio.current_task() and not server.unlisted:  # until it is given up or rejected
             server.version_changed.clear()
             target = server.target
             if target is not None and server.step != target:
@@ -119,16 +119,16 @@ class Upkeep:
             report = await self._context.publisher.push(self._stub, step, server.process, base=base, timeout=timeout)
         except PushRefused as error:
             if base is not None and isinstance(error, FullSyncNeeded):
-                _log.info("server %s: version %d goes out whole (%s)", server.address, step, peer_text.said(error))
+                _log.info("server %s: version %d goes out whole (%s)", server.address, step, peer_text.printable(error))
                 self._needs_full_sync = True
                 return True  # at once
             why = f"is refused: {error}"
         except TimeoutError:
             why = "did not arrive in time"
         except grpc.aio.AioRpcError as error:
-            why = f"did not arrive: {said(error)}"
+            why = f"did not arrive: {describe(error)}"
         else:
-            server.record.take(TAKES_NOT)
+            server.record.forgive(TAKES_NOT)
             self._applied.append((time.monotonic(), report.step))
             self._context.events.event("push", {"server": server.address, **dataclasses.asdict(report)})
             server.set_version(report.step)
@@ -142,17 +142,19 @@ class Upkeep:
         server = self._server
         if server.state != PROBING:
             server.enter(PROBING, "")
-        got = await self._ask(step, pinned=True, room=server_room(server.status))
+        got = await self._ask(step, pinned=True, capacity=server_capacity(server.status))
         if got is None:
             return False
         server.set_samples(got, step)
         server.enter(CANDIDATE, "")
         return True
 
-    async def _ask(self, step: int, *, pinned: bool, room: int, may_be_full: bool = False) -> tuple[Sample, ...] | None:
+    async def _ask(
+        self, step: int, *, pinned: bool, capacity: int, may_be_full: bool = False
+    ) -> tuple[Sample, ...] | None:
         """What it samples for the probe, with version `step`, or a later one if not pinned; None: it does not.
 
-        room: completions asked for at once. Raises AioRpcError where it has no room now and may_be_full.
+        capacity: completions asked for at once. Raises AioRpcError where it has no room now and may_be_full.
         """
         server, context = self._server, self._context
         requests = context.probe_requests(server.address, step, pinned=pinned)
@@ -161,14 +163,14 @@ class Upkeep:
         rounds = -(-sum(len(request.completions) for _, request in requests) // server.status.slots)
         seconds = context.config.stall_seconds + rounds * tokens / context.config.slowest_tokens_per_second
         try:
-            got = await self._samples(requests, room=room, seconds=seconds)
+            got = await self._samples(requests, capacity=capacity, seconds=seconds)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                server.reject(f"server {server.address} cannot serve this run: {said(error)}")
+                server.reject(f"server {server.address} cannot serve this run: {describe(error)}")
             elif may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             else:
-                server.refuse(SAMPLES_NOT, said(error), tell=True)
+                server.refuse(SAMPLES_NOT, describe(error), tell=True)
             return None
         except ValueError as error:
             server.reject(f"server {server.address} breaks the contract: {error}")
@@ -176,17 +178,17 @@ class Upkeep:
         if any(completion.finish_reason == "aborted" for _, completion in got):
             server.refuse(SAMPLES_NOT, "it returns unfinished completions, as a server does that shuts down", tell=True)
             return None
-        server.record.take(SAMPLES_NOT)
+        server.record.forgive(SAMPLES_NOT)
         return tuple(got)
 
-    async def _samples(self, requests: Sequence[RowRequest], *, room: int, seconds: float) -> list[Sample]:
-        """The completions of each request, in waves of at most `room`. Raises as Calls.read."""
+    async def _samples(self, requests: Sequence[RowRequest], *, capacity: int, seconds: float) -> list[Sample]:
+        """The completions of each request, in waves of at most `capacity`. Raises as Calls.read."""
         samples: list[Sample] = []
 
         async def ask(row: Row, request: codec.GroupRequest) -> list[Sample]:
             return [(row, completion) async for completion in self._calls.read(request, seconds=seconds)]
 
-        for wave in _waves(requests, max(1, room)):
+        for wave in _waves(requests, max(1, capacity)):
             asked = [asyncio.ensure_future(ask(*pair)) for pair in wave]
             try:
                 for part in await asyncio.gather(*asked):
@@ -198,19 +200,19 @@ class Upkeep:
         return samples
 
 
-def _waves(requests: Sequence[RowRequest], room: int) -> list[list[RowRequest]]:
-    """The same completions in waves of at most `room`; in a wave those of one row are one request."""
+def _waves(requests: Sequence[RowRequest], capacity: int) -> list[list[RowRequest]]:
+    """The same completions in waves of at most `capacity`; in a wave those of one row are one request."""
     wanted = [(number, one) for number, (_, request) in enumerate(requests) for one in request.completions]
     waves = []
-    for start in range(0, len(wanted), room):
+    for start in range(0, len(wanted), capacity):
         wave: list[RowRequest] = []
-        for number, part in itertools.groupby(wanted[start : start + room], key=operator.itemgetter(0)):
+        for number, part in itertools.groupby(wanted[start : start + capacity], key=operator.itemgetter(0)):
             row, request = requests[number]
             wave.append((row, dataclasses.replace(request, completions=tuple(one for _, one in part))))
         waves.append(wave)
     return waves
 
 
-def server_room(status: pb.StatusReply) -> int:
+def server_capacity(status: pb.StatusReply) -> int:
     """Completions that it takes at once, where it has none."""
     return status.slots + status.queue_capacity

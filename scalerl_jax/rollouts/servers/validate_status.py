@@ -76,7 +76,7 @@ class StatusCheck:
         self._since: _Heard | None = None  # the first of those believed in a row, of the same process
         self._dropped = False  # a status, since the last good one
 
-    def look(self, status: pb.StatusReply, *, asked_at: float, heard_at: float, newest: int | None = None) -> Found:
+    def check(self, status: pb.StatusReply, *, asked_at: float, heard_at: float, newest: int | None = None) -> Found:
         """Whether to believe a status. asked_at, heard_at: clock() before and after the call.
 
         newest: version of this trainer that a server can hold at most; None: not known.
@@ -207,7 +207,8 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
         if theirs != ours:
             hint = f"; start it with --{flag}={ours}" if flag else ""
             raise ProbeError(
-                f"server {server}: its {what} is {peer_text.said(theirs) or 'unknown'}, the trainer's is {ours}{hint}"
+                f"server {server}: its {what} is {peer_text.printable(theirs) or 'unknown'}, "
+                f"the trainer's is {ours}{hint}"
             )
     if status.maximum_tokens < expected.maximum_tokens:
         raise ProbeError(
@@ -223,4 +224,4 @@ def compare(server: str, status: pb.StatusReply, expected: Expected) -> None:
 
 
 def _short(fingerprint: str) -> str:
-    return peer_text.said(fingerprint[:12]) or "unknown"
+    return peer_text.printable(fingerprint[:12]) or "unknown"

@@ -178,7 +178,7 @@ _OF_VERSION = ("delta_bytes", "dense_bytes", "changed", "elements", "whole_tenso
 
 
 class SyncStats:
-    """`event` is called on the fleet's thread, `take` on the trainer's."""
+    """`event` is called on the fleet's thread, `drain` on the trainer's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -193,7 +193,7 @@ class SyncStats:
         else:
             _log.info("%s: %s", kind, fields)
 
-    def take(self) -> dict[str, float]:
+    def drain(self) -> dict[str, float]:
         """Sums since the last call: of the versions applied, by all servers, and of the deltas that were made.
 
         sparse: pushes that were deltas. transfer, staging, pause: see push.PushReport. delta_bytes, dense_bytes,

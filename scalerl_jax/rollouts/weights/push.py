@@ -114,11 +114,11 @@ class Push:
         target = codec.version_from_proto(payload.header.target)
         if codec.version_from_proto(applied.version) != target:
             raise PushRefused(f"the server applied version {applied.version.step} instead of {target.step}")
-        told = (applied.staging_seconds, applied.checking_seconds, applied.pause_seconds)
-        if not all(math.isfinite(value) and value >= 0 for value in told):
-            raise PushRefused(f"the server applied it in {told} s")
+        timings = (applied.staging_seconds, applied.checking_seconds, applied.pause_seconds)
+        if not all(math.isfinite(value) and value >= 0 for value in timings):
+            raise PushRefused(f"the server applied it in {timings} s")
         seconds = time.monotonic() - self._began
-        return PushReport(target.step, payload.is_delta, payload.bytes, self._resent, seconds, *told)
+        return PushReport(target.step, payload.is_delta, payload.bytes, self._resent, seconds, *timings)
 
     async def _write(self) -> None:
         """Until cancelled, or until the call is over: its last reply or its status says why."""

@@ -10,10 +10,10 @@ from scalerl_jax.cli import fit_flags as given
 from scalerl_jax.cli.entry import UserError, check_out, user_mistakes
 from scalerl_jax.scaling import readers, tables, units
 
-_read: list[list[readers.Evaluations]] = []  # by look(), at most once
+_read: list[list[readers.Evaluations]] = []  # by preload(), at most once
 
 
-def look(paths: Sequence[str], name: str, *, parts_too: bool) -> None:
+def preload(paths: Sequence[str], name: str, *, parts_too: bool) -> None:
     """Checks all of it, and keeps what was read for the one who asks next. Raises UserError."""
     check_arguments(paths, name)
     found = read_evaluations(paths, parts_too=parts_too)
@@ -40,7 +40,7 @@ def axis_labels() -> tuple[str, str]:
 
 
 def read_evaluations(paths: Sequence[str], *, parts_too: bool) -> list[readers.Evaluations]:
-    """The runs in the files, as the flags say; those that `look` has read are not read again. Raises UserError."""
+    """The runs in the files, as the flags say; those that `preload` has read are not read again. Raises UserError."""
     if _read:
         return _read.pop()
     with user_mistakes(tables.InputError):

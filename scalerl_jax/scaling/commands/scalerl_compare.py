@@ -66,9 +66,9 @@ def main(paths: Sequence[str]) -> None:
         raise UserError("--budget: is asked of a forecast or of a plan; add --forecast or --plan_budget")
 
     # ------------------------------------------------------------------ read, fit, compare
-    said: list[str] = []
-    fitted = fit_command.read_and_fit(paths, said, parts_too=False)
-    said += [f"{one.name}: is left out: {one.fit.verdict}" for one in fitted if not one.fit.rises]
+    remarks: list[str] = []
+    fitted = fit_command.read_and_fit(paths, remarks, parts_too=False)
+    remarks += [f"{one.name}: is left out: {one.fit.verdict}" for one in fitted if not one.fit.rises]
     runs = [one for one in fitted if one.fit.rises]
     if not runs:
         raise UserError("; ".join(f"{one.name}: {one.fit.verdict}" for one in fitted))
@@ -98,7 +98,7 @@ def main(paths: Sequence[str]) -> None:
 
     # ------------------------------------------------------------------ tell
     label, y_label = reading.axis_labels()
-    for line in said:
+    for line in remarks:
         results.say(console, line)
     if found is not None:
         console.print(_table(found, label))

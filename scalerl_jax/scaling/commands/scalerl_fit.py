@@ -26,11 +26,11 @@ from scalerl_jax.cli.entry import UserError, run_command, user_mistakes
 from scalerl_jax.scaling import calibration as calibration_lib
 from scalerl_jax.scaling import fit_sigmoid, readers, tables, units
 from scalerl_jax.scaling.average import average_forecast
+from scalerl_jax.scaling.backtest import HALF, judged
 from scalerl_jax.scaling.calibration import Calibration
 from scalerl_jax.scaling.commands import reading, results, watch
 from scalerl_jax.scaling.fit import SEED_MARGIN, Run
 from scalerl_jax.scaling.forecast import Estimate
-from scalerl_jax.scaling.half_time import HALF, judged
 from scalerl_jax.scaling.plot import plot_fits
 from scalerl_jax.scaling.profile import PARAMETERS
 from scalerl_jax.scaling.statement import LEVEL, hours, of_asymptote, statement
@@ -58,16 +58,16 @@ def once_or_watching(paths: Sequence[str]) -> None:
 def main(paths: Sequence[str]) -> None:
     console = results.make_console()
     out = reading.check_arguments(paths, "fit")
-    said: list[str] = []
+    remarks: list[str] = []
     with user_mistakes():
         path = given.CALIBRATION.value
         calibration = calibration_lib.default() if path is None else calibration_lib.read(path)
-    fitted = read_and_fit(paths, said)
+    fitted = read_and_fit(paths, remarks)
     label, y_label = reading.axis_labels()
     ahead = [_ahead(one, calibration, label) for one in fitted]
 
     # ------------------------------------------------------------------ tell
-    for line in said:
+    for line in remarks:
         results.say(console, line)
     console.print(_table(fitted, label, console.width))
     for result, found in zip(fitted, ahead):
@@ -91,8 +91,8 @@ def main(paths: Sequence[str]) -> None:
     console.print(f"written: {', '.join([document, *pictures])}")
 
 
-def read_and_fit(paths: Sequence[str], said: list[str], *, parts_too: bool = True) -> list[Run]:
-    """One fit for each run in the files, its seeds together, as the flags say. said: remarks, added to once each.
+def read_and_fit(paths: Sequence[str], remarks: list[str], *, parts_too: bool = True) -> list[Run]:
+    """One fit for each run in the files, its seeds together, as the flags say. remarks: added to, once each.
     parts_too: and for each environment of a mixture.
 
     Raises UserError.
@@ -107,16 +107,16 @@ def read_and_fit(paths: Sequence[str], said: list[str], *, parts_too: bool = Tru
 
     # ------------------------------------------------------------------ read
     evaluations = reading.read_evaluations(paths, parts_too=parts_too)
-    said += [remark for one in evaluations for remark in one.remarks if remark not in said]
+    remarks += [remark for one in evaluations for remark in one.remarks if remark not in remarks]
     groups = _seeds_together(evaluations)
 
     # ------------------------------------------------------------------ fit
     # One scale for all: a run whose rewards never fall below 0 is on that of the run beside it whose rewards do.
     every = np.concatenate([one.reward for one in evaluations])
     scale, remark = units.find_scale(every, given.Y_SCALE.value)
-    said += [remark] if remark and remark not in said else []
+    remarks += [remark] if remark and remark not in remarks else []
     fitted = [_fit(name, members, factor, initial, until, scale) for name, members in groups.items()]
-    said += [
+    remarks += [
         f"{one.name}: {one.fit.points} rows are fitted as {one.fit.bins} bins of compute, each as heavy as its rows"
         for one in fitted
         if one.fit.bins is not None
@@ -302,15 +302,15 @@ def foretold(one: Run, calibration: Calibration, axis: str, *, half: bool) -> tu
         end = 2 * one.reached
         (low,), (high,) = ahead.band(end, level=LEVEL)
         score = Estimate(float(ahead.predict(end)[0]), float(low), float(high))
-        found, said = {}, statement(seen, axis, score, "at twice the compute") + hours(end, one.rate)
+        found, text = {}, statement(seen, axis, score, "at twice the compute") + hours(end, one.rate)
     else:
         later = judged(one.compute, one.reward, one.fit, ahead, seen)
         end, score = float(one.compute.max()), later.score
         found = {"measured": later.measured, "held_out_within_90": later.within, "held_out_points": later.later}
-        said = f"{later.statement(axis)}; {later.outcome}"
+        text = f"{later.statement(axis)}; {later.outcome}"
     interval = (score.low, score.high)
     document = {"compute": end, "score": score.value, "interval_90": interval, "weights": ahead.law_weights, **found}
-    return document, said
+    return document, text
 
 
 if __name__ == "__main__":

@@ -37,12 +37,12 @@ def watch(paths: Sequence[str], draw: Callable[[Sequence[str]], None], *, every:
     """
     seen: _Signature | None = None
     drawn = 0
-    told: set[str] = set()
+    printed: set[str] = set()
     folders = {path for path in paths if os.path.isdir(path)}  # a file may be gone for a moment while it is rewritten
 
     def tell(message: str) -> None:
-        if message not in told:
-            told.add(message)
+        if message not in printed:
+            printed.add(message)
             console.print(message, markup=False, soft_wrap=True)
 
     try:

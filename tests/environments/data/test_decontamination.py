@@ -37,7 +37,7 @@ def test_a_short_prompt_is_the_same_only_with_its_signs():
     assert evaluations.has("What  is $2+3$?", "FILE row 3")
     for other in ("What is $2-3$?", "what is 2 3", "∑∫", "", "What is $2+3$? Or $2-3$?"):
         assert not evaluations.has(other, "FILE row 4")
-    assert evaluations.said() == [
+    assert evaluations.notes() == [
         f"training prompts left out since they are in {name}: 1 (1 the same, 0 by 13 words in a row), as FILE row 3"
         for name in ("a", "b")
     ]

@@ -74,7 +74,7 @@ def test_rows_of_other_kinds_in_a_data_set_are_left_out(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [*rows, {**rows[0], "task_type": None}])
     reader = Reader(config_of(f"intellect2:{path}"))
     assert [row.name for row in reader.rows("train")] == [f"{path} row 1", f"{path} row 3"]
-    assert reader.said() == ["rows left out since their 'task_type' is not verifiable_math: 2 (intellect2)"]
+    assert reader.notes() == ["rows left out since their 'task_type' is not verifiable_math: 2 (intellect2)"]
 
 
 def test_a_list_of_lists_is_rows_with_numbers_for_columns(tmp_path):
@@ -220,7 +220,7 @@ def test_what_an_environment_makes_of_a_row_may_fail(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "tests": []}, {"prompt": "b"}])
     reader = Reader(config_of(path, max_malformed_rows=1), needs=(), finish=finish)
     assert [row.text for row in reader.rows("train")] == ["a"]
-    assert reader.said() == [f"malformed rows left out: 1: {path} row 2: there are no unit tests"]
+    assert reader.notes() == [f"malformed rows left out: 1: {path} row 2: there are no unit tests"]
 
 
 def test_a_filter_sees_the_columns(tmp_path):
@@ -228,7 +228,7 @@ def test_a_filter_sees_the_columns(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", rows)
     reader = Reader(config_of(f"polaris:{path}", filter="difficulty not in ('0/8', '8/8') and problem != '3?'"))
     assert [row.text for row in reader.rows("train")] == ["1?", "2?", "4?", "5?", "6?", "7?"]
-    assert reader.said() == ["rows left out by config.environment.filter: 3"]
+    assert reader.notes() == ["rows left out by config.environment.filter: 3"]
     with pytest.raises(
         ValueError, match=r"filter=levl > 3: .*rows\.jsonl row 1 has no column 'levl' \(keys: prompt, answer"
     ):
@@ -261,7 +261,7 @@ def test_a_solution_that_is_taken_for_an_answer_is_said_once(tmp_path):
     config.environment.columns.prompt = "question"
     reader = Reader(config)
     assert len(list(reader.rows("train"))) == 4
-    assert reader.said() == [
+    assert reader.notes() == [
         f"the whole answer of {path} row 1 is taken for the right one, which reads like a solution: gsm8k:{path} takes "
         "what is behind its ####"
     ]

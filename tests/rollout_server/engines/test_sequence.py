@@ -51,7 +51,7 @@ def test_tokens_that_arrive_on_the_host_are_judged_by_the_budget():
             # A few at a time, of which the last may come after the end.
             for _ in range(int(rng.integers(1, 4))):
                 token = sequence.budget.forced if not sequence.finish_reason else None
-                sequence.take([int(rng.integers(3, 9)) if token is None else token], [-0.5], 2)
+                sequence.extend_within_budget([int(rng.integers(3, 9)) if token is None else token], [-0.5], 2)
         one = sequence.completion()
         marks, reason = replay(request, request.completions[0].thinking_budget, one.token_ids, 64)
         np.testing.assert_array_equal(one.sampled(), ~marks)

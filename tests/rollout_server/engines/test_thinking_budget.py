@@ -39,7 +39,7 @@ def test_each_token_is_judged_as_the_whole_completion_is(phrase: tuple[int, ...]
         while not budget.finish:
             longest.append(len(tokens) + budget.longest)
             tokens.append(int(rng.integers(3, 9)) if budget.forced is None else budget.forced)
-            forced.append(budget.take(tokens[-1]))
+            forced.append(budget.advance(tokens[-1]))
         marks, reason = replay(wanted, wanted.completions[0].thinking_budget, tokens, maximum)
         assert forced == marks.tolist() and budget.finish == reason
         assert min(longest) >= len(tokens)

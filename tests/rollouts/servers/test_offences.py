@@ -1,6 +1,6 @@
 """The record of one server process: back-off that grows, an end, trust that grows with what was delivered."""
 
-from scalerl_jax.contract.peer_text import TELL_SECONDS, Telling
+from scalerl_jax.contract.peer_text import TELL_SECONDS, LogLimit
 from scalerl_jax.rollouts.servers.offences import (
     BANISHED_AT,
     FREE_MEETINGS,
@@ -106,7 +106,7 @@ def test_refusals_in_a_row_become_an_offence():
     # One kind does not make up for another.
     for _ in range(REFUSALS):
         record.refuse("it takes nothing", now=record.until)
-        record.take("it takes no version")
+        record.forgive("it takes no version")
     assert record.counts["it takes nothing"] == REFUSALS
 
 
@@ -150,6 +150,6 @@ def test_records_are_kept_for_a_bounded_number_of_processes():
 
 
 def test_each_kind_is_told_by_itself():
-    telling = Telling()
+    telling = LogLimit()
     assert [telling.happened(kind, now=0.0) for kind in ("a", "b", "a", "a")] == [1, 1, 0, 0]
     assert telling.happened("a", now=TELL_SECONDS) == 3

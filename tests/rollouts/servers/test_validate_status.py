@@ -92,17 +92,17 @@ def test_an_honest_server_is_always_believed(data):
         said = machine.says()
         machine.goes_on(after, asleep=False)
         now += before + after
-        found = check.look(said, asked_at=asked_at, heard_at=now, newest=machine.step)
+        found = check.check(said, asked_at=asked_at, heard_at=now, newest=machine.step)
         assert found == validate_status.Found()
 
 
 def after(seconds: float = 1.0, **lies):
     """What is found of a status that comes `seconds` after an honest one, in all else as honest."""
     check = StatusCheck()
-    assert check.look(status(), asked_at=10.0, heard_at=10.1, newest=9) == validate_status.Found()
+    assert check.check(status(), asked_at=10.0, heard_at=10.1, newest=9) == validate_status.Found()
     now = 10.0 + seconds
     grown = {"up_seconds": 100.0 + seconds, "busy_seconds": 60.0 + seconds, "sampled_tokens": 50_100}
-    return check.look(status(**{**grown, **lies}), asked_at=now, heard_at=now + 0.1, newest=9)
+    return check.check(status(**{**grown, **lies}), asked_at=now, heard_at=now + 0.1, newest=9)
 
 
 def test_what_the_lies_below_are_told_beside_is_believed():
@@ -150,18 +150,18 @@ def test_each_lie_is_found(lie, named):
 def test_what_a_lie_covers_is_not_booked():
     check = StatusCheck()
     times = [{"asked_at": float(n), "heard_at": n + 0.1} for n in range(10, 14)]
-    check.look(status(), **times[0])
-    assert check.look(status(up_seconds=5000.0), **times[1]).lie
+    check.check(status(), **times[0])
+    assert check.check(status(up_seconds=5000.0), **times[1]).lie
     # It goes on from what it claimed: never again implausible, and never booked.
-    assert check.look(status(up_seconds=5001.0), **times[2]) == validate_status.Found(from_here=True)
-    assert check.look(status(up_seconds=5002.0), **times[3]) == validate_status.Found()
+    assert check.check(status(up_seconds=5001.0), **times[2]) == validate_status.Found(from_here=True)
+    assert check.check(status(up_seconds=5002.0), **times[3]) == validate_status.Found()
 
 
 def test_a_clock_that_is_a_little_too_fast_at_each_look():
     """Three seconds of its own in one of ours, at looks so close together that each of them alone could be slack."""
     check = StatusCheck()
     lies = [
-        check.look(status(up_seconds=100 + 0.6 * n), asked_at=0.2 * n, heard_at=0.2 * n + 0.01).lie for n in range(200)
+        check.check(status(up_seconds=100 + 0.6 * n), asked_at=0.2 * n, heard_at=0.2 * n + 0.01).lie for n in range(200)
     ]
     found = [n for n, lie in enumerate(lies) if lie]
     assert 4 <= found[0] <= 6 and all("up_seconds grew" in lies[n] for n in found)
@@ -170,30 +170,30 @@ def test_a_clock_that_is_a_little_too_fast_at_each_look():
 
 def test_a_new_process_at_each_look_gains_nothing():
     check = StatusCheck()
-    check.look(status(), asked_at=10.0, heard_at=10.1)
-    claimed = check.look(status(server_id="b"), asked_at=11.0, heard_at=11.1)
+    check.check(status(), asked_at=10.0, heard_at=10.1)
+    claimed = check.check(status(server_id="b"), asked_at=11.0, heard_at=11.1)
     assert claimed == validate_status.Found(from_here=True)  # up for 100 s on an address where "a" was a second ago
     young = status(server_id="c", up_seconds=0.5, busy_seconds=0.2)
-    assert check.look(young, asked_at=12.0, heard_at=12.1) == validate_status.Found()
+    assert check.check(young, asked_at=12.0, heard_at=12.1) == validate_status.Found()
 
 
 @pytest.mark.parametrize("lie", [{"busy_seconds": math.nan}, {"devices": 0}, {"step": 10}])
 def test_what_lies_before_the_status_after_one_that_says_nothing_is_not_booked(lie):
     check = StatusCheck()
     times = [{"asked_at": float(n), "heard_at": n + 0.1, "newest": 9} for n in range(10, 15)]
-    check.look(status(), **times[0])
-    assert check.look(status(**{"up_seconds": 101.0, **lie}), **times[1]).lie
-    assert check.look(status(up_seconds=102.0), **times[2]) == validate_status.Found(from_here=True)
-    assert check.look(status(up_seconds=103.0), **times[3]) == validate_status.Found()
-    check.look(status(up_seconds=103.5, devices=0), **times[3])
-    assert check.look(status(server_id="b", up_seconds=0.5, busy_seconds=0.5), **times[4]).from_here
+    check.check(status(), **times[0])
+    assert check.check(status(**{"up_seconds": 101.0, **lie}), **times[1]).lie
+    assert check.check(status(up_seconds=102.0), **times[2]) == validate_status.Found(from_here=True)
+    assert check.check(status(up_seconds=103.0), **times[3]) == validate_status.Found()
+    check.check(status(up_seconds=103.5, devices=0), **times[3])
+    assert check.check(status(server_id="b", up_seconds=0.5, busy_seconds=0.5), **times[4]).from_here
 
 
 def test_a_process_that_was_busy_for_longer_than_it_is_up_is_met_anew():
     check = StatusCheck()
     for n in range(10):
         claimed = status(server_id=str(n), up_seconds=0.2, busy_seconds=120.0, sampled_tokens=0)
-        found = check.look(claimed, asked_at=10 + n / 4, heard_at=10.1 + n / 4)
+        found = check.check(claimed, asked_at=10 + n / 4, heard_at=10.1 + n / 4)
         assert found == validate_status.Found(from_here=True)
 
 

@@ -27,7 +27,7 @@ def test_sums_of_pushes_and_versions_since_the_last_row() -> None:
     version = {"delta_bytes": 10, "dense_bytes": 400, "changed": 3, "elements": 200, "whole_tensors": 0}
     stats.event("version", {"step": 1, **version, "encode_seconds": 0.5})
     stats.event("server", {"server": "a:1", "state": "active"})
-    assert stats.take() == {
+    assert stats.drain() == {
         "applied": 2,
         "sparse": 1,
         "payload_bytes": 500,
@@ -40,4 +40,4 @@ def test_sums_of_pushes_and_versions_since_the_last_row() -> None:
         **version,
         "encode_seconds": 0.5,
     }
-    assert set(stats.take().values()) == {0}
+    assert set(stats.drain().values()) == {0}

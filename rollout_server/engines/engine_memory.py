@@ -19,7 +19,7 @@ MARGIN = 0.95  # of what is free: so much is advised to fill, since the working 
 
 
 @dataclasses.dataclass(frozen=True)
-class Booking:
+class EngineMemory:
     """In bytes."""
 
     slots: int
@@ -75,9 +75,9 @@ class Booking:
             raise ValueError(f"{line}: the host has too little, and no flag makes it less")
         return line
 
-    def _remedy(self, room: int) -> str:
-        """What fits into `room` bytes for the cache and its copies."""
-        tokens = max(0, int(MARGIN * room / (1 + self.copies) / self.token))
+    def _remedy(self, free: int) -> str:
+        """What fits into `free` bytes for the cache and its copies."""
+        tokens = max(0, int(MARGIN * free / (1 + self.copies) / self.token))
         slots, length = tokens // self.maximum_tokens, tokens // self.slots // 32 * 32
         choices = [f"--slots={slots}"] * (slots > 0) + [f"--maximum_tokens={length}"] * (length > 0)
         return f"{' or '.join(choices)} would fit" if choices else "not even one slot of 32 tokens would fit"

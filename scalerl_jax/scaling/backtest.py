@@ -24,7 +24,7 @@ HALF = "at half of the compute"
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfTimeForecast:
+class Backtest:
     """A forecast judged by what came: N evaluations, some of them beyond those it was made of."""
 
     compute: np.ndarray  # [N]
@@ -62,7 +62,7 @@ class HalfTimeForecast:
         return outcome(self.measured, self.within, self.later, bins=self.bins)
 
 
-def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
+def forecast_at_half(compute, reward, counts=None) -> Backtest:
     """compute [N] with a row at 0, reward [N] in [0, 1], counts as of fit_sigmoid.
 
     Raises ValueError where the run has too few evaluations: three of different compute up to the half, one in the last
@@ -74,9 +74,7 @@ def half_time_forecast(compute, reward, counts=None) -> HalfTimeForecast:
     return judged(compute, reward, fit, average_forecast(fit.state.points, calibration.default()), HALF)
 
 
-def judged(
-    compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: AverageForecast, seen: str
-) -> HalfTimeForecast:
+def judged(compute: np.ndarray, reward: np.ndarray, fit: SigmoidFit, ahead: AverageForecast, seen: str) -> Backtest:
     """compute, reward: [N], in any order; some are beyond those of the fit."""
     beyond = compute > ahead.reached
     order = np.argsort(compute[beyond], kind="stable")
@@ -88,7 +86,7 @@ def judged(
     low, high = ahead.band(later, level=LEVEL, rows=rows)
     last = later > LAST * compute.max()
     at_end = (ahead.predict(later[last]), *ahead.band(later[last], level=LEVEL))
-    return HalfTimeForecast(
+    return Backtest(
         compute=compute,
         reward=reward,
         fit=fit,
@@ -122,15 +120,15 @@ class Outlook:
 
     def sentence(self, seen: str, axis: str, *, place: str = "", rate: float | None = None) -> str:
         """seen, axis: as of `statement`; place: where more stops paying, in words; rate: as of `hours`."""
-        said, gain = statement(seen, axis, self.score), self.gain
+        text, gain = statement(seen, axis, self.score), self.gain
         rest = f"the rest gains {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         if not self.goes_on:
-            return f"{said}; {rest}, less than the {self.worth:g} that count: stop"
+            return f"{text}; {rest}, less than the {self.worth:g} that count: stop"
         if not np.isfinite(self.pays_until):
-            return f"{said}; {rest}: go on"
+            return f"{text}; {rest}: go on"
         place = place or short_number(self.pays_until)
         after = f"from {place} on twice the compute gains less than {self.worth:g}, most likely"
-        return f"{said}; {rest}: go on; {after}{hours(self.pays_until, rate)}"
+        return f"{text}; {rest}: go on; {after}{hours(self.pays_until, rate)}"
 
 
 def outlook(forecast: AverageForecast, end: float, *, worth: float = SEED_MARGIN) -> Outlook:

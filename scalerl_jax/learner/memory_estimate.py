@@ -14,8 +14,8 @@ On each device, the most of
 and on the host this process as it is, a copy of the state (a checkpoint on its way) and of a whole version. On a CPU
 the two are one memory. What the plan leaves out (code, scratch of kernels) was below a tenth where it was measured.
 
-`book` then runs the worst step on real buffers, with the state left as it is: what cannot be had is known here, and not
-at step 120. More than one process: each books its own devices and host.
+`check_memory` then runs the worst step on real buffers, with the state left as it is: what cannot be had is known
+here, and not at step 120. More than one process: each checks its own devices and host.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Needs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Booking:
+class MemoryEstimate:
     """Bytes needed of one memory, and available in it. `available` is None where it is unknown."""
 
     where: str
@@ -98,7 +98,7 @@ def _on_host(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) // jax.process_count()
 
 
-def forecast(trainer: Trainer) -> list[Booking]:
+def forecast(trainer: Trainer) -> list[MemoryEstimate]:
     """Of each memory, with the state and the reference policy in it."""
     needs, device = needs_of(trainer), trainer.mesh.local_devices[0]
     parts = {
@@ -110,27 +110,27 @@ def forecast(trainer: Trainer) -> list[Booking]:
     }
     resident, left = memory.resident(), memory.available()
     available = resident + left if left < memory.UNKNOWN else None
-    told = device.memory_stats() if device.platform != "cpu" else None
+    stats = device.memory_stats() if device.platform != "cpu" else None
     if device.platform == "cpu":
         # The devices of one process share its memory, and its state is in there already.
         devices = len(trainer.mesh.local_devices)
         needed = resident + devices * (needs.device - needs.state - needs.reference) + needs.version
         parts = {"now": resident, **{n: devices * size for n, size in parts.items() if n not in ("state", "reference")}}
         parts["a checkpoint and a version on their way"] = needs.version
-        return [Booking("host", needed, available, parts)]
-    host = Booking(
+        return [MemoryEstimate("host", needed, available, parts)]
+    host = MemoryEstimate(
         "host", resident + needs.version, available,
         {"now": resident, "a checkpoint and a version on their way": needs.version},
     )  # fmt: skip
-    limit = told.get("bytes_limit") if told else None
-    return [Booking(f"each device ({device.device_kind})", needs.device, limit, parts), host]
+    limit = stats.get("bytes_limit") if stats else None
+    return [MemoryEstimate(f"each device ({device.device_kind})", needs.device, limit, parts), host]
 
 
 class TooLittleMemory(ValueError):
     """A user's mistake: one line with what would make it fit."""
 
 
-def book(trainer: Trainer, *, longest: int, refuse: bool = True) -> str:
+def check_memory(trainer: Trainer, *, longest: int, refuse: bool = True) -> str:
     """Runs the worst step. Returns the line to be said; the trainer is compiled, its state is there and stays.
 
     longest: tokens of the longest sequence that can come.
@@ -139,8 +139,8 @@ def book(trainer: Trainer, *, longest: int, refuse: bool = True) -> str:
     """
     try:
         trainer.compile()
-        bookings = forecast(trainer)
-        short = [booking for booking in bookings if not booking.fits]
+        estimates = forecast(trainer)
+        short = [estimate for estimate in estimates if not estimate.fits]
         if short and refuse:
             raise TooLittleMemory(f"too little memory: {short[0]}; {remedies(trainer, short[0], longest)}")
         trainer.rehearse()
@@ -148,12 +148,14 @@ def book(trainer: Trainer, *, longest: int, refuse: bool = True) -> str:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         asked = re.search(r"[^.\n]*(?:allocat|exceed|Ran out)[^\n]*", str(error))
-        said = " ".join((asked[0] if asked else str(error)).split())[:200]
-        raise TooLittleMemory(f"too little memory for an update ({said}); {remedies(trainer, None, longest)}") from None
-    return ("too little memory, tried all the same: " if short else "memory: ") + "; ".join(map(str, bookings))
+        reason = " ".join((asked[0] if asked else str(error)).split())[:200]
+        raise TooLittleMemory(
+            f"too little memory for an update ({reason}); {remedies(trainer, None, longest)}"
+        ) from None
+    return ("too little memory, tried all the same: " if short else "memory: ") + "; ".join(map(str, estimates))
 
 
-def remedies(trainer: Trainer, short: Booking | None, longest: int) -> str:
+def remedies(trainer: Trainer, short: MemoryEstimate | None, longest: int) -> str:
     """What would make it fit, as the config calls it."""
     layout, found = trainer.layout, []
     shards = max(1, layout.rows // trainer.rows_per_shard)

@@ -5,9 +5,9 @@ import pytest
 from matplotlib.image import imread
 
 from scalerl_jax.scaling import fit_sigmoid, plot, statement
+from scalerl_jax.scaling.backtest import forecast_at_half
 from scalerl_jax.scaling.fit import Run
 from scalerl_jax.scaling.forecast import Estimate
-from scalerl_jax.scaling.half_time import half_time_forecast
 from scalerl_jax.scaling.units import short_number
 from tests.scaling.simulated import TABLE_1, curve, sampled_passes
 
@@ -17,7 +17,7 @@ COMPUTE = np.linspace(0, 16_000, 21)
 def test_forecast_of_a_run_on_the_law(tmp_path):
     passes = sampled_passes(np.random.default_rng(2), curve(COMPUTE, *TABLE_1["ScaleRL"]), runs=1)[0]
     reward = passes.mean(axis=1) / 16
-    result = half_time_forecast(COMPUTE, reward, (passes, 16))
+    result = forecast_at_half(COMPUTE, reward, (passes, 16))
     np.testing.assert_array_equal(result.fit.used, (COMPUTE > 0) & (COMPUTE <= 8000))
     assert result.measured == pytest.approx(reward[COMPUTE > 12_000].mean())
     assert abs(result.error) < 0.015
@@ -29,13 +29,13 @@ def test_forecast_of_a_run_on_the_law(tmp_path):
     # What comes after the half has no say.
     changed = reward.copy()
     changed[COMPUTE > 8000] = 0.9
-    assert half_time_forecast(COMPUTE, changed).score == half_time_forecast(COMPUTE, reward).score
+    assert forecast_at_half(COMPUTE, changed).score == forecast_at_half(COMPUTE, reward).score
     path = tmp_path / "curve.png"
     plot.plot_forecast(result, str(path), axis="GPU-hours", y_label="pass rate")
     assert imread(path).shape == (780, 1200, 4)
     assert [p.name for p in tmp_path.iterdir()] == ["curve.png"]
     # In any unit it is the same.
-    again = half_time_forecast(1e18 * COMPUTE, reward, (passes, 16))
+    again = forecast_at_half(1e18 * COMPUTE, reward, (passes, 16))
     assert again.score.value == pytest.approx(result.score.value, abs=2e-3)
 
 
@@ -49,7 +49,7 @@ def test_one_form_of_one_statement():
 
 def test_too_few_evaluations_are_said():
     with pytest.raises(ValueError, match="2 points of different compute"):
-        half_time_forecast([0, 1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4, 0.5])
+        forecast_at_half([0, 1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 @pytest.mark.slow

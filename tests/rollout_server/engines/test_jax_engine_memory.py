@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from rollout_server.engines.booking import Booking
+from rollout_server.engines.engine_memory import EngineMemory
 from rollout_server.engines.jax import decode, engine
 from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import abstract_weights, decode_precision, decode_weights
@@ -14,7 +14,9 @@ from scalerl_jax.model import DecoderConfig, Precision
 from scalerl_jax.system.memory import GIB
 from tests.support.models import random_tensors, toy_decoder
 
-BOOKING = Booking(slots=64, maximum_tokens=4096, token=2**17, weights=GIB, host_copy=GIB, working=GIB // 2, copies=0.5)
+MEMORY = EngineMemory(
+    slots=64, maximum_tokens=4096, token=2**17, weights=GIB, host_copy=GIB, working=GIB // 2, copies=0.5
+)
 
 
 def size(tree: object) -> int:
@@ -29,13 +31,13 @@ def test_what_is_booked_is_what_the_arrays_take(family: str, head: str, dtype: s
     like, computing = abstract_weights(config, precision), decode_precision(precision, "cpu")
     held = decode_weights(random_tensors(config, 0), config, precision)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(lambda x: (x.shape, x.dtype), like)
-    booked = engine.of_model(
+    estimate = engine.of_model(
         config, precision, cache_dtype=computing.cache, weights=like, slots=3, longest=96,
         copies_are_cheap=True,
     )  # fmt: skip
-    assert booked.weights == size(held)
+    assert estimate.weights == size(held)
     state = decode.empty_state(config, computing, slots=3, length=96)
-    assert booked.cache == size((state.keys, state.values))
+    assert estimate.cache == size((state.keys, state.values))
 
 
 def test_programs_compiled_beforehand_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,20 +55,20 @@ def test_programs_compiled_beforehand_are_those_that_run(monkeypatch: pytest.Mon
 def test_what_is_advised_fits(device: int | None) -> None:
     there = {"device": device, "host": 30 * GIB, "process": GIB // 2}
     with pytest.raises(ValueError, match=r"^memory: .* GiB .*--slots=\d+ or --maximum_tokens=\d+ would fit$") as error:
-        BOOKING.check(**there)
+        MEMORY.check(**there)
     assert "\n" not in str(error.value)
     slots, length = map(int, re.findall(r"--\w+=(\d+)", str(error.value)))
     for wanted in ({"slots": slots}, {"maximum_tokens": length}):
-        assert dataclasses.replace(BOOKING, **wanted).check(**there).startswith("memory: ")
+        assert dataclasses.replace(MEMORY, **wanted).check(**there).startswith("memory: ")
     for wanted in ({"slots": slots * 5 // 4}, {"maximum_tokens": length * 5 // 4}):
         with pytest.raises(ValueError, match="would fit"):
-            dataclasses.replace(BOOKING, **wanted).check(**there)
+            dataclasses.replace(MEMORY, **wanted).check(**there)
 
 
 def test_a_model_that_does_not_fit_at_all() -> None:
     with pytest.raises(ValueError, match="not even one slot"):
-        BOOKING.check(device=2 * GIB, host=30 * GIB, process=0)
-    fits = dataclasses.replace(BOOKING, slots=1)
+        MEMORY.check(device=2 * GIB, host=30 * GIB, process=0)
+    fits = dataclasses.replace(MEMORY, slots=1)
     with pytest.raises(ValueError, match="the host has too little"):
         fits.check(device=80 * GIB, host=GIB, process=GIB // 2)
     # The early check, when the working memory is not known, refuses no more than the one that knows it.
@@ -82,9 +84,9 @@ def test_a_cache_of_a_real_size() -> None:
     precision = Precision(compute="bfloat16", sync="bfloat16")
     like = abstract_weights(config, precision)
     for dtype, token in (("bfloat16", 114_688), ("float32", 229_376)):
-        booked = engine.of_model(
+        estimate = engine.of_model(
             config, precision, cache_dtype=dtype, weights=like, slots=8, longest=1024, copies_are_cheap=True
         )
-        assert booked.token == token and booked.cache == token * 8 * 1024
-    assert booked.weights == pytest.approx(booked.host_copy, rel=1e-3)  # norms are float32
-    assert booked.host_copy == 2 * 596_049_920
+        assert estimate.token == token and estimate.cache == token * 8 * 1024
+    assert estimate.weights == pytest.approx(estimate.host_copy, rel=1e-3)  # norms are float32
+    assert estimate.host_copy == 2 * 596_049_920
