@@ -77,7 +77,8 @@ class Settings:
         rollout = self.config.rollout
         thinks = rollout.thinking_budget_max > 0 and rollout.length_control == "interrupt"
         phrase = len(rollout.interruption_text.encode()) if thinks else 0
-        longest = rollout.max_prompt_tokens + rollout.thinking_budget_max + rollout.answer_budget + phrase
+        completion = rollout.thinking_budget_max + rollout.answer_budget + phrase
+        longest = rollout.max_prompt_tokens + (rollout.max_episode_tokens if rollout.max_turns > 1 else completion)
         return min(longest, self.config.learner.seq_len + 1)
 
 

@@ -119,7 +119,10 @@ class EnvironmentConfig:
     verifier_processes: Positive[int] = 1
     # CPU seconds after which an answer that is still being scored counts as wrong.
     verifier_seconds: Positive[float] = 5.0
-    # Address space of a process that scores answers. A mixture uses the largest value of its environments.
+    # Wall-clock seconds that one step of an episode may take.
+    turn_seconds: Positive[float] = 60.0
+    # Address space of a process that scores answers or plays an episode. A mixture uses the largest value of its
+    # environments.
     verifier_memory_bytes: Annotated[int, AtLeast(2**28)] = 3 * 2**30
 
 
@@ -190,6 +193,10 @@ class RolloutConfig:
     # Nucleus sampling. 1 is off; any other value biases the importance ratio.
     top_p: Annotated[float, Above(0, up_to=1)] = 1.0
     top_k: NotNegative[int] = 0  # Top-k sampling. 0 is off; any other value biases the importance ratio.
+    # Turns of an episode at the most, in environments that have episodes. 1: a completion is one turn.
+    max_turns: Positive[int] = 1
+    # Longest episode in tokens behind the prompt, what the environment says included. The budgets below are a turn's.
+    max_episode_tokens: Positive[int] = 16_384
     # Longest prompt in tokens. environment.long_prompts says what happens to longer ones.
     max_prompt_tokens: Positive[int] = 2048
     # Each completion's thinking budget is drawn uniformly from this to thinking_budget_max, in tokens. 0 and 0: the

@@ -71,6 +71,11 @@ def check(config: Config) -> None:
     for low, high in _RANGES:
         if values[low] > values[high]:
             raise ConfigError(f"config.{low}={values[low]}: must not be above config.{high}, {values[high]}")
+    if config.rollout.max_turns > 1 and config.rollout.length_control == "penalty":
+        raise ConfigError(
+            "config.rollout.length_control=penalty: is of completions of one turn, and "
+            f"config.rollout.max_turns={config.rollout.max_turns}"
+        )
     if config.objective.loss == "gspo" and config.objective.aggregation != "sample":
         raise ConfigError("config.objective.loss=gspo: requires config.objective.aggregation=sample")
     if config.objective.loss == "cispo" and config.objective.tis_cap > 0:

@@ -31,6 +31,7 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.config_io import GivenConfig
 from scalerl_jax.environments.base import Row, ScorerError
+from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
@@ -224,7 +225,12 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
     expected = expected_of(config, decoder, maximum_tokens=maximum_tokens)
     expected = dataclasses.replace(expected, router_replay=False)  # the samples are not trained on
     with contextlib.ExitStack() as stack:
-        scorer = stack.enter_context(Scorer(config, decode=tokenizer.decode_completion, rows=rows))
+        scorer = stack.enter_context(
+            Scorer(
+                config, decode=tokenizer.decode_completion, rows=rows, replies=Replies(config, tokenizer),
+                turn_tokens=requests.turn_tokens,
+            )
+        )  # fmt: skip
         addresses, local = given.addresses, None
         if not addresses:
             # This process computes nothing, so the servers may have all of the machine's GPUs.
@@ -239,6 +245,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
                 expected=expected,
                 requests=requests,
                 score=scorer.score,
+                episodes=scorer.episodes,
                 take_over=local is not None or FLAGS.take,
                 check=local.servers().check if local is not None else lambda: None,
             )

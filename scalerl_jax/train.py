@@ -22,6 +22,7 @@ from scalerl_jax.cli import command_flags, entry
 from scalerl_jax.config import Config
 from scalerl_jax.environments import Row
 from scalerl_jax.environments.curriculum import NoPromptLeft
+from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
 from scalerl_jax.hosts.enter import enter
@@ -100,7 +101,10 @@ def train(config: Config) -> None:
                 print(f"metrics at http://{FLAGS.metrics_host}:{at.port}/metrics", file=sys.stderr)
         print(*filter(None, [goes_on]), *chosen, *given.remarks, sep="\n", file=sys.stderr)
         with entry.user_mistakes(ScorerError):  # a reward that cannot be is said before anything is started, too
-            scorer = Scorer(config, decode=given.tokenizer.decode_completion, rows=rows.train)
+            scorer = Scorer(
+                config, decode=given.tokenizer.decode_completion, rows=rows.train,
+                replies=Replies(config, given.tokenizer), turn_tokens=given.requests.turn_tokens,
+            )  # fmt: skip
             stack.enter_context(scorer)
         addresses, local = given.servers.addresses, None
         with entry.user_mistakes():
@@ -157,6 +161,7 @@ def train(config: Config) -> None:
             buffer=given.requests.training_groups(pacing.from_config(config, start=start), draw, trained=start),
             incarnation=Incarnation(folder.incarnation, lambda value: folder.outrank(value - 1)),
             score=scorer.score,
+            episodes=scorer.episodes,
             on_event=sync_stats.event,
             observe=ledger.observe_status,
             serving=ledger.serving,

@@ -97,6 +97,13 @@ class Completion:
     sampling_seconds: float = 0.0
     # [prompt + tokens - 1, layers, experts per token] uint8 | uint16: of each token fed; None: not told
     experts: np.ndarray | None = None
+    # (start, end) of what an environment said between turns, among `forced`; never on the wire.
+    replies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the interruption phrase was fed."""
+        return len(self.forced) > len(self.replies)
 
     def token_steps(self) -> np.ndarray:
         """The policy step that sampled (or fed) each token: [tokens] int64."""

@@ -2,14 +2,11 @@
 
     rows(split)             the problems of "train" or of "validation"
     score(row, completion)  reward and correctness of what follows the thinking
+    episode(row)            in its place: an object that replies to the policy's turns, see episode.py
 
 An environment is one file with a `make(config) -> Environment`, and one row of ENVIRONMENTS in load.py. Where a run has
 several, `make` gets the run's config with the environment's own as config.environment. It does no work: `rows` reads
 what there is to read, and a process that scores makes the environment for `score` alone.
-
-Environments with turns are not built yet. They would be one more function here, `reply(row, turns) -> messages | None`:
-a completion is then the policy's part of one turn of an episode, a row's episode is one sequence of all its turns, and
-what the environment says in between are forced spans of that sequence, which the trainer leaves out of the loss.
 """
 
 import dataclasses
@@ -38,6 +35,7 @@ class Row:
     environment: str = ""  # its name in a mixture
     index: int = -1  # in its split
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # [tokens] int32
+    rendered: bool = False  # by the chat template
 
 
 def asked(row: Row) -> str:
@@ -72,6 +70,7 @@ class Score:
     answer: str | None = None  # what it was taken to answer, in one form for all that mean the same; None: no vote
     why: str = ""  # for people: what was compared with what, which test failed
     failed: bool = False  # there is no true score: a function failed, or took too long; it counts as wrong
+    excluded: bool = False  # likewise, and nothing is learned from it: its environment failed, not the policy
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
@@ -99,6 +98,8 @@ class Environment:
 
     rows: Callable[[str], Iterable[Row]]  # may raise ValueError naming the config field, or the file and row, at fault
     score: Callable[[Row, Completion], Score]
+    # Begins an episode of a row, in a process of its own; `score` is not asked then. None: a completion is one turn.
+    episode: "Callable[[Row], Any] | None" = None
     # `score` is called in processes of their own, which make the environment again from its config, within a limit of
     # CPU time; an exception, a crash or the limit make that completion wrong, and ScorerError ends the run. False: it
     # is called where the run is.

@@ -66,6 +66,12 @@ class ChatTemplate:
         whole = self.render([*asked, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
         return whole.rpartition(_ANSWER)[2]
 
+    def next_turn(self, messages: Messages) -> str:
+        """What the template writes behind what an assistant has said: the rest of that turn, `messages`, and what
+        begins the assistant's next turn. Raises ValueError as `render`."""
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        return self.render([*asked, *messages]).partition(_ANSWER)[2]
+
     def unknown_end(self, tokenizer: Tokenizer) -> str:
         """A line where the template ends the assistant's turns with a token that is no stop token of the folder's, as
         of many base models: completions would go on behind it. "": it does not."""

@@ -4,6 +4,7 @@
         def __init__(self, config): ...                # EnvironmentConfig; or no arguments at all
         def rows(self, split): ...                     # "train" or "validation": Row or {"prompt", "answer", ...}
         def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (rewards.py)
+        def episode(self, row): ...                    # or this: an object with step(turn) and close(), see episode.py
         def prepare(self): ...                         # optional: once in each process, before its first row
         weights = {}                                   # the rest is optional too, as in base.py
         waits_seconds = 0.0
@@ -46,12 +47,15 @@ def make(config: Config) -> Environment:
         environment = made(config.environment) if _takes_one(made) else made()
     except _ANY as error:
         raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.error_line(error, file=file)}") from error
-    for needed in ("rows", "score"):
+    episode = getattr(environment, "episode", None)
+    for needed in ("rows", "score") if episode is None else ("rows",):
         if not callable(getattr(environment, needed, None)):
             raise ValueError(f"{_FIELD}={name}: has no function {needed}")
+    if episode is not None and hasattr(environment, "score"):
+        raise ValueError(f"{_FIELD}={name}: has score and episode; what an episode is worth its steps say")
     function = UserFunction(
-        environment.score, setting=f"{_FIELD}={name}", name="environment", seconds=config.environment.reward_seconds,
-        correct_at=config.environment.correct_at,
+        getattr(environment, "score", _not_scored), setting=f"{_FIELD}={name}", name="environment",
+        seconds=config.environment.reward_seconds, correct_at=config.environment.correct_at,
     )  # fmt: skip
 
     def given(split: str) -> Iterator[Any]:
@@ -102,8 +106,12 @@ def make(config: Config) -> Environment:
     deterministic = options.pop("deterministic", False)
     return Environment(
         rows, scored, prepare=prepare if hasattr(environment, "prepare") else None, reads_thinking=True,
-        deterministic=lambda: deterministic, **options,
+        deterministic=lambda: deterministic, episode=episode, **options,
     )  # fmt: skip
+
+
+def _not_scored(row: Row, completion: Completion) -> float:
+    raise AssertionError("an environment with episodes is not asked for scores")
 
 
 def _takes_one(made: Callable) -> bool:

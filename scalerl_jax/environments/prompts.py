@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from scalerl_jax.config import Config
-from scalerl_jax.environments.base import Row
+from scalerl_jax.environments import parts
+from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.chat_template import ChatTemplate, Messages, read_chat_template
 from scalerl_jax.environments.thinking import thinking_at_end
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ class Prompts:
             raise self._named(row, error) from error
         # The question as it was, which a reward may look at.
         messages = row.messages or ({"role": "user", "content": row.text},)
-        return dataclasses.replace(row, text=text, messages=messages), rendered
+        return dataclasses.replace(row, text=text, messages=messages, rendered=rendered), rendered
 
     def _encode(self, rows: Sequence[Row]) -> list[list[int]]:
         try:
@@ -174,3 +175,27 @@ class Prompts:
                 f"config.rollout.thinking_budget_max={rollout.thinking_budget_max}: set thinking_budget_min and "
                 "thinking_budget_max to 0, or have the template leave thinking open"
             )
+
+
+class Replies:
+    """What environments say between the turns of an episode, as the tokens that the next turn's prompt goes on with."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        self._prompts = {part: Prompts(of_part, tokenizer) for part, of_part in parts.configs(config).items()}
+        self._tokenizer = tokenizer
+
+    def encode(self, row: Row, messages: Messages, *, behind: int) -> tuple[str, list[int]]:
+        """(text, token ids) of `messages` behind a turn that ends with token `behind`.
+
+        Of a prompt that the chat template has rendered so are they, with what begins the assistant's next turn; else
+        they are their text. Raises ValueError where there is nothing to say, or the template fails.
+        """
+        text = joined_content(messages)
+        if row.rendered:
+            text = self._prompts[row.environment].template().next_turn(messages)
+        ids = self._tokenizer.encode(text)
+        if row.rendered and ids[:1] == [behind]:  # the turn's end has been sampled
+            ids = ids[1:]
+        if not ids:
+            raise ValueError("a reply of the environment is empty")
+        return text, ids

@@ -157,7 +157,7 @@ def _plain(score: Score) -> dict[str, Any]:
     return {name: value for name, value in vars(fields).items() if value not in (None, "", {})}
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """The kernel sends SIGKILL when the thread that started this process is gone: a thread of the pool, which lives as
     long as the pool. One that is gone already sends none, which is for the caller to see (getppid)."""
     if sys.platform == "linux":
@@ -176,7 +176,7 @@ def _address_space() -> int:
 
 
 def main() -> None:
-    _die_with_parent()
+    die_with_parent()
     # Its own ends of the pipes: what a library reads or prints is neither a question nor a reply.
     questions = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")

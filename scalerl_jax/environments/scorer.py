@@ -22,6 +22,7 @@ The length penalty, the paper's alternative to interruptions (equation 9).
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from scalerl_jax.config import Config, RolloutConfig
 from scalerl_jax.contract.codec import Completion
@@ -29,7 +30,9 @@ from scalerl_jax.environments import parts, user_code
 from scalerl_jax.environments.base import Completion as AnswerText
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
 from scalerl_jax.environments.complaints import Complaints, failure
+from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environments
+from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer_pool import ScorerPool
 from scalerl_jax.environments.thinking import split_as_run
 
@@ -57,7 +60,8 @@ class Scorer:
 
     everywhere: every process that scores is ready when this returns, not only one. rows: those that there are, if they
     are known: what no row has, no score may want. environments: those of the run by
-    part (parts.py); None: as its config makes them. Raises ScorerError, one line, where one cannot be made or prepared.
+    part (parts.py); None: as its config makes them. replies, turn_tokens: for environments with episodes, see
+    EpisodePool. Raises ScorerError, one line, where one cannot be made or prepared.
     """
 
     def __init__(
@@ -68,14 +72,23 @@ class Scorer:
         everywhere: bool = False,
         rows: Iterable[Row] | None = None,
         environments: Mapping[str, Environment] | None = None,
+        replies: Replies | None = None,
+        turn_tokens: int = 0,
     ):
         if environments is None:
             environments = make_environments(config)
         self._environments, self._rollout, self._decode = environments, config.rollout, decode
-        apart = {part: environment for part, environment in environments.items() if environment.in_processes}
+        episodic = {part: environment for part, environment in environments.items() if environment.episode is not None}
+        apart = {part: one for part, one in environments.items() if one.in_processes and part not in episodic}
         self._complaints = Complaints()
         self._pool = ScorerPool(config, apart, complaints=self._complaints) if apart else None
+        self.episodes: EpisodePool | None = None
         try:
+            if episodic:
+                self.episodes = _episodes(
+                    config, episodic, replies=replies, decode=decode, turn_tokens=turn_tokens,
+                    complaints=self._complaints,
+                )  # fmt: skip
             for part, environment in environments.items():
                 if not environment.in_processes and environment.prepare is not None:
                     _prepare(part, environment.prepare, config)
@@ -141,6 +154,22 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.close()
+        if self.episodes is not None:
+            self.episodes.close()
+
+
+def _episodes(
+    config: Config, environments: Mapping[str, Environment], *, replies: Replies | None, **given: Any
+) -> EpisodePool:
+    part = next(iter(environments))
+    field = f"{parts.field(part, 'name')}={parts.configs(config)[part].environment.name}"
+    if replies is None:
+        raise ScorerError(f"{field}: has episodes of several turns, which are not scored alone")
+    if config.rollout.max_turns < 2:
+        raise ScorerError(
+            f"{field}: has episodes of several turns, which require config.rollout.max_turns of 2 or more"
+        )
+    return EpisodePool(config, environments, replies=replies, **given)
 
 
 def _prepare(part: str, prepare: Callable[[], None], config: Config) -> None:

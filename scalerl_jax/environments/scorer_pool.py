@@ -275,6 +275,13 @@ class ScorerPool:
             self._idle.put(worker)
 
 
+def worker_environment() -> dict[str, str]:
+    """Variables of a process that makes environments: it must find this package however the trainer found it."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    return {**os.environ, **_ONE_THREAD, **_SAME_ORDER, "PYTHONPATH": path}
+
+
 class _WorkerDied(Exception):
     """The worker ended without an answer, or is stuck."""
 
@@ -349,9 +356,6 @@ class _Worker:
     def _start(self) -> None:
         """Starts the process; where the machine is short of something for a moment, it is tried again."""
         command = [sys.executable, "-m", "scalerl_jax.environments.score_worker"]
-        # The worker must find this package however the trainer found it.
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
         why = ""
         for attempt in range(START_TRIES):
             if attempt and self._closing.wait(FIRST_PAUSE * 2 ** (attempt - 1)):
@@ -360,8 +364,7 @@ class _Worker:
                 with self._lock:
                     if self._closing.is_set():
                         raise _WorkerDied
-                    environment = {**os.environ, **_ONE_THREAD, **_SAME_ORDER, "PYTHONPATH": path}
-                    self._running = _Running(command, environment, self._closing)
+                    self._running = _Running(command, worker_environment(), self._closing)
             except OSError as error:
                 why = str(error)
                 if error.errno in _SHORT_OF:

@@ -100,6 +100,7 @@ def build(
     truncated = np.array([[c.finish_reason == "length" for c in row] for row in completions])
     correct = np.array([[score.correct for score in group.scores] for group in groups], bool) & ~truncated
     counted = np.ones_like(correct) if objective.truncated == "penalize" else ~truncated
+    counted &= ~np.array([[score.excluded for score in group.scores] for group in groups], bool)
     rewards = np.where(truncated, -1.0, [[score.reward for score in group.scores] for group in groups])
     sampled = [[c.sampled() for c in row] for row in completions]
     loss_tokens = np.array([[int(mask.sum()) for mask in row] for row in sampled])
@@ -133,7 +134,7 @@ def build(
             )
 
     lengths = loss_tokens.ravel()
-    interrupted = np.mean([[bool(c.forced) for c in row] for row in completions])
+    interrupted = np.mean([[c.interrupted for c in row] for row in completions])
     metrics = {
         "pass_rate": float(correct.mean()),
         "reward": float(rewards.mean()),
@@ -319,9 +320,9 @@ class Sums:
         return abs(self.ratio - self.tokens) / math.sqrt(spread) if spread > 0 else 0.0
 
 
-def sums_of(completion: Completion, logprobs: np.ndarray) -> Sums:
-    """logprobs: the trainer's, of the completion's tokens: [tokens] float32."""
-    sampled = completion.sampled()
-    difference = (np.asarray(logprobs, np.float64) - completion.logprobs)[sampled]
+def sums_of(completion: Completion, logprobs: np.ndarray, start: int = 0, end: int | None = None) -> Sums:
+    """Of its tokens from `start` to `end`. logprobs: the trainer's, of the completion's tokens: [tokens] float32."""
+    sampled = completion.sampled()[start:end]
+    difference = (np.asarray(logprobs, np.float64) - completion.logprobs)[start:end][sampled]
     ratio = np.exp(np.minimum(difference, math.log(RATIO_CAP)))
     return Sums(len(difference), float(np.abs(difference).sum()), float(ratio.sum()), float((ratio**2).sum()))

@@ -16,6 +16,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.fleet import POLL_SECONDS, Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
@@ -53,6 +54,7 @@ class Evaluator:
         expected: Expected,
         requests: Requests,
         score: Callable[[Row, Completion], "Future[Score]"],
+        episodes: EpisodePool | None = None,
         take_over: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
@@ -78,6 +80,7 @@ class Evaluator:
             buffer=requests.training_groups(Pipeline(k=1, groups=1, batches=0), nothing, trained=0),
             incarnation=incarnation,
             score=score,
+            episodes=episodes,
         )
 
     def __enter__(self) -> "Evaluator":

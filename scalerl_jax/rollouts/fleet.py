@@ -26,11 +26,15 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.episode import Trajectory
+from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts import status
 from scalerl_jax.rollouts.candidates import Candidates
@@ -69,6 +73,7 @@ class Fleet:
         buffer: of the groups to be trained on, see Requests.training_groups; its pacing says what may be asked when.
         incarnation: of this trainer process.
         score: what a completion is worth, as a concurrent future.
+        episodes: those of environments that have them, in place of `score`; None: none has.
         on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
             ("version", {step, changed, delta_bytes, ...}).
         observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
@@ -86,6 +91,7 @@ class Fleet:
         buffer: GroupBuffer,
         incarnation: Incarnation,
         score: Callable[[Row, Completion], "concurrent.futures.Future[Score]"],
+        episodes: EpisodePool | None = None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, from_here: None,
         serving: Callable[[bool], None] = lambda serving: None,
@@ -95,7 +101,7 @@ class Fleet:
             raise FleetError("no rollout server is given")
         self._config, self._addresses, self._requests, self._buffer = config, servers.addresses, requests, buffer
         self._on_event, self._plaintext = on_event, Plaintext(servers.credentials)
-        self._serving, self._score = serving, score
+        self._serving, self._score, self._episodes = serving, score, episodes
         self._thread = LoopThread("fleet")
         self._scoring_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-scoring")
         self._unscored = 0  # completions without their score
@@ -323,21 +329,30 @@ class Fleet:
         asked_at = time.monotonic()
         async with contextlib.aclosing(completions):
             async for completion in completions:
-                if request.buffer.arrived(request, completion):
+                if (trajectory := request.buffer.arrived(request, completion)) is not None:
                     seconds, typical = time.monotonic() - asked_at, self._typical_seconds
                     self._typical_seconds = typical + 0.05 * (seconds - typical) if typical else seconds
-                    watched(self._score_one(request, completion), self._fail)
-                    self._changed()
+                    watched(self._score_one(request, trajectory), self._fail)
+                self._changed()
 
-    async def _score_one(self, request: RolloutRequest, completion: Completion) -> None:
-        """Its group is ready with the last score."""
+    async def _score_one(self, request: RolloutRequest, trajectory: Trajectory) -> None:
+        """Scores a completion, whose group is ready with the last score; or its environment replies to its turn."""
         self._unscored += 1
-        loop, scored = asyncio.get_running_loop(), asyncio.Event()
-        score = await loop.run_in_executor(self._scoring_thread, self._score, request.group.row, completion)
+        row, group, scored = request.group.row, request.group, asyncio.Event()
+        score: concurrent.futures.Future[Any]  # of Score, or of the reply
+        if self._episodes is not None and self._episodes.plays(row):
+            score = self._episodes.step(row, trajectory)
+        else:
+            loop = asyncio.get_running_loop()
+            score = await loop.run_in_executor(self._scoring_thread, self._score, row, trajectory.completion)
         score.add_done_callback(lambda done: self._thread.post(scored.set))
         await scored.wait()
         self._unscored -= 1
-        if request.buffer.scored(request.group, completion, score.result(), now=time.monotonic()):
+        found = score.result()
+        if isinstance(found, np.ndarray):
+            request.buffer.replied(group, trajectory, found)
+            self._changed()
+        elif request.buffer.scored(group, trajectory, found, now=time.monotonic()):
             self._something.set()
             self._changed()
 

@@ -5,14 +5,20 @@ is *ready*, and waits in the store for its batch. A *request* is some completion
 one call; when the call ends, completions that did not come are *pending* again, under the same ids. So are those that
 are *taken back*, because what delivered them turned out not to run the policy; a group taken for its batch can be put
 back for that until the next one is taken. Whatever happens, every group is handed out whole, and trained once.
+
+A completion of several turns (environments/episode.py) is pending again for each of them, with the same `minimum_step`:
+so no token of an episode is staler than those of any completion. One that is taken back begins again.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+import numpy as np
+
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.episode import Part, Trajectory
 from scalerl_jax.rollouts import pacing as pacing_lib
 
 
@@ -25,10 +31,7 @@ class Process(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FinishedGroup:
-    """All completions of a row's prompt and what each is worth.
-
-    With turns, a completion would be the policy's part of one turn; what the environment says are forced spans of it.
-    """
+    """All completions of a row's prompt and what each is worth."""
 
     number: int
     row: Row
@@ -36,7 +39,7 @@ class FinishedGroup:
     scores: tuple[Score, ...]  # by index
     asked_at: float  # seconds, time.monotonic()
     finished_at: float
-    servers: tuple[Process, ...] = ()  # by index: who delivered each
+    servers: tuple[tuple[Part, ...], ...] = ()  # by index: which process sampled each, or its turns
 
 
 @dataclasses.dataclass
@@ -51,10 +54,13 @@ class GroupInFlight:
     finished_at: float = 0.0
     pending: set[int] = dataclasses.field(default_factory=set)
     asked: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> server
-    completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
-    servers: dict[int, Process] = dataclasses.field(default_factory=dict)  # of the completions
+    trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # of which a turn has come
     scores: dict[int, Score] = dataclasses.field(default_factory=dict)
     failed_at: str = ""  # the server that did not deliver the last time
+
+    def arrived(self) -> int:
+        """How many completions wait for no server."""
+        return len(self.requests) - len(self.pending) - len(self.asked)
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,6 +73,7 @@ class RolloutRequest:
     minimum_step: int
     pinned_step: int | None
     left: set[int]
+    trajectory: Trajectory | None = None  # the one completion's, which another turn is asked for of
     failed: bool = True  # what is left when the call ends is the server's failure; False: it may be asked for it again
 
 
@@ -76,11 +83,11 @@ def finished(group: GroupInFlight) -> FinishedGroup:
     return FinishedGroup(
         number=group.number,
         row=group.row,
-        completions=tuple(group.completions[i] for i in indices),
+        completions=tuple(group.trajectories[i].completion for i in indices),
         scores=tuple(group.scores[i] for i in indices),
         asked_at=group.opened_at,
         finished_at=group.finished_at,
-        servers=tuple(group.servers[i] for i in indices),
+        servers=tuple(tuple(group.trajectories[i].parts) for i in indices),
     )
 
 
@@ -117,7 +124,7 @@ class GroupBuffer:
 
         They count before they are scored: a slow scorer must not let the generators run ahead.
         """
-        sampled = [n for n, group in self.in_flight.items() if len(group.completions) == len(group.requests)]
+        sampled = [n for n, group in self.in_flight.items() if group.arrived() == len(group.requests)]
         return sum(self.pacing.batch(number) > self.trained for number in (*self.ready, *sampled))
 
     def pending(self) -> int:
@@ -156,25 +163,43 @@ class GroupBuffer:
         return self._ask(group, process, capacity, split)
 
     def _ask(self, group: GroupInFlight, process: Process, capacity: int, split: bool) -> RolloutRequest | None:
-        if capacity < 1 or (len(group.pending) > capacity and not split):
+        # Another turn goes on with its own prompt; first ones share theirs.
+        going_on = next((i for i in sorted(group.pending) if i in group.trajectories), None)
+        wanted = sorted(group.pending) if going_on is None else [going_on]
+        if capacity < 1 or (len(wanted) > capacity and not split):
             return None
-        indices = set(sorted(group.pending)[:capacity])
+        indices = set(wanted[:capacity])
+        trajectory = None if going_on is None else group.trajectories[going_on]
         group.pending -= indices
         group.asked.update(dict.fromkeys(indices, process.address))
         pinned = pacing_lib.pinned(self.pacing, group.number, trained=self.trained)
-        return RolloutRequest(self, group, process, self.pacing.minimum_step(group.number), pinned, indices)
+        minimum = self.pacing.minimum_step(group.number)
+        return RolloutRequest(self, group, process, minimum, pinned, indices, trajectory)
 
-    def arrived(self, request: RolloutRequest, completion: Completion) -> bool:
-        """Enters a completion that came on a request. False: the request no longer waits for it, it changes nothing."""
-        index = completion.index
+    def arrived(self, request: RolloutRequest, completion: Completion) -> Trajectory | None:
+        """Enters a completion that came on a request, or a turn of one. None: the request no longer waits for it, or
+        what came before is taken back; it changes nothing."""
+        index, group = completion.index, request.group
         if index not in request.left:
-            return False
+            return None
         request.left.discard(index)
-        del request.group.asked[index]
-        assert index not in request.group.completions
-        request.group.completions[index] = completion
-        request.group.servers[index] = request.process
-        return True
+        del group.asked[index]
+        trajectory = group.trajectories.get(index)
+        if trajectory is not request.trajectory:
+            group.pending.add(index)
+            return None
+        if trajectory is None:
+            trajectory = group.trajectories[index] = Trajectory(completion, request.process)
+        else:
+            trajectory.add_turn(completion, request.process)
+        return trajectory
+
+    def replied(self, group: GroupInFlight, trajectory: Trajectory, token_ids: np.ndarray) -> None:
+        """Enters what the environment says behind the last turn: another turn is pending. That of a trajectory taken
+        back changes nothing."""
+        if group.trajectories.get(trajectory.index) is trajectory:
+            trajectory.add_reply(token_ids)
+            group.pending.add(trajectory.index)
 
     def returned(self, request: RolloutRequest) -> None:
         """The call has ended: what did not come is to be asked again."""
@@ -185,10 +210,10 @@ class GroupBuffer:
         request.group.pending |= request.left
         request.left = set()
 
-    def scored(self, group: GroupInFlight, completion: Completion, score: Score, *, now: float) -> bool:
-        """Enters a score. True: the group is ready by it. That of a completion taken back changes nothing."""
-        index = completion.index
-        if group.completions.get(index) is not completion:
+    def scored(self, group: GroupInFlight, trajectory: Trajectory, score: Score, *, now: float) -> bool:
+        """Enters a score. True: the group is ready by it. That of a trajectory taken back changes nothing."""
+        index = trajectory.index
+        if group.trajectories.get(index) is not trajectory:
             return False
         assert index not in group.scores
         group.scores[index] = score
@@ -206,13 +231,14 @@ class GroupBuffer:
         groups = {**self.in_flight, **self.ready, **{group.number: group for group in self._last_batch}}
         back = 0
         for number, group in groups.items():
-            lost = [i for i, by in group.servers.items() if by == process]
+            lost = [i for i, one in group.trajectories.items() if any(part.process == process for part in one.parts)]
             if not lost or (numbers is not None and number not in numbers):
                 continue
             for index in lost:
-                del group.completions[index], group.servers[index]
+                del group.trajectories[index]
                 group.scores.pop(index, None)
-            group.pending.update(lost)
+            # One whose next turn is being sampled elsewhere is pending when that call ends.
+            group.pending.update(set(lost) - group.asked.keys())
             group.failed_at = process.address
             self.ready.pop(number, None)
             self.in_flight[number] = group

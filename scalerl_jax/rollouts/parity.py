@@ -490,7 +490,9 @@ def _scored(groups: Sequence[FinishedGroup], places: Sequence[Place], logprobs: 
     """logprobs: of prompt and completion at each place."""
     out = []
     for (p, i), ours in zip(places, logprobs, strict=True):
-        group = groups[p]
-        sums = sums_of(group.completions[i], ours[len(group.row.token_ids) :])
-        out.append(Scored(group.servers[i], group.number, sums))
+        group, start = groups[p], 0
+        for process, end in group.servers[i]:
+            sums = sums_of(group.completions[i], ours[len(group.row.token_ids) :], start, end)
+            out.append(Scored(process, group.number, sums))
+            start = end
     return out

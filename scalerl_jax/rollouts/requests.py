@@ -1,6 +1,7 @@
 """What a group looks like on the wire: ids, seeds, budgets, sampling.
 
     train/<group number>                   seed and budget from (run seed, group id, sample number)
+    .../<sample number>/<turn>             the turns behind the first: from the seed of that and the turn's number
     eval/<version>/<prompt index>          the same at every evaluation: from (run seed, prompt index, sample number)
     probe/<server>/<prompt index>
 
@@ -11,6 +12,8 @@ whatever day, is the same request.
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
@@ -45,6 +48,7 @@ class Requests:
         # On the wire a budget of 0 means that thinking has none of its own: the answer's is then that of both.
         high = rollout.thinking_budget_max if rollout.length_control == "interrupt" else 0
         self._thinking = (max(1, rollout.thinking_budget_min), high) if high else (0, 0)
+        self._episode_tokens = rollout.max_episode_tokens if rollout.max_turns > 1 else 0
         self.sampling = Sampling(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -68,6 +72,11 @@ class Requests:
     @property
     def maximum_tokens(self) -> int:
         """The longest completion there can be, forced tokens included."""
+        return self._episode_tokens or self.turn_tokens
+
+    @property
+    def turn_tokens(self) -> int:
+        """The longest that can be asked for at once: a completion, or a turn of an episode."""
         return self._thinking[1] + len(self.interruption.text_token_ids) + self.sampling.answer_budget
 
     def training_groups(self, pacing: Pacing, draw: Callable[[int], Row], *, trained: int) -> GroupBuffer:
@@ -95,11 +104,17 @@ class Requests:
     def of(self, rollout: RolloutRequest, *, incarnation: int) -> GroupRequest:
         """As it is sent, by the trainer of that incarnation."""
         group = rollout.group
+        group_id, prompt = group.group_id, group.row.token_ids
+        completions = tuple(r for r in group.requests if r.index in rollout.left)
+        if rollout.trajectory is not None:
+            so_far, turn = rollout.trajectory.completion, rollout.trajectory.turns
+            group_id, prompt = f"{group_id}/{so_far.index}/{turn}", np.concatenate([prompt, so_far.token_ids])
+            completions = tuple(self._turn(wanted, turn) for wanted in completions)
         return GroupRequest(
             incarnation=incarnation,
-            group_id=group.group_id,
-            prompt=group.row.token_ids,
-            completions=tuple(r for r in group.requests if r.index in rollout.left),
+            group_id=group_id,
+            prompt=prompt,
+            completions=completions,
             sampling=self.sampling,
             interruption=self.interruption,
             minimum_step=rollout.minimum_step,
@@ -135,15 +150,19 @@ class Requests:
         )
 
     def _completions(self, name: str, samples: int) -> tuple[CompletionRequest, ...]:
+        return tuple(self._completion(name, i) for i in range(samples))
+
+    def _completion(self, name: str, index: int) -> CompletionRequest:
         low, high = self._thinking
-        return tuple(
-            CompletionRequest(
-                index=i,
-                seed=stable_hash("seed", self._seed, name, i),
-                thinking_budget=low + stable_hash("thinking", self._seed, name, i) % (high - low + 1) if high else 0,
-            )
-            for i in range(samples)
+        return CompletionRequest(
+            index=index,
+            seed=stable_hash("seed", self._seed, name, index),
+            thinking_budget=low + stable_hash("thinking", self._seed, name, index) % (high - low + 1) if high else 0,
         )
+
+    def _turn(self, first: CompletionRequest, turn: int) -> CompletionRequest:
+        """Turn `turn` (0: the first) of a completion, whose request was `first`."""
+        return self._completion(f"turn/{first.seed}/{turn}", first.index)
 
 
 def spread_probes(prompts: Sequence[Row], completions: int) -> tuple[tuple[Row, int], ...]:

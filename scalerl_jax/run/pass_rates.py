@@ -112,7 +112,7 @@ def of_groups(groups: Sequence[FinishedGroup]) -> list[Prompt]:
                     answer=score.answer,
                     tokens=int(completion.sampled().sum()),
                     truncated=completion.finish_reason == "length",
-                    interrupted=bool(completion.forced),
+                    interrupted=completion.interrupted,
                     metrics=score.metrics,
                 )
                 for score, completion in zip(group.scores, group.completions, strict=True)

@@ -19,6 +19,7 @@ import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
+from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
@@ -61,6 +62,16 @@ class Server:
         return len(self.lanes) + len(self.queue)
 
 
+def completions(group: GroupInFlight) -> dict[int, Completion]:
+    """By index."""
+    return {index: trajectory.completion for index, trajectory in group.trajectories.items()}
+
+
+def delivered(group: GroupInFlight) -> list[Process]:
+    """Who has delivered a part of each of them."""
+    return [process for trajectory in group.trajectories.values() for process in {p.process for p in trajectory.parts}]
+
+
 class Simulation:
     """Runs until the trainer has trained every batch. `trained` is what it trained: [batch][group] in order."""
 
@@ -78,11 +89,13 @@ class Simulation:
         faults: Faults = NO_FAULTS,
         start: int = 0,
         meetings: bool = False,
+        turns: int = 1,
         maximum_events: int = 400_000,
     ):
         self.random = random.Random(seed)
         self.pacing, self.group_size, self.mean_chunks, self.faults = pacing, group_size, mean_chunks, faults
         self.update_seconds, self.push_seconds, self.maximum_events = update_seconds, push_seconds, maximum_events
+        self.turns = turns  # of a completion, at the most
         self.servers = [Server(f"s{i}", slots=n, chunk_seconds=s) for i, (n, s) in enumerate(zip(slots, chunk_seconds))]
         self.buffer = GroupBuffer(pacing=pacing, open_group=self.open_group, group_size=group_size, trained=start)
         self.drawn: list[int] = []
@@ -140,13 +153,11 @@ class Simulation:
 
     def take_back(self, groups: list[GroupInFlight]) -> bool:
         """Whether that takes the batch away."""
-        process = self.random.choice(sorted({by for group in groups for by in group.servers.values()}))
+        process = self.random.choice(sorted({by for group in groups for by in delivered(group)}))
         numbers = (
             None if self.random.random() < 0.5 else {group.number for group in groups if self.random.random() < 0.5}
         )
-        of_it = sum(
-            by == process for g in groups if numbers is None or g.number in numbers for by in g.servers.values()
-        )
+        of_it = sum(by == process for g in groups if numbers is None or g.number in numbers for by in delivered(g))
         back = self.buffer.retract(process, numbers)
         self.taken_back += back
         assert back >= of_it and (numbers is None or back == of_it)
@@ -231,9 +242,12 @@ class Simulation:
             return
         server.lanes.remove(lane)
         completion = self.completion(lane)
-        assert self.buffer.arrived(lane.request, completion)
-        assert not self.buffer.arrived(lane.request, completion), "a late duplicate must change nothing"
-        self.at(self.random.uniform(0, 0.2), self.score, lane.request.group, completion)
+        trajectory = self.buffer.arrived(lane.request, completion)
+        assert self.buffer.arrived(lane.request, completion) is None, "a late duplicate must change nothing"
+        if trajectory is not None:
+            self.at(self.random.uniform(0, 0.2), self.score, lane.request.group, trajectory)
+        else:
+            assert self.turns > 1  # the turns before this one were taken back
         dice = self.random.random()
         if dice < self.faults.death:
             self.gone(server)
@@ -245,8 +259,11 @@ class Simulation:
         else:
             self.fill(server)
 
-    def score(self, group: GroupInFlight, completion: Completion) -> None:
-        self.buffer.scored(group, completion, RIGHT if self.random.random() < 0.5 else WRONG, now=self.now)
+    def score(self, group: GroupInFlight, trajectory: Trajectory) -> None:
+        if trajectory.turns < self.random.randint(1, self.turns):
+            self.buffer.replied(group, trajectory, np.ones(3, np.int32))
+            return
+        self.buffer.scored(group, trajectory, RIGHT if self.random.random() < 0.5 else WRONG, now=self.now)
 
     def gone(self, server: Server) -> None:
         server.alive, server.hanging, server.receiving, server.met, server.step = False, False, False, False, None
@@ -302,6 +319,6 @@ class Simulation:
             batch - step
             for batch, groups in enumerate(self.trained, start=self.pacing.batches - len(self.trained))
             for group in groups
-            for completion in group.completions.values()
+            for completion in completions(group).values()
             for step in completion.token_steps().tolist()
         ]

@@ -15,6 +15,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion, Version
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import RIGHT, WRONG
+from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import pacing as pacing_lib
 from scalerl_jax.rollouts.fleet import Fleet, Servers
 from scalerl_jax.rollouts.group_buffer import FinishedGroup
@@ -146,6 +147,7 @@ class Trainer:
         draw: Callable[[int], Row] | None = None,
         scorer: Callable[[Row, Completion], "concurrent.futures.Future[Score]"] | None = None,
         logprobs=None,
+        episodes: EpisodePool | None = None,
         **kwargs: Any,
     ):
         """logprobs: of completions, as the trainer's policy has them. kwargs: of Servers."""
@@ -190,6 +192,7 @@ class Trainer:
             buffer=requests.training_groups(self.pacing, draw or self.draw, trained=start),
             incarnation=Incarnation(incarnation or time.time_ns(), raised),
             score=scorer or (lambda row, completion: self.scorers.submit(score, row, completion)),
+            episodes=episodes,
             on_event=lambda kind, fields: self.events.append((kind, fields)),
             observe=self.observe,
             serving=self.serving.append,

@@ -29,7 +29,7 @@ def wait(trainer: Trainer) -> None:
 
 def processes(groups) -> dict[str, Process]:
     """Who delivered to these groups, by address."""
-    return {process.address: process for group in groups for process in group.servers}
+    return {process.address: process for group in groups for ((process, _),) in group.servers}
 
 
 def batch_of_both(trainer: Trainer, servers):
@@ -59,7 +59,7 @@ def test_what_a_process_delivered_comes_from_another_one(start):
         wait(trainer)
         groups = batch_of_both(trainer, servers)
         liar = processes(groups)[servers[0].address]
-        of_it = sum(process == liar for group in groups for process in group.servers)
+        of_it = sum(process == liar for group in groups for ((process, _),) in group.servers)
         back = trainer.fleet.trust.dismiss(liar, WHY)
         assert back >= of_it > 0  # later groups have some of it, too
         assert trainer.states()[servers[0].address] == "rejected"
@@ -82,7 +82,9 @@ def test_one_group_is_asked_for_elsewhere_and_the_server_stays(start):
         wait(trainer)
         groups = batch_of_both(trainer, servers)
         liar = processes(groups)[servers[0].address]
-        bad = next(group for group in groups if liar in group.servers)  # or only some of its completions
+        bad = next(
+            group for group in groups if any(liar == process for ((process, _),) in group.servers)
+        )  # or only some of its completions
         back = trainer.fleet.trust.dismiss(liar, WHY, {bad.number})
         assert 0 < back <= len(bad.completions)
         again = trainer.fleet.batch(trainer.version, trainer.wait)
@@ -127,7 +129,7 @@ def test_in_mid_phase_an_evaluation_may_have_brought_every_server_further(start)
         groups = in_mid_phase(trainer)
         trainer.fleet.result(trainer.fleet.evaluate(trainer.version, HELD_OUT, 2), trainer.wait)
         eventually(lambda: {s.held()[0].step for s in servers} == {trainer.version})
-        assert trainer.fleet.trust.dismiss(groups[0].servers[0], WHY, {groups[0].number}) > 0
+        assert trainer.fleet.trust.dismiss(groups[0].servers[0][0].process, WHY, {groups[0].number}) > 0
         again = trainer.fleet.batch(trainer.version, trainer.wait)
         assert names(again) == names(groups)
         accept(trainer, again)
@@ -146,7 +148,7 @@ def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
         late.start()
         eventually(lambda: trainer.states()[late.address] == "candidate")
         assert trainer.fleet.candidates.due() == []  # it holds the phase's version
-        assert trainer.fleet.trust.dismiss(groups[0].servers[0], WHY) > 0
+        assert trainer.fleet.trust.dismiss(groups[0].servers[0][0].process, WHY) > 0
         again = trainer.fleet.batch(trainer.version, trainer.wait)
         assert names(again) == names(groups)
         assert set(processes(again)) == {late.address}
@@ -290,7 +292,8 @@ def test_a_lying_server_is_found_by_what_it_delivers(start):
             places = [(g, i) for g in groups for i in range(len(g.completions))]
             scores = trainer.probe.score([(g.row.token_ids, g.completions[i]) for g, i in places])
             scored = [
-                Scored(g.servers[i], g.number, sums_of(g.completions[i], ours)) for (g, i), ours in zip(places, scores)
+                Scored(g.servers[i][0].process, g.number, sums_of(g.completions[i], ours))
+                for (g, i), ours in zip(places, scores)
             ]
             found = judge.judge(scored)
             for finding in found:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments.base import RIGHT, WRONG
+from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest, finished
 from scalerl_jax.rollouts.pacing import Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation
@@ -26,13 +27,14 @@ def ask(buffer: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = Fal
     return buffer.request(Process(server, "1"), step=0, capacity=room, split=True, alone=alone, now=0.0)
 
 
-def deliver(buffer: GroupBuffer, request: RolloutRequest, *, scored: bool = True) -> list[Completion]:
+def deliver(buffer: GroupBuffer, request: RolloutRequest, *, scored: bool = True) -> list[Trajectory]:
     made = []
     for index in sorted(request.left):
         ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
         group_id = request.group.group_id
-        made.append(Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop"))
-        assert buffer.arrived(request, made[-1])
+        completion = Completion(1, group_id, index, ids, logprobs, ((0, 0, 2),), (), "stop")
+        made.append(buffer.arrived(request, completion))
+        assert made[-1].completion is completion
         if scored:
             buffer.scored(request.group, made[-1], RIGHT, now=1.0)
     return made
@@ -49,7 +51,7 @@ def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
     deliver(buffer, open_ones, scored=False)
     first = buffer.pop_batch(0)
     assert [group.number for group in first] == [0, 1]
-    assert finished(first[0]).servers == (A, A)
+    assert finished(first[0]).servers == (((A, 2),), ((A, 2),))
 
     assert buffer.retract(A) == 3
     assert buffer.pop_batch(0) is None and [group.number for group in buffer.missing(0)] == [0]
@@ -60,10 +62,10 @@ def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
     deliver(buffer, again)
     second = buffer.pop_batch(0)
     assert [group.number for group in second] == [0, 1]
-    assert {by for group in second for by in finished(group).servers} == {B}
+    assert {part.process for group in second for (part,) in finished(group).servers} == {B}
     buffer.trained_to(1)
     assert buffer.retract(B) == 2  # of group 2: what has been trained stays
-    assert [group.number for group in second if len(group.completions) == SIZE] == [0, 1]
+    assert [group.number for group in second if group.arrived() == SIZE] == [0, 1]
 
 
 def test_only_some_groups_are_taken_back():
@@ -108,8 +110,9 @@ def test_a_score_of_what_was_taken_back_changes_nothing():
     groups=st.integers(1, 4),
     servers=st.integers(1, 3),
     phased=st.booleans(),
+    turns=st.integers(1, 4),
 )
-def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, servers, phased):
+def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, servers, phased, turns):
     common = {"k": k, "groups": groups, "batches": 9}
     simulation = Simulation(
         pacing=Phased(**common) if phased else Pipeline(**common),
@@ -119,6 +122,7 @@ def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, ser
         update_seconds=0.3,
         push_seconds=0.1,
         faults=Faults(death=0.03, hang=0.02, refuse=0.1, lie=0.6),
+        turns=turns,
     )
     simulation.run()
     numbers = [group.number for batch in simulation.trained for group in batch]
@@ -154,3 +158,63 @@ def test_a_phase_whose_prompts_run_out_ends_with_the_last_batch_that_is_whole():
     buffer.trained_to(1)
     with pytest.raises(ValueError, match="no prompt is left"):
         buffer.pop_batch(1)
+
+
+def turn(buffer: GroupBuffer, request: RolloutRequest, *tokens: int, step: int = 0) -> Trajectory | None:
+    """A turn of the request's one completion, by version `step`."""
+    (index,) = request.left
+    logprobs = np.full(len(tokens), -0.5, np.float32)
+    versions = ((step, 0, len(tokens)),)
+    return buffer.arrived(
+        request, Completion(1, "a turn", index, np.array(tokens, np.int32), logprobs, versions, (), "stop")
+    )
+
+
+def test_turns_and_replies_become_one_completion():
+    buffer = make()
+    first, other = ask(buffer, "a:1", room=1), ask(buffer, "a:1", room=1)
+    assert first.group is other.group and (first.left, other.left) == ({0}, {1})
+    trajectory = turn(buffer, first, 5, 6)
+    assert first.group.arrived() == 1 and not first.group.pending
+    buffer.replied(first.group, trajectory, np.array([7, 8, 9], np.int32))
+    again = ask(buffer, "b:2")
+    assert (again.group, again.left, again.trajectory, again.minimum_step) == (first.group, {0}, trajectory, 0)
+    assert turn(buffer, again, 10, step=1) is trajectory
+    assert not buffer.scored(first.group, trajectory, RIGHT, now=1.0)
+    assert buffer.scored(first.group, turn(buffer, other, 11, 12), WRONG, now=2.0)
+
+    made = finished(first.group)
+    assert made.servers == (((A, 2), (A, 5), (B, 6)), ((A, 2),))
+    whole = made.completions[0]
+    assert (whole.token_ids.tolist(), whole.versions) == ([5, 6, 7, 8, 9, 10], ((0, 0, 5), (1, 5, 6)))
+    assert whole.sampled().tolist() == [True, True, False, False, False, True]
+    assert whole.logprobs.tolist() == [-0.5, -0.5, 0, 0, 0, -0.5]
+    assert (whole.replies, whole.interrupted, whole.group_id) == (((2, 5),), False, "a turn")
+
+
+def test_another_turn_is_asked_for_alone_and_before_the_other_completions():
+    buffer = make()
+    trajectory = turn(buffer, ask(buffer, "a:1", room=1), 5)
+    group = next(iter(buffer.in_flight.values()))
+    buffer.replied(group, trajectory, np.array([7], np.int32))
+    assert group.pending == {0, 1}
+    assert (ask(buffer, "a:1").left, ask(buffer, "a:1").left) == ({0}, {1})
+
+
+def test_an_episode_of_which_a_turn_is_taken_back_begins_again():
+    buffer = make()
+    requests = [ask(buffer, "a:1", room=1) for _ in range(2)]
+    group = requests[0].group
+    trajectories = [turn(buffer, request, 5) for request in requests]
+    for trajectory in trajectories:
+        buffer.replied(group, trajectory, np.array([7], np.int32))
+    elsewhere = ask(buffer, "b:2", room=1)
+    assert buffer.retract(A) == 2
+    # One waits for its next turn, the other's is being sampled: that comes to nothing.
+    assert group.pending == {1} and list(group.asked) == [0]
+    assert turn(buffer, elsewhere, 6) is None
+    assert group.pending == {0, 1} and not group.asked and not group.trajectories
+    buffer.replied(group, trajectories[1], np.array([8], np.int32))  # nor does a reply that is late
+    assert not buffer.scored(group, trajectories[0], RIGHT, now=1.0)
+    fresh = ask(buffer, "b:2")
+    assert fresh.trajectory is None and fresh.left == {0, 1} and not group.trajectories

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.rollouts.pacing import Phased, Pinned, Pipeline, pinned, suits
-from tests.rollouts.simulator import Faults, Server, Simulation
+from tests.rollouts.simulator import Faults, Server, Simulation, completions
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -38,8 +38,8 @@ def check_order(simulation: Simulation, start: int) -> None:
     assert simulation.drawn == numbers
     for groups in simulation.trained:
         for group in groups:
-            assert sorted(group.completions) == list(range(simulation.group_size)) == sorted(group.scores)
-            assert all(c.group_id == group.group_id and c.index == i for i, c in group.completions.items())
+            assert sorted(group.trajectories) == list(range(simulation.group_size)) == sorted(group.scores)
+            assert all(c.group_id == group.group_id and c.index == i for i, c in completions(group).items())
     assert not simulation.buffer.ready
 
 
@@ -62,7 +62,7 @@ def test_phased_samples_a_whole_phase_from_one_frozen_version(fleet, k, groups, 
     check_order(simulation, start)
     assert max(simulation.lags()) <= k - 1
     for batch, trained in enumerate(simulation.trained, start=start):
-        steps = {int(s) for g in trained for c in g.completions.values() for s in c.token_steps()}
+        steps = {int(s) for g in trained for c in completions(g).values() for s in c.token_steps()}
         frozen = max(start, batch - batch % k)
         # What is taken back from a server that lied is sampled by whatever version is held by then.
         assert min(steps) >= frozen if fleet["faults"].lie else steps == {frozen}
@@ -97,7 +97,7 @@ class Watched(Simulation):
 
     def slot_may_be_empty(self, server: Server, batch: int) -> None:
         pacing, buffer = self.pacing, self.buffer
-        sampled = [n for n, g in (buffer.in_flight | buffer.ready).items() if len(g.completions) == self.group_size]
+        sampled = [n for n, g in (buffer.in_flight | buffer.ready).items() if g.arrived() == self.group_size]
         beyond = [n for n in sampled if n // pacing.groups > buffer.trained]
         over_k = batch > buffer.trained + pacing.k or batch > server.step + pacing.k
         store_full = len(beyond) >= pacing.groups  # max_buffered_batches = 1

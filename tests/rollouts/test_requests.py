@@ -41,7 +41,7 @@ def test_without_thinking():
     requests = make(rollout_thinking_budget_min=0, rollout_thinking_budget_max=0)
     group = requests.train(0, row(0))
     assert {r.thinking_budget for r in group.requests} == {0}
-    rollout = RolloutRequest(group, Process("server", ""), 3, None, {0, 2})
+    rollout = RolloutRequest(None, group, Process("server", ""), 3, None, {0, 2})
     sent = request_from_proto(request_to_proto(requests.of(rollout, incarnation=7)))
     assert sent.interruption.text_token_ids == ()
     assert [c.index for c in sent.completions] == [0, 2]
@@ -59,7 +59,7 @@ def test_without_interruptions_a_completion_has_both_budgets_as_one(control):
     requests = make(rollout_length_control=control, rollout_interruption_text="never fed")
     group = requests.train(0, row(0))
     assert {r.thinking_budget for r in group.requests} == {0}
-    sent = requests.of(RolloutRequest(group, Process("server", ""), 0, None, {0}), incarnation=1)
+    sent = requests.of(RolloutRequest(None, group, Process("server", ""), 0, None, {0}), incarnation=1)
     assert sent.sampling.answer_budget == requests.maximum_tokens == 24 + 16
     assert sent.interruption.text_token_ids == ()
 
@@ -73,7 +73,7 @@ def test_what_is_asked_for_again_has_the_names_that_it_had():
     requests, group = make(), make().train(5, row(1))
 
     def sent(server: str, left: set[int]):
-        return requests.of(RolloutRequest(group, Process(server, ""), 3, None, left), incarnation=7)
+        return requests.of(RolloutRequest(None, group, Process(server, ""), 3, None, left), incarnation=7)
 
     first = sent("a:1", {0, 1, 2, 3})
     group.servers[1], group.failed_at = Process("a:1", ""), "a:1"

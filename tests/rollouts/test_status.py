@@ -39,10 +39,10 @@ def test_who_has_the_oldest_missing_group():
 
     zero = groups.in_flight[0]
     made = {index: completion("g0", index) for one in (first, second) for index in one.left}
-    assert all(groups.arrived(one, made[index]) for one in (first, second) for index in list(one.left))
+    came = {index: groups.arrived(one, made[index]) for one in (first, second) for index in list(one.left)}
     assert waits_for(WAITS, groups) == ["verifier"]
-    groups.scored(zero, made[0], RIGHT, now=1.0)
-    groups.scored(zero, made[1], WRONG, now=1.0)
+    groups.scored(zero, came[0], RIGHT, now=1.0)
+    groups.scored(zero, came[1], WRONG, now=1.0)
     assert waits_for(WAITS, groups) == ["c:3"]
     groups.returned(later)
     assert waits_for(WAITS, groups) == ["a free server"]

@@ -130,7 +130,7 @@ class Calls:
         They count as in flight from now on. What the server does wrong counts against it.
         """
         config = self._context.config
-        patience = self._context.requests.maximum_tokens / config.slowest_tokens_per_second + config.stall_seconds
+        patience = self._context.requests.turn_tokens / config.slowest_tokens_per_second + config.stall_seconds
         self._calls[rollout] = _Call(patience)
         return self._completions(rollout)
 

@@ -1,0 +1,148 @@
+"""An episode: a completion of several turns, with what its environment says between them.
+
+    prompt | turn, reply, turn, reply, ..., turn      one sequence; the replies are forced spans of it
+
+A turn is sampled by the policy, of whatever version its server holds then; the reply is fed and never part of the loss.
+A turn's prompt is the path so far, token for token: nothing is tokenized again, so a sequence is exactly what was
+sampled, and each sampled token is trained on once. A trajectory of one turn is any completion of an environment that
+has no episodes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.base import Completion as Turn
+
+LONGEST_REPLY = 100_000  # characters of what an environment says at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What an environment makes of a turn."""
+
+    messages: tuple[Mapping[str, str], ...] = ()  # what it says: {"role", "content"}; at least one unless it is done
+    done: bool = False
+    reward: float = 0.0  # of this turn; an episode's is the sum
+    correct: bool | None = None  # of the episode, with `done`; None: by its reward and environment.correct_at
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the episode; the last of a name counts
+
+
+class Episode(Protocol):
+    """One episode of one row, in a process of its own."""
+
+    def step(self, turn: Turn) -> "Step | Mapping[str, Any] | str":
+        """What the environment makes of the policy's turn: a Step, its fields as a dict, or the text of its reply."""
+
+
+def as_step(found: object) -> Step:
+    """Raises ValueError or TypeError where an episode's step gave something else."""
+    if isinstance(found, str):
+        found = Step(({"role": "user", "content": found},))
+    elif isinstance(found, Mapping):
+        names = {field.name for field in dataclasses.fields(Step)}
+        if unknown := set(found) - names:
+            raise ValueError(
+                f"a step has no field {sorted(map(str, unknown))[0]!r} (it has: {', '.join(sorted(names))})"
+            )
+        found = Step(**found)
+    if not isinstance(found, Step):
+        raise TypeError(f"a step is {type(found).__name__}, not Step, dict or str")
+    messages = [found.messages] if isinstance(found.messages, str) else list(found.messages)
+    messages = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise ValueError(f"a message of a step is {message!r}, not {{'role': ..., 'content': ...}}")
+    if not messages and not found.done:
+        raise ValueError("a step has no messages, and the episode is not done")
+    length = sum(len(message["content"]) for message in messages)
+    if length > LONGEST_REPLY:
+        raise ValueError(f"a step says {length} characters, more than {LONGEST_REPLY}")
+    reward, metrics = float(found.reward), {str(name): float(value) for name, value in found.metrics.items()}
+    if not all(map(math.isfinite, (reward, *metrics.values()))):
+        raise ValueError(f"the reward or a metric of a step is not a finite number: {reward}, {metrics}")
+    correct = None if found.correct is None else bool(found.correct)
+    plain = tuple({"role": message["role"], "content": message["content"]} for message in messages)
+    return Step(plain, bool(found.done), reward, correct, metrics)
+
+
+class Part(NamedTuple):
+    """Who sampled the tokens of a completion that come before `end` and behind those of the part before."""
+
+    process: Any  # rollouts' Process
+    end: int
+
+
+class Trajectory:
+    """A completion as it is sampled, turn by turn; `completion` has all tokens so far."""
+
+    def __init__(self, first: Completion, process: Any):
+        """first: a turn that `process` has sampled."""
+        self.completion, self.parts = first, [Part(process, len(first.token_ids))]
+        self.index = first.index  # in its group
+        self.turns = 1
+        self.begin = 0  # where the last turn begins, in tokens of the completion
+
+    @property
+    def tokens(self) -> int:
+        return len(self.completion.token_ids)
+
+    def add_turn(self, turn: Completion, process: Any) -> None:
+        """Another one."""
+        self.begin = self.tokens
+        self.completion = _joined(self.completion, turn)
+        self.parts.append(Part(process, self.tokens))
+        self.turns += 1
+
+    def add_reply(self, token_ids: np.ndarray) -> None:
+        """What the environment says behind the last turn: [tokens] int32."""
+        assert len(token_ids) > 0
+        count, whole = len(token_ids), ((0, len(token_ids)),)
+        reply = dataclasses.replace(
+            self.completion, token_ids=np.asarray(token_ids, np.int32), logprobs=np.zeros(count, np.float32),
+            versions=((self.completion.versions[-1][0], 0, count),), forced=whole, replies=whole,
+            queued_seconds=0.0, sampling_seconds=0.0, experts=None,
+        )  # fmt: skip
+        self.completion = dataclasses.replace(_joined(self.completion, reply), experts=self.completion.experts)
+        self.parts.append(Part(self.parts[-1].process, self.tokens))
+
+    def cut(self) -> None:
+        """The episode has run out of turns or tokens before its environment was done."""
+        self.completion = dataclasses.replace(self.completion, finish_reason="length")
+
+
+def _joined(first: Completion, then: Completion) -> Completion:
+    """Both as one completion, `then` sampled behind `first`."""
+    at = len(first.token_ids)
+    versions = list(first.versions)
+    for step, start, end in then.versions:
+        if versions[-1][0] == step:
+            versions[-1] = (step, versions[-1][1], end + at)
+        else:
+            versions.append((step, start + at, end + at))
+
+    def behind(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((start + at, end + at) for start, end in spans)
+
+    experts = then.experts
+    if experts is not None and first.experts is not None:
+        # Of what was fed again the generator has chosen once more; the choice counts that the token was sampled with.
+        experts = np.concatenate([first.experts, experts[len(first.experts) :]])
+    return dataclasses.replace(
+        first,
+        token_ids=np.concatenate([first.token_ids, then.token_ids]),
+        logprobs=np.concatenate([first.logprobs, then.logprobs]),
+        versions=tuple(versions),
+        forced=first.forced + behind(then.forced),
+        replies=first.replies + behind(then.replies),
+        finish_reason=then.finish_reason,
+        queued_seconds=first.queued_seconds + then.queued_seconds,
+        sampling_seconds=first.sampling_seconds + then.sampling_seconds,
+        experts=experts,
+    )

@@ -1,0 +1,289 @@
+"""Episodes of a run's environments: each turn of the policy, and what its environment makes of it.
+
+    an episode       a fork of one process that has made the environments (episode_worker.py); it ends with its
+                     trajectory, however that ends
+    done             the score: the sum of the rewards of its turns, correct as the last step says
+    not done         the reply, as the token ids that the next turn's prompt goes on with; where no turn fits behind it,
+                     by rollout.max_turns or max_episode_tokens, the trajectory is cut, as a completion that is too long
+    cut              a turn that its budget cuts ends the trajectory, and no environment is asked
+    failed           an exception of the environment, a crash or a step that takes too long says nothing of the policy:
+                     the trajectory is excluded, and counted in the metrics
+
+Metrics of each score: turns, environment_seconds, and one of ended/done, ended/cut and ended/failed is 1.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax import config_io
+from scalerl_jax.config import Config
+from scalerl_jax.environments import parts
+from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
+from scalerl_jax.environments.complaints import Complaints
+from scalerl_jax.environments.episode import Step, Trajectory
+from scalerl_jax.environments.prompts import Replies
+from scalerl_jax.environments.scorer_pool import START_SECONDS, row_json, worker_environment
+from scalerl_jax.environments.thinking import split_as_run
+
+STEPS_AT_ONCE = 64  # that are waited for; more of them take turns
+GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: its process should have been ended by the kernel
+ENDED = ("done", "cut", "failed")
+
+
+class EpisodePool:
+    """Args:
+    environments: by part, those that have episodes; at least one.
+    replies: what environments say, as token ids.
+    decode: the text of a turn's tokens without the stop token.
+    turn_tokens: of the longest turn, forced tokens included.
+
+    Raises ScorerError where the environments cannot be made.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        environments: Mapping[str, Environment],
+        *,
+        replies: Replies,
+        decode: Callable[[Sequence[int]], str],
+        turn_tokens: int,
+        complaints: Complaints,
+    ):
+        self._config, self._configs, self._environments = config, parts.configs(config), environments
+        self._replies, self._decode, self._turn_tokens, self._complaints = replies, decode, turn_tokens, complaints
+        self._lock = threading.Lock()
+        self._closing = False
+        self._connections: weakref.WeakKeyDictionary[Trajectory, _Connection] = weakref.WeakKeyDictionary()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen | None = None
+        # The kernel ends the worker with the thread that started it, so that is one which lives as long as the pool.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="episodes")
+        self._threads = ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="episode-step")
+        try:
+            self._starter.submit(self._start).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def plays(self, row: Row) -> bool:
+        """Whether the row's environment has episodes."""
+        return row.environment in self._environments
+
+    def step(self, row: Row, trajectory: Trajectory) -> "Future[Score | np.ndarray]":
+        """What comes of the last turn: the trajectory's score, or the token ids [tokens] int32 of the reply."""
+        return self._threads.submit(self._step, row, trajectory)
+
+    def close(self) -> None:
+        """Ends every episode."""
+        with self._lock:
+            self._closing = True
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.end()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._starter.shutdown()
+
+    # ---- on a thread of the pool
+
+    def _step(self, row: Row, trajectory: Trajectory) -> Score | np.ndarray:
+        completion = trajectory.completion
+        if completion.finish_reason != "stop":
+            return self._cut(trajectory, "a turn is cut by its budget")
+        ids = completion.token_ids[trajectory.begin :].tolist()
+        with self._lock:
+            connection = self._connections.get(trajectory)
+        began = time.monotonic()
+        try:
+            if connection is None:
+                connection = self._begin(row, trajectory)
+            step = connection.step(self._question(row, ids, connection), self._seconds(row))
+        except _EpisodeFailed as failure:
+            return self._failed(row, trajectory, str(failure))
+        connection.add(step, time.monotonic() - began)
+        if step.done:
+            return self._score(row, trajectory, connection, step)
+        rollout = self._config.rollout
+        if trajectory.turns >= rollout.max_turns:
+            return self._cut(trajectory, f"not done after {trajectory.turns} turns")
+        try:
+            text, reply = self._replies.encode(row, step.messages, behind=ids[-1])
+        except ValueError as error:
+            return self._failed(row, trajectory, str(error))
+        connection.reply = text
+        if trajectory.tokens + len(reply) + self._turn_tokens > rollout.max_episode_tokens:
+            return self._cut(trajectory, f"no room for another turn behind {trajectory.tokens + len(reply)} tokens")
+        return np.asarray(reply, np.int32)
+
+    def _question(self, row: Row, ids: list[int], connection: "_Connection") -> dict[str, Any]:
+        rollout = self._config.rollout
+        text, prompt = self._decode(ids), connection.reply or row.text
+        thinking, answer = split_as_run(
+            text, rollout.end_of_thinking, prompt=prompt, budget=rollout.thinking_budget_max
+        )
+        return {"turn": answer or "", "thinking": thinking, "tokens": len(ids)}
+
+    def _seconds(self, row: Row) -> float:
+        return self._configs[row.environment].environment.turn_seconds
+
+    def _begin(self, row: Row, trajectory: Trajectory) -> "_Connection":
+        ours, theirs = socket.socketpair()
+        connection = _Connection(ours)
+        with theirs:
+            try:
+                self._starter.submit(self._send, theirs).result()
+            except RuntimeError as error:  # it closes
+                raise _EpisodeFailed("the run ends") from error
+        with self._lock:
+            if self._closing:
+                connection.end()
+                raise _EpisodeFailed("the run ends")
+            self._connections[trajectory] = connection
+        weakref.finalize(trajectory, connection.end)  # however it ends, and whoever gives it up
+        asked = row_json(row)
+        seed = int.from_bytes(hashlib.blake2b(asked.encode(), digest_size=7).digest(), "little")
+        head = json.dumps({"part": row.environment, "seed": seed})
+        connection.exchange(f'{head[:-1]}, "row": {asked}}}', self._seconds(row))
+        return connection
+
+    def _score(self, row: Row, trajectory: Trajectory, connection: "_Connection", last: Step) -> Score:
+        reward = connection.reward
+        correct = last.correct
+        if correct is None:
+            correct = reward >= self._configs[row.environment].environment.correct_at
+        return Score(reward, correct, {**connection.metrics, **self._end(trajectory, "done")})
+
+    def _cut(self, trajectory: Trajectory, why: str) -> Score:
+        trajectory.cut()
+        return Score(-1.0, False, self._end(trajectory, "cut"), why=why)
+
+    def _failed(self, row: Row, trajectory: Trajectory, why: str) -> Score:
+        field = parts.field(row.environment, "name")
+        if not self._closing:
+            line = f"{field}: an episode failed: {why}; it is excluded"
+            self._complaints.say(f"{row.environment} episode {why[:40]}", line)
+        return Score(-1.0, False, self._end(trajectory, "failed"), why=why, failed=True, excluded=True)
+
+    def _end(self, trajectory: Trajectory, ended: str) -> dict[str, float]:
+        with self._lock:
+            connection = self._connections.get(trajectory)
+        if connection is not None:
+            connection.end()
+        return _metrics(trajectory, ended, connection.seconds if connection is not None else 0.0)
+
+    # ---- on the starter's thread
+
+    def _send(self, theirs: socket.socket) -> None:
+        """Gives an episode's socket to the worker; a worker that died is replaced."""
+        for attempt in range(2):
+            if attempt or self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._control is not None
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                return
+
+    def _start(self) -> None:
+        if self._closing:
+            raise ScorerError("the run ends")
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "scalerl_jax.environments.episode_worker"]
+        with theirs, tempfile.TemporaryFile() as errors:
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=errors, env=worker_environment(),
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise ScorerError(f"the process that plays episodes cannot be started: {error}") from error
+            self._control = ours
+            first = {"config": config_io.to_json(self._config), "parent": os.getpid(), "parts": [*self._environments]}
+            deadline = threading.Timer(START_SECONDS, self._process.kill)
+            deadline.start()
+            try:
+                with contextlib.suppress(BrokenPipeError):
+                    ours.sendall(json.dumps(first).encode() + b"\n")
+                assert self._process.stdout is not None
+                with self._process.stdout as replies:
+                    line = replies.readline()
+            finally:
+                deadline.cancel()
+            reply = json.loads(line) if line.endswith(b"\n") else {}
+            if "ready" not in reply:
+                errors.seek(0)
+                lines = errors.read().decode(errors="replace").strip().splitlines() or [""]
+                raise ScorerError(reply.get("error") or f"the process that plays episodes ended: {lines[-1]}")
+
+
+class _EpisodeFailed(Exception):
+    """The environment cannot go on with an episode."""
+
+
+class _Connection:
+    """An episode's socket, and what became of its turns so far."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self.reward, self.seconds = 0.0, 0.0
+        self.metrics: dict[str, float] = {}
+        self.reply = ""  # the text of the last one
+
+    def add(self, step: Step, seconds: float) -> None:
+        self.reward += step.reward
+        self.seconds += seconds
+        self.metrics |= step.metrics
+
+    def step(self, question: Mapping[str, Any], seconds: float) -> Step:
+        return Step(**self.exchange(json.dumps(question), seconds)["step"])
+
+    def exchange(self, line: str, seconds: float) -> dict[str, Any]:
+        """Writes a line and reads one. Raises _EpisodeFailed where none comes, or that says so."""
+        end, reply = time.monotonic() + seconds + GRACE_SECONDS, b""
+        try:
+            self._socket.settimeout(seconds + GRACE_SECONDS)
+            self._socket.sendall(line.encode() + b"\n")
+            while not reply.endswith(b"\n"):
+                self._socket.settimeout(max(0.01, end - time.monotonic()))
+                data = self._socket.recv(65_536)
+                if not data:
+                    raise _EpisodeFailed(f"its process ended: it crashed, or a step took {seconds:g} s (turn_seconds)")
+                reply += data
+            found = json.loads(reply)
+        except (OSError, ValueError) as error:
+            raise _EpisodeFailed(f"its process does not answer: {error}") from error
+        if "error" in found:
+            raise _EpisodeFailed(found["error"])
+        return found
+
+    def end(self) -> None:
+        """Its process calls close() and ends."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _metrics(trajectory: Trajectory, ended: str, seconds: float) -> dict[str, float]:
+    return {
+        "turns": float(trajectory.turns),
+        "environment_seconds": seconds,
+        **{f"ended/{how}": float(how == ended) for how in ENDED},
+    }

@@ -1,0 +1,124 @@
+"""A process that plays episodes: it makes the run's environments once, and each episode is a fork of it.
+
+    standard input, a Unix socket   the config in one line, as score_worker.py has it; then one byte for each episode,
+                                    with the socket that is the episode's
+    an episode's socket             read                              written
+                                    {"part", "row", "seed"}           {}: it has begun
+                                    {"turn", "thinking", "tokens"}    {"step": {...}}
+                                                                      {"error": line}: instead of either
+    standard output                 {"ready": true} or {"error": line}, once
+
+A fork costs milliseconds and shares the memory of what is made already. What an episode does ends with its process: a
+crash, a leak or a hang costs that episode. The kernel ends one whose step takes longer than environment.turn_seconds by
+clock. It ends with its socket, too, and calls the episode's close() before, within the same limit. Random numbers of
+`random` and numpy begin alike in all episodes of a row.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from scalerl_jax import config_io
+from scalerl_jax.environments import parts, user_code
+from scalerl_jax.environments.base import Completion, Row, ScorerError
+from scalerl_jax.environments.episode import as_step
+from scalerl_jax.environments.score_worker import Parts, die_with_parent
+
+
+def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any]) -> dict[str, Any]:
+    """episodes: none yet, or the one that is played."""
+    if not episodes:
+        part, seed = question["part"], question["seed"]
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+        begin = environments[part].episode
+        assert begin is not None
+        episodes.append(begin(Row(environment=part, **question["row"])))
+        return {}
+    turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"])
+    return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
+
+
+def _play(connection: socket.socket, environments: Parts, seconds: Mapping[str, float]) -> None:
+    """An episode from its beginning to the end of its socket."""
+    episodes: list[Any] = []
+    limit = max(seconds.values())
+    with connection.makefile("rb") as questions:
+        for line in questions:
+            question = json.loads(line)
+            limit = seconds[question["part"]] if not episodes else limit
+            signal.setitimer(signal.ITIMER_REAL, limit)
+            try:
+                reply = _answer(question, environments, episodes)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
+                reply = {"error": user_code.error_line(error)}
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            with contextlib.suppress(BrokenPipeError):  # it is not wanted any more
+                connection.sendall(json.dumps(reply).encode() + b"\n")
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    if episodes and callable(close := getattr(episodes[0], "close", None)):
+        with contextlib.suppress(Exception, SystemExit):
+            close()
+
+
+def main() -> None:
+    die_with_parent()
+    control = socket.socket(fileno=os.dup(0))
+    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    with open(os.devnull, "r+b") as nowhere:
+        for number in (0, 1):
+            os.dup2(nowhere.fileno(), number)
+        logging.disable(logging.CRITICAL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+        with control.makefile("rb", buffering=0) as first_line:  # unbuffered: what comes behind it has sockets with it
+            first = json.loads(first_line.readline() or b"{}")
+        if first.get("parent") != os.getppid():
+            os._exit(0)  # it is gone already
+        configs = parts.configs(config_io.from_json(first["config"]))
+        memory = max(of_part.environment.verifier_memory_bytes for of_part in configs.values())
+        for kind, size in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(kind, (size, size))
+        environments = Parts(config_io.from_json(first["config"]))
+        try:
+            for part in first["parts"]:
+                _ = environments[part]
+        except ScorerError as error:
+            replies.write(json.dumps({"error": str(error)}) + "\n")
+            os._exit(0)
+        replies.write('{"ready": true}\n')
+        os.dup2(nowhere.fileno(), 2)
+    replies.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets episodes that have ended
+    seconds = {part: of_part.environment.turn_seconds for part, of_part in configs.items()}
+    while True:
+        began, sockets, _, _ = socket.recv_fds(control, 1, 1)
+        if not began:
+            os._exit(0)
+        connection = socket.socket(fileno=sockets[0])
+        with contextlib.suppress(OSError):  # no memory for it: its socket closes
+            if os.fork() == 0:
+                try:
+                    die_with_parent()
+                    signal.signal(
+                        signal.SIGCHLD, signal.SIG_DFL
+                    )  # an environment may start programs, and wait for them
+                    control.close()
+                    _play(connection, environments, seconds)
+                finally:
+                    os._exit(0)  # whatever happened: nothing of the environment's is waited for
+        connection.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Episodes: what a step may give, and what becomes of one whose environment fails, crashes, hangs or is given up."""
+
+import gc
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from scalerl_jax.config import Config
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.base import ScorerError
+from scalerl_jax.environments.complaints import Complaints
+from scalerl_jax.environments.episode import LONGEST_REPLY, Step, Trajectory, as_step
+from scalerl_jax.environments.episode_pool import EpisodePool
+from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.scorer import Scorer
+from tests.support.waiting import eventually
+
+CLASSES = """
+import os, random, time
+
+class Echo:
+    def __init__(self, row):
+        self.row, self.turns, self.drawn = row, 0, random.random()
+    def step(self, turn):
+        self.turns += 1
+        if turn == "fail": raise OSError("no such\\ndisk")
+        if turn == "exit": raise SystemExit(3)
+        if turn == "die": os._exit(7)
+        if turn == "hang": time.sleep(3600)
+        if turn == "odd": return 5
+        if turn == "done":
+            right = {"done": True, "reward": 0.75, "metrics": {"drawn": self.drawn}}
+            return right if "correct" not in self.row.extra else right | {"correct": self.row.extra["correct"]}
+        if turn == "think": return f"you thought {turn.thinking!r} in {turn.tokens} tokens"
+        return {"messages": [f"{self.row.text} {self.turns}: {turn}"], "reward": 0.25}
+    def close(self):
+        open(self.row.extra["closed"], "a").write(".")
+
+class Echoes:
+    def rows(self, split): return []
+    def episode(self, row): return Echo(row)
+
+class NotMade(Echoes):
+    def prepare(self): raise OSError("no such file")
+
+class Both(Echoes):
+    def score(self, row, completion): return 1
+
+def not_begun():
+    class Never(Echoes):
+        def episode(self, row): raise ValueError("no more of these")
+    return Never()
+"""
+
+
+class Letters:
+    """What a reply is, in letters, without a tokenizer."""
+
+    def encode(self, row, messages, *, behind):
+        text = "".join(message["content"] for message in messages)
+        if not text:
+            raise ValueError("a reply of the environment is empty")
+        return text, [ord(letter) for letter in text]
+
+
+def config_of(path, name: str, **rollout) -> Config:
+    file = path / "echo.py"
+    file.write_text(CLASSES)
+    config = Config()
+    config.environment.name = f"{file}:{name}"
+    config.environment.turn_seconds = 60.0
+    config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
+    config.rollout.max_turns, config.rollout.max_episode_tokens = 6, 1000
+    for field, value in rollout.items():
+        setattr(config.rollout, field, value)
+    return config
+
+
+def pool_of(config: Config, complaints: Complaints | None = None) -> EpisodePool:
+    return EpisodePool(
+        config, {"": make_environment(config)}, replies=Letters(), decode=lambda ids: "".join(map(chr, ids)),
+        turn_tokens=20, complaints=complaints or Complaints(),
+    )  # fmt: skip
+
+
+class Player:
+    """Plays episodes of one row by what the policy would say."""
+
+    def __init__(self, pool: EpisodePool, path, **extra):
+        self.pool, self.closed = pool, path / "closed"
+        self.row = Row("hello", extra={"closed": str(self.closed), **extra})
+        self.trajectory: Trajectory | None = None
+
+    def say(self, text: str, *, finish: str = "stop") -> Score | str:
+        """The score, or the text of the reply."""
+        ids, zeros = np.array([ord(letter) for letter in text], np.int32), np.zeros(len(text), np.float32)
+        turn = Completion(1, "train/0", 0, ids, zeros, ((0, 0, len(ids)),), (), finish)
+        if self.trajectory is None:
+            self.trajectory = Trajectory(turn, "a:1")
+        else:
+            self.trajectory.add_turn(turn, "a:1")
+        found = self.pool.step(self.row, self.trajectory).result()
+        if isinstance(found, Score):
+            return found
+        self.trajectory.add_reply(found)
+        return "".join(map(chr, found))
+
+    def again(self) -> None:
+        self.trajectory = None
+
+    def closes(self) -> int:
+        return len(self.closed.read_text()) if self.closed.exists() else 0
+
+
+@pytest.fixture
+def player(tmp_path) -> Iterator[Player]:
+    pool = pool_of(config_of(tmp_path, "Echoes"))
+    yield Player(pool, tmp_path)
+    pool.close()
+
+
+def test_an_episode_is_a_conversation_and_its_rewards_add_up(player):
+    assert player.say("hi") == "hello 1: hi"
+    assert player.say("ho") == "hello 2: ho"
+    score = player.say("done")
+    assert (score.reward, score.correct, score.failed) == (1.25, True, False)
+    assert {"turns": 3.0, "ended/done": 1.0, "ended/cut": 0.0, "ended/failed": 0.0}.items() <= score.metrics.items()
+    assert score.metrics["environment_seconds"] > 0
+    whole = player.trajectory.completion
+    assert "".join(map(chr, whole.token_ids)) == "hihello 1: hihohello 2: hodone"
+    assert "".join(map(chr, whole.token_ids[whole.sampled()])) == "hihodone"
+    eventually(lambda: player.closes() == 1)
+
+
+def test_the_episodes_of_a_row_draw_the_same_numbers(player):
+    drawn = set()
+    for _ in range(3):
+        player.again()
+        drawn.add(player.say("done").metrics["drawn"])
+    assert len(drawn) == 1
+    other = Player(player.pool, player.closed.parent, seed=2)
+    assert other.say("done").metrics["drawn"] not in drawn
+
+
+def test_correct_is_what_the_last_step_says_or_by_its_reward(tmp_path, player):
+    assert not player.say("done").correct  # 0.75 is less than environment.correct_at
+    assert Player(player.pool, tmp_path, correct=True).say("done").correct
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("fail", "OSError: no such disk"),
+        ("exit", "SystemExit"),
+        ("die", "its process ended"),
+        ("odd", "a step is int"),
+    ],
+)
+def test_an_environment_that_fails_costs_its_trajectory_and_no_other(player, said, why, caplog):
+    player.say("hi")
+    other = Player(player.pool, player.closed.parent)
+    other.say("hi")
+    score = player.say(said)
+    assert score.excluded and score.failed and not score.correct and why in score.why
+    assert score.metrics["ended/failed"] == 1 and score.metrics["turns"] == 2
+    assert "an episode failed" in caplog.text and why in caplog.text
+    assert other.say("ho") == "hello 2: ho"
+    player.again()
+    assert player.say("hi") == "hello 1: hi"
+
+
+def test_a_step_that_hangs_is_ended(tmp_path):
+    config = config_of(tmp_path, "Echoes")
+    config.environment.turn_seconds = 0.5
+    pool = pool_of(config)
+    try:
+        score = Player(pool, tmp_path).say("hang")
+        assert score.excluded and "a step took 0.5 s (turn_seconds)" in score.why
+    finally:
+        pool.close()
+
+
+def test_one_that_cannot_begin_is_excluded(tmp_path):
+    pool = pool_of(config_of(tmp_path, "not_begun"))
+    try:
+        score = Player(pool, tmp_path).say("hi")
+        assert score.excluded and "no more of these" in score.why
+    finally:
+        pool.close()
+
+
+def test_turns_and_tokens_end(tmp_path):
+    pool = pool_of(config_of(tmp_path, "Echoes", max_turns=2))
+    try:
+        player = Player(pool, tmp_path)
+        player.say("hi")
+        score = player.say("ho")
+        assert not score.excluded and score.metrics["ended/cut"] == 1 and "not done after 2 turns" in score.why
+        assert player.trajectory.completion.finish_reason == "length"
+        eventually(lambda: player.closes() == 1)
+    finally:
+        pool.close()
+    # "hi" and its reply have 13 tokens; another turn may have 20.
+    pool = pool_of(config_of(tmp_path, "Echoes", max_episode_tokens=33))
+    try:
+        player = Player(pool, tmp_path)
+        assert player.say("hi") == "hello 1: hi"
+        assert "no room for another turn" in player.say("ho").why
+        player.again()
+        assert player.say("hi", finish="length").why == "a turn is cut by its budget"
+    finally:
+        pool.close()
+
+
+def test_an_episode_that_is_given_up_is_closed(player):
+    player.say("hi")
+    assert player.closes() == 0
+    player.again()
+    gc.collect()
+    eventually(lambda: player.closes() == 1)
+
+
+def test_a_worker_that_died_is_replaced(player):
+    player.say("hi")
+    player.pool._process.kill()
+    player.pool._process.wait()
+    assert player.say("ho").excluded
+    player.again()
+    assert player.say("hi") == "hello 1: hi"
+
+
+def test_all_episodes_end_with_the_pool(tmp_path):
+    pool = pool_of(config_of(tmp_path, "Echoes"))
+    players = [Player(pool, tmp_path) for _ in range(20)]
+    for player in players:
+        player.say("hi")
+    worker = pool._process.pid
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_thinking_is_apart(tmp_path):
+    pool = pool_of(config_of(tmp_path, "Echoes", thinking_budget_max=100))
+    try:
+        assert Player(pool, tmp_path).say("<think>so</think>think") == "you thought 'so' in 22 tokens"
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        ({"done": False}, "no messages"),
+        ({"says": "x"}, "a step has no field 'says'"),
+        ({"messages": [3]}, "a message of a step is 3"),
+        ({"messages": [{"role": "user"}]}, "a message of a step is"),
+        ({"messages": ["x"], "reward": float("nan")}, "not a finite number"),
+        ({"messages": ["x" * (LONGEST_REPLY + 1)]}, "100001 characters"),
+        ({"done": True, "metrics": {"m": float("inf")}}, "not a finite number"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused(step, line):
+    with pytest.raises(ValueError, match=line):
+        as_step(step)
+
+
+def test_the_forms_of_a_step():
+    said = Step(({"role": "user", "content": "x"},))
+    assert as_step("x") == as_step({"messages": ["x"]}) == as_step({"messages": "x"}) == as_step(said) == said
+    assert as_step({"done": 1, "reward": 2, "correct": 0}) == Step((), True, 2.0, False)
+
+
+def test_mistakes_are_one_line(tmp_path):
+    with pytest.raises(ScorerError, match="no such file"):
+        pool_of(config_of(tmp_path, "NotMade"))
+    with pytest.raises(ValueError, match="has score and episode"):
+        make_environment(config_of(tmp_path, "Both"))
+    alone = config_of(tmp_path, "Echoes", max_turns=1)
+    with pytest.raises(ScorerError, match="which are not scored alone"):
+        Scorer(alone, decode=str)
+    with pytest.raises(ScorerError, match=r"require config\.rollout\.max_turns of 2 or more"):
+        Scorer(alone, decode=str, replies=Letters())
+
+
+def test_experts_of_an_episode_are_those_that_tokens_were_sampled_with():
+    def turn(tokens: int, fed: int, expert: int) -> Completion:
+        ids, zeros = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32)
+        experts = np.full((fed, 1, 1), expert, np.uint8)
+        return Completion(1, "g", 0, ids, zeros, ((0, 0, tokens),), (), "stop", experts=experts)
+
+    trajectory = Trajectory(turn(3, 4 + 3 - 1, 1), "a:1")  # a prompt of 4 tokens
+    trajectory.add_reply(np.arange(2))
+    trajectory.add_turn(turn(4, 4 + 5 + 4 - 1, 2), "a:1")
+    experts = trajectory.completion.experts
+    assert experts[:, 0, 0].tolist() == [1] * 6 + [2] * 6 and len(experts) == 4 + trajectory.tokens - 1

@@ -1,0 +1,143 @@
+"""Episodes on a fleet: each turn is sampled behind the path so far, by any server, and what a server did is taken back.
+
+A replay server's tokens are a function of the request alone, so what was fed can be told from what came of it.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from scalerl_jax.environments.complaints import Complaints
+from scalerl_jax.environments.episode_pool import EpisodePool
+from scalerl_jax.environments.load import make_environment
+from scalerl_jax.rollouts.requests import Requests
+from tests.rollouts.small_trainer import VOCABULARY, ByteTokenizer, Trainer, config, row
+from tests.support.replay.scripts import Scripted
+
+BRISK = {"token_seconds": 0.002, "mean_tokens": 6.0}
+GAME = """
+class Count:
+    def __init__(self, row):
+        self.row, self.turns = row, 0
+    def step(self, turn):
+        self.turns += 1
+        wanted = 1 + int(self.row.answer) % 4
+        if self.turns == wanted:
+            return {"done": True, "reward": float(turn.count("1") % 2), "metrics": {"wanted": wanted}}
+        return f"turn {self.turns} of {wanted}"
+
+class Counts:
+    def rows(self, split): return []
+    def episode(self, row): return Count(row)
+"""
+
+
+class Replies:
+    def encode(self, row, messages, *, behind):
+        text = messages[0]["content"]
+        return text, [10 + ord(letter) % 40 for letter in text]
+
+
+@pytest.fixture
+def played(tmp_path):
+    """A config, and the episodes of its environment."""
+    (tmp_path / "game.py").write_text(GAME)
+    made = config(rollout_max_turns=8, rollout_max_episode_tokens=400)
+    made.environment.name = f"{tmp_path}/game.py:Counts"
+    requests = Requests(made, ByteTokenizer())
+    pool = EpisodePool(
+        made, {"": make_environment(made)}, replies=Replies(), complaints=Complaints(),
+        turn_tokens=requests.turn_tokens, decode=lambda ids: " ".join(map(str, ids)),
+    )  # fmt: skip
+    yield made, pool
+    pool.close()
+
+
+def turns_of(completion) -> list[tuple[int, int]]:
+    """(start, end) of each."""
+    ends = [0, *(end for _, end in completion.replies)]
+    return list(zip(ends, [*(start for start, _ in completion.replies), len(completion.token_ids)]))
+
+
+def check(group, requests: Requests, *, minimum: int, version: int | None = None) -> None:
+    """What is trained on is what the servers sampled, turn by turn, behind what came before; nothing is cut."""
+    script, open_group = Scripted(vocabulary=VOCABULARY, mean_tokens=6.0), requests.train(group.number, group.row)
+    if version is not None:
+        open_group = requests.evaluation(group.number, group.row, version=version, samples=len(group.completions))
+    for index, (completion, score) in enumerate(zip(group.completions, group.scores)):
+        spans = turns_of(completion)
+        if not score.metrics["ended/cut"]:
+            assert len(spans) == score.metrics["turns"] == score.metrics["wanted"] == 1 + group.row.index % 4
+        assert score.metrics["turns"] == len(spans) and group.servers[index][-1].end == len(completion.token_ids)
+        assert completion.token_steps().min() >= minimum
+        for turn, (start, end) in enumerate(spans):
+            wanted = open_group.requests[index]
+            group_id = open_group.group_id
+            if turn:
+                wanted, group_id = requests._turn(wanted, turn), f"{group_id}/{index}/{turn}"
+            prompt = np.concatenate([group.row.token_ids, completion.token_ids[:start]])
+            asked = dataclasses.replace(
+                requests.probe("x", row(1), incarnation=1, samples=1, version=0), group_id=group_id, prompt=prompt,
+                completions=(wanted,), sampling=requests.sampling, interruption=requests.interruption,
+            )  # fmt: skip
+            sampled = script.rollout(asked, wanted)
+            np.testing.assert_array_equal(completion.token_ids[start:end], sampled.token_ids)
+            np.testing.assert_array_equal(completion.logprobs[start:end], sampled.logprobs)
+
+
+def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
+    made, pool = played
+    servers = start(BRISK, BRISK)
+    with Trainer(made, servers, episodes=pool) as trainer:
+        requests = Requests(made, ByteTokenizer())
+        seen = []
+        while len(trainer.batches) < 6:
+            seen += trainer.update()
+        future = trainer.fleet.evaluate(trainer.version, [row(5000 + i) for i in range(6)], 3)
+        while not future.done():
+            trainer.update()
+        for batch, groups in enumerate(trainer.batches):
+            for group in groups:
+                check(group, requests, minimum=batch - trainer.pacing.k)
+        for group in future.result():
+            check(group, requests, minimum=6, version=6)
+            assert {step for c in group.completions for step in c.token_steps().tolist()} == {6}
+    numbers = [group.number for group in seen]
+    assert numbers == list(range(len(seen)))
+    turns = [score.metrics["turns"] for group in seen for score in group.scores]
+    assert {1, 2, 3} <= set(turns) <= {1, 2, 3, 4}
+
+
+def test_episodes_outlive_a_server(start, played):
+    made, pool = played
+    servers = start(BRISK, BRISK)
+    with Trainer(made, servers, episodes=pool) as trainer:
+        requests = Requests(made, ByteTokenizer())
+        trainer.admit_all()
+        for _ in range(2):
+            trainer.update()
+        servers[0].kill()
+        for _ in range(4):
+            trainer.update()
+        parts = [part for groups in trainer.batches for group in groups for of in group.servers for part in of]
+        assert {part.process.address for part in parts} == {server.address for server in servers}
+        for batch, groups in enumerate(trainer.batches):
+            for group in groups:
+                check(group, requests, minimum=batch - trainer.pacing.k)
+
+
+def test_what_a_server_did_to_an_episode_is_taken_back(start, played):
+    made, pool = played
+    servers = start(BRISK, BRISK)
+    with Trainer(made, servers, episodes=pool) as trainer:
+        requests = Requests(made, ByteTokenizer())
+        trainer.admit_all()
+        groups = trainer.fleet.batch(0, trainer.wait)
+        bad = groups[0].servers[0][0].process
+        assert trainer.fleet.trust.dismiss(bad, "a test") > 0
+        again = trainer.update()
+        assert [group.number for group in again] == [group.number for group in groups]
+        for group in again:
+            check(group, requests, minimum=0)
+            assert bad not in {part.process for of in group.servers for part in of}
