@@ -35,7 +35,7 @@ class Span:
     logprob: float | None  # None at forced tokens
     ids: tuple[int, ...]
     step: int | None  # of the version that sampled it
-    forced: bool
+    forced: str  # "", or why it was fed: interrupted, environment
 
 
 def sample_files(folder: str) -> list[tuple[int, str, int]]:
@@ -122,13 +122,13 @@ def sample(row: Row, marker: str) -> dict[str, Any]:
         "finish": row["finish_reason"],
         "tokens": len(row["token_ids"]),
         "versions": row["versions"],
-        "interrupted": bool(row["forced"]),
+        "interrupted": len(row["forced"]) > len(row.get("replies", ())),
         "pieces": pieces,
         "text": [text for text, _ in parts],
         "logprob": rounded(None if span.logprob is None else round(span.logprob, 4) for span in shown),
         "ids": [list(span.ids) for span in shown] if pieces else [],
         "steps": runs([span.step for span in shown]),
-        "forced": [[start, end] for value, start, end in runs([span.forced for span in shown]) if value],
+        "forced": [[start, end, why] for why, start, end in runs([span.forced for span in shown]) if why],
         "answer_from": answer_from,
         # Where the gap is, how many tokens fell into it, how many characters (where tokens have no text).
         "left_out": [head if lost else 0, lost, sum(cut for _, cut in parts)],
@@ -139,7 +139,7 @@ def spans(row: Row) -> list[Span]:
     """The completion, span by span; one without log-probability where the sample does not hold the tokens' texts."""
     pieces, ids, logprobs = row.get("pieces") or [], row["token_ids"], row["logprobs"]
     if not pieces:
-        return [Span(row["completion"], None, (), None, False)] if row["completion"] else []
+        return [Span(row["completion"], None, (), None, "")] if row["completion"] else []
     if not len(pieces) == len(ids) == len(logprobs) or "".join(pieces) != row["completion"]:
         raise ValueError(
             f"rollouts of step {row['step']}: group {row['group']}, completion {row['index']}: pieces, token_ids and "
@@ -148,9 +148,10 @@ def spans(row: Row) -> list[Span]:
     steps: list[int | None] = [None] * len(ids)
     for step, start, end in row["versions"]:
         steps[start:end] = [step] * (end - start)
-    forced = [False] * len(ids)
-    for start, end in row["forced"]:
-        forced[start:end] = [True] * (end - start)
+    forced = [""] * len(ids)
+    for name, fed in (("interrupted", row["forced"]), ("environment", row.get("replies", ()))):
+        for start, end in fed:
+            forced[start:end] = [name] * (end - start)
     out, first = [], 0
     for at, text in enumerate(pieces):
         if not text and at < len(pieces) - 1:

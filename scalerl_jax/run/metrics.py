@@ -92,6 +92,7 @@ def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: 
             "logprobs": [round(float(value), 6) for value in completion.logprobs],
             "versions": completion.versions,  # (step, start, end), covering [0, tokens)
             "forced": completion.forced,  # (start, end)
+            "replies": completion.replies,  # (start, end) of what the environment said, among them
             "verdict": group.scores[completion.index].correct,
             "reward": float(rewards[p, completion.index]),
             "finish_reason": completion.finish_reason,

@@ -206,3 +206,14 @@ print([name for name in sys.modules if name == "torch" or ".modeling_" in name])
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert result.stdout.split("\n")[:2] == ["False", "[]"], result.stderr
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_next_turn_is_what_a_whole_chat_has_behind_an_answer(folders, style):
+    tokenizer, _ = folders[style]
+    template = read_chat_template(tokenizer.path)
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four."}]
+    more = [{"role": "user", "content": "And 3+3?"}]
+    whole = template.render([*chat, *more])
+    assert whole.endswith("Four." + template.next_turn(more)) and template.next_turn(more).count("And 3+3?") == 1
+    assert template.behind_answer() == "" or template.next_turn(more).startswith(template.behind_answer().rstrip("\n"))

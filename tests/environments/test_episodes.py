@@ -86,6 +86,13 @@ def pool_of(config: Config, complaints: Complaints | None = None) -> EpisodePool
     )  # fmt: skip
 
 
+class Untold(Complaints):
+    """Logs every complaint."""
+
+    def say(self, kind: str, line: str) -> None:
+        Complaints().say(kind, line)
+
+
 class Player:
     """Plays episodes of one row by what the policy would say."""
 
@@ -115,11 +122,16 @@ class Player:
         return len(self.closed.read_text()) if self.closed.exists() else 0
 
 
-@pytest.fixture
-def player(tmp_path) -> Iterator[Player]:
-    pool = pool_of(config_of(tmp_path, "Echoes"))
-    yield Player(pool, tmp_path)
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory) -> Iterator[EpisodePool]:
+    pool = pool_of(config_of(tmp_path_factory.mktemp("echoes"), "Echoes"), Untold())
+    yield pool
     pool.close()
+
+
+@pytest.fixture
+def player(pool, tmp_path) -> Player:
+    return Player(pool, tmp_path)
 
 
 def test_an_episode_is_a_conversation_and_its_rewards_add_up(player):

@@ -7,7 +7,8 @@ import pytest
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments.base import Row
-from scalerl_jax.environments.prompts import Prompts
+from scalerl_jax.environments.chat_template import read_chat_template
+from scalerl_jax.environments.prompts import Prompts, Replies
 from scalerl_jax.environments.tokenizer import Tokenizer
 from tests.support.chat_folders import chat_folder, two_stops
 
@@ -204,3 +205,33 @@ def test_a_text_that_is_none_is_named_among_others(folders):
     rows = [Row("1?", name="row 1"), Row("\ud83d", name="row 2"), Row("3?", name="row 3")]
     with pytest.raises(ValueError, match=r"^row 2: "):
         list(Prompts(config_of(), folders["none"]).render_all(rows))
+
+
+@pytest.mark.parametrize("style", ["qwen2_5", "qwen3", "llama3"])
+def test_a_reply_goes_on_behind_the_token_that_ended_the_turn(tmp_path, style):
+    """A chat of two turns is its prompt, its first turn with its end, and the reply; a whole one may be cut into other
+    tokens where they meet."""
+    tokenizer = chat_folder(tmp_path, style)
+    config = Config()
+    config.environment.chat_template = "always"
+    (row,) = Prompts(config, tokenizer).render_all([Row("2+2?")])
+    assert row.rendered
+    turn = [*tokenizer.encode("The answer is 4."), tokenizer.eos_id]
+    text, reply = Replies(config, tokenizer).encode(row, [{"role": "user", "content": "3+3?"}], behind=turn[-1])
+    template = read_chat_template(tokenizer.path)
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "The answer is 4."}]
+    whole = template.render([*chat, {"role": "user", "content": "3+3?"}])
+    assert tokenizer.decode([*row.token_ids, *turn, *reply]) == whole
+    assert "3+3?" in text
+
+
+def test_a_reply_to_a_text_is_a_text(tmp_path):
+    tokenizer = chat_folder(tmp_path, "qwen3")
+    config = Config()
+    config.environment.chat_template = "never"
+    (row,) = Prompts(config, tokenizer).render_all([Row("2+2=")])
+    messages = [{"role": "user", "content": " 4, "}, {"role": "tool", "content": "3+3="}]
+    assert not row.rendered
+    assert Replies(config, tokenizer).encode(row, messages[:1], behind=0) == (" 4, ", tokenizer.encode(" 4, "))
+    with pytest.raises(ValueError, match="a reply of the environment is empty"):
+        Replies(config, tokenizer).encode(row, [{"role": "user", "content": ""}], behind=0)

@@ -395,6 +395,7 @@ def test_what_eats_memory_or_time_costs_its_worker_at_most():
             assert 0 < peak < Config().environment.verifier_memory_bytes
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_grown_is_replaced_before_its_next_question():
     row = Row("?", "1", extra={"bonus": 1.0})
     pool = odd_pool(verifier_seconds=300.0, reward_seconds=300.0)  # a busy machine takes its time to zero 2 GiB
@@ -422,6 +423,7 @@ def test_a_worker_loads_no_more_than_it_needs():
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_the_config_is_not_on_the_command_line():
     with Verifier(processes=1, seconds=60.0) as verifier:
         assert at_last(verifier, "</think>1", "1")

@@ -31,7 +31,9 @@ def check_against_the_script(trainer: Trainer) -> None:
     for groups in trainer.batches:
         for group in groups:
             opened = requests.train(group.number, group.row)
-            rollout = RolloutRequest(opened, Process("", ""), 0, None, {wanted.index for wanted in opened.requests})
+            rollout = RolloutRequest(
+                None, opened, Process("", ""), 0, None, {wanted.index for wanted in opened.requests}
+            )
             asked = requests.of(rollout, incarnation=1)
             for wanted, completion in zip(asked.completions, group.completions, strict=True):
                 rollout = script.rollout(asked, wanted)

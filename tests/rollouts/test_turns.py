@@ -109,6 +109,7 @@ def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
     assert {1, 2, 3} <= set(turns) <= {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_episodes_outlive_a_server(start, played):
     made, pool = played
     servers = start(BRISK, BRISK)
@@ -127,6 +128,7 @@ def test_episodes_outlive_a_server(start, played):
                 check(group, requests, minimum=batch - trainer.pacing.k)
 
 
+@pytest.mark.slow
 def test_what_a_server_did_to_an_episode_is_taken_back(start, played):
     made, pool = played
     servers = start(BRISK, BRISK)

@@ -22,10 +22,11 @@ function drawTokens(host, sample, from, to, shading) {
   const [gap, lost] = sample.left_out;
   const versions = new Map(sample.steps.map(([version], index) => [version, index]));
   let inside = null; // the element that forced spans go into
+  let why = ''; // of what kind they are
   const pieces = [];
   for (let at = from; at < to; at += 1) {
     if (lost && at === gap) pieces.push(make('span', { class: 'gap', text: `${lost} tokens are left out here` }));
-    const forced = sample.forced.some(([start, end]) => at >= start && at < end);
+    const forced = sample.forced.find(([start, end]) => at >= start && at < end);
     const begins = sample.steps.find(([version, start]) => start === at && version !== null);
     if (begins)
       pieces.push(
@@ -37,8 +38,9 @@ function drawTokens(host, sample, from, to, shading) {
     if (shading === 'version' && sample.pieces) classes.push(`w${versions.get(versionAt(sample, at)) % 6}`);
     const token = make('span', { class: classes.join(' '), 'data-at': at, text: sample.text[at] });
     if (!forced) inside = null;
-    else if (!inside) {
-      inside = make('span', { class: 'forced' }, make('span', { class: 'tag', text: 'interrupted' }));
+    else if (!inside || why !== forced[2]) {
+      why = forced[2];
+      inside = make('span', { class: 'forced' }, make('span', { class: 'tag', text: why }));
       pieces.push(inside);
     }
     if (inside) inside.append(token);

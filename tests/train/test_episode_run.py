@@ -1,0 +1,67 @@
+"""A run on episodes of several turns, with its own servers, killed and gone on with."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.runs import config_of, read
+
+GAME = """
+class Talk:
+    def __init__(self, row):
+        self.left, self.ones = int(row.answer), 0
+    def step(self, turn):
+        self.ones += turn.count("1")
+        self.left -= 1
+        if self.left < 0:
+            return {"done": True, "reward": float(self.ones % 2), "metrics": {"ones": self.ones}}
+        return f" {self.left}="
+
+class Talks:
+    def rows(self, split):
+        for n in range(24):
+            yield {"prompt": f"{split[0]}{n}=", "answer": n % 3}
+    def episode(self, row):
+        return Talk(row)
+"""
+
+
+@pytest.mark.slow
+def test_episodes_are_trained_on_as_they_were_sampled(tmp_path, flags, start):
+    """Costs a minute: two starts of a trainer and its servers."""
+    (tmp_path / "game.py").write_text(GAME)
+    flags = [
+        *(flag for flag in flags if not flag.startswith("--config.environment.")),
+        f"--config.environment.name={tmp_path / 'game.py'}:Talks",
+        "--config.rollout.max_turns=4",
+        "--config.rollout.max_episode_tokens=56",
+        "--config.max_steps=6",
+        "--config.objective.filter_zero_variance=false",
+    ]
+    run = start(tmp_path / "run", *flags)
+    run.until(lambda: len(run.metrics) >= 4, "four steps")
+    run.kill()
+    run.start().finish()
+
+    rows, config = run.metrics, config_of(flags)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    groups = 6 * config.rollout.prompts_per_step
+    assert [number for row in rows for number, _ in row["groups"]] == list(range(groups))
+    assert rows[0]["lag_max"] == 0 and rows[0]["mismatch"] < 1e-4  # a path fed otherwise would have other log-probs
+    assert max(row["lag_max"] for row in rows) <= config.pacing.max_off_policy_steps
+    assert sum(row["score/ended/failed"] for row in rows) == 0
+    assert 1 < np.mean([row["score/turns"] for row in rows]) < 3
+
+    turns = set[int]()
+    for step in range(1, 7):
+        for sample in map(json.loads, read(run.path("rollouts", f"step-{step:08}.jsonl")).splitlines()):
+            ends = [sample["token_ids"][end - 1] for end, _ in sample["replies"]]
+            assert all(start < end for start, end in sample["replies"])
+            if sample["finish_reason"] == "stop":
+                assert len(sample["replies"]) == int(sample["answer"])
+                assert len({*ends, sample["token_ids"][-1]}) == 1  # each turn ends with the stop token
+            turns.add(1 + len(sample["replies"]))
+    assert len(turns) > 1
+    evaluation = run.rows("evals.jsonl")[-1]
+    assert evaluation["step"] == 6 and evaluation["prompts"] == 6
