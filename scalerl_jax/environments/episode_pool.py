@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -74,6 +75,10 @@ class EpisodePool:
         # The kernel ends the worker with the thread that started it, so that is one which lives as long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._threads = ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="episode-step")
+        # An episode has a file descriptor here, of which the shell's soft limit allows few.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         try:
             self._starter.submit(self._start).result()
         except BaseException:
@@ -146,13 +151,17 @@ class EpisodePool:
         return self._configs[row.environment].environment.turn_seconds
 
     def _begin(self, row: Row, trajectory: Trajectory) -> "_Connection":
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise _EpisodeFailed(f"it cannot begin: {error}") from error
         connection = _Connection(ours)
         with theirs:
             try:
-                self._starter.submit(self._send, theirs).result()
+                sent = self._starter.submit(self._send, theirs)
             except RuntimeError as error:  # it closes
                 raise _EpisodeFailed("the run ends") from error
+            sent.result()
         with self._lock:
             if self._closing:
                 connection.end()

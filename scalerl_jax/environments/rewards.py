@@ -41,6 +41,11 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
     weights = _weights(config.environment)
     if not weights:
         return environment
+    if environment.episode is not None:
+        raise ValueError(
+            f"{_field(config.environment)}: is not asked: config.environment.name={config.environment.name} has "
+            "episodes, whose steps say what they are worth"
+        )
     names, functions, deterministic = _names(weights), dict[str, ScoreFunction](), list[bool]()
     own: list[_UsersReward] = []
     waits = environment.waits_seconds + len(weights) * config.environment.reward_seconds

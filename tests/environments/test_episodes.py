@@ -291,6 +291,10 @@ def test_mistakes_are_one_line(tmp_path):
         pool_of(config_of(tmp_path, "NotMade"))
     with pytest.raises(ValueError, match="has score and episode"):
         make_environment(config_of(tmp_path, "Both"))
+    rewarded = config_of(tmp_path, "Echoes")
+    rewarded.environment.reward = "judge"
+    with pytest.raises(ValueError, match=r"config\.environment\.reward: is not asked: .* has episodes"):
+        make_environment(rewarded)
     alone = config_of(tmp_path, "Echoes", max_turns=1)
     with pytest.raises(ScorerError, match="which are not scored alone"):
         Scorer(alone, decode=str)
