@@ -236,7 +236,7 @@ class Fleet:
         return future.result()
 
     def _until(self, poll: Callable[[], T | None], wait: Callable[[], None]) -> T:
-        """What `look` finds; looks when something has happened, and every POLL_SECONDS."""
+        """What `poll` finds; it is called when something has happened, and every POLL_SECONDS."""
         while True:
             self._something.clear()
             wait()

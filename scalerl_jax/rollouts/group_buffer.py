@@ -58,7 +58,7 @@ class GroupInFlight:
     scores: dict[int, Score] = dataclasses.field(default_factory=dict)
     failed_at: str = ""  # the server that did not deliver the last time
 
-    def arrived(self) -> int:
+    def delivered(self) -> int:
         """How many completions wait for no server."""
         return len(self.requests) - len(self.pending) - len(self.asked)
 
@@ -124,7 +124,7 @@ class GroupBuffer:
 
         They count before they are scored: a slow scorer must not let the generators run ahead.
         """
-        sampled = [n for n, group in self.in_flight.items() if group.arrived() == len(group.requests)]
+        sampled = [n for n, group in self.in_flight.items() if group.delivered() == len(group.requests)]
         return sum(self.pacing.batch(number) > self.trained for number in (*self.ready, *sampled))
 
     def pending(self) -> int:

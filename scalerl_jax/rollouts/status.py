@@ -79,7 +79,7 @@ def held_back(buffer: GroupBuffer) -> str:
 
 
 def _group(group: GroupInFlight, now: float) -> str:
-    text = f"{group.group_id} ({group.arrived()} of {len(group.requests)}, {now - group.opened_at:.0f} s"
+    text = f"{group.group_id} ({group.delivered()} of {len(group.requests)}, {now - group.opened_at:.0f} s"
     if group.asked:
         text += f", on {', '.join(sorted(set(group.asked.values())))}"
     elif group.pending:

@@ -65,7 +65,7 @@ def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
     assert {part.process for group in second for (part,) in finished(group).servers} == {B}
     buffer.trained_to(1)
     assert buffer.retract(B) == 2  # of group 2: what has been trained stays
-    assert [group.number for group in second if group.arrived() == SIZE] == [0, 1]
+    assert [group.number for group in second if group.delivered() == SIZE] == [0, 1]
 
 
 def test_only_some_groups_are_taken_back():
@@ -175,7 +175,7 @@ def test_turns_and_replies_become_one_completion():
     first, other = ask(buffer, "a:1", room=1), ask(buffer, "a:1", room=1)
     assert first.group is other.group and (first.left, other.left) == ({0}, {1})
     trajectory = turn(buffer, first, 5, 6)
-    assert first.group.arrived() == 1 and not first.group.pending
+    assert first.group.delivered() == 1 and not first.group.pending
     buffer.replied(first.group, trajectory, np.array([7, 8, 9], np.int32))
     again = ask(buffer, "b:2")
     assert (again.group, again.left, again.trajectory, again.minimum_step) == (first.group, {0}, trajectory, 0)

@@ -97,7 +97,7 @@ class Watched(Simulation):
 
     def slot_may_be_empty(self, server: Server, batch: int) -> None:
         pacing, buffer = self.pacing, self.buffer
-        sampled = [n for n, g in (buffer.in_flight | buffer.ready).items() if g.arrived() == self.group_size]
+        sampled = [n for n, g in (buffer.in_flight | buffer.ready).items() if g.delivered() == self.group_size]
         beyond = [n for n in sampled if n // pacing.groups > buffer.trained]
         over_k = batch > buffer.trained + pacing.k or batch > server.step + pacing.k
         store_full = len(beyond) >= pacing.groups  # max_buffered_batches = 1
