@@ -119,6 +119,7 @@ class EnvironmentConfig:
     verifier_processes: Positive[int] = 1
     # CPU seconds after which an answer that is still being scored counts as wrong.
     verifier_seconds: Positive[float] = 5.0
+    tool_characters: Positive[int] = 8192  # Characters of a tool's result that the policy gets to read.
     # Wall-clock seconds that one step of an episode may take.
     turn_seconds: Positive[float] = 60.0
     # Address space of a process that scores answers or plays an episode. A mixture uses the largest value of its

@@ -31,6 +31,7 @@ class Row:
     # ({"role", "content"}, ...): the prompt as a chat; (): it is a text. A rendered row has what was asked in any case.
     messages: tuple[Mapping[str, str], ...] = ()
     chat: bool = False  # a text that is asked as a user asks it: for the chat template, where the model has one
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of what it may call, for the chat template
     source: str = ""  # where its environment has it from, if sources are drawn from with weights
     environment: str = ""  # its name in a mixture
     index: int = -1  # in its split

@@ -50,12 +50,14 @@ class ChatTemplate:
                     f"config.environment.template_arguments: the chat template in {file} does not read {name!r}"
                 )
 
-    def render(self, messages: Messages, *, generation_prompt: bool = True) -> str:
-        """The text of `messages`, with what begins the assistant's next turn behind it.
+    def render(
+        self, messages: Messages, *, generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of `messages`, with what begins the assistant's next turn behind it. tools: their JSON schemas.
 
         Raises ValueError, one line with the template's file, for whatever the template raises.
         """
-        return self._render(messages, generation_prompt=generation_prompt, turns=False)[0]
+        return self._render(messages, generation_prompt=generation_prompt, turns=False, tools=tools)[0]
 
     def render_turns(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole chat, and which parts of it the template marks as the assistant's (`marks_turns`)."""
@@ -90,7 +92,12 @@ class ChatTemplate:
             f"{os.path.join(tokenizer.path, 'generation_config.json')} would stop there, too"
         )
 
-    def _render(self, messages: Messages, *, generation_prompt: bool, turns: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _render(
+        self, messages: Messages, *, generation_prompt: bool, turns: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
+        given = {**self._arguments, "tools": [dict(tool) for tool in tools]} if tools else self._arguments
+        if tools and not re.search(r"\btools\b", self.text):
+            raise ValueError(f"{self.file}: the chat template does not know tools")
         try:
             # Here and not above: a run whose prompts are texts does not need it.
             from transformers.utils.chat_template_utils import render_jinja_template
@@ -103,7 +110,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 return_assistant_tokens_mask=turns,
                 strftime_now=self._today,
-                **self._arguments,
+                **given,
             )
         # A template is a program of the folder's: beside jinja's own errors it raises whatever its expressions do.
         except Exception as error:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -171,7 +172,7 @@ class EpisodePool:
         asked = row_json(row)
         seed = int.from_bytes(hashlib.blake2b(asked.encode(), digest_size=7).digest(), "little")
         head = json.dumps({"part": row.environment, "seed": seed})
-        connection.exchange(f'{head[:-1]}, "row": {asked}}}', self._seconds(row))
+        connection.pid = connection.exchange(f'{head[:-1]}, "row": {asked}}}', self._seconds(row))["pid"]
         return connection
 
     def _score(self, row: Row, trajectory: Trajectory, connection: "_Connection", last: Step) -> Score:
@@ -255,6 +256,7 @@ class _Connection:
         self.reward, self.seconds = 0.0, 0.0
         self.metrics: dict[str, float] = {}
         self.reply = ""  # the text of the last one
+        self.pid: int | None = None  # of its process; None: it has not begun
 
     def add(self, step: Step, seconds: float) -> None:
         self.reward += step.reward
@@ -278,6 +280,10 @@ class _Connection:
                 reply += data
             found = json.loads(reply)
         except (OSError, ValueError) as error:
+            # It is alive, since its end of the socket is open: something has taken its alarm from it.
+            if isinstance(error, TimeoutError) and self.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
             raise _EpisodeFailed(f"its process does not answer: {error}") from error
         if "error" in found:
             raise _EpisodeFailed(found["error"])

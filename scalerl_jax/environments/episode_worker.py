@@ -3,7 +3,7 @@
     standard input, a Unix socket   the config in one line, as score_worker.py has it; then one byte for each episode,
                                     with the socket that is the episode's
     an episode's socket             read                              written
-                                    {"part", "row", "seed"}           {}: it has begun
+                                    {"part", "row", "seed"}           {"pid"}: it has begun
                                     {"turn", "thinking", "tokens"}    {"step": {...}}
                                                                       {"error": line}: instead of either
     standard output                 {"ready": true} or {"error": line}, once
@@ -44,7 +44,7 @@ def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any
         begin = environments[part].episode
         assert begin is not None
         episodes.append(begin(Row(environment=part, **question["row"])))
-        return {}
+        return {"pid": os.getpid()}
     turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"])
     return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
 

@@ -4,7 +4,8 @@
         def __init__(self, config): ...                # EnvironmentConfig; or no arguments at all
         def rows(self, split): ...                     # "train" or "validation": Row or {"prompt", "answer", ...}
         def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (rewards.py)
-        def episode(self, row): ...                    # or this: an object with step(turn) and close(), see episode.py
+        def episode(self, row): ...                    # in its place: an object with step(turn), see episode.py
+        tools = [...]                                  # or functions that a turn may call before it is scored, tools.py
         def prepare(self): ...                         # optional: once in each process, before its first row
         weights = {}                                   # the rest is optional too, as in base.py
         waits_seconds = 0.0
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config
+from scalerl_jax.environments import tools as tool_calls
 from scalerl_jax.environments import user_code
 from scalerl_jax.environments.base import Completion, Environment, Row, Score, joined_content
 from scalerl_jax.environments.user_functions import UserFunction
@@ -47,12 +49,15 @@ def make(config: Config) -> Environment:
         environment = made(config.environment) if _takes_one(made) else made()
     except _ANY as error:
         raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.error_line(error, file=file)}") from error
-    episode = getattr(environment, "episode", None)
+    episode, tools = getattr(environment, "episode", None), getattr(environment, "tools", None)
     for needed in ("rows", "score") if episode is None else ("rows",):
         if not callable(getattr(environment, needed, None)):
             raise ValueError(f"{_FIELD}={name}: has no function {needed}")
-    if episode is not None and hasattr(environment, "score"):
-        raise ValueError(f"{_FIELD}={name}: has score and episode; what an episode is worth its steps say")
+    if episode is not None and (hasattr(environment, "score") or tools is not None):
+        other = "tools" if tools is not None else "score"
+        raise ValueError(f"{_FIELD}={name}: has {other} and episode; what an episode is worth its steps say")
+    if tools is not None and (not isinstance(tools, list | tuple) or not tools or not all(map(callable, tools))):
+        raise ValueError(f"{_FIELD}={name}: tools is {tools!r}, not a list of functions")
     function = UserFunction(
         getattr(environment, "score", _not_scored), setting=f"{_FIELD}={name}", name="environment",
         seconds=config.environment.reward_seconds, correct_at=config.environment.correct_at,
@@ -75,14 +80,22 @@ def make(config: Config) -> Environment:
             raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.error_line(error, file=file)}") from error
 
     def rows(split: str) -> Iterator[Row]:
+        try:
+            described = tool_calls.schemas(tools) if tools is not None else ()
+        except ValueError as error:
+            raise ValueError(f"{_FIELD}={name}: {error}") from error
         for number, found in enumerate(given(split), 1):
-            row = _row(found, f"{name} {split} row {number}")
+            row = dataclasses.replace(_row(found, f"{name} {split} row {number}"), tools=described)
             if split == "train" and weights and row.source not in weights:
                 raise ValueError(f"{row.name}: 'source' is {row.source!r}, and weights has {', '.join(weights)}")
             yield row
 
     def scored(row: Row, completion: Completion) -> Score:
         return function.score(row, completion)
+
+    def with_tools(row: Row) -> tool_calls.ToolEpisode:
+        assert tools is not None
+        return tool_calls.ToolEpisode(row, tools, score=scored, characters=config.environment.tool_characters)
 
     options: dict[str, Any] = {}
     kinds = {"weights": Mapping, "waits_seconds": (int, float), "deterministic": bool}
@@ -106,7 +119,7 @@ def make(config: Config) -> Environment:
     deterministic = options.pop("deterministic", False)
     return Environment(
         rows, scored, prepare=prepare if hasattr(environment, "prepare") else None, reads_thinking=True,
-        deterministic=lambda: deterministic, episode=episode, **options,
+        deterministic=lambda: deterministic, episode=with_tools if tools is not None else episode, **options,
     )  # fmt: skip
 
 

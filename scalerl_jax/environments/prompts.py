@@ -13,7 +13,8 @@ others; a text gets those that the tokenizer puts before a sequence.
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -56,10 +57,12 @@ class Prompts:
 
     def _asked(self, row: Row) -> tuple[Row, bool]:
         """The row with its prompt's text, and whether the chat template has rendered it."""
-        rendered = bool(row.messages) or (self._template is not None and (row.chat or self._how == "always"))
+        asked = row.chat or self._how == "always"
+        rendered = bool(row.messages) or bool(row.tools) or (self._template is not None and asked)
         try:
             if rendered:
-                text = self.ask(self.complete(row.messages or [{"role": "user", "content": row.text}]))
+                messages = row.messages or [{"role": "user", "content": row.text}]
+                text = self.ask(self.complete(messages), tools=row.tools)
             else:
                 text = self._text(row.text)
                 self._count(text, "text")
@@ -84,9 +87,9 @@ class Prompts:
     def _named(row: Row, error: Exception) -> ValueError:
         return ValueError(f"{row.name}: {error}" if row.name else str(error))
 
-    def ask(self, messages: Messages) -> str:
+    def ask(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text that asks complete messages. Raises ValueError, one line."""
-        text = self.template().render(messages)
+        text = self.template().render(messages, tools=tools)
         self._count(text, "rendered")
         return text
 

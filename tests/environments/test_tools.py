@@ -1,0 +1,159 @@
+"""Tools: what a turn may call, what it reads of that, and what the prompt says of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scalerl_jax.config import Config
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments import Completion as Turn
+from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.complaints import Complaints
+from scalerl_jax.environments.episode import Trajectory
+from scalerl_jax.environments.episode_pool import EpisodePool
+from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.prompts import Prompts, Replies
+from scalerl_jax.environments.tools import ToolEpisode, schemas
+from tests.support.chat_folders import chat_folder
+
+pytest.importorskip("transformers")
+CLASSES = """
+def add(a: int, b: int = 2) -> int:
+    \'\'\'Adds two numbers.
+
+    Args:
+        a: the first one
+        b: the second one
+    \'\'\'
+    return a + b
+
+class Adding:
+    tools = [add]
+    def rows(self, split):
+        yield {"prompt": f"{split}: 2+3?", "answer": 5}
+    def score(self, row, completion):
+        return completion.strip().endswith(row.answer)
+
+class Undescribed(Adding):
+    tools = [lambda a: a]
+
+class NoList(Adding):
+    tools = add
+
+class Both:
+    tools = [add]
+    def rows(self, split): return []
+    def episode(self, row): return None
+""".replace("\\'", "'")
+
+
+def call(name: str, /, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def later(text: str) -> str:
+    return text * 2
+
+
+def broken(**_) -> None:
+    raise OSError("no such\ndisk")
+
+
+def leaves() -> None:
+    raise SystemExit(3)
+
+
+def table() -> dict:
+    return {"é": [1, None]}
+
+
+def long() -> str:
+    return "x" * 100
+
+
+def score(row: Row, turn: Turn) -> Score:
+    return Score(0.5, turn == "right", {"length": len(turn)})
+
+
+def episode() -> ToolEpisode:
+    return ToolEpisode(Row("q"), [later, broken, leaves, table, long], score=score, characters=20)
+
+
+def results(text: str) -> list[str]:
+    step = episode().step(Turn(text))
+    assert not step.done and {message["role"] for message in step.messages} == {"tool"}
+    return [message["content"] for message in step.messages]
+
+
+def test_each_call_has_its_result_in_order():
+    assert results(f"Let me see. {call('later', text='ab')} and {call('table')}") == ["abab", '{"é": [1, null]}']
+
+
+def test_what_goes_wrong_is_for_the_policy_to_read():
+    assert results(call("broken"))[0].startswith("error: OSError: no s")
+    assert results(call("leaves"))[0].startswith("error: SystemExit")
+    assert results(call("long")) == ["x" * 20 + "... (cut)"]
+    for text in ("<tool_call>{'name': 'later'}</tool_call>", "<tool_call>", "<tool_call>[1]</tool_call>"):
+        assert results(text)[0].startswith("error: ")
+    (message,) = ToolEpisode(Row("q"), [later], score=score, characters=999).step(Turn(call("off"))).messages
+    assert "there is no tool 'off' (there is: later)" in message["content"]
+    assert results(call("later", txt="a"))[0].startswith("error: TypeError")
+
+
+def test_a_turn_without_a_call_is_scored():
+    playing = episode()
+    playing.step(Turn(call("later", text="a") + call("broken")))
+    step = playing.step(Turn("right"))
+    assert (step.done, step.reward, step.correct) == (True, 0.5, True)
+    assert step.metrics == {"length": 5, "tool_calls": 2, "tool_errors": 1}
+
+
+def config_of(path, name: str) -> Config:
+    (path / "adding.py").write_text(CLASSES)
+    config = Config()
+    config.environment.name = f"{path}/adding.py:{name}"
+    config.rollout.max_turns, config.rollout.thinking_budget_max = 4, 0
+    config.rollout.thinking_budget_min = 0
+    return config
+
+
+def test_a_whole_episode_of_a_chat_model(tmp_path):
+    """The prompt names the tool, a turn calls it, the result is rendered, the answer is scored."""
+    config, tokenizer = config_of(tmp_path, "Adding"), chat_folder(tmp_path / "model", "qwen2_5")
+    environment = make_environment(config)
+    (row,) = Prompts(config, tokenizer).render_all(environment.rows("train"))
+    assert row.rendered and '"name": "add"' in row.text and "Adds two numbers." in row.text
+    pool = EpisodePool(
+        config, {"": environment}, replies=Replies(config, tokenizer), decode=tokenizer.decode_completion,
+        turn_tokens=50, complaints=Complaints(),
+    )  # fmt: skip
+
+    def turn(text: str) -> Completion:
+        ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int32)
+        return Completion(1, "g", 0, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), (), "stop")
+
+    try:
+        trajectory = Trajectory(turn(call("add", a=3)), "a:1")
+        reply = pool.step(row, trajectory).result()
+        assert "5" in tokenizer.decode(reply) and tokenizer.decode(reply).endswith("<|im_start|>assistant\n")
+        trajectory.add_reply(reply)
+        trajectory.add_turn(turn("It is 5"), "a:1")
+        found = pool.step(row, trajectory).result()
+        assert found.correct and found.metrics["tool_calls"] == 1 and found.metrics["turns"] == 2
+    finally:
+        pool.close()
+
+
+def test_mistakes_are_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"tool <lambda>: .*docstring"):
+        list(make_environment(config_of(tmp_path, "Undescribed")).rows("train"))
+    with pytest.raises(ValueError, match="not a list of functions"):
+        make_environment(config_of(tmp_path, "NoList"))
+    with pytest.raises(ValueError, match="has tools and episode"):
+        make_environment(config_of(tmp_path, "Both"))
+    with pytest.raises(ValueError, match="tool broken"):
+        schemas([broken])
+    config, tokenizer = config_of(tmp_path, "Adding"), chat_folder(tmp_path / "model", "deepseek_r1")
+    with pytest.raises(ValueError, match="the chat template does not know tools"):
+        list(Prompts(config, tokenizer).render_all(make_environment(config).rows("train")))
