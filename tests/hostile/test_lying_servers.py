@@ -32,6 +32,8 @@ SETTINGS = {
     "fleet.stall_seconds": 5,
     "fleet.push_seconds": 5,
     "fleet.slowest_tokens_per_second": 10,
+    # A version may take seconds on a busy machine, in which the trainer makes dozens: a server is asked all the same.
+    "pacing.max_off_policy_steps": 1_000,
     "evaluation.every": 1_000,
     "optimizer.learning_rate": 1e-6,  # the policy stays as it is, and each update has a gradient
     "checkpoint.every": 50,
