@@ -175,11 +175,8 @@ def _gives(reading: str, gold: str) -> bool:
         if unit and other and unit != other:
             return False
     if number is None and not is_mathematics(gold):
-        return (
-            words(reading) == words(gold) != ()
-            and operators(reading) == operators(gold)
-            and not is_mathematics(reading)
-        )
+        same = words(reading) == words(gold) != () and operators(reading) == operators(gold)
+        return same and not is_mathematics(reading)
     given = measure(reading)
     if number is not None and given is not None:
         return number.equals(given)

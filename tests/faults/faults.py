@@ -193,8 +193,8 @@ FAULTS = (
     Fault(
         "what is asked for again has another name",
         f"{ROLLOUTS}/requests.py",
-        "            group_id=group.group_id,\n            prompt=group.row.token_ids,",
-        '            group_id=f"{group.group_id}/{len(group.completions)}",\n            prompt=group.row.token_ids,',
+        "group_id, prompt = group.group_id, group.row.token_ids",
+        'group_id, prompt = f"{group.group_id}/{group.delivered()}", group.row.token_ids',
         "tests/rollouts/test_requests.py::test_what_is_asked_for_again_has_the_names_that_it_had",
     ),
     Fault(

@@ -76,8 +76,8 @@ def test_what_is_asked_for_again_has_the_names_that_it_had():
         return requests.of(RolloutRequest(None, group, Process(server, ""), 3, None, left), incarnation=7)
 
     first = sent("a:1", {0, 1, 2, 3})
-    group.servers[1], group.failed_at = Process("a:1", ""), "a:1"
-    group.completions[1] = "the only one that came"
+    group.trajectories[1], group.failed_at = "the only one that came", "a:1"
+    group.pending = {0, 2, 3}
     again = sent("b:2", {0, 2, 3})
     assert again.group_id == first.group_id == "train/5"
     assert again.completions == tuple(first.completions[i] for i in (0, 2, 3))

@@ -368,6 +368,7 @@ def test_samples_of_rollouts(tmp_path):
         logprobs=np.array([-0.5, 0.0, -1e-9], np.float32),
         versions=((4, 0, 2), (5, 2, 3)),
         forced=((1, 2),),
+        replies=((1, 2),),
         finish_reason="stop",
     )
     group = types.SimpleNamespace(
@@ -395,6 +396,7 @@ def test_samples_of_rollouts(tmp_path):
         "logprobs": [-0.5, 0.0, 0.0],
         "versions": [[4, 0, 2], [5, 2, 3]],
         "forced": [[1, 2]],
+        "replies": [[1, 2]],
         "verdict": True,
         "reward": 1.0,
         "finish_reason": "stop",
