@@ -84,6 +84,10 @@ class Scorer:
         self._pool = ScorerPool(config, apart, complaints=self._complaints) if apart else None
         self.episodes: EpisodePool | None = None
         try:
+            if not episodic and config.rollout.max_turns > 1:
+                raise ScorerError(
+                    f"config.rollout.max_turns={config.rollout.max_turns}: no environment of the run has episodes"
+                )
             if episodic:
                 self.episodes = _episodes(
                     config, episodic, replies=replies, decode=decode, turn_tokens=turn_tokens,

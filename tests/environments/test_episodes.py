@@ -298,6 +298,10 @@ def test_mistakes_are_one_line(tmp_path):
     alone = config_of(tmp_path, "Echoes", max_turns=1)
     with pytest.raises(ScorerError, match="which are not scored alone"):
         Scorer(alone, decode=str)
+    single = Config()
+    single.rollout.max_turns = 4
+    with pytest.raises(ScorerError, match="no environment of the run has episodes"):
+        Scorer(single, decode=str)
     with pytest.raises(ScorerError, match=r"require config\.rollout\.max_turns of 2 or more"):
         Scorer(alone, decode=str, replies=Letters())
 
