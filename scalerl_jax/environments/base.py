@@ -101,6 +101,7 @@ class Environment:
     score: Callable[[Row, Completion], Score]
     # Begins an episode of a row, in a process of its own; `score` is not asked then. None: a completion is one turn.
     episode: "Callable[[Row], Any] | None" = None
+    scores_answers: bool = True  # `score` can be asked of an answer alone, without its episode
     # `score` is called in processes of their own, which make the environment again from its config, within a limit of
     # CPU time; an exception, a crash or the limit make that completion wrong, and ScorerError ends the run. False: it
     # is called where the run is.

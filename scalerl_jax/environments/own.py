@@ -119,7 +119,8 @@ def make(config: Config) -> Environment:
     deterministic = options.pop("deterministic", False)
     return Environment(
         rows, scored, prepare=prepare if hasattr(environment, "prepare") else None, reads_thinking=True,
-        deterministic=lambda: deterministic, episode=with_tools if tools is not None else episode, **options,
+        deterministic=lambda: deterministic, episode=with_tools if tools is not None else episode,
+        scores_answers=episode is None, **options,
     )  # fmt: skip
 
 

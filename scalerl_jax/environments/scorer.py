@@ -61,7 +61,7 @@ class Scorer:
     everywhere: every process that scores is ready when this returns, not only one. rows: those that there are, if they
     are known: what no row has, no score may want. environments: those of the run by
     part (parts.py); None: as its config makes them. replies, turn_tokens: for environments with episodes, see
-    EpisodePool. Raises ScorerError, one line, where one cannot be made or prepared.
+    EpisodePool; None: answers alone are scored. Raises ScorerError, one line, where one cannot be made or prepared.
     """
 
     def __init__(
@@ -78,13 +78,17 @@ class Scorer:
         if environments is None:
             environments = make_environments(config)
         self._environments, self._rollout, self._decode = environments, config.rollout, decode
-        episodic = {part: environment for part, environment in environments.items() if environment.episode is not None}
+        episodic = {
+            part: environment
+            for part, environment in environments.items()
+            if environment.episode is not None and not (replies is None and environment.scores_answers)
+        }
         apart = {part: one for part, one in environments.items() if one.in_processes and part not in episodic}
         self._complaints = Complaints()
         self._pool = ScorerPool(config, apart, complaints=self._complaints) if apart else None
         self.episodes: EpisodePool | None = None
         try:
-            if not episodic and config.rollout.max_turns > 1:
+            if replies is not None and not episodic and config.rollout.max_turns > 1:
                 raise ScorerError(
                     f"config.rollout.max_turns={config.rollout.max_turns}: no environment of the run has episodes"
                 )

@@ -301,7 +301,7 @@ def test_mistakes_are_one_line(tmp_path):
     single = Config()
     single.rollout.max_turns = 4
     with pytest.raises(ScorerError, match="no environment of the run has episodes"):
-        Scorer(single, decode=str)
+        Scorer(single, decode=str, replies=Letters())
     with pytest.raises(ScorerError, match=r"require config\.rollout\.max_turns of 2 or more"):
         Scorer(alone, decode=str, replies=Letters())
 

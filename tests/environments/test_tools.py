@@ -14,6 +14,7 @@ from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.prompts import Prompts, Replies
+from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tools import ToolEpisode, schemas
 from tests.support.chat_folders import chat_folder
 
@@ -143,6 +144,12 @@ def test_a_whole_episode_of_a_chat_model(tmp_path):
         assert found.correct and found.metrics["tool_calls"] == 1 and found.metrics["turns"] == 2
     finally:
         pool.close()
+
+
+def test_an_answer_is_scored_without_its_episode(tmp_path):
+    with Scorer(config_of(tmp_path, "Adding"), decode=str) as scorer:
+        (row,) = make_environment(config_of(tmp_path, "Adding")).rows("train")
+        assert scorer.score_answer(row, "It is 5", thinking="", tokens=4).result().correct
 
 
 def test_mistakes_are_one_line(tmp_path):
