@@ -28,6 +28,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 _TAKEN = {"conversations", "messages", "chat_template", "add_generation_prompt", "continue_final_message"}
 _TAKEN |= {"return_assistant_tokens_mask", "strftime_now", "raise_exception"}
 _ANSWER = "answered"  # what no template writes of itself behind an answer
+_TURN = "answered 7f3a9c"  # nor anywhere else
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -71,8 +72,8 @@ class ChatTemplate:
     def next_turn(self, messages: Messages) -> str:
         """What the template writes behind what an assistant has said: the rest of that turn, `messages`, and what
         begins the assistant's next turn. Raises ValueError as `render`."""
-        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        return self.render([*asked, *messages]).partition(_ANSWER)[2]
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
+        return self.render([*asked, *messages]).partition(_TURN)[2]
 
     def unknown_end(self, tokenizer: Tokenizer) -> str:
         """A line where the template ends the assistant's turns with a token that is no stop token of the folder's, as

@@ -85,7 +85,9 @@ def make(config: Config) -> Environment:
         except ValueError as error:
             raise ValueError(f"{_FIELD}={name}: {error}") from error
         for number, found in enumerate(given(split), 1):
-            row = dataclasses.replace(_row(found, f"{name} {split} row {number}"), tools=described)
+            row = _row(found, f"{name} {split} row {number}")
+            if tools is not None:
+                row = dataclasses.replace(row, tools=described)
             if split == "train" and weights and row.source not in weights:
                 raise ValueError(f"{row.name}: 'source' is {row.source!r}, and weights has {', '.join(weights)}")
             yield row
