@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -187,44 +188,32 @@ def test_an_environment_that_fails_costs_its_trajectory_and_no_other(player, sai
 def test_a_step_that_hangs_is_ended(tmp_path):
     config = config_of(tmp_path, "Echoes")
     config.environment.turn_seconds = 0.5
-    pool = pool_of(config)
-    try:
+    with closing(pool_of(config)) as pool:
         score = Player(pool, tmp_path).say("hang")
         assert score.excluded and "a step took 0.5 s (turn_seconds)" in score.why
-    finally:
-        pool.close()
 
 
 def test_one_that_cannot_begin_is_excluded(tmp_path):
-    pool = pool_of(config_of(tmp_path, "not_begun"))
-    try:
+    with closing(pool_of(config_of(tmp_path, "not_begun"))) as pool:
         score = Player(pool, tmp_path).say("hi")
         assert score.excluded and "no more of these" in score.why
-    finally:
-        pool.close()
 
 
 def test_turns_and_tokens_end(tmp_path):
-    pool = pool_of(config_of(tmp_path, "Echoes", max_turns=2))
-    try:
+    with closing(pool_of(config_of(tmp_path, "Echoes", max_turns=2))) as pool:
         player = Player(pool, tmp_path)
         player.say("hi")
         score = player.say("ho")
         assert not score.excluded and score.metrics["ended/cut"] == 1 and "not done after 2 turns" in score.why
         assert player.trajectory.completion.finish_reason == "length"
         eventually(lambda: player.closes() == 1)
-    finally:
-        pool.close()
     # "hi" and its reply have 13 tokens; another turn may have 20.
-    pool = pool_of(config_of(tmp_path, "Echoes", max_episode_tokens=33))
-    try:
+    with closing(pool_of(config_of(tmp_path, "Echoes", max_episode_tokens=33))) as pool:
         player = Player(pool, tmp_path)
         assert player.say("hi") == "hello 1: hi"
         assert "no room for another turn" in player.say("ho").why
         player.again()
         assert player.say("hi", finish="length").why == "a turn is cut by its budget"
-    finally:
-        pool.close()
 
 
 def test_an_episode_that_is_given_up_is_closed(player):
@@ -256,11 +245,8 @@ def test_all_episodes_end_with_the_pool(tmp_path):
 
 
 def test_thinking_is_apart(tmp_path):
-    pool = pool_of(config_of(tmp_path, "Echoes", thinking_budget_max=100))
-    try:
+    with closing(pool_of(config_of(tmp_path, "Echoes", thinking_budget_max=100))) as pool:
         assert Player(pool, tmp_path).say("<think>so</think>think") == "you thought 'so' in 22 tokens"
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize(

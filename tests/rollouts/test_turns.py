@@ -86,6 +86,19 @@ def check(group, requests: Requests, *, minimum: int, version: int | None = None
             np.testing.assert_array_equal(completion.logprobs[start:end], sampled.logprobs)
 
 
+def check_batches(trainer: Trainer, requests: Requests) -> None:
+    """All that was trained on."""
+    for batch, groups in enumerate(trainer.batches):
+        for group in groups:
+            check(group, requests, minimum=batch - trainer.pacing.k)
+
+
+def delivered(trainer: Trainer) -> set[str]:
+    """The servers that have sampled a part of what was trained on."""
+    groups = [group for groups in trainer.batches for group in groups]
+    return {part.process.address for group in groups for parts in group.servers for part in parts}
+
+
 def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
     made, pool = played
     servers = start(BRISK, BRISK)
@@ -97,9 +110,7 @@ def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
         future = trainer.fleet.evaluate(trainer.version, [row(5000 + i) for i in range(6)], 3)
         while not future.done():
             trainer.update()
-        for batch, groups in enumerate(trainer.batches):
-            for group in groups:
-                check(group, requests, minimum=batch - trainer.pacing.k)
+        check_batches(trainer, requests)
         for group in future.result():
             check(group, requests, minimum=6, version=6)
             assert {step for c in group.completions for step in c.token_steps().tolist()} == {6}
@@ -116,16 +127,13 @@ def test_episodes_outlive_a_server(start, played):
     with Trainer(made, servers, episodes=pool) as trainer:
         requests = Requests(made, ByteTokenizer())
         trainer.admit_all()
-        for _ in range(2):
-            trainer.update()
+        trainer.update_until(lambda: servers[0].address in delivered(trainer))  # whichever was admitted first
         servers[0].kill()
+        trainer.update_until(lambda: servers[1].address in delivered(trainer))
         for _ in range(4):
             trainer.update()
-        parts = [part for groups in trainer.batches for group in groups for of in group.servers for part in of]
-        assert {part.process.address for part in parts} == {server.address for server in servers}
-        for batch, groups in enumerate(trainer.batches):
-            for group in groups:
-                check(group, requests, minimum=batch - trainer.pacing.k)
+        assert delivered(trainer) == {server.address for server in servers}
+        check_batches(trainer, requests)
 
 
 @pytest.mark.slow
