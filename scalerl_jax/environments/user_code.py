@@ -12,6 +12,8 @@ import sys
 import traceback
 from typing import Any
 
+LONGEST_ERROR = 400  # characters of an exception in a line
+
 
 def named(text: str) -> bool:
     """Whether `text` has the form FILE.py:NAME."""
@@ -58,6 +60,8 @@ def load(field: str, text: str) -> Any:
 def error_line(error: BaseException, *, file: str = "") -> str:
     """An exception in one line: its kind, what it says, and the last line of `file` (else: of any) that it came by."""
     message = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    if len(message) > LONGEST_ERROR:  # it may hold whatever the user's code was given
+        message = f"{message[:LONGEST_ERROR]}... ({len(message)} characters)"
     if isinstance(error, SyntaxError) and error.filename:
         return f"{message.split(' (')[0]} ({os.path.basename(error.filename)} line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

@@ -16,6 +16,7 @@ from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import LONGEST_REPLY, Step, Trajectory, as_step
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.score_worker import LONGEST_WHY
 from scalerl_jax.environments.scorer import Scorer
 from tests.support.waiting import eventually
 
@@ -32,6 +33,7 @@ class Echo:
         if turn == "die": os._exit(7)
         if turn == "hang": time.sleep(3600)
         if turn == "odd": return 5
+        if turn == "long": raise ValueError("x" * 10_000_000)
         if turn == "done":
             right = {"done": True, "reward": 0.75, "metrics": {"drawn": self.drawn}}
             return right if "correct" not in self.row.extra else right | {"correct": self.row.extra["correct"]}
@@ -191,6 +193,11 @@ def test_a_step_that_hangs_is_ended(tmp_path):
     with closing(pool_of(config)) as pool:
         score = Player(pool, tmp_path).say("hang")
         assert score.excluded and "a step took 0.5 s (turn_seconds)" in score.why
+
+
+def test_a_long_error_is_cut(player, caplog):
+    score = player.say("long")
+    assert score.excluded and len(score.why) <= LONGEST_WHY and len(caplog.text) < 2 * LONGEST_WHY
 
 
 def test_one_that_cannot_begin_is_excluded(tmp_path):
