@@ -56,8 +56,13 @@ def make(config: Config) -> Environment:
     if episode is not None and (hasattr(environment, "score") or tools is not None):
         other = "tools" if tools is not None else "score"
         raise ValueError(f"{_FIELD}={name}: has {other} and episode; what an episode is worth its steps say")
-    if tools is not None and (not isinstance(tools, list | tuple) or not tools or not all(map(callable, tools))):
-        raise ValueError(f"{_FIELD}={name}: tools is {tools!r}, not a list of functions")
+    if tools is not None and (
+        not isinstance(tools, list | tuple)
+        or not tools
+        or not all(callable(tool) or isinstance(tool, tool_calls.Toolset) for tool in tools)
+    ):
+        raise ValueError(f"{_FIELD}={name}: tools is {tools!r}, not a list of functions and toolsets")
+    toolbox = tool_calls.Tools(tools) if tools is not None else None
     function = UserFunction(
         getattr(environment, "score", _not_scored), setting=f"{_FIELD}={name}", name="environment",
         seconds=config.environment.reward_seconds, correct_at=config.environment.correct_at,
@@ -75,18 +80,21 @@ def make(config: Config) -> Environment:
 
     def prepare() -> None:
         try:
-            environment.prepare()
+            if hasattr(environment, "prepare"):
+                environment.prepare()
+            if toolbox is not None:
+                _ = toolbox.owners  # once, and not in every episode's process
         except _ANY as error:
             raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.error_line(error, file=file)}") from error
 
     def rows(split: str) -> Iterator[Row]:
         try:
-            described = tool_calls.schemas(tools) if tools is not None else ()
+            described = toolbox.schemas() if toolbox is not None else ()
         except ValueError as error:
             raise ValueError(f"{_FIELD}={name}: {error}") from error
         for number, found in enumerate(given(split), 1):
             row = _row(found, f"{name} {split} row {number}")
-            if tools is not None:
+            if toolbox is not None:
                 row = dataclasses.replace(row, tools=described)
             if split == "train" and weights and row.source not in weights:
                 raise ValueError(f"{row.name}: 'source' is {row.source!r}, and weights has {', '.join(weights)}")
@@ -96,8 +104,8 @@ def make(config: Config) -> Environment:
         return function.score(row, completion)
 
     def with_tools(row: Row) -> tool_calls.ToolEpisode:
-        assert tools is not None
-        return tool_calls.ToolEpisode(row, tools, score=scored, characters=config.environment.tool_characters)
+        assert toolbox is not None
+        return tool_calls.ToolEpisode(row, toolbox, score=scored, characters=config.environment.tool_characters)
 
     options: dict[str, Any] = {}
     kinds = {"weights": Mapping, "waits_seconds": (int, float), "deterministic": bool}
@@ -119,9 +127,10 @@ def make(config: Config) -> Environment:
         )
     options.setdefault("waits_seconds", config.environment.reward_seconds)
     deterministic = options.pop("deterministic", False)
+    to_prepare = toolbox is not None or hasattr(environment, "prepare")
     return Environment(
-        rows, scored, prepare=prepare if hasattr(environment, "prepare") else None, reads_thinking=True,
-        deterministic=lambda: deterministic, episode=with_tools if tools is not None else episode,
+        rows, scored, prepare=prepare if to_prepare else None, reads_thinking=True,
+        deterministic=lambda: deterministic, episode=with_tools if toolbox is not None else episode,
         scores_answers=episode is None, **options,
     )  # fmt: skip
 

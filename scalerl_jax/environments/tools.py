@@ -1,19 +1,24 @@
-"""Tools: functions that a chat model may call in its turns, until a turn without a call is its answer.
+"""Tools that a chat model may call in its turns, until a turn without a call is its answer.
+
+A tool is a function, or one of a toolset: what shares something for an episode, such as a folder or a server.
 
     the prompt    the chat template renders the tools' JSON schemas, made from signature and docstring (Google's style)
     a call        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, as Qwen and Hermes models write
     the result    a message of the role "tool" for each call, in their order: what the function returned as text, cut at
                   environment.tool_characters; of a call that cannot be made, or whose function raises, the error
 
-An error is the policy's to read, and ends nothing. Metrics of an episode: tool_calls, tool_errors.
+An error is the policy's to read, and ends nothing. Metrics of an episode: tool_calls, tool_errors, and of each tool
+tool_errors/NAME.
 """
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from scalerl_jax.environments import user_code
 from scalerl_jax.environments.base import Completion, Row, Score
@@ -22,57 +27,123 @@ from scalerl_jax.environments.episode import Step
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def schemas(tools: Sequence[Callable]) -> tuple[Mapping[str, Any], ...]:
-    """What the chat template is given of each. Raises ValueError naming the function that has no schema."""
+class OpenTools(Protocol):
+    """A toolset of one episode, in the episode's process."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """The result, or a coroutine of it: a text, or what JSON can say. What it raises is the policy's to read."""
+
+    def close(self) -> None:
+        """Called when the episode has ended."""
+
+
+@runtime_checkable
+class Toolset(Protocol):
+    """Tools that share something for an episode."""
+
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """{"type": "function", "function": {"name", "description", "parameters"}} of each.
+
+        Asked once in a process. Raises ValueError, one line, where they cannot be had.
+        """
+
+    def open(self, row: Row) -> OpenTools:
+        """Before an episode's first call of any of them."""
+
+
+class Tools:
+    """The tools of an environment: functions and toolsets."""
+
+    def __init__(self, tools: Sequence[Callable | Toolset]):
+        self._tools = tools
+
+    @functools.cached_property
+    def owners(self) -> Mapping[str, tuple[Mapping[str, Any], Callable | Toolset]]:
+        """Schema and owner of each tool, by name. Raises ValueError naming the tool that has no schema or another's."""
+        found: dict[str, tuple[Mapping[str, Any], Callable | Toolset]] = {}
+        for owner in self._tools:
+            for schema in owner.schemas() if isinstance(owner, Toolset) else (_schema(owner),):
+                name = schema["function"]["name"]
+                if name in found:
+                    raise ValueError(f"tool {name}: there are two of this name")
+                found[name] = (schema, owner)
+        return found
+
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """What the chat template is given of each."""
+        return tuple(schema for schema, _ in self.owners.values())
+
+
+def _schema(tool: Callable) -> Mapping[str, Any]:
     # Here and not above: a run without tools does not need it.
     from transformers.utils.chat_template_utils import get_json_schema
 
-    found = []
-    for tool in tools:
-        try:
-            found.append(get_json_schema(tool))
-        except Exception as error:  # of any kind, with the library's own names
-            name = getattr(tool, "__name__", repr(tool))
-            raise ValueError(f"tool {name}: {' '.join(str(error).split())}") from error
-    return tuple(found)
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # of any kind, with the library's own names
+        name = getattr(tool, "__name__", repr(tool))
+        raise ValueError(f"tool {name}: {' '.join(str(error).split())}") from error
 
 
 class ToolEpisode:
     """An episode of a row whose turns may call tools; score: of the turn without a call."""
 
-    def __init__(
-        self, row: Row, tools: Sequence[Callable], *, score: Callable[[Row, Completion], Score], characters: int
-    ):
+    def __init__(self, row: Row, tools: Tools, *, score: Callable[[Row, Completion], Score], characters: int):
         self._row, self._score, self._characters = row, score, characters
-        self._tools = {tool.__name__: tool for tool in tools}
-        self._calls = self._errors = 0
+        self._owners = {name: owner for name, (_, owner) in tools.owners.items()}
+        self._open: dict[int, OpenTools] = {}  # by the toolset's id
+        self._calls = 0
+        self._errors = dict.fromkeys(self._owners, 0)
+        self._unknown = 0  # calls that no tool is to blame for
 
     def step(self, turn: Completion) -> Step:
         results = [*self._results(turn)]
         if results:
             return Step(tuple({"role": "tool", "content": result} for result in results))
         score = self._score(self._row, turn)
-        metrics = {**score.metrics, "tool_calls": self._calls, "tool_errors": self._errors}
+        errors = {f"tool_errors/{name}": count for name, count in self._errors.items()}
+        total = sum(errors.values()) + self._unknown
+        metrics = {**score.metrics, "tool_calls": self._calls, "tool_errors": total, **errors}
         return Step(done=True, reward=score.reward, correct=score.correct, metrics=metrics)
+
+    def close(self) -> None:
+        for tools in self._open.values():
+            with contextlib.suppress(Exception, SystemExit):
+                tools.close()
 
     def _results(self, turn: str) -> Iterator[str]:
         for call in _CALL.finditer(turn):
             self._calls += 1
+            name = ""
             try:
-                result = self._result(call[1])
+                name, arguments = self._read(call[1])
+                result = self._result(name, arguments)
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
-                self._errors += 1
+                if name:
+                    self._errors[name] += 1
+                else:
+                    self._unknown += 1
                 result = f"error: {user_code.error_line(error)}"
             yield result if len(result) <= self._characters else f"{result[: self._characters]}... (cut)"
 
-    def _result(self, text: str) -> str:
+    def _read(self, text: str) -> tuple[str, Mapping[str, Any]]:
+        """Raises ValueError where it is no call of a tool that there is."""
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
             raise ValueError('a call is {"name": ..., "arguments": {...}}')
         name, arguments = str(call.get("name")), call.get("arguments", {})
-        if name not in self._tools:
-            raise ValueError(f"there is no tool {name!r} (there is: {', '.join(self._tools)})")
-        found = self._tools[name](**arguments)
+        if name not in self._owners:
+            raise ValueError(f"there is no tool {name!r} (there is: {', '.join(self._owners)})")
+        return name, arguments
+
+    def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
+        owner = self._owners[name]
+        if isinstance(owner, Toolset):
+            if id(owner) not in self._open:
+                self._open[id(owner)] = owner.open(self._row)
+            found = self._open[id(owner)].call(name, arguments)
+        else:
+            found = owner(**arguments)
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)

@@ -15,7 +15,7 @@ from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.prompts import Prompts, Replies
 from scalerl_jax.environments.scorer import Scorer
-from scalerl_jax.environments.tools import ToolEpisode, schemas
+from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.support.chat_folders import chat_folder
 
 pytest.importorskip("transformers")
@@ -54,23 +54,56 @@ def call(name: str, /, **arguments) -> str:
 
 
 async def later(text: str) -> str:
+    """Twice a text.
+
+    Args:
+        text: which one
+    """
     return text * 2
 
 
-def broken(**_) -> None:
+def broken() -> None:
+    """Fails."""
     raise OSError("no such\ndisk")
 
 
 def leaves() -> None:
+    """Leaves."""
     raise SystemExit(3)
 
 
 def table() -> dict:
+    """A table."""
     return {"é": [1, None]}
 
 
 def long() -> str:
+    """A long text."""
     return "x" * 100
+
+
+class Notes:
+    """A toolset: what an episode has noted."""
+
+    opened: list["Notes"] = []  # noqa: RUF012
+
+    def __init__(self, row: Row | None = None):
+        self.notes: list[str] = [row.text] if row else []
+
+    def schemas(self):
+        names = {"name": "note", "description": "Notes", "parameters": {"type": "object", "properties": {}}}
+        return [{"type": "function", "function": names}]
+
+    def open(self, row: Row) -> "Notes":
+        self.opened.append(Notes(row))
+        return self.opened[-1]
+
+    def call(self, name: str, arguments) -> list[str]:
+        self.notes.append(arguments["text"])
+        return self.notes
+
+    def close(self) -> None:
+        self.notes = ["closed"]
 
 
 def score(row: Row, turn: Turn) -> Score:
@@ -78,7 +111,7 @@ def score(row: Row, turn: Turn) -> Score:
 
 
 def episode() -> ToolEpisode:
-    return ToolEpisode(Row("q"), [later, broken, leaves, table, long], score=score, characters=20)
+    return ToolEpisode(Row("q"), Tools([later, broken, leaves, table, long]), score=score, characters=20)
 
 
 def results(text: str) -> list[str]:
@@ -97,7 +130,7 @@ def test_what_goes_wrong_is_for_the_policy_to_read():
     assert results(call("long")) == ["x" * 20 + "... (cut)"]
     for text in ("<tool_call>{'name': 'later'}</tool_call>", "<tool_call>", "<tool_call>[1]</tool_call>"):
         assert results(text)[0].startswith("error: ")
-    (message,) = ToolEpisode(Row("q"), [later], score=score, characters=999).step(Turn(call("off"))).messages
+    (message,) = ToolEpisode(Row("q"), Tools([later]), score=score, characters=999).step(Turn(call("off"))).messages
     assert "there is no tool 'off' (there is: later)" in message["content"]
     assert results(call("later", txt="a"))[0].startswith("error: TypeError")
 
@@ -107,7 +140,22 @@ def test_a_turn_without_a_call_is_scored():
     playing.step(Turn(call("later", text="a") + call("broken")))
     step = playing.step(Turn("right"))
     assert (step.done, step.reward, step.correct) == (True, 0.5, True)
-    assert step.metrics == {"length": 5, "tool_calls": 2, "tool_errors": 1}
+    names = {f"tool_errors/{name}": int(name == "broken") for name in ("later", "broken", "leaves", "table", "long")}
+    assert step.metrics == {"length": 5, "tool_calls": 2, "tool_errors": 1, **names}
+
+
+def test_a_toolset_is_opened_for_the_episode_that_calls_it():
+    Notes.opened.clear()
+    first, second = (ToolEpisode(Row("q"), Tools([later, Notes()]), score=score, characters=99) for _ in range(2))
+    first.step(Turn(call("later", text="a")))
+    assert not Notes.opened
+    assert first.step(Turn(call("note", text="a"))).messages[0]["content"] == '["q", "a"]'
+    assert second.step(Turn(call("note", text="b"))).messages[0]["content"] == '["q", "b"]'
+    assert first.step(Turn(call("note", text="c"))).messages[0]["content"] == '["q", "a", "c"]'
+    first.close()
+    assert [notes.notes for notes in Notes.opened] == [["closed"], ["q", "b"]]
+    assert second.step(Turn(call("note"))).messages[0]["content"].startswith("error: KeyError")
+    assert second.step(Turn("right")).metrics["tool_errors/note"] == 1
 
 
 def config_of(path, name: str) -> Config:
@@ -159,8 +207,8 @@ def test_mistakes_are_one_line(tmp_path):
         make_environment(config_of(tmp_path, "NoList"))
     with pytest.raises(ValueError, match="has tools and episode"):
         make_environment(config_of(tmp_path, "Both"))
-    with pytest.raises(ValueError, match="tool broken"):
-        schemas([broken])
+    with pytest.raises(ValueError, match="tool note: there are two of this name"):
+        Tools([Notes(), later, Notes()]).schemas()
     config, tokenizer = config_of(tmp_path, "Adding"), chat_folder(tmp_path / "model", "deepseek_r1")
     with pytest.raises(ValueError, match="the chat template does not know tools"):
         list(Prompts(config, tokenizer).render_all(make_environment(config).rows("train")))
