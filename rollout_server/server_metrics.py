@@ -26,6 +26,7 @@ COUNTERS = {
     "sampled_tokens": ("sampled_tokens", "Tokens sampled."),
     "forced_tokens": ("forced_tokens", "Tokens of interruptions, fed and not sampled."),
     "prefill_tokens": ("prefill_tokens", "Tokens of prompts fed."),
+    "reused_tokens": ("reused_tokens", "Tokens of prompts not fed again, since the turn before had."),
     "busy_seconds": ("busy_seconds", "Time in which at least one slot was decoding."),
     "pause_seconds": ("pause_seconds", "Time in which decoding stood still for new weights."),
     "versions_applied": ("versions_applied", "Versions of the weights taken."),

@@ -53,6 +53,7 @@ class EngineStatus:
     prefill_tokens: int
     busy_seconds: float
     pause_seconds: float
+    reused_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

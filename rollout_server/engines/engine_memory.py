@@ -44,6 +44,10 @@ class EngineMemory:
         """Whatever the slots and their length."""
         return self.versions * self.weights + self.working
 
+    def spare(self, *, device: int | None, host: int, process: int) -> int:
+        """Bytes that are left where the caches are; see `check`."""
+        return host - self.on_device - self.host_copy - process if device is None else device - self.on_device
+
     def check(self, *, device: int | None, host: int, process: int) -> str:
         """The line that says it, with what there is.
 

@@ -31,6 +31,7 @@ class Counters:
     prefill_tokens: int = 0
     busy_seconds: float = 0.0
     pause_seconds: float = 0.0
+    reused_tokens: int = 0
 
 
 class Sequence:
@@ -40,6 +41,7 @@ class Sequence:
         self.request, self.wanted = request, wanted
         self.asked, self.began = time.monotonic(), 0.0  # when it came into the queue, and into a slot
         self.finish_reason = ""  # "stop" | "length" once it is over
+        self.prefix_step: int | None = None  # of the version that made all keys and values of its prompt
         self._counters, self._maximum_tokens = counters, maximum_tokens
         self._token_ids, self._logprobs = array.array("i"), array.array("f")
         self._steps, self._forced = array.array("q"), array.array("b")
@@ -82,7 +84,16 @@ class Sequence:
         """[tokens, layers, experts per token] of the tokens fed next."""
         self._experts.append((experts, len(experts)))
 
-    def _recorded_experts(self) -> np.ndarray | None:
+    def tokens_fed(self) -> np.ndarray:
+        """[tokens] int32: prompt and completion, all but the last one."""
+        return np.concatenate([self.request.prompt, np.array(self._token_ids[:-1], np.int32)])
+
+    def only_step(self) -> int | None:
+        """Of the version that made all of its keys and values; None: several have."""
+        steps = {self.prefix_step, *self._steps}
+        return steps.pop() if len(steps) == 1 else None
+
+    def recorded_experts(self) -> np.ndarray | None:
         if not self._experts:
             return None
         recorded = np.concatenate([np.asarray(experts)[:known] for experts, known in self._experts])
@@ -103,7 +114,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             queued_seconds=self.began - self.asked,
             sampling_seconds=time.monotonic() - self.began,
-            experts=self._recorded_experts(),
+            experts=self.recorded_experts(),
         )
 
 

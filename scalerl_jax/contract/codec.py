@@ -75,6 +75,7 @@ class GroupRequest:
     minimum_step: int = 0
     pinned_step: int | None = None
     router_replay: bool = False  # its completions are to come with their experts
+    session: str = ""  # of which its completions are turns; empty: there are none
 
     def most_tokens(self, wanted: CompletionRequest) -> int:
         """Of one of its completions at the longest, forced tokens included."""
@@ -166,6 +167,7 @@ def request_to_proto(request: GroupRequest) -> pb.GenerateRequest:
         ),
         minimum_step=request.minimum_step,
         router_replay=request.router_replay,
+        session=request.session,
     )
     if request.pinned_step is not None:
         message.pinned_step = request.pinned_step
@@ -177,10 +179,9 @@ def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
 
     Whether it can be served, its server says (rollout_server/engines/admission.py).
     """
-    if len(message.group_id) > limits.MAXIMUM_NAME_CHARACTERS:
-        raise ValueError(
-            f"a group_id of {len(message.group_id)} characters, at most {limits.MAXIMUM_NAME_CHARACTERS} may be"
-        )
+    for field in ("group_id", "session"):
+        if (length := len(getattr(message, field))) > limits.MAXIMUM_NAME_CHARACTERS:
+            raise ValueError(f"a {field} of {length} characters, at most {limits.MAXIMUM_NAME_CHARACTERS} may be")
     return GroupRequest(
         incarnation=message.incarnation,
         group_id=message.group_id,
@@ -197,6 +198,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GroupRequest:
         minimum_step=message.minimum_step,
         pinned_step=message.pinned_step if message.HasField("pinned_step") else None,
         router_replay=message.router_replay,
+        session=message.session,
     )
 
 

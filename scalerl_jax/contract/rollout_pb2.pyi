@@ -77,7 +77,7 @@ class Interruption(_message.Message):
     def __init__(self, text_token_ids: _Optional[bytes] = ..., end_of_thinking_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("incarnation", "group_id", "prompt_token_ids", "completions", "sampling", "interruption", "minimum_step", "pinned_step", "router_replay")
+    __slots__ = ("incarnation", "group_id", "prompt_token_ids", "completions", "sampling", "interruption", "minimum_step", "pinned_step", "router_replay", "session")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class GenerateRequest(_message.Message):
     MINIMUM_STEP_FIELD_NUMBER: _ClassVar[int]
     PINNED_STEP_FIELD_NUMBER: _ClassVar[int]
     ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     group_id: str
     prompt_token_ids: bytes
@@ -96,7 +97,8 @@ class GenerateRequest(_message.Message):
     minimum_step: int
     pinned_step: int
     router_replay: bool
-    def __init__(self, incarnation: _Optional[int] = ..., group_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completions: _Optional[_Iterable[_Union[CompletionRequest, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., interruption: _Optional[_Union[Interruption, _Mapping]] = ..., minimum_step: _Optional[int] = ..., pinned_step: _Optional[int] = ..., router_replay: bool = ...) -> None: ...
+    session: str
+    def __init__(self, incarnation: _Optional[int] = ..., group_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completions: _Optional[_Iterable[_Union[CompletionRequest, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., interruption: _Optional[_Union[Interruption, _Mapping]] = ..., minimum_step: _Optional[int] = ..., pinned_step: _Optional[int] = ..., router_replay: bool = ..., session: _Optional[str] = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("incarnation", "group_id", "index", "token_ids", "logprobs", "versions", "forced", "finish_reason", "queued_seconds", "sampling_seconds", "experts")
@@ -246,7 +248,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision", "router_replay")
+    __slots__ = ("server_id", "engine", "version", "model_config", "tokenizer_fingerprint", "compute_dtype", "head_dtype", "sync_dtype", "devices", "slots", "busy_slots", "queue_capacity", "queued", "maximum_tokens", "sampled_tokens", "forced_tokens", "prefill_tokens", "up_seconds", "busy_seconds", "pause_seconds", "versions_applied", "chunks_refused", "head_precision", "router_replay", "reused_tokens")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +273,7 @@ class StatusReply(_message.Message):
     CHUNKS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     HEAD_PRECISION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     engine: str
     version: Version
@@ -295,4 +298,5 @@ class StatusReply(_message.Message):
     chunks_refused: int
     head_precision: str
     router_replay: bool
-    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ..., router_replay: bool = ...) -> None: ...
+    reused_tokens: int
+    def __init__(self, server_id: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., model_config: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., head_dtype: _Optional[str] = ..., sync_dtype: _Optional[str] = ..., devices: _Optional[int] = ..., slots: _Optional[int] = ..., busy_slots: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., queued: _Optional[int] = ..., maximum_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., up_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., versions_applied: _Optional[int] = ..., chunks_refused: _Optional[int] = ..., head_precision: _Optional[str] = ..., router_replay: bool = ..., reused_tokens: _Optional[int] = ...) -> None: ...

@@ -409,14 +409,22 @@ def dispatch(
     # One request at a time to the least loaded server, so that few groups are spread over all servers.
     heap = [(c.calls.load, i) for i, c in enumerate(active) if c in buffers]
     heapq.heapify(heap)
+
+    def capacity_of(client: ServerClient) -> tuple[int, bool]:
+        group_size = buffers[client].group_size
+        return client.calls.capacity(group_size=group_size, typical_seconds=typical_seconds, now=now)
+
+    with_room = {c.process: c.step for c in buffers if c.step is not None and capacity_of(c)[0] > 0}
     while heap:
         number = heapq.heappop(heap)[1]
         client = active[number]
         buffer, step = buffers[client], client.step
         assert step is not None
-        capacity, split = client.calls.capacity(group_size=buffer.group_size, typical_seconds=typical_seconds, now=now)
-        alone = _alone(client, buffers)
-        request = buffer.request(client.process, step=step, capacity=capacity, split=split, alone=alone, now=now)
+        capacity, split = capacity_of(client)
+        request = buffer.request(
+            client.process, step=step, capacity=capacity, split=split, alone=_alone(client, buffers), now=now,
+            with_room=with_room,
+        )  # fmt: skip
         if request is not None:
             yield client, request
             heapq.heappush(heap, (client.calls.load, number))

@@ -7,11 +7,12 @@ are *taken back*, because what delivered them turned out not to run the policy; 
 back for that until the next one is taken. Whatever happens, every group is handed out whole, and trained once.
 
 A completion of several turns (environments/episode.py) is pending again for each of them, with the same `minimum_step`:
-so no token of an episode is staler than those of any completion. One that is taken back begins again.
+so no token of an episode is staler than those of any completion. One that is taken back begins again. A turn goes to
+the process that sampled the one before, which has its keys and values, as long as that has room.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,9 @@ class Process(NamedTuple):
 
     address: str
     server_id: str
+
+
+_NOBODY: Mapping[Process, int] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,19 +136,31 @@ class GroupBuffer:
         return sum(len(group.pending) for group in self.in_flight.values())
 
     def request(
-        self, process: Process, *, step: int, capacity: int, split: bool, alone: bool, now: float
+        self,
+        process: Process,
+        *,
+        step: int,
+        capacity: int,
+        split: bool,
+        alone: bool,
+        now: float,
+        with_room: Mapping[Process, int] = _NOBODY,
     ) -> RolloutRequest | None:
         """What to ask next of a server process that holds version `step` and may get `capacity` more completions.
 
         The oldest group first, so that the batch waited for is served before later ones. split: a group larger than
         `capacity` may be asked for in parts. alone: no other server could be asked, so even what this one failed to
-        deliver the last time is asked of it again.
+        deliver the last time is asked of it again. with_room: the processes that may get more, and what version each
+        holds: a turn is left to the one that sampled the turn before, which has its keys and values.
         """
         for group in self.in_flight.values():
             if not group.pending or (group.failed_at == process.address and not alone):
                 continue
-            if pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
-                return self._ask(group, process, capacity, split)
+            if not pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
+                continue
+            wanted = self._wanted(group, process, with_room)
+            if wanted:
+                return self._ask(group, process, wanted, capacity, split)
         if self._error is not None or capacity < 1:
             return None
         number = self.next_number
@@ -160,16 +176,28 @@ class GroupBuffer:
         group.opened_at = now
         group.pending = {wanted.index for wanted in group.requests}
         self.in_flight[number] = group
-        return self._ask(group, process, capacity, split)
+        return self._ask(group, process, sorted(group.pending), capacity, split)
 
-    def _ask(self, group: GroupInFlight, process: Process, capacity: int, split: bool) -> RolloutRequest | None:
-        # Another turn goes on with its own prompt; first ones share theirs.
-        going_on = next((i for i in sorted(group.pending) if i in group.trajectories), None)
-        wanted = sorted(group.pending) if going_on is None else [going_on]
+    def _wanted(self, group: GroupInFlight, process: Process, with_room: Mapping[Process, int]) -> list[int]:
+        """The pending completions to ask of a process at once: first turns share a prompt, another has its own."""
+
+        def left_to_another(index: int) -> bool:
+            last = group.trajectories[index].parts[-1].process
+            if last == process or last not in with_room or group.failed_at == last.address:
+                return False
+            return pacing_lib.suits(self.pacing, group.number, with_room[last], trained=self.trained)
+
+        going_on = [i for i in sorted(group.pending) if i in group.trajectories]
+        mine = [i for i in going_on if not left_to_another(i)]
+        return mine[:1] or sorted(group.pending.difference(going_on))
+
+    def _ask(
+        self, group: GroupInFlight, process: Process, wanted: list[int], capacity: int, split: bool
+    ) -> RolloutRequest | None:
         if capacity < 1 or (len(wanted) > capacity and not split):
             return None
         indices = set(wanted[:capacity])
-        trajectory = None if going_on is None else group.trajectories[going_on]
+        trajectory = group.trajectories.get(wanted[0])
         group.pending -= indices
         group.asked.update(dict.fromkeys(indices, process.address))
         pinned = pacing_lib.pinned(self.pacing, group.number, trained=self.trained)

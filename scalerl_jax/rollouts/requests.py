@@ -120,6 +120,7 @@ class Requests:
             minimum_step=rollout.minimum_step,
             pinned_step=rollout.pinned_step,
             router_replay=self._replay and not group.group_id.startswith(EVALUATION),  # not trained on
+            session=group.group_id if self._episode_tokens else "",
         )
 
     def probe(

@@ -199,16 +199,21 @@ class Simulation:
         if not live and self.training is None and self.latest < self.buffer.trained and self.buffer.free_of_pins():
             self.publish()
         ready = list(live)
+
+        def room_of(server: Server) -> int:
+            return server.slots + self.group_size + server.slots // 4 - server.in_flight
+
+        with_room = {Process(s.name, str(s.epoch)): s.step for s in live if room_of(s) > 0}
         while ready:
             server = min(ready, key=lambda s: s.in_flight / s.slots)
-            room = server.slots + self.group_size + server.slots // 4 - server.in_flight
             request = self.buffer.request(
                 Process(server.name, str(server.epoch)),
                 step=server.step,
-                capacity=room,
+                capacity=room_of(server),
                 split=False,
                 alone=len(live) == 1,
                 now=self.now,
+                with_room=with_room,
             )
             if request is None:
                 ready.remove(server)

@@ -1,6 +1,8 @@
-"""What the embedded generator runs on the device: four pure functions over a fixed number of slots.
+"""What the embedded generator runs on the device: pure functions over a fixed number of slots.
 
     prefill   prompt tokens [bucket]           -> their keys and values, once per group and version of the weights
+    extend    a prefix and tokens behind it    -> the longer prefix, of another turn
+    take_out  a slot                           -> its prefix, for the turn behind it
     insert    a prefix and settings into slots -> slots that are live at their prompt's last token
     move      slots to places of others        -> the live ones stand together at the front
     decode    N steps of the first slots       -> N tokens per slot; slots that end stop being live in mid-chunk
@@ -29,6 +31,7 @@ stop tokens, L layers, k experts of a token.
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -193,6 +196,22 @@ def _attend(
     return mixed.reshape(slots, heads, size).astype(q.dtype)
 
 
+def _attend_one(
+    q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, first: jax.Array, precision: DecodePrecision
+) -> jax.Array:
+    """As `_attend`, of C tokens of one slot: q [C, H, h], k [K, h, S], v [K, S, h], first and position [C]."""
+    count, heads, size = q.shape
+    kv_heads, length = v.shape[:2]
+    grouped = q.reshape(count, kv_heads, heads // kv_heads, size).astype(k.dtype)
+    dot: Any = {"precision": Precision(str(k.dtype)).dot, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("ckgh,khs->kgcs", grouped, k, **dot) * (1 / math.sqrt(size))
+    at = jnp.arange(length)
+    seen = (at <= position[:, None]) & (at >= first[:, None])
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    mixed = jnp.einsum("kgcs,ksh->ckgh", weights.astype(v.dtype), v, **dot)
+    return mixed.reshape(count, heads, size).astype(q.dtype)
+
+
 # ----------------------------------------------------------------------------------------- prefill and insert
 
 
@@ -223,6 +242,51 @@ def prefill(
 
     _, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
     return keys, values, _together(chosen, config)[0] if experts else None
+
+
+@functools.partial(jax.jit, static_argnames=("config", "precision", "experts"), donate_argnames=("keys", "values"))
+def extend(
+    weights: DecodeWeights,
+    keys: Caches,
+    values: Caches,
+    tokens: jax.Array,
+    known: jax.Array,
+    *,
+    config: DecoderConfig,
+    precision: DecodePrecision,
+    experts: bool = False,
+) -> tuple[Caches, Caches, jax.Array | None]:
+    """As `prefill`, of tokens [C] int32 behind a prefix, whose first `known` positions count.
+
+    keys [K, h, P] and values [K, P, h] of each layer, with room for known + C.
+    """
+    positions = known + jnp.arange(len(tokens))
+    x = weights["embed"][tokens][None].astype(precision.compute)
+    keys, values = list(keys), list(values)
+    layer = itertools.count()
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, local: bool = False) -> jax.Array:
+        i = next(layer)
+        new = jnp.moveaxis(k[0], 0, 2), jnp.swapaxes(v[0], 0, 1)
+        keys[i] = jax.lax.dynamic_update_slice(keys[i], new[0].astype(precision.cache), (0, 0, known))
+        values[i] = jax.lax.dynamic_update_slice(values[i], new[1].astype(precision.cache), (0, known, 0))
+        first = positions // config.attention_chunk * config.attention_chunk if local else jnp.zeros_like(positions)
+        return _attend_one(q[0], keys[i], values[i], positions, first, precision)[None]
+
+    rotation = rope_tables(config, positions[None])
+    _, chosen = _through(weights, x, attend, rotation, config=config, precision=precision)
+    return keys, values, _together(chosen, config)[0] if experts else None
+
+
+@functools.partial(jax.jit, static_argnames=("length",))
+def take_out(keys: Caches, values: Caches, slot: jax.Array, *, length: int) -> tuple[Caches, Caches]:
+    """The first `length` positions of a slot, as `prefill` gives them."""
+
+    def of_slot(cache: jax.Array, axis: int) -> jax.Array:
+        row = jax.lax.dynamic_index_in_dim(cache, slot, keepdims=False)
+        return jax.lax.slice_in_dim(row, 0, length, axis=axis)
+
+    return [of_slot(cache, 2) for cache in keys], [of_slot(cache, 1) for cache in values]
 
 
 def _together(chosen: list[Any], config: DecoderConfig) -> jax.Array:

@@ -13,6 +13,8 @@ is noticed a chunk late. On a CPU host and device are the same cores: waiting co
 A swap replaces a reference; the new version was made on another thread, from the one held where little changed.
 The key/value cache stays, and every token carries the step of the weights that sampled it.
 
+A session's next turn goes on from the keys and values that the turn before has left (sessions.py).
+
 Left out on purpose: paged caches, prefix reuse between groups, several devices (start one server per device).
 
 The memory estimate of the embedded generator (engines/engine_memory.py).
@@ -43,7 +45,8 @@ from rollout_server.engines.engine import Changes, EngineOptions
 from rollout_server.engines.engine_info import engine_info
 from rollout_server.engines.engine_memory import EngineMemory
 from rollout_server.engines.jax.programs import Program, buckets, side_by_side
-from rollout_server.engines.jax.slots import Prefix, SlotPool
+from rollout_server.engines.jax.sessions import Prefix
+from rollout_server.engines.jax.slots import SlotPool
 from rollout_server.engines.jax.weights import (
     DecodePrecision,
     DecodeWeights,
@@ -172,6 +175,9 @@ class JaxEngine(QueuedEngine):
         memory.trim()  # XLA takes tens of MiB to compile
         device, host, process = there_is()
         logging.info("%s", estimate.check(device=device, host=host, process=process))
+        # As much as the slots themselves may take, and no more than half of what is left: it is only to save time.
+        spare = estimate.spare(device=device, host=host, process=process)
+        self._pool.sessions.limit = min(estimate.cache, spare // 2)
         self._lookahead = (0 if on_cpu else 1) if lookahead is None else lookahead
 
         # Everything below is guarded by this condition; notified when the decode thread may have something to do.
@@ -179,6 +185,7 @@ class JaxEngine(QueuedEngine):
         super().__init__(RequestQueue(info, self._changed.notify, self._changed))
         self._weights = decode_weights(Tensors(options.model, config), config, self._precision)
         self._prefix: tuple[GroupRequest, Prefix] | None = None  # of the weights held; while its request waits
+        self._incarnation = 0  # of the weights held
 
         self._pool.warm_up(self._weights)
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
@@ -231,6 +238,9 @@ class JaxEngine(QueuedEngine):
             with queue.swap() as weights:
                 if weights is not None:
                     self._weights, self._prefix = weights, None
+                    if queue.version.incarnation != self._incarnation:
+                        pool.sessions.clear()
+                        self._incarnation = queue.version.incarnation
             for sequence in pool.sequences:
                 if sequence not in queue.running:
                     pool.leave(sequence)
@@ -239,7 +249,7 @@ class JaxEngine(QueuedEngine):
             weights, step = self._weights, queue.version.step
         began = time.monotonic()
         for _, sequences in itertools.groupby(entering, key=lambda sequence: id(sequence.request)):
-            self._enter(weights, list(sequences))
+            self._enter(weights, step, list(sequences))
         if self._prefix is not None and self._prefix[0] is not next_request:
             self._prefix = None
         if pool.busy:
@@ -257,10 +267,19 @@ class JaxEngine(QueuedEngine):
         queue = self._queue
         return bool(queue.closed or queue.waiting or queue.running or queue.swap_is_due or self._pool.on_their_way)
 
-    def _enter(self, weights: DecodeWeights, sequences: list[Sequence]) -> None:
+    def _enter(self, weights: DecodeWeights, step: int, sequences: list[Sequence]) -> None:
         """Gives slots to sequences of one request."""
-        request = sequences[0].request
+        request, counters = sequences[0].request, self._queue.counters
+        for sequence in list(sequences) if request.session else ():
+            if (resumed := self._pool.resume(weights, sequence)) is not None:
+                prefix, kept = resumed
+                self._pool.enter(prefix, [sequence], step=step if kept.step == step else None)
+                counters.reused_tokens += len(kept.tokens)
+                counters.prefill_tokens += len(request.prompt) - 1 - len(kept.tokens)
+                sequences.remove(sequence)
+        if not sequences:
+            return
         if self._prefix is None or self._prefix[0] is not request:
             self._prefix = (request, self._pool.prefill(weights, request.prompt))
-            self._queue.counters.prefill_tokens += len(request.prompt) - 1
-        self._pool.enter(self._prefix[1], sequences)
+            counters.prefill_tokens += len(request.prompt) - 1
+        self._pool.enter(self._prefix[1], sequences, step=step)

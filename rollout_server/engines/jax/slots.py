@@ -1,6 +1,7 @@
 """The host's side of the slots: which are taken, how far each has come, and what it has produced.
 
     pool.prefill(weights, prompt) -> prefix      once per request and version
+    pool.resume(weights, sequence) -> prefix     in its place, where the turn before has left one (sessions.py)
     pool.enter(prefix, sequences)                sequences of one request take free slots
     pool.dispatch(weights, step)                 starts one chunk on the device and returns at once
     pool.collect() -> [sequence]                 waits for the oldest chunk started; those that ended in it
@@ -18,6 +19,7 @@ import functools
 import heapq
 import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,12 +28,14 @@ import numpy as np
 from rollout_server.engines.jax import decode
 from rollout_server.engines.jax.decode import Output, Settings
 from rollout_server.engines.jax.programs import Kind, Program, Programs, buckets, side_by_side, widths
+from rollout_server.engines.jax.sessions import Kept, Prefix, Sessions
 from rollout_server.engines.jax.weights import DecodePrecision, DecodeWeights
 from rollout_server.engines.sequence import Sequence
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.system import memory
 
 SMALLEST_PREFILL = 32
+EXTENSIONS = 32, 128  # tokens that are fed at once behind a prefix; more of them take turns
 SMALLEST_CACHE = 64
 SHORT_CACHE = 512  # up to here, where models are small and compile quickly, there are sizes in between
 ALIGNMENT = 32  # of the cache: odd lengths cost more than they save
@@ -40,8 +44,6 @@ PATIENCE = 4  # chunks until a cache that is too long is cut: each change copies
 _REASONS = {decode.STOP: "stop", decode.LENGTH: "length"}
 _MOST = 2**31 - 1
 _FILTER_BYTES = 3 * 4  # of a slot and token of the vocabulary: what a filter takes beside the logits (sampling.py)
-
-Prefix = Any  # (keys, values, experts | None) on the device, of decode.prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ class SlotPool:
     ):
         """router_replay: sequences whose request asks for them are told their experts."""
         self.slots = slots
+        self.sessions = Sessions(0)
         self.prefills = 0
         self._config, self._precision = config, precision
         self._steps, self._maximum = steps, maximum
@@ -86,6 +89,8 @@ class SlotPool:
         self._compiling: dict[Kind, float] = {}  # the seconds that took
         self._seconds: dict[int, float] = {}  # of a chunk of all slots, by length
         self._prefills: dict[int, Program] = {}  # by bucket, where they are compiled beforehand
+        self._extensions: dict[tuple[int, int], Future[Program]] = {}  # by positions of the prefix, and tokens
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="extension-compiling")
         self._reach = np.zeros(slots, np.int64)  # the next position fed, after all chunks started
         self._chunks: collections.deque[_Chunk] = collections.deque()
 
@@ -105,6 +110,7 @@ class SlotPool:
 
     def close(self) -> None:
         """Waits for what is being compiled."""
+        self._compiler.shutdown(cancel_futures=True)
         self._programs.close()
 
     @property
@@ -176,8 +182,64 @@ class SlotPool:
         self.prefills += 1
         return self._run_prefill(weights, padded)
 
-    def enter(self, prefix: Prefix, sequences: list[Sequence]) -> None:
-        """Gives sequences of one request a slot each; there must be enough. `prefix` is the prompt's, of `prefill`."""
+    def resume(self, weights: DecodeWeights, sequence: Sequence) -> tuple[Prefix, Kept] | None:
+        """The prompt's prefix, made of what the turn before has left; None: it is to be prefilled.
+
+        The programs are compiled beside the decode loop, when they are first wanted.
+        """
+        kept, prompt = self.sessions.take(sequence), sequence.request.prompt
+        if kept is None:
+            return None
+        known, (keys, values, _) = len(kept.tokens), kept.prefix
+        rest = prompt[known:-1]
+        chunk = next((size for size in EXTENSIONS if size >= len(rest)), EXTENSIONS[-1])
+        padded = np.pad(rest, (0, -len(rest) % chunk))
+        length = next((size for size in self._prefill_buckets if size >= known + len(padded)), None)
+        program = self._extension(length, chunk) if length is not None else None
+        if length is None or program is None:
+            return None
+        keys, values = decode.fit_prefix(keys, values, length=length)
+        chosen = [] if kept.experts is None else [kept.experts]
+        for at in range(0, len(padded), chunk):
+            keys, values, experts = program(weights, keys, values, padded[at : at + chunk], np.int32(known + at))
+            chosen += [experts] * (experts is not None)
+        return (keys, values, np.concatenate(chosen) if chosen else None), kept
+
+    def _extension(self, length: int, chunk: int) -> Program | None:
+        key = length, chunk
+        if key not in self._extensions:
+            self._extensions[key] = self._compiler.submit(self._compile_extension, *key)
+        return self._extensions[key].result() if self._extensions[key].done() else None
+
+    def _compile_extension(self, length: int, chunk: int) -> Program | None:
+        """On another thread: reads nothing that changes."""
+        prompt = jax.ShapeDtypeStruct((length,), np.int32)
+        prefix = jax.eval_shape(functools.partial(decode.prefill, **self._of_every_prefill), self._weights_like, prompt)
+        tokens, known = jax.ShapeDtypeStruct((chunk,), np.int32), jax.ShapeDtypeStruct((), np.int32)
+        arguments = self._weights_like, *prefix[:2], tokens, known
+        try:
+            return decode.extend.lower(*arguments, **self._of_every_prefill).compile()
+        except jax.errors.JaxRuntimeError as error:
+            logging.warning("no prefix of %d positions can be extended, turns are prefilled whole: %s", length, error)
+            return None
+
+    def _keep(self, sequence: Sequence, slot: int) -> None:
+        """Of a sequence that has ended: what the next turn of its session goes on from."""
+        # A slot that ends in mid-chunk feeds its last token again, at angles of later positions: that one is left out.
+        tokens = sequence.tokens_fed()[:-1]
+        if not len(tokens):
+            return
+        length = min(next(size for size in self._prefill_buckets if size >= len(tokens)), self._length)
+        keys, values = decode.take_out(self._state.keys, self._state.values, np.int32(slot), length=length)
+        experts = sequence.recorded_experts()
+        experts = None if experts is None else experts[: len(tokens)]
+        self.sessions.keep(sequence, Kept(tokens, (keys, values, None), experts, sequence.only_step()))
+
+    def enter(self, prefix: Prefix, sequences: list[Sequence], *, step: int | None) -> None:
+        """Gives sequences of one request a slot each; there must be enough.
+
+        prefix: the prompt's. step: of the version that made all of it; None: several have.
+        """
         assert 0 < len(sequences) <= len(self._free)
         prompt = sequences[0].request.prompt
         slots = np.full(self.slots, self.slots, np.int32)
@@ -185,6 +247,7 @@ class SlotPool:
         for i, sequence in enumerate(sequences):
             slots[i] = slot = self._taken[sequence] = heapq.heappop(self._free)
             _fill(settings, slot, sequence)
+            sequence.prefix_step = step
             if prefix[2] is not None and sequence.request.router_replay:
                 sequence.begin_experts(prefix[2], len(prompt) - 1)
             self._reach[slot] = len(prompt) - 1
@@ -253,6 +316,8 @@ class SlotPool:
                     sequence.fed(output.experts[:count, column].copy())  # not the whole chunk's for as long as it lives
                 if output.finish[column] != decode.RUNNING:
                     sequence.finish_reason = _REASONS[int(output.finish[column])]
+                    if sequence.request.session and sequence.finish_reason == "stop":
+                        self._keep(sequence, self._taken[sequence])
                     self.leave(sequence)
                     finished.append(sequence)
         return finished

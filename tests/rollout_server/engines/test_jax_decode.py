@@ -42,7 +42,7 @@ def run(pool, weights, requests, *, ahead=0, steps=None, counters=None):
             ]
             if group not in prefixes:
                 prefixes[group] = pool.prefill(weights[version], entering[0].request.prompt)
-            pool.enter(prefixes[group], entering)
+            pool.enter(prefixes[group], entering, step=0)
             del waiting[: len(entering)]
         if pool.busy:
             pool.dispatch(weights[version], version)
@@ -218,7 +218,7 @@ def test_chunks_of_few_slots_sample_the_same(at_once, ahead):
             else []
         )
         for sequence in entering:
-            pool.enter(pool.prefill(weights, sequence.request.prompt), [sequence])
+            pool.enter(pool.prefill(weights, sequence.request.prompt), [sequence], step=0)
             running[name_of(sequence)] = sequence
         del waiting[: len(entering)]
         if running and rng.random() < 0.1:
@@ -408,10 +408,10 @@ def test_a_slot_that_is_left_and_taken_again_hears_nothing_of_its_old_owner():
     first, second = sequences(request)
     alone = run(*[make(config, slots=1)[0]], [weights], [request])["train/0", 1]
     prefix = pool.prefill(weights, request.prompt)
-    pool.enter(prefix, [first])
+    pool.enter(prefix, [first], step=0)
     pool.dispatch(weights, 0)
     pool.leave(first)
-    pool.enter(prefix, [second])
+    pool.enter(prefix, [second], step=0)
     pool.dispatch(weights, 0)
     assert pool.collect() == []
     finished = []
