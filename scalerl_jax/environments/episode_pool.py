@@ -9,7 +9,8 @@
     failed           an exception of the environment, a crash or a step that takes too long says nothing of the policy:
                      the trajectory is excluded, and counted in the metrics
 
-Metrics of each score: turns, environment_seconds, and one of ended/done, ended/cut and ended/failed is 1.
+Metrics of each score: turns, tokens_per_turn (sampled), environment_seconds, and of ended/... the one is 1 that says
+how it ended: done, failed, or cut: turn_cut, max_turns, max_tokens.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ from scalerl_jax.environments.thinking import split_as_run
 
 STEPS_AT_ONCE = 64  # that are waited for; more of them take turns
 GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: its process should have been ended by the kernel
-ENDED = ("done", "cut", "failed")
+ENDED = ("done", "failed", "turn_cut", "max_turns", "max_tokens")
 
 
 class EpisodePool:
@@ -114,7 +115,7 @@ class EpisodePool:
     def _step(self, row: Row, trajectory: Trajectory) -> Score | np.ndarray:
         completion = trajectory.completion
         if completion.finish_reason != "stop":
-            return self._cut(trajectory, "a turn is cut by its budget")
+            return self._cut(trajectory, "turn_cut", "a turn is cut by its budget")
         ids = completion.token_ids[trajectory.begin :].tolist()
         with self._lock:
             connection = self._connections.get(trajectory)
@@ -130,14 +131,15 @@ class EpisodePool:
             return self._score(row, trajectory, connection, step)
         rollout = self._config.rollout
         if trajectory.turns >= rollout.max_turns:
-            return self._cut(trajectory, f"not done after {trajectory.turns} turns")
+            return self._cut(trajectory, "max_turns", f"not done after {trajectory.turns} turns")
         try:
             text, reply = self._replies.encode(row, step.messages, behind=ids[-1])
         except ValueError as error:
             return self._failed(row, trajectory, str(error))
         connection.reply = text
         if trajectory.tokens + len(reply) + self._turn_tokens > rollout.max_episode_tokens:
-            return self._cut(trajectory, f"no room for another turn behind {trajectory.tokens + len(reply)} tokens")
+            why = f"no room for another turn behind {trajectory.tokens + len(reply)} tokens"
+            return self._cut(trajectory, "max_tokens", why)
         return np.asarray(reply, np.int32)
 
     def _question(self, row: Row, ids: list[int], connection: "_Connection") -> dict[str, Any]:
@@ -182,9 +184,9 @@ class EpisodePool:
             correct = reward >= self._configs[row.environment].environment.correct_at
         return Score(reward, correct, {**connection.metrics, **self._end(trajectory, "done")})
 
-    def _cut(self, trajectory: Trajectory, why: str) -> Score:
+    def _cut(self, trajectory: Trajectory, ended: str, why: str) -> Score:
         trajectory.cut()
-        return Score(-1.0, False, self._end(trajectory, "cut"), why=why)
+        return Score(-1.0, False, self._end(trajectory, ended), why=why)
 
     def _failed(self, row: Row, trajectory: Trajectory, why: str) -> Score:
         field = parts.field(row.environment, "name")
@@ -299,6 +301,7 @@ class _Connection:
 def _metrics(trajectory: Trajectory, ended: str, seconds: float) -> dict[str, float]:
     return {
         "turns": float(trajectory.turns),
+        "tokens_per_turn": float(trajectory.completion.sampled().sum()) / trajectory.turns,
         "environment_seconds": seconds,
         **{f"ended/{how}": float(how == ended) for how in ENDED},
     }

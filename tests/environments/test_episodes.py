@@ -142,7 +142,12 @@ def test_an_episode_is_a_conversation_and_its_rewards_add_up(player):
     assert player.say("ho") == "hello 2: ho"
     score = player.say("done")
     assert (score.reward, score.correct, score.failed) == (1.25, True, False)
-    assert {"turns": 3.0, "ended/done": 1.0, "ended/cut": 0.0, "ended/failed": 0.0}.items() <= score.metrics.items()
+    assert {
+        "turns": 3.0,
+        "ended/done": 1.0,
+        "ended/max_turns": 0.0,
+        "ended/failed": 0.0,
+    }.items() <= score.metrics.items()
     assert score.metrics["environment_seconds"] > 0
     whole = player.trajectory.completion
     assert "".join(map(chr, whole.token_ids)) == "hihello 1: hihohello 2: hodone"
@@ -211,7 +216,7 @@ def test_turns_and_tokens_end(tmp_path):
         player = Player(pool, tmp_path)
         player.say("hi")
         score = player.say("ho")
-        assert not score.excluded and score.metrics["ended/cut"] == 1 and "not done after 2 turns" in score.why
+        assert not score.excluded and score.metrics["ended/max_turns"] == 1 and "not done after 2 turns" in score.why
         assert player.trajectory.completion.finish_reason == "length"
         eventually(lambda: player.closes() == 1)
     # "hi" and its reply have 13 tokens; another turn may have 20.

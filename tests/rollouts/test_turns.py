@@ -67,7 +67,7 @@ def check(group, requests: Requests, *, minimum: int, version: int | None = None
         open_group = requests.evaluation(group.number, group.row, version=version, samples=len(group.completions))
     for index, (completion, score) in enumerate(zip(group.completions, group.scores)):
         spans = turns_of(completion)
-        if not score.metrics["ended/cut"]:
+        if score.metrics["ended/done"]:
             assert len(spans) == score.metrics["turns"] == score.metrics["wanted"] == 1 + group.row.index % 4
         assert score.metrics["turns"] == len(spans) and group.servers[index][-1].end == len(completion.token_ids)
         assert completion.token_steps().min() >= minimum
