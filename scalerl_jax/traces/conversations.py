@@ -179,12 +179,19 @@ class Conversations:
         whole = template.render([*said, message], generation_prompt=False, tools=tools)
         turn = whole[len(begin) :] if whole.startswith(begin) else ""
         if not turn or not self._as_given(message, turn):
+            # The thinking as it was given, and behind it what the template writes of a message without one.
             self._counts["behind"] += 1
+            text = _text(message, self._end)
+            answer = text.rpartition(self._end)[2].lstrip() if self._end and self._end in text else text
             bare = {name: part for name, part in message.items() if name != "reasoning_content"}
-            marked = template.render([*said, {**bare, "content": _CONTENT}], generation_prompt=False, tools=tools)
-            if _CONTENT not in marked:
+            whole, marked = (
+                template.render([*said, {**bare, "content": content}], generation_prompt=False, tools=tools)
+                for content in (answer, _CONTENT)
+            )
+            before, found, _ = marked.rpartition(_CONTENT)
+            if not found or not whole.startswith(before):
                 raise ValueError(f"{template.file}: the chat template leaves out what is said beside a call of a tool")
-            turn = continued(begin, _text(message, self._end), self._end) + marked.rpartition(_CONTENT)[2]
+            turn = continued(begin, text[: len(text) - len(answer)] + whole[len(before) :], self._end)
         if any(call["function"]["name"] not in turn for call in message.get("tool_calls", ())):
             raise ValueError(f"{template.file}: the chat template does not write calls of tools")
         _check_ended(begin, turn, self._end)
