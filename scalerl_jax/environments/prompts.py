@@ -135,10 +135,10 @@ class Prompts:
                     "config.environment.template_arguments gives it"
                 )
         if counts["tools"]:
-            form = f"in the form {self._form} (tool_calls.py), as the chat template writes them"
+            as_written = "as the chat template writes them"
             if self._form is None:
-                form = f"in the form {HERMES} (tool_calls.py): the chat template writes them in none that is known"
-            lines.append(f"calls of tools are read {form}")
+                as_written = "though the chat template writes them in no form that is known"
+            lines.append(f"calls of tools are read in the form {self._form or HERMES}, {as_written}")
         if counts["text"] and (self._template is not None or counts["rendered"] or environment.template_arguments):
             lines.append(
                 f"{counts['text']:,} prompts stand as they are, without the model's chat template: "

@@ -248,12 +248,12 @@ class Conversations:
         return [span for span, trained in zip(spans, turns) if trained]
 
     def _as_given(self, message: Mapping[str, Any], written: str) -> bool:
-        """Whether a turn's part of the chat's text has the thinking that the message has, and its answer."""
-        text = _text(message, self._end)
-        if self._end not in text:
+        """Whether a turn's part of the chat's text has the thinking that the message has, once, and its answer."""
+        text, end = _text(message, self._end), self._end
+        if not end or end not in text:
             return text.strip() in written
-        thinking, answer = split_thinking(text, self._end)
-        return self._end in written and thinking in written and (answer or "") in written
+        thinking, answer = split_thinking(text, end)
+        return written.count(end) == text.count(end) and thinking in written and (answer or "") in written
 
 
 def _text(message: Mapping[str, Any], end: str) -> str:

@@ -185,7 +185,7 @@ def test_a_whole_episode_of_a_chat_model(tmp_path, style, form, called):
     environment, prompts = make_environment(config), Prompts(config, tokenizer)
     (row,) = prompts.render_all(environment.rows("train"))
     assert row.rendered and '"name": "add"' in row.text and "Adds two numbers." in row.text
-    assert [line for line in prompts.notes if line.startswith(f"calls of tools are read in the form {form} ")]
+    assert [line for line in prompts.notes if line.startswith(f"calls of tools are read in the form {form}, as ")]
     pool = EpisodePool(
         config, {"": environment}, replies=Replies(config, tokenizer), decode=tokenizer.decode_completion,
         turn_tokens=50, complaints=Complaints(),

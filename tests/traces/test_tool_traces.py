@@ -120,7 +120,7 @@ def test_a_trace_is_the_episode_of_the_same_turns(folders, tmp_path, style, tool
     replies = [[{"role": m["role"], "content": m["content"]}] for m in results]
     assert (tokens, trained) == episode_of(config, tokenizer, [SYSTEM, QUESTION], turns, replies)
     form = "json" if style == "llama3" else "hermes"
-    assert [line for line in notes if line.startswith(f"calls of tools are read in the form {form} ")]
+    assert [line for line in notes if line.startswith(f"calls of tools are read in the form {form}, as ")]
 
 
 @pytest.mark.parametrize("style", ["qwen2_5", "qwen3"])
@@ -184,6 +184,18 @@ def test_a_template_that_drops_thinking_keeps_it_behind_the_generation_prompt(tm
     turns = ["First.\n</think>\n\n" + HERMES.format(2, 3), "Done.\n</think>\n\n5"]
     assert (tokens, trained) == episode_of(config, tokenizer, [QUESTION], turns, [[{"role": "tool", "content": "5"}]])
     assert [line for line in notes if line.startswith("2 turns stand behind the generation prompt")]
+
+
+def test_a_template_that_writes_thinking_of_its_own_writes_it_once(tmp_path):
+    """As Qwen3.5's does, to which thinking within the content is content."""
+    tokenizer, jinja = two_stops(tmp_path, "qwen2_5"), tmp_path / "chat_template.jinja"
+    text = jinja.read_text(encoding="utf-8")
+    jinja.write_text(text.replace("assistant\\n' + message", "assistant\\n<think>\\n\\n</think>\\n\\n' + message"))
+    assert jinja.read_text(encoding="utf-8") != text
+    given = {"messages": [QUESTION, {**call(2, 3), "content": THOUGHT.format("First.") + "So:"}], "tools": TOOLS}
+    tokens, trained, _ = trace_of(config_of("qwen2_5"), tokenizer, tmp_path, given)
+    turn = THOUGHT.format("First.") + "So:\n" + HERMES.format(2, 3)
+    assert (tokens, trained) == episode_of(config_of("qwen2_5"), tokenizer, [QUESTION], [turn], [])
 
 
 def test_columns_that_a_table_fills_with_nulls(folders, tmp_path):
