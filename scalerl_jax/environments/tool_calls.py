@@ -117,7 +117,7 @@ def _pythonic(text: str, tools: Schemas) -> Iterator[ToolCall]:
 
 def _called(call: ast.expr) -> ToolCall:
     """Raises ValueError where it is no call with values by name."""
-    if not isinstance(call, ast.Call) or call.args:
+    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("a call is name(argument=value, ...)")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     return ToolCall(ast.unparse(call.func), arguments)

@@ -34,7 +34,7 @@ from scalerl_jax.environments.tool_calls import Schemas, makes_calls
 
 Messages = Sequence[Mapping[str, Any]]
 _ABSENT = (0, 0)  # the place of a turn that is not found
-_CONTENT = "said 5d1e08"  # what nobody says: where a template writes the content of a turn
+_CONTENT = "said 5d1e08"  # a text that no message has, to see where a template writes the content of a turn
 _WEIGHTS = ("weight", "train", "training")  # of a message, 0 or false: it is context
 
 

@@ -106,6 +106,7 @@ def test_a_value_of_xml_is_text_where_the_schema_has_text():
         ("json", '{"name": "add", "parameters": {'),
         ("json", '{"name":' + "[" * 100_000),
         ("pythonic", "[add(1)]"),
+        ("pythonic", "[add(**{'a': 1})]"),
         ("pythonic", "[add(a=b)]"),
         ("pythonic", "[add(a=__import__('os').getcwd())]"),
         ("pythonic", "[add(a=1), 2]"),
