@@ -129,11 +129,12 @@ class EnvironmentConfig:
 
 @dataclasses.dataclass
 class TraceColumnsConfig:
-    """What the columns of traces are called: prompt and completion, or messages; "a.b" is b inside a."""
+    """What the columns of traces are called: prompt and completion, or messages, and tools; "a.b" is b inside a."""
 
     prompt: str = "prompt"  # Column of the prompt: a text, or messages.
     completion: str = "completion"  # Column of the completion: a text, or messages.
     messages: str = "messages"  # Column of a whole chat, for rows without a completion.
+    tools: str = "tools"  # Column of the tools that a chat may call: JSON schemas, as a list or as JSON text.
 
 
 @dataclasses.dataclass

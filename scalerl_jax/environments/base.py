@@ -37,6 +37,7 @@ class Row:
     index: int = -1  # in its split
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # [tokens] int32
     rendered: bool = False  # by the chat template
+    calls: str = "hermes"  # the form in which the model writes calls of tools, see tool_calls.py
 
 
 def asked(row: Row) -> str:
@@ -49,15 +50,27 @@ def joined_content(messages: Iterable[Mapping[str, str]]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that a turn makes."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    error: str = ""  # why it cannot be read; it has neither name nor arguments then
+
+
 class Completion(str):
     """What a completion says after its thinking, with what else of it a score may look at."""
 
     thinking: str  # its thinking, also where the prompt has opened that already; "": none
     tokens: int  # sampled, thinking included
+    tool_calls: tuple[ToolCall, ...]  # of a turn of an episode
 
-    def __new__(cls, answer: str, *, thinking: str = "", tokens: int = 0) -> "Completion":
+    def __new__(
+        cls, answer: str, *, thinking: str = "", tokens: int = 0, tool_calls: tuple[ToolCall, ...] = ()
+    ) -> "Completion":
         made = super().__new__(cls, answer)
-        made.thinking, made.tokens = thinking, tokens
+        made.thinking, made.tokens, made.tool_calls = thinking, tokens, tool_calls
         return made
 
 

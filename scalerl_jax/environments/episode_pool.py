@@ -148,7 +148,8 @@ class EpisodePool:
         thinking, answer = split_as_run(
             text, rollout.end_of_thinking, prompt=prompt, budget=rollout.thinking_budget_max
         )
-        return {"turn": answer or "", "thinking": thinking, "tokens": len(ids)}
+        calls = {"calls": row.calls, "tools": row.tools}
+        return {"turn": answer or "", "thinking": thinking, "tokens": len(ids), **calls}
 
     def _seconds(self, row: Row) -> float:
         return self._configs[row.environment].environment.turn_seconds

@@ -4,7 +4,8 @@
                                     with the socket that is the episode's
     an episode's socket             read                              written
                                     {"part", "row", "seed"}           {"pid"}: it has begun
-                                    {"turn", "thinking", "tokens"}    {"step": {...}}
+                                    {"turn", "thinking", "tokens",    {"step": {...}}
+                                     "calls", "tools"}
                                                                       {"error": line}: instead of either
     standard output                 {"ready": true} or {"error": line}, once
 
@@ -32,6 +33,7 @@ from scalerl_jax.environments import parts, user_code
 from scalerl_jax.environments.base import Completion, Row, ScorerError
 from scalerl_jax.environments.episode import as_step
 from scalerl_jax.environments.score_worker import Parts, die_with_parent
+from scalerl_jax.environments.tool_calls import read_calls
 
 
 def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any]) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any
         assert begin is not None
         episodes.append(begin(Row(environment=part, **question["row"])))
         return {"pid": os.getpid()}
-    turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"])
+    # Here and not in the trainer: what the policy wrote to be parsed costs this process at the worst.
+    calls = read_calls(question["turn"], question["calls"], tools=question["tools"])
+    turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"], tool_calls=calls)
     return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
 
 

@@ -11,6 +11,7 @@ others; a text gets those that the tokenizer puts before a sequence.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from scalerl_jax.environments.base import Row, joined_content
 from scalerl_jax.environments.chat_template import ChatTemplate, Messages, read_chat_template
 from scalerl_jax.environments.thinking import thinking_at_end
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tool_calls import HERMES, form_of
 
 _AT_ONCE = 1000  # rows that are tokenized together
 
@@ -70,7 +72,8 @@ class Prompts:
             raise self._named(row, error) from error
         # The question as it was, which a reward may look at.
         messages = row.messages or ({"role": "user", "content": row.text},)
-        return dataclasses.replace(row, text=text, messages=messages, rendered=rendered), rendered
+        calls = self._form or HERMES if rendered else HERMES
+        return dataclasses.replace(row, text=text, messages=messages, rendered=rendered, calls=calls), rendered
 
     def _encode(self, rows: Sequence[Row]) -> list[list[int]]:
         try:
@@ -91,6 +94,7 @@ class Prompts:
         """The text that asks complete messages. Raises ValueError, one line."""
         text = self.template().render(messages, tools=tools)
         self._count(text, "rendered")
+        self._counts["tools"] += bool(tools)
         return text
 
     @property
@@ -105,6 +109,11 @@ class Prompts:
         if self._how == "never":
             raise ValueError("the prompt is messages, and config.environment.chat_template=never")
         raise ValueError(f"the prompt is messages, and {self._tokenizer.path} has no chat template")
+
+    @functools.cached_property
+    def _form(self) -> str | None:
+        """In which the template writes calls of tools."""
+        return form_of(self.template())
 
     @property
     def notes(self) -> list[str]:
@@ -125,6 +134,11 @@ class Prompts:
                     "the chat template writes today's date into them: tomorrow they are others, unless "
                     "config.environment.template_arguments gives it"
                 )
+        if counts["tools"]:
+            as_written = "as the chat template writes them"
+            if self._form is None:
+                as_written = "though the chat template writes them in no form that is known"
+            lines.append(f"calls of tools are read in the form {self._form or HERMES}, {as_written}")
         if counts["text"] and (self._template is not None or counts["rendered"] or environment.template_arguments):
             lines.append(
                 f"{counts['text']:,} prompts stand as they are, without the model's chat template: "

@@ -3,7 +3,8 @@
 A tool is a function, or one of a toolset: what shares something for an episode, such as a folder or a server.
 
     the prompt    the chat template renders the tools' JSON schemas, made from signature and docstring (Google's style)
-    a call        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, as Qwen and Hermes models write
+    a call        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, or in another form in which the
+                  model's chat template writes calls (tool_calls.py)
     the result    a message of the role "tool" for each call, in their order: what the function returned as text, cut at
                   environment.tool_characters; of a call that cannot be made, or whose function raises, the error
 
@@ -16,15 +17,12 @@ import contextlib
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.base import Completion, Row, Score
+from scalerl_jax.environments.base import Completion, Row, Score, ToolCall
 from scalerl_jax.environments.episode import Step
-
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class OpenTools(Protocol):
@@ -111,13 +109,13 @@ class ToolEpisode:
             with contextlib.suppress(Exception, SystemExit):
                 tools.close()
 
-    def _results(self, turn: str) -> Iterator[str]:
-        for call in _CALL.finditer(turn):
+    def _results(self, turn: Completion) -> Iterator[str]:
+        for call in turn.tool_calls:
             self._calls += 1
             name = ""
             try:
-                name, arguments = self._read(call[1])
-                result = self._result(name, arguments)
+                name = self._named(call)
+                result = self._result(name, call.arguments)
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
                 if name:
                     self._errors[name] += 1
@@ -126,15 +124,13 @@ class ToolEpisode:
                 result = f"error: {user_code.error_line(error)}"
             yield result if len(result) <= self._characters else f"{result[: self._characters]}... (cut)"
 
-    def _read(self, text: str) -> tuple[str, Mapping[str, Any]]:
+    def _named(self, call: ToolCall) -> str:
         """Raises ValueError where it is no call of a tool that there is."""
-        call = json.loads(text)
-        if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
-            raise ValueError('a call is {"name": ..., "arguments": {...}}')
-        name, arguments = str(call.get("name")), call.get("arguments", {})
-        if name not in self._owners:
-            raise ValueError(f"there is no tool {name!r} (there is: {', '.join(self._owners)})")
-        return name, arguments
+        if call.error:
+            raise ValueError(call.error)
+        if call.name not in self._owners:
+            raise ValueError(f"there is no tool {call.name!r} (there is: {', '.join(self._owners)})")
+        return call.name
 
     def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
         owner = self._owners[name]

@@ -6,17 +6,20 @@
                                whole chat has as the policy would write them, but for those with "weight": 0, as
                                OpenAI's files have it ("train" or "training": false in others); what comes after the
                                last turn that is trained on is left out
+    {"messages", "tools"}      a chat whose turns call tools: an episode of RL, token for token. The prompt is what
+                               stands before the first answer, each turn is rendered as the last of the chat, and what
+                               stands between two turns is the reply that an episode's environment gives. So the
+                               thinking of every turn stays, as it does in episodes
 
 A turn begins where the messages before it end, rendered with the generation prompt, and ends where the messages up to
 it do; a template that marks turns ({% generation %}) says so itself. Both renderings begin the whole chat's, or the
 turn is context: templates of thinking models drop the thinking of all turns but the last. Where even the last is not
 written down as it was (DeepSeek-R1's template drops its thinking too), its text follows the generation prompt. A last
 turn without a stop token gets the one that the template ends turns with: it need not be the first of the model's.
-
-Left out on purpose: calls of tools.
 """
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,9 +30,11 @@ from scalerl_jax.environments.made_problems import Piece
 from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.thinking import opening, split_thinking, thinking_at_end
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tool_calls import Schemas, makes_calls
 
 Messages = Sequence[Mapping[str, Any]]
 _ABSENT = (0, 0)  # the place of a turn that is not found
+_CONTENT = "said 5d1e08"  # a text that no message has, to see where a template writes the content of a turn
 _WEIGHTS = ("weight", "train", "training")  # of a message, 0 or false: it is context
 
 
@@ -95,20 +100,20 @@ class Conversations:
             )
         if counts["behind"]:
             notes.append(
-                f"{counts['behind']:,} last turns stand behind the generation prompt as they were given: the chat "
+                f"{counts['behind']:,} turns stand behind the generation prompt as they were given: the chat "
                 "template would change them"
             )
         return notes
 
-    def answered(self, prompt: str, completion: str) -> Trace:
+    def answered(self, prompt: str, completion: str, tools: Schemas = ()) -> Trace:
         """Of two texts. Raises ValueError, one line."""
-        if self._config.environment.chat_template == "always":
+        if self._config.environment.chat_template == "always" or tools:
             answer = self._without_end(completion)
-            return self.turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
+            return self.turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], tools)
         row = self._prompts.render(Row(prompt))
         return Trace(row.token_ids.tolist(), [Piece(continued(row.text, completion, self._end))])
 
-    def turns(self, messages: Messages) -> Trace:
+    def turns(self, messages: Messages, tools: Schemas = ()) -> Trace:
         """Of a chat; what comes after the last turn that is trained on is left out. Raises ValueError, one line."""
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
         trained = [at for at in answers if _trained(messages[at])]
@@ -118,8 +123,10 @@ class Conversations:
                 if answers
                 else "none of the messages is an answer of the assistant"
             )
-        if not _text(messages[trained[-1]], self._end).strip():
+        if not _text(messages[trained[-1]], self._end).strip() and "tool_calls" not in messages[trained[-1]]:
             raise ValueError("the assistant's last message is empty")
+        if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            return self._episode(messages[: trained[-1] + 1], answers[: answers.index(trained[-1]) + 1], tools)
         # The prompt of the last turn has the system prompt and the suffix where a prompt of RL has them.
         before = self._prompts.complete(messages[: trained[-1]])
         chat = [*before, messages[trained[-1]]]
@@ -146,6 +153,51 @@ class Conversations:
             pieces += [Piece(text[done:start], trained=False), Piece(text[start:stop])]
             done = stop
         return Trace([], [*pieces, Piece(text[done:end], trained=False), Piece(completion)])
+
+    def _episode(self, chat: Messages, answers: Sequence[int], tools: Schemas) -> Trace:
+        """A chat as an episode of RL has it. answers: where the assistant's turns are; the chat ends with the last."""
+        prompts, end = self._prompts, 0
+        said = list(prompts.complete(chat[: answers[0]]))
+        pieces = [Piece(prompts.ask(said, tools=tools), trained=False)]
+        for at in answers:
+            if pieces[1:]:
+                # An episode's messages have nothing else: an id or a name would be another text in some templates.
+                replies = [{"role": message["role"], "content": message["content"]} for message in chat[end:at]]
+                if not replies:
+                    raise ValueError(f"messages {at} and {at + 1} are both the assistant's")
+                said += replies
+                pieces.append(Piece(prompts.template().next_turn(replies), trained=False))
+            pieces.append(Piece(self._turn(said, chat[at], tools), _trained(chat[at])))
+            said.append(chat[at])
+            end = at + 1
+        return Trace([], pieces)
+
+    def _turn(self, said: Messages, message: Mapping[str, Any], tools: Schemas) -> str:
+        """What the policy would write of the assistant's `message` behind what was said, with the end of the turn."""
+        template = self._prompts.template()
+        begin = template.render(said, tools=tools)
+        whole = template.render([*said, message], generation_prompt=False, tools=tools)
+        turn = whole[len(begin) :] if whole.startswith(begin) else ""
+        if not turn or not self._as_given(message, turn):
+            # The thinking as it was given, and behind it what the template writes of a message without one.
+            self._counts["behind"] += 1
+            text = _text(message, self._end)
+            answer = text.rpartition(self._end)[2].lstrip() if self._end and self._end in text else text
+            bare = {name: part for name, part in message.items() if name != "reasoning_content"}
+            whole, marked = (
+                template.render([*said, {**bare, "content": content}], generation_prompt=False, tools=tools)
+                for content in (answer, _CONTENT)
+            )
+            before, found, _ = marked.rpartition(_CONTENT)
+            if not found or not whole.startswith(before):
+                raise ValueError(f"{template.file}: the chat template leaves out what is said beside a call of a tool")
+            turn = continued(begin, text[: len(text) - len(answer)] + whole[len(before) :], self._end)
+        if any(call["function"]["name"] not in turn for call in message.get("tool_calls", ())):
+            raise ValueError(f"{template.file}: the chat template does not write calls of tools")
+        _check_ended(begin, turn, self._end)
+        if self._without_end(turn) != turn:
+            return turn.rstrip()
+        return turn + (self._turn_end() or self._tokenizer.decode([self._tokenizer.eos_id]))
 
     def _turn_end(self) -> str:
         if self._end_of_turn is None:
@@ -196,12 +248,12 @@ class Conversations:
         return [span for span, trained in zip(spans, turns) if trained]
 
     def _as_given(self, message: Mapping[str, Any], written: str) -> bool:
-        """Whether a turn's part of the chat's text has the thinking that the message has, and its answer."""
-        text = _text(message, self._end)
-        if self._end not in text:
+        """Whether a turn's part of the chat's text has the thinking that the message has, once, and its answer."""
+        text, end = _text(message, self._end), self._end
+        if not end or end not in text:
             return text.strip() in written
-        thinking, answer = split_thinking(text, self._end)
-        return self._end in written and thinking in written and (answer or "") in written
+        thinking, answer = split_thinking(text, end)
+        return written.count(end) == text.count(end) and thinking in written and (answer or "") in written
 
 
 def _text(message: Mapping[str, Any], end: str) -> str:
@@ -224,7 +276,8 @@ def read_messages(value: Any) -> Messages:
     """
     if not isinstance(value, list) or not value:
         raise ValueError("is no list of messages")
-    messages = []
+    messages: list[dict[str, Any]] = []
+    waiting: list[Any] = []  # ids of calls whose results come next; None: a call without one
     for number, given in enumerate(value, 1):
         if not isinstance(given, Mapping):
             raise ValueError(f"message {number} is not an object")
@@ -238,10 +291,25 @@ def read_messages(value: Any) -> Messages:
             parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
             if all(isinstance(part, str) for part in parts):
                 message["content"] = "".join(map(str, parts))
+        if "tool_calls" in message:
+            try:
+                calls = _read_calls(message.pop("tool_calls"))
+            except ValueError as error:
+                raise ValueError(f"message {number}: {error}") from error
+            if calls:
+                message |= {"tool_calls": calls, "content": message.get("content", "")}
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(
                 f"message {number} has no text as its role and its content ({', '.join(given) or 'no keys'})"
             )
+        if message["role"] == "tool":
+            before = messages[-1] if messages else {}
+            if before.get("role") == "assistant":  # older sets have the calls in its text
+                calls = before.get("tool_calls", [{}] * makes_calls(before["content"]))
+                waiting = [call.get("id") for call in calls]
+            elif before.get("role") != "tool":
+                waiting = []
+            _take(waiting, message.get("tool_call_id"), number)
         for name in _WEIGHTS:
             if message.get(name, 1) not in (0, 1):
                 raise ValueError(f"message {number} has {name}={message[name]!r}: only 0 and 1 (false and true) are")
@@ -251,3 +319,69 @@ def read_messages(value: Any) -> Messages:
             raise ValueError(f"message {number} is no text: it has half of a surrogate pair") from error
         messages.append(message)
     return messages
+
+
+def _read_calls(value: Any) -> list[dict[str, Any]]:
+    """A message's calls in OpenAI's shape, with the arguments as an object. Raises ValueError where they are none."""
+    if not isinstance(value, list):
+        raise ValueError(f"tool_calls is {type(value).__name__}, not a list")
+    calls = []
+    for given in value:
+        function = given.get("function") if isinstance(given, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError('a call of tool_calls is not {"function": {"name": text, "arguments": ...}}')
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"the arguments of {function['name']} are not JSON: {error}") from error
+        else:
+            arguments = _without_nulls({} if arguments is None else arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of {function['name']} are {type(arguments).__name__}, not an object")
+        call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        calls.append(call if given.get("id") is None else {"id": given["id"], **call})
+    return calls
+
+
+def _take(waiting: list[Any], asked: Any, number: int) -> None:
+    """Removes the call that message `number` is the result of. Raises ValueError where it is the result of none."""
+    for call in (asked, None):
+        if call in waiting:
+            return waiting.remove(call)
+    if asked is None and waiting:
+        return waiting.remove(waiting[0])
+    which = f" with the id {asked!r}" if asked is not None else ""
+    raise ValueError(f"message {number} is of the role tool, and no call{which} waits for a result there")
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """The JSON schemas of a row's tools: a list or its JSON text, of functions with or without what wraps them.
+
+    Raises ValueError where they are none.
+    """
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is neither a list of tools nor JSON: {error}") from error
+    else:
+        value = _without_nulls(value or [])
+    if not isinstance(value, list):
+        raise ValueError(f"is {type(value).__name__}, not a list of tools")
+    tools = [
+        {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool for tool in value
+    ]
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tool {number} has no name")
+    return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    """Of a table: an object there has the keys of all rows, and null where it has none of its own."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -26,10 +26,13 @@ def join(
     """The prompt is context, and so are pieces that are not trained on; the completion ends with the stop token.
 
     What stands in a trained piece behind its last stop token is not trained on: a completion ends there, and a chat
-    template may have written an end of line to it.
+    template may have written an end of line to it. A stop token that a context piece repeats is there once, as in the
+    episodes of RL.
     """
     tokens, mask = list(prompt), [False] * len(prompt)
     for ids, learnt in zip(pieces, trained, strict=True):
+        if not learnt and tokens and ids[:1] == tokens[-1:] and tokens[-1] in tokenizer.stop_ids:
+            ids = ids[1:]
         tokens += ids
         stops = [at for at, token in enumerate(ids) if token in tokenizer.stop_ids]
         kept = stops[-1] + 1 if stops else len(ids)

@@ -22,7 +22,7 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,11 @@ from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.system import files
 from scalerl_jax.system.files import read_object
-from scalerl_jax.traces.conversations import Conversations, Messages, Trace, read_messages
+from scalerl_jax.traces.conversations import Conversations, Messages, Trace, read_messages, read_tools
 from scalerl_jax.traces.example import Example, fill, join
 
 ASKING = ("chat_template", "template_arguments", "system_prompt", "prompt_suffix")  # how prompts are rendered
-_FORM = 3  # of the folder: one more where other tokens or another split come of the same files
+_FORM = 4  # of the folder: one more where other tokens or another split come of the same files
 _STREAM = 3  # of random numbers, as built_in.py's
 _AT_ONCE = 256  # traces that are tokenized together
 _PROGRESS_SECONDS = 5.0  # seconds
@@ -56,6 +56,7 @@ class Given:
     prompt: str = ""
     completion: str = ""
     messages: Messages = ()
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas
 
     def texts(self) -> list[str]:
         return [message["content"] for message in self.messages] or [self.prompt, self.completion]
@@ -63,10 +64,10 @@ class Given:
     def hashes(self) -> tuple[int, int]:
         """Of the whole and of its prompt."""
         if not self.messages:
-            return _hash([self.prompt, self.completion]), _prompt_hash(self.prompt)
-        turns = [[message["role"], message["content"]] for message in self.messages]
-        asked = next((content for role, content in turns if role == "user"), turns[0][1])
-        return _hash(turns), _prompt_hash(asked)
+            return _hash([self.prompt, self.completion, *self.tools]), _prompt_hash(self.prompt)
+        turns = [[m["role"], m["content"], *m.get("tool_calls", ())] for m in self.messages]
+        asked = next((content for role, content, *_ in turns if role == "user"), turns[0][1])
+        return _hash([*turns, *self.tools]), _prompt_hash(asked)
 
 
 def _hash(value: Any) -> int:
@@ -118,17 +119,21 @@ def _read(name: str, columns: Mapping[str, Any], config: Config) -> Given:
     prompt, completion, chat = (
         find(columns, column) if column else MISSING for column in (names.prompt, names.completion, names.messages)
     )
+    cell = find(columns, names.tools) if names.tools else MISSING
+    try:
+        tools = () if cell is MISSING else read_tools(cell)
+    except ValueError as error:
+        raise Malformed(f"{names.tools!r}: {error}") from error
     if prompt is not MISSING and completion is not MISSING:
         if not isinstance(prompt, list) and not isinstance(completion, list):
-            return Given(name, read_text(prompt, names.prompt), read_text(completion, names.completion))
-        return Given(
-            name, messages=[*_messages(prompt, names.prompt, "user"), *_messages(completion, names.completion)]
-        )
+            return Given(name, read_text(prompt, names.prompt), read_text(completion, names.completion), tools=tools)
+        asked, said = _messages(prompt, names.prompt, "user"), _messages(completion, names.completion)
+        return Given(name, messages=[*asked, *said], tools=tools)
     if chat is MISSING:
         wanted = " and ".join(column for column in (names.prompt, names.completion) if column)
         wanted = ", or ".join(column for column in (wanted, names.messages) if column)
         raise Malformed(f"is no trace ({keys(columns)}; wanted: {wanted})")
-    return Given(name, messages=_messages(chat, names.messages))
+    return Given(name, messages=_messages(chat, names.messages), tools=tools)
 
 
 def _messages(cell: Any, column: str, role: str = "assistant") -> Messages:
@@ -313,9 +318,9 @@ class _Writer:
         for given in rows(self._config, self._malformed):
             try:
                 if given.messages:
-                    trace = self._conversations.turns(given.messages)
+                    trace = self._conversations.turns(given.messages, given.tools)
                 else:
-                    trace = self._conversations.answered(given.prompt, given.completion)
+                    trace = self._conversations.answered(given.prompt, given.completion, given.tools)
             except ValueError as error:
                 self._malformed.skip(given.name, str(error))
                 continue

@@ -37,6 +37,7 @@ class Echo:
         if turn == "done":
             right = {"done": True, "reward": 0.75, "metrics": {"drawn": self.drawn}}
             return right if "correct" not in self.row.extra else right | {"correct": self.row.extra["correct"]}
+        if turn.tool_calls: return " and ".join(f"{c.name} {dict(c.arguments)}" for c in turn.tool_calls)
         if turn == "think": return f"you thought {turn.thinking!r} in {turn.tokens} tokens"
         return {"messages": [f"{self.row.text} {self.turns}: {turn}"], "reward": 0.25}
     def close(self):
@@ -135,6 +136,11 @@ def pool(tmp_path_factory) -> Iterator[EpisodePool]:
 @pytest.fixture
 def player(pool, tmp_path) -> Player:
     return Player(pool, tmp_path)
+
+
+def test_a_step_has_the_calls_of_tools(player):
+    one = '<tool_call>{{"name": "add", "arguments": {{"a": {}}}}}</tool_call>'
+    assert player.say(one.format(1) + one.format("[2]")) == "add {'a': 1} and add {'a': [2]}"
 
 
 def test_an_episode_is_a_conversation_and_its_rewards_add_up(player):

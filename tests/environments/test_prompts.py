@@ -119,7 +119,7 @@ def test_a_row_that_cannot_be_rendered_is_named(folders, messages, fields, said)
 
 
 def test_what_the_template_raises_names_file_and_row(folders):
-    messages = ({"role": "user", "content": "a"}, {"role": "tool", "content": "b"})
+    messages = ({"role": "user", "content": "a"}, {"role": "system", "content": "b"})
     with pytest.raises(
         ValueError, match=r"^FILE row 3: .*llama3\d/chat_template\.jinja: .*Only user and assistant roles"
     ):

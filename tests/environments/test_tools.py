@@ -15,6 +15,7 @@ from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.prompts import Prompts, Replies
 from scalerl_jax.environments.scorer import Scorer
+from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.support.chat_folders import chat_folder
 
@@ -114,8 +115,12 @@ def episode() -> ToolEpisode:
     return ToolEpisode(Row("q"), Tools([later, broken, leaves, table, long]), score=score, characters=20)
 
 
+def said(text: str) -> Turn:
+    return Turn(text, tool_calls=read_calls(text, "hermes"))
+
+
 def results(text: str) -> list[str]:
-    step = episode().step(Turn(text))
+    step = episode().step(said(text))
     assert not step.done and {message["role"] for message in step.messages} == {"tool"}
     return [message["content"] for message in step.messages]
 
@@ -130,15 +135,15 @@ def test_what_goes_wrong_is_for_the_policy_to_read():
     assert results(call("long")) == ["x" * 20 + "... (cut)"]
     for text in ("<tool_call>{'name': 'later'}</tool_call>", "<tool_call>", "<tool_call>[1]</tool_call>"):
         assert results(text)[0].startswith("error: ")
-    (message,) = ToolEpisode(Row("q"), Tools([later]), score=score, characters=999).step(Turn(call("off"))).messages
+    (message,) = ToolEpisode(Row("q"), Tools([later]), score=score, characters=999).step(said(call("off"))).messages
     assert "there is no tool 'off' (there is: later)" in message["content"]
     assert results(call("later", txt="a"))[0].startswith("error: TypeError")
 
 
 def test_a_turn_without_a_call_is_scored():
     playing = episode()
-    playing.step(Turn(call("later", text="a") + call("broken")))
-    step = playing.step(Turn("right"))
+    playing.step(said(call("later", text="a") + call("broken")))
+    step = playing.step(said("right"))
     assert (step.done, step.reward, step.correct) == (True, 0.5, True)
     names = {f"tool_errors/{name}": int(name == "broken") for name in ("later", "broken", "leaves", "table", "long")}
     assert step.metrics == {"length": 5, "tool_calls": 2, "tool_errors": 1, **names}
@@ -147,15 +152,15 @@ def test_a_turn_without_a_call_is_scored():
 def test_a_toolset_is_opened_for_the_episode_that_calls_it():
     Notes.opened.clear()
     first, second = (ToolEpisode(Row("q"), Tools([later, Notes()]), score=score, characters=99) for _ in range(2))
-    first.step(Turn(call("later", text="a")))
+    first.step(said(call("later", text="a")))
     assert not Notes.opened
-    assert first.step(Turn(call("note", text="a"))).messages[0]["content"] == '["q", "a"]'
-    assert second.step(Turn(call("note", text="b"))).messages[0]["content"] == '["q", "b"]'
-    assert first.step(Turn(call("note", text="c"))).messages[0]["content"] == '["q", "a", "c"]'
+    assert first.step(said(call("note", text="a"))).messages[0]["content"] == '["q", "a"]'
+    assert second.step(said(call("note", text="b"))).messages[0]["content"] == '["q", "b"]'
+    assert first.step(said(call("note", text="c"))).messages[0]["content"] == '["q", "a", "c"]'
     first.close()
     assert [notes.notes for notes in Notes.opened] == [["closed"], ["q", "b"]]
-    assert second.step(Turn(call("note"))).messages[0]["content"].startswith("error: KeyError")
-    assert second.step(Turn("right")).metrics["tool_errors/note"] == 1
+    assert second.step(said(call("note"))).messages[0]["content"].startswith("error: KeyError")
+    assert second.step(said("right")).metrics["tool_errors/note"] == 1
 
 
 def config_of(path, name: str) -> Config:
@@ -167,12 +172,20 @@ def config_of(path, name: str) -> Config:
     return config
 
 
-def test_a_whole_episode_of_a_chat_model(tmp_path):
-    """The prompt names the tool, a turn calls it, the result is rendered, the answer is scored."""
-    config, tokenizer = config_of(tmp_path, "Adding"), chat_folder(tmp_path / "model", "qwen2_5")
-    environment = make_environment(config)
-    (row,) = Prompts(config, tokenizer).render_all(environment.rows("train"))
+@pytest.mark.parametrize(
+    ("style", "form", "called"),
+    [
+        ("qwen2_5", "hermes", call("add", a=3)),
+        pytest.param("llama3", "json", '{"name": "add", "parameters": {"a": 3}}', marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_episode_of_a_chat_model(tmp_path, style, form, called):
+    """The prompt names the tool, a turn calls it in the model's form, the result is rendered, the answer is scored."""
+    config, tokenizer = config_of(tmp_path, "Adding"), chat_folder(tmp_path / "model", style)
+    environment, prompts = make_environment(config), Prompts(config, tokenizer)
+    (row,) = prompts.render_all(environment.rows("train"))
     assert row.rendered and '"name": "add"' in row.text and "Adds two numbers." in row.text
+    assert [line for line in prompts.notes if line.startswith(f"calls of tools are read in the form {form}, as ")]
     pool = EpisodePool(
         config, {"": environment}, replies=Replies(config, tokenizer), decode=tokenizer.decode_completion,
         turn_tokens=50, complaints=Complaints(),
@@ -183,9 +196,9 @@ def test_a_whole_episode_of_a_chat_model(tmp_path):
         return Completion(1, "g", 0, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), (), "stop")
 
     try:
-        trajectory = Trajectory(turn(call("add", a=3)), "a:1")
+        trajectory = Trajectory(turn(called), "a:1")
         reply = pool.step(row, trajectory).result()
-        assert "5" in tokenizer.decode(reply) and tokenizer.decode(reply).endswith("<|im_start|>assistant\n")
+        assert "5" in tokenizer.decode(reply) and tokenizer.decode(reply).endswith(row.text[-20:])
         trajectory.add_reply(reply)
         trajectory.add_turn(turn("It is 5"), "a:1")
         found = pool.step(row, trajectory).result()

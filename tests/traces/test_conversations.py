@@ -102,7 +102,7 @@ def test_a_thought_of_its_own_is_written_before_the_answer(folders):
     # This template does not know of it.
     _, trained, said = trained_of(folders["qwen2_5"], [QUESTION, message])
     assert trained == ["<think>\nTwo and two.\n</think>\n\n4<|im_end|>"]
-    assert [line for line in said if line.startswith("1 last turns stand behind the generation prompt")]
+    assert [line for line in said if line.startswith("1 turns stand behind the generation prompt")]
 
 
 def test_earlier_turns_count_where_the_last_stands_behind_the_generation_prompt(folders):
@@ -120,7 +120,7 @@ def test_a_template_that_drops_the_thinking_keeps_it_here(folders):
         "<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜><think>\nTwo and two.\n</think>\n\n4<｜end▁of▁sentence｜>"
     )
     assert trained == ["Two and two.\n</think>\n\n4<｜end▁of▁sentence｜>"]
-    assert [line for line in said if line.startswith("1 last turns stand behind the generation prompt")]
+    assert [line for line in said if line.startswith("1 turns stand behind the generation prompt")]
     assert "1 prompts open thinking, which their completions end" in said
 
 
