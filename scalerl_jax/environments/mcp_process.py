@@ -1,0 +1,104 @@
+"""Runs an MCP server for mcp_tools.py, and ends it with all it has started: mcp_process.py PARENT LONGEST COMMAND...
+
+    standard input    the server's own
+    standard output   what the server writes, as long as no line is longer than LONGEST bytes
+    standard error    at the end, one line: why the server was ended, or the last one that it wrote there
+
+The end: the server ends or closes its output, a line is too long, PARENT ends or sends SIGTERM. Then every process that
+descends from the server is killed, whatever group or session it is in. Needs Linux. Never imported, and imports little,
+as it starts once for every episode.
+"""
+
+import ctypes
+import os
+import resource
+import selectors
+import signal
+import sys
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_END_SECONDS = 1.0  # for a server to end that has closed its output
+_LONGEST_ERROR = 2000  # bytes
+
+
+def main() -> None:
+    parent, longest, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that have ended need no wait
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option, value in ((_PR_SET_CHILD_SUBREAPER, 1), (_PR_SET_PDEATHSIG, signal.SIGTERM)):
+        if libc.prctl(option, *(ctypes.c_ulong(given) for given in (value, 0, 0, 0))):
+            raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != parent:
+        return  # it has ended already
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))  # a smaller one is of the process that lists the tools
+    (output, to_output), (errors, to_errors) = os.pipe(), os.pipe()
+    why = ""
+    try:
+        server = os.posix_spawnp(
+            command[0], command, os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, to_output, 1), (os.POSIX_SPAWN_DUP2, to_errors, 2)],
+            setsigdef=[signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores the last two
+        )  # fmt: skip
+        for descriptor in (0, to_output, to_errors):
+            os.close(descriptor)
+        why = _forward(os.pidfd_open(server), output, errors, longest)
+    except BrokenPipeError:
+        pass  # nobody reads it any more
+    except OSError as error:
+        why = str(error)
+    finally:
+        _kill_descendants()
+        os.write(2, why.encode(errors="replace"))
+
+
+def _forward(server: int, output: int, errors: int, longest: int) -> str:
+    """Returns at the server's end. All but the last are descriptors, `server` one that is readable once it has ended."""
+    length, tail, closed = 0, b"", False
+    with selectors.DefaultSelector() as selector:
+        for descriptor in (server, output, errors):
+            selector.register(descriptor, selectors.EVENT_READ)
+        while True:
+            ready = [key.fd for key, _ in selector.select(_END_SECONDS if closed else None)]
+            for descriptor in (output, errors):
+                if descriptor not in ready:
+                    continue
+                data = os.read(descriptor, 65_536)
+                if not data:
+                    selector.unregister(descriptor)
+                    closed |= descriptor == output
+                elif descriptor == errors:
+                    tail = (tail + data)[-_LONGEST_ERROR:]
+                else:
+                    first, *lines = data.split(b"\n")
+                    length += len(first)
+                    if length > longest:
+                        return f"it wrote a line of more than {longest} bytes"
+                    length = len(lines[-1]) if lines else length
+                    while data:
+                        data = data[os.write(1, data) :]
+            if not ready or ready == [server]:
+                return next(reversed(tail.decode(errors="replace").strip().splitlines()), "")
+
+
+def _kill_descendants() -> None:
+    """The children of what is killed become this process's own."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    while children := [pid for pid in os.listdir("/proc") if pid.isdecimal() and _parent(pid) == os.getpid()]:
+        for pid in children:
+            os.kill(int(pid), signal.SIGKILL)
+        for pid in children:
+            os.waitpid(int(pid), 0)
+
+
+def _parent(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+if __name__ == "__main__":
+    main()
