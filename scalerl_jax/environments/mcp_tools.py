@@ -5,7 +5,7 @@
     an episode      has a session of its own, a server's process or an HTTP session, from its first call to its end
     between calls   the event loop of an episode stands still: a server that writes then waits until it is read
 
-What bounds a server: `seconds` for a connection and for each call; LONGEST_MESSAGE; LISTING_BYTES of the process that
+What bounds a server: `seconds` for a connection and for each call; LONGEST_MESSAGE and MOST_LINES; LISTING_BYTES of the process that
 lists, and environment.verifier_memory_bytes of an episode's. mcp_process.py ends a server's process with the process that
 has started it, also where the kernel has killed that.
 """
@@ -30,6 +30,7 @@ from scalerl_jax.environments.score_worker import die_with_parent
 from scalerl_jax.environments.scorer_pool import START_SECONDS, worker_environment
 
 LONGEST_MESSAGE = 4 * 2**20  # bytes of a line of a server's process, or of an HTTP response
+MOST_LINES = 10_000  # of a server's process in an episode: the package keeps kilobytes for each that it has not answered
 LONGEST_TOOL = 2**16  # characters of a tool's schema as JSON
 MOST_TOOLS = 128  # of a server
 LONGEST_ERROR = 400  # characters
@@ -124,7 +125,8 @@ class McpServer:
                 await stack.enter_async_context(http)
                 transport = streamable_http_client(self.url, http_client=http, max_sse_event_size=LONGEST_MESSAGE)
             else:
-                arguments = ["-I", "-S", _PROCESS, str(os.getpid()), str(LONGEST_MESSAGE), *self.command]
+                limits = [str(os.getpid()), str(LONGEST_MESSAGE), str(MOST_LINES)]
+                arguments = ["-I", "-S", _PROCESS, *limits, *self.command]
                 started = StdioServerParameters(
                     command=sys.executable, args=arguments, env=self.env, encoding_error_handler="replace"
                 )
@@ -165,8 +167,6 @@ class McpServer:
         name, parameters = self.prefix + tool.name, {"properties": {}, **tool.input_schema}
         if not _NAME.fullmatch(name):
             raise ValueError(f"tool {name[:128]!r}: a name has 1 to 128 of A-Z, a-z, 0-9, _, . and -")
-        if parameters.get("type") != "object" or not isinstance(parameters["properties"], dict):
-            raise ValueError(f"tool {name}: its inputSchema is not of an object")
         function = {"name": name, "description": tool.description or "", "parameters": parameters}
         if (length := len(json.dumps(function))) > LONGEST_TOOL:
             raise ValueError(f"tool {name}: is described by {length} characters, more than {LONGEST_TOOL}")
@@ -179,8 +179,9 @@ class McpServer:
         if isinstance(error, TimeoutError):
             return f"no answer within {self.seconds:g} s"
         errors.seek(0)
-        lines = [str(error) or type(error).__name__, errors.read(LONGEST_ERROR)]
-        return " ".join(": ".join(filter(None, lines)).split())[:LONGEST_ERROR]
+        message = str(error).partition("For further information")[0] or type(error).__name__  # pydantic's address
+        lines = filter(None, (message, errors.read(LONGEST_ERROR)))
+        return " ".join(": ".join(lines).split())[:LONGEST_ERROR]
 
 
 class _Session:
