@@ -1,13 +1,13 @@
 """MCP servers as tools of an environment: McpServer is a toolset, see tools.py.
 
-    the schemas     listed once in a process of the run, by `python -m scalerl_jax.environments.mcp_tools`, which ends with
-                    its event loop, threads and connections: what forks afterwards, forks a process without any
+    the schemas     listed once in each process that needs them, by `python -m scalerl_jax.environments.mcp_tools`, with
+                    which its event loop, threads and connections end: a process that forks has none of them
     an episode      has a session of its own, a server's process or an HTTP session, from its first call to its end
-    between calls   the event loop of an episode stands still: a server that writes then waits until it is read
+    between calls   the event loop of an episode stands still: a server that writes waits until it is read
 
-What bounds a server: `seconds` for a connection and for each call; LONGEST_MESSAGE and MOST_LINES; LISTING_BYTES of the process that
-lists, and environment.verifier_memory_bytes of an episode's. mcp_process.py ends a server's process with the process that
-has started it, also where the kernel has killed that.
+What bounds a server: `seconds` for a connection and for each call; LONGEST_MESSAGE and MOST_LINES; LISTING_BYTES of the
+process that lists, and environment.verifier_memory_bytes of an episode's. mcp_process.py ends a server's process with
+the one that has started it, also where the kernel has killed that.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ from scalerl_jax.environments.score_worker import die_with_parent
 from scalerl_jax.environments.scorer_pool import START_SECONDS, worker_environment
 
 LONGEST_MESSAGE = 4 * 2**20  # bytes of a line of a server's process, or of an HTTP response
-MOST_LINES = 10_000  # of a server's process in an episode: the package keeps kilobytes for each that it has not answered
+MOST_LINES = (
+    10_000  # of a server's process in an episode: each that asks something takes kilobytes until it is answered
+)
 LONGEST_TOOL = 2**16  # characters of a tool's schema as JSON
 MOST_TOOLS = 128  # of a server
 LONGEST_ERROR = 400  # characters
@@ -62,7 +64,7 @@ class McpServer:
     def __init__(
         self,
         *,
-        command: Sequence[str] = (),
+        command: Sequence[str | os.PathLike[str]] = (),
         url: str = "",
         env: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
@@ -74,7 +76,8 @@ class McpServer:
             raise ValueError("McpServer takes either command=[PROGRAM, ...] or url=...")
         if command and sys.platform != "linux":
             raise ValueError("McpServer(command=...) needs Linux, which ends its processes; start it, and give its url")
-        self.command, self.url, self.env, self.headers = list(command), url, dict(env or {}), dict(headers or {})
+        self.command, self.url = [os.fspath(part) for part in command], url
+        self.env, self.headers = dict(env or {}), dict(headers or {})
         self.only, self.prefix, self.seconds = None if only is None else list(only), prefix, seconds
 
     def __str__(self) -> str:
@@ -120,7 +123,7 @@ class McpServer:
             if self.url:
                 # A response may be a stream that stays open, so reading has the limit of the call alone.
                 timeout = httpx2.Timeout(self.seconds, read=None)
-                hooks = {"request": [_ask_uncompressed], "response": [_bound]}
+                hooks: dict[str, list[Any]] = {"request": [_ask_uncompressed], "response": [_bound]}
                 http = httpx2.AsyncClient(headers=self.headers, timeout=timeout, event_hooks=hooks)
                 await stack.enter_async_context(http)
                 transport = streamable_http_client(self.url, http_client=http, max_sse_event_size=LONGEST_MESSAGE)
@@ -149,7 +152,7 @@ class McpServer:
                         cursor = page.next_cursor
                         if cursor is None or len(tools) > MOST_TOOLS:
                             break
-            except Exception as error:  # noqa: BLE001 (of httpx, anyio, pydantic, mcp and the system)
+            except Exception as error:  # of httpx, anyio, pydantic, mcp and the system
                 raise ValueError(self.why(error, errors)) from error
         if len(tools) > MOST_TOOLS:
             raise ValueError(f"has more than {MOST_TOOLS} tools; choose some by only=[...]")
@@ -215,7 +218,7 @@ class _Session:
             client = await self._opened
             async with asyncio.timeout(self._server.seconds):
                 return await client.call_tool(name, arguments)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (as above)
             raise ConnectionError(self._server.why(error, self._errors)) from None
 
     async def _live(self) -> None:

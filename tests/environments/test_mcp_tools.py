@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Completion as Turn
-from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments import Row, Score, mcp_process
 from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
@@ -26,8 +27,6 @@ from scalerl_jax.environments.prompts import Prompts, Replies
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.support.chat_folders import chat_folder
 
-pytest.importorskip("mcp")
-pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers' processes are ended by Linux")
 
 # A server of the package itself: over pipes, or with an argument over HTTP, when it prints its port first.
@@ -289,7 +288,7 @@ def test_a_server_that_cannot_be_had_is_named(files):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ValueError, match=r"MCP server http://a: needs the package mcp: pip install 'scalerl-jax\[mcp\]'"):
+    with pytest.raises(ValueError, match=r"^MCP server http://a: needs .*pip install 'scalerl-jax\[mcp\]'"):
         McpServer(url="http://a").schemas()
 
 
@@ -425,6 +424,23 @@ def test_no_process_outlives_an_episode_that_the_kernel_ends(pool, tmp_path):
     found = pool.step(row, Trajectory(turn(call("my_hang", file=str(tmp_path / "pids"))), "a:1")).result()
     assert found.excluded and "turn_seconds" in found.why
     assert_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+
+
+def test_a_process_that_its_server_has_started_ends_with_it(tmp_path):
+    """Also one with a session of its own, and where SIGTERM comes again and again, as of a parent with threads."""
+    command = [sys.executable, "-I", "-S", mcp_process.__file__, str(os.getpid()), "999", "99"]
+    server = ["sh", "-c", "setsid sleep 600 & echo $!; echo two >&2; read line"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    for terminated in (False, True):
+        with subprocess.Popen([*command, *server], **pipes) as process:
+            pid = int(process.stdout.readline())
+            if not terminated:
+                process.stdin.close()
+            while terminated and process.poll() is None:
+                process.terminate()
+            assert process.stdout.read() == b""
+        assert process.returncode == 0
+        assert_gone([pid])
 
 
 KILLED = """
