@@ -137,7 +137,7 @@ class OpenShell:
         """  # noqa: E501 (a line break would be in the schema)
         done = self._spend(["shell", _shell(), command, True], seconds)
         if done.exit_code is None:
-            status = f"killed: {done.why}"
+            status = f"killed: {done.why}{' (and the files are gone)' if self._lost else ''}"
         else:
             status = f"exit status {done.exit_code}" if done.exit_code >= 0 else done.why
         return f"{status}\n{_text(done)}"
@@ -184,6 +184,8 @@ class OpenShell:
         seconds = self._seconds if seconds is None else seconds
         if not seconds > 0:
             raise ValueError(f"seconds is {seconds}, not above 0")
+        if self._lost:
+            raise ValueError(f"the files are gone: {self._lost}")
         if self._left <= 0:
             raise ValueError("the calls of this episode have used up their time")
         began = time.monotonic()
@@ -229,7 +231,8 @@ def call(kind, *arguments):
 def shell(program, command, is_kept):
     os.dup2(1, 2)
     variables = {{**os.environ, "PATH": "{PYTHON_FOLDER}:{_PATH}", "PYTHONDONTWRITEBYTECODE": "1"}}
-    os.execve(program, ["sh", "-c", KEPT if is_kept else 'eval "$1"', "sh", command], variables)
+    name = os.path.basename(program)
+    os.execve(program, [name, "-c", KEPT if is_kept else 'eval "$1"', name, command], variables)
 
 def inside(path):
     found = os.path.realpath(path)
