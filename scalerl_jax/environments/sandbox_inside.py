@@ -66,9 +66,9 @@ def wait(child: int, control: _socket.socket) -> tuple[int, int]:
             status = how
         elif not ended:
             _signal.sigtimedwait([_signal.SIGCHLD], COUNT_SECONDS)
-            most = used_entries()
-            if most > ENTRIES or is_stopped(control):
-                break
+        most = used_entries()
+        if status is None and (most > ENTRIES or is_stopped(control)):
+            break
     try:  # noqa: SIM105 (nothing is imported)
         posix.kill(-1, _signal.SIGKILL)  # all but this
     except ProcessLookupError:
@@ -79,7 +79,7 @@ def wait(child: int, control: _socket.socket) -> tuple[int, int]:
         except ChildProcessError:
             break
         status = how if ended == child else status
-    most = max(most, used_entries())
+    most = max(most, used_entries())  # what came in the meantime
     return status or 0, most if most > ENTRIES else sum(len(posix.listdir(folder)) for folder in (SCRATCH, SHARED))
 
 

@@ -18,7 +18,7 @@ that has started it, however that ends (PR_SET_PDEATHSIG), and the folder is gon
 
 Limits are those of config.environment.sandbox: `seconds` of a command that names none, `all_seconds` of all calls of an
 episode together (at most half of turn_seconds, so that no policy can make its episode fail), `output_bytes` of the
-files. What a command prints is read to its end and its middle left out, by environment.tool_characters.
+files. What a command prints is read to its end; its middle is left out, by environment.tool_characters.
 """
 
 import contextlib
@@ -129,12 +129,13 @@ class OpenShell:
         self._sandbox.close()
 
     def shell(self, command: str, seconds: float | None = None) -> str:
-        """Runs a command in a shell and returns its exit status and output. Files, the working directory and exported variables stay; processes that it leaves are killed. There is no network.
+        """Runs a command in a shell and returns its exit status and output. There is no network.
+        Files, the working directory and exported variables stay; processes that it leaves are killed.
 
         Args:
             command: The command, several lines if need be.
             seconds: Time after which it is killed.
-        """  # noqa: E501 (a line break would be in the schema)
+        """
         done = self._spend(["shell", _shell(), command, True], seconds)
         if done.exit_code is None:
             status = f"killed: {done.why}{' (and the files are gone)' if self._lost else ''}"

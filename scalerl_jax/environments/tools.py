@@ -40,7 +40,10 @@ class OpenTools(Protocol):
 
 @runtime_checkable
 class Toolset(Protocol):
-    """Tools that share something for an episode."""
+    """Tools that share something for an episode.
+
+    Where one has prepare(config: EnvironmentConfig), that is called before schemas(), likewise.
+    """
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """{"type": "function", "function": {"name", "description", "parameters"}} of each.
@@ -50,9 +53,6 @@ class Toolset(Protocol):
 
     def open(self, row: Row) -> OpenTools:
         """Before an episode's first call of any of them, or when its score asks. What it raises fails the episode."""
-
-    # Also, where a toolset has it, once in a process and before schemas(): prepare(config: EnvironmentConfig) -> None.
-    # Raises ValueError, one line, where there can be no such tools on this machine.
 
 
 class Tools:
@@ -127,7 +127,7 @@ class ToolEpisode:
             try:
                 name, arguments = self._read(call[1])
                 result = self._result(name, arguments)
-            except ScorerError:
+            except ScorerError:  # a toolset cannot be opened
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
                 if name:

@@ -237,7 +237,9 @@ class TestHostile:
     def test_memory_of_all_processes(self, begin):
         agent = begin(Shell(FILES))
         assert "MemoryError" in agent.sh("python -c \"x = b'x' * 10**9\"")
-        eaters = "for i in 1 2 3 4 5; do python -c \"import time; x = b'x' * (80 * 2**20); time.sleep(1000)\" & done; wait"
+        eaters = (
+            "for i in 1 2 3 4 5; do python -c \"import time; x = b'x' * (80 * 2**20); time.sleep(1000)\" & done; wait"
+        )
         assert agent.sh(eaters) == f"killed: more than {SMALL.memory_bytes} bytes of memory\n"
         assert agent.sh("ls") == "exit status 0\nmain.py\n"
 
