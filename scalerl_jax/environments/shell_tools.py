@@ -93,7 +93,7 @@ class OpenShell:
     def __init__(self, config: EnvironmentConfig, folders: Sequence[str]):
         limits = config.sandbox
         self._seconds, self._left = limits.seconds, min(limits.all_seconds, config.turn_seconds / 2)
-        self._shown = max(1, config.tool_characters - _STATUS_CHARACTERS)
+        self._shown = max(1, config.tool_characters // 2, config.tool_characters - _STATUS_CHARACTERS)
         self._sandbox = sandbox.Sandbox(
             _INSIDE,
             dataclasses.replace(sandbox.Limits.of(limits), seconds=max(limits.seconds, limits.all_seconds)),
