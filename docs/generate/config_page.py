@@ -20,7 +20,7 @@ GROUPS = {
     "the same fields under `config.mixture.NAME`; the config file names the environments.",
     "environment.columns": "",
     "environment.judge": "A model that judges: the reward `judge`. See [rewards](../how_to/rewards.md).",
-    "environment.sandbox": "In which programs of the environment `code` are run.",
+    "environment.sandbox": "In which programs of the environment `code` are run, and commands of a `Shell`.",
     "sft": "The supervised warm start, `scalerl-sft`.",
     "sft.columns": "",
     "curriculum": "Which prompts are drawn again. See [the curriculum](../algorithms/curriculum.md).",

@@ -65,13 +65,20 @@ class Completion(str):
     thinking: str  # its thinking, also where the prompt has opened that already; "": none
     tokens: int  # sampled, thinking included
     tool_calls: tuple[ToolCall, ...]  # of a turn of an episode
+    # In an episode with tools: opened(toolset) is what it has open for the episode, opened now if no call did.
+    opened: Callable[[Any], Any]
 
     def __new__(
         cls, answer: str, *, thinking: str = "", tokens: int = 0, tool_calls: tuple[ToolCall, ...] = ()
     ) -> "Completion":
         made = super().__new__(cls, answer)
         made.thinking, made.tokens, made.tool_calls = thinking, tokens, tool_calls
+        made.opened = _nothing_opened
         return made
+
+
+def _nothing_opened(toolset: Any) -> Any:
+    raise LookupError(f"{type(toolset).__name__} is opened by an episode, and this is an answer alone")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ def make(config: Config) -> Environment:
         or not all(callable(tool) or isinstance(tool, tool_calls.Toolset) for tool in tools)
     ):
         raise ValueError(f"{_FIELD}={name}: tools is {tools!r}, not a list of functions and toolsets")
-    toolbox = tool_calls.Tools(tools) if tools is not None else None
+    toolbox = tool_calls.Tools(tools, config.environment) if tools is not None else None
     function = UserFunction(
         getattr(environment, "score", _not_scored), setting=f"{_FIELD}={name}", name="environment",
         seconds=config.environment.reward_seconds, correct_at=config.environment.correct_at,

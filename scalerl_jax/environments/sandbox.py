@@ -12,7 +12,8 @@ Programs are Python, run by the interpreter that this one is made from, with its
 
 One `Sandbox` is for one program and may run it several times, each time in a fresh process (sandbox_inside.py): with
 what is on standard input, or with a function's arguments. Nothing stays from one run to the next: what a run has
-started is killed when it ends, and where it leaves files a new sandbox is made for the next.
+started is killed when it ends, and where it leaves files a new sandbox is made for the next. Where files are to be kept
+they stay, and nothing else does; a limit then ends the run alone, and of a long output the middle is left out.
 
 Who is to be trusted with what: everything that comes out of a sandbox is what the program claims. What is right never
 goes in, and is compared out here. So a program that takes over all that runs in there can claim what it likes, and
@@ -38,6 +39,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 from scalerl_jax.config import SandboxConfig
@@ -52,6 +54,7 @@ ENDING_SECONDS = 10.0
 OPEN_FILES = 64  # each end of a pair of sockets holds 200 KB of kernel memory that no other limit counts
 SHARED_PART = 4  # of the memory: the size of /dev/shm, for the locks and the shared memory of multiprocessing
 ENTRIES = 10_000  # as in sandbox_inside.py
+SHOWN_BYTES = 2**16  # of an output whose middle may be left out
 
 Kind = Literal["ended", "timeout", "memory", "output", "crashed"]
 
@@ -68,6 +71,7 @@ class Outcome:
     output: bytes  # standard output
     reply: bytes  # what the function returned, as JSON; b"": it has not returned
     why: str  # "" where it ended by itself; else a few words
+    exit_code: int | None = None  # below 0: of the signal that ended it; None: a limit did
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,23 +96,35 @@ class Sandbox:
         limits: of each run.
         function: its name, "": the program is a script that reads its standard input. Also a method of `Solution`.
         names: Python that is executed before it, as `from typing import List`.
+        keeps_files: from run to run, for as long as `running`.
+        folders: of this machine, that it may read.
     """
 
-    def __init__(self, program: str, limits: Limits, *, function: str = "", names: str = ""):
+    def __init__(
+        self, program: str, limits: Limits, *, function: str = "", names: str = "", keeps_files: bool = False,
+        folders: Sequence[str] = (),
+    ):  # fmt: skip
         self._program, self._limits, self._function, self._names = program, limits, function, names
+        self._keeps_files, self._folders = keeps_files, folders
         self._running: _Running | None = None
 
-    def run(self, given: bytes, *, seconds: float | None = None) -> Outcome:
+    @property
+    def running(self) -> bool:
+        """Whether it is started; where files are kept, those of the runs so far are there."""
+        return self._running is not None
+
+    def run(self, given: bytes, *, seconds: float | None = None, shown: int = SHOWN_BYTES) -> Outcome:
         """Once, with `given` as standard input, or as the JSON list of the function's arguments.
 
-        `seconds` by clock, if that is less than the limit. Raises SandboxLost.
+        `seconds` by clock, if that is less than the limit. shown: bytes of the output, where files are kept. Raises
+        SandboxLost.
         """
         seconds = self._limits.seconds if seconds is None else min(seconds, self._limits.seconds)
         if self._running is None:
             self._running = self._start()
         # What goes in may be in Python's own notation; what comes out may not.
         data = marshal.dumps(json.loads(given)) if self._function else given
-        outcome, again = self._running.run(data, seconds, self._limits)
+        outcome, again = self._running.run(data, seconds, self._limits, shown=shown if self._keeps_files else 0)
         if not again:
             self.close()
         return outcome
@@ -139,7 +155,7 @@ class Sandbox:
             if attempt:
                 time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             try:
-                return _Running(marshal.dumps(setup), limits=self._limits, user=user)
+                return _Running(marshal.dumps(setup), limits=self._limits, user=user, folders=self._folders)
             except _NotStarted as error:
                 why = str(error)
             except OSError as error:
@@ -174,7 +190,7 @@ class _NotStarted(Exception):
 class _Running:
     """A started sandbox, spoken to over a socket; see sandbox_inside.py."""
 
-    def __init__(self, setup: bytes, *, limits: Limits, user: sandbox_command.User):
+    def __init__(self, setup: bytes, *, limits: Limits, user: sandbox_command.User, folders: Sequence[str]):
         self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen | None = None
         files = contextlib.ExitStack()
@@ -189,6 +205,7 @@ class _Running:
                 scratch_bytes=limits.output_bytes,
                 shared_bytes=limits.memory_bytes // SHARED_PART,
                 as_root=user.runs != 0,
+                folders=folders,
             )
             command += [str(inside.fileno()), str(setup_file)]
             self._process = subprocess.Popen(
@@ -221,8 +238,8 @@ class _Running:
         finally:
             files.close()
 
-    def run(self, given: bytes, seconds: float, limits: Limits) -> tuple[Outcome, bool]:
-        """Also whether another run may follow in here."""
+    def run(self, given: bytes, seconds: float, limits: Limits, *, shown: int) -> tuple[Outcome, bool]:
+        """Also whether another run may follow in here. shown: bytes of the output; 0: all, and files are not kept."""
         with contextlib.ExitStack() as files:
             input_file = _sealed(given)
             files.callback(os.close, input_file)
@@ -240,9 +257,11 @@ class _Running:
             finally:
                 for their in theirs:
                     os.close(their)
-            return self._watch(*ends, seconds=seconds, limits=limits)
+            return self._watch(*ends, seconds=seconds, limits=limits, shown=shown)
 
-    def _watch(self, output: int, error: int, reply: int, *, seconds: float, limits: Limits) -> tuple[Outcome, bool]:
+    def _watch(
+        self, output: int, error: int, reply: int, *, seconds: float, limits: Limits, shown: int
+    ) -> tuple[Outcome, bool]:
         """Until the run has ended and everything that it wrote is read, or a limit is reached."""
         read: dict[int, bytearray] = {output: bytearray(), error: bytearray(), reply: bytearray()}
         control = self._control.fileno()
@@ -254,10 +273,14 @@ class _Running:
         now = time.monotonic()
         end, next_check = now + seconds, now + MEMORY_CHECK_SECONDS
         status: bytes | None = None
-        open_files = set(read)
+        open_files, left_out = set(read), dict.fromkeys(read, 0)
 
-        def outcome(kind: Kind, why: str) -> tuple[Outcome, bool]:
-            return Outcome(kind, bytes(read[output]), bytes(read[reply]), why), False
+        def outcome(kind: Kind, why: str, code: int | None = None, *, again: bool = False) -> tuple[Outcome, bool]:
+            if shown:
+                left_out[output] += _without_middle(read[output], shown)
+            if left_out[output]:
+                read[output][shown // 2 : shown // 2] = b"\n... (%d bytes are left out) ...\n" % left_out[output]
+            return Outcome(kind, bytes(read[output]), bytes(read[reply]), why, code), again
 
         while open_files or status is None:
             for file, _ in poll.poll(max(0.0, min(end, next_check) - time.monotonic()) * 1000 + 1):
@@ -272,23 +295,36 @@ class _Running:
                 if not data:
                     poll.unregister(file)
                     open_files.discard(file)
-                if sum(map(len, read.values())) > limits.output_bytes:
+                if shown:
+                    if len(read[file]) > 2 * shown + 65_536:
+                        left_out[file] += _without_middle(read[file], shown)
+                elif sum(map(len, read.values())) > limits.output_bytes:
                     return outcome("output", f"more than {limits.output_bytes} bytes of output")
             now = time.monotonic()
             # One that has ended is not to blame where this process stood still before it could see that.
             if status is None and now >= end and not ended.poll(0):
-                return outcome("timeout", f"no end after {seconds:.3g} s")
+                return outcome("timeout", f"no end after {seconds:.3g} s", again=shown > 0 and self._stop())
             if status is None and now >= next_check:
                 next_check = now + MEMORY_CHECK_SECONDS
                 used = self._memory()
                 if used > limits.memory_bytes:
-                    return outcome("memory", f"more than {limits.memory_bytes} bytes of memory")
+                    why = f"more than {limits.memory_bytes} bytes of memory"
+                    return outcome("memory", why, again=shown > 0 and self._stop())
         assert status is not None
         code, entries = (int(number) for number in status.split())
         if entries > ENTRIES:
             return outcome("output", f"more than {ENTRIES} files")
-        kind, why = _ending(os.waitstatus_to_exitcode(code), bytes(read[error]))
-        return Outcome(kind, bytes(read[output]), bytes(read[reply]), why), not entries
+        code = os.waitstatus_to_exitcode(code)
+        return outcome(*_ending(code, bytes(read[error])), code, again=shown > 0 or not entries)
+
+    def _stop(self) -> bool:
+        """Ends what runs in it. Whether another run may follow."""
+        with contextlib.suppress(OSError):  # it has ended, or does not answer
+            self._control.settimeout(ENDING_SECONDS)
+            self._control.send(b"stop")
+            status = self._control.recv(64)
+            return bool(status) and int(status.split()[1]) <= ENTRIES
+        return False
 
     def _memory(self) -> int:
         """Resident bytes of all processes in it, shared ones as often as they are shared."""
@@ -338,6 +374,13 @@ def _ending(code: int, error: bytes) -> tuple[Kind, str]:
     if code == 1 and last.startswith("MemoryError"):
         return "memory", "MemoryError"
     return "crashed", f"{last or 'no message'} (exit code {code})"
+
+
+def _without_middle(data: bytearray, most: int) -> int:
+    """Leaves `most` bytes, the first and the last ones; how many it took out."""
+    count = max(0, len(data) - most)
+    del data[most // 2 : most // 2 + count]
+    return count
 
 
 def _sealed(data: bytes) -> int:

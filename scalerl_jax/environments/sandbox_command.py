@@ -11,7 +11,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator, Sequence
 
+PYTHON_FOLDER = "/python"  # in a sandbox: where the interpreter is called python, for a PATH
+# Where a machine's commands are, for sandboxes in which a shell runs; the last one is links that some of them are.
+COMMAND_FOLDERS = ("/usr/bin", "/bin", "/etc/alternatives")
 OLDEST = (0, 8)  # bubblewrap's, with all options that are used here
 # What makes the kernel refuse user namespaces: the value with which it does.
 _SWITCHES = {
@@ -109,8 +113,13 @@ def _python() -> tuple[str, tuple[str, ...]]:
     return python, tuple(options)
 
 
-def command(filter_file: int, *, scratch_bytes: int, shared_bytes: int, as_root: bool) -> list[str]:
-    """bwrap and its options, and the Python in there up to its script's arguments."""
+def command(
+    filter_file: int, *, scratch_bytes: int, shared_bytes: int, as_root: bool, folders: Sequence[str] = ()
+) -> list[str]:
+    """bwrap and its options, and the Python in there up to its script's arguments.
+
+    folders: of this machine, that can be read in there.
+    """
     bwrap = shutil.which("bwrap")
     assert bwrap is not None
     python, mounts = _python()
@@ -131,14 +140,27 @@ def command(filter_file: int, *, scratch_bytes: int, shared_bytes: int, as_root:
         *("--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
         *rights,
         *mounts,
+        *("--perms", "0755", "--dir", PYTHON_FOLDER),
+        *(option for name in ("python", "python3") for option in ("--symlink", python, f"{PYTHON_FOLDER}/{name}")),
         *devices,
         *("--perms", "1777", "--size", str(max(scratch_bytes, 65_536)), "--tmpfs", "/tmp"),
         *("--perms", "1777", "--size", str(max(shared_bytes, 65_536)), "--tmpfs", "/dev/shm"),
+        *_folders(folders),
         *("--remount-ro", "/", "--chdir", "/"),
         *("--setenv", "PYTHONHASHSEED", "0", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
         *("--seccomp", str(filter_file)),
         *("--", python, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", _inside()),
     ]
+
+
+def _folders(folders: Sequence[str]) -> Iterator[str]:
+    for folder in folders:
+        for parent in reversed(pathlib.PurePath(folder).parents[:-1]):
+            yield from ("--perms", "0755", "--dir", str(parent))
+        if os.path.islink(folder) and os.path.realpath(folder) in folders:  # as /bin mostly is
+            yield from ("--symlink", os.readlink(folder), folder)
+        else:
+            yield from ("--ro-bind", folder, folder)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
     a message with four descriptors comes in       input, standard output, standard error, reply
     a fork with those and with limits runs the program, once
-    when it has ended everything else that it started is killed, and "STATUS ENTRIES" goes out
+    when it has ended, or "stop" comes in, everything else that it started is killed, and "STATUS ENTRIES" goes out
     the socket ends: so does this, and with it whatever is left in the sandbox
 
 STATUS is the fork's as waitpid gives it, ENTRIES how many there are in the scratch folders afterwards.
@@ -42,6 +42,8 @@ def serve() -> tuple[int, int, int, int]:
         message, ancillary, _, _ = control.recvmsg(16, 256)
         if not message:
             posix._exit(0)
+        if message == b"stop":  # of a run that had ended by then
+            continue
         data = memoryview(ancillary[0][2]).cast("i")
         descriptors = (data[0], data[1], data[2], data[3])
         child = posix.fork()
@@ -50,11 +52,11 @@ def serve() -> tuple[int, int, int, int]:
             return descriptors
         for descriptor in descriptors:
             posix.close(descriptor)
-        status, entries = wait(child)
+        status, entries = wait(child, control)
         control.send(b"%d %d" % (status, entries))
 
 
-def wait(child: int) -> tuple[int, int]:
+def wait(child: int, control: _socket.socket) -> tuple[int, int]:
     """Until nothing runs but this."""
     status = None
     most = 0
@@ -64,9 +66,9 @@ def wait(child: int) -> tuple[int, int]:
             status = how
         elif not ended:
             _signal.sigtimedwait([_signal.SIGCHLD], COUNT_SECONDS)
-            most = max(space.f_files - space.f_ffree for space in map(posix.statvfs, (SCRATCH, SHARED)))
-            if most > ENTRIES:
-                break
+        most = used_entries()
+        if status is None and (most > ENTRIES or is_stopped(control)):
+            break
     try:  # noqa: SIM105 (nothing is imported)
         posix.kill(-1, _signal.SIGKILL)  # all but this
     except ProcessLookupError:
@@ -77,7 +79,20 @@ def wait(child: int) -> tuple[int, int]:
         except ChildProcessError:
             break
         status = how if ended == child else status
+    most = max(most, used_entries())  # what came in the meantime
     return status or 0, most if most > ENTRIES else sum(len(posix.listdir(folder)) for folder in (SCRATCH, SHARED))
+
+
+def used_entries() -> int:
+    return max(space.f_files - space.f_ffree for space in map(posix.statvfs, (SCRATCH, SHARED)))
+
+
+def is_stopped(control: _socket.socket) -> bool:
+    try:
+        control.recv(16, _socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def confine(descriptors: tuple[int, int, int, int], setup: dict) -> None:

@@ -20,8 +20,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from scalerl_jax.config import EnvironmentConfig
 from scalerl_jax.environments import user_code
-from scalerl_jax.environments.base import Completion, Row, Score, ToolCall
+from scalerl_jax.environments.base import Completion, Row, Score, ScorerError, ToolCall
 from scalerl_jax.environments.episode import Step
 
 
@@ -37,7 +38,10 @@ class OpenTools(Protocol):
 
 @runtime_checkable
 class Toolset(Protocol):
-    """Tools that share something for an episode."""
+    """Tools that share something for an episode.
+
+    Where one has prepare(config: EnvironmentConfig), that is called before schemas(), likewise.
+    """
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """{"type": "function", "function": {"name", "description", "parameters"}} of each.
@@ -46,21 +50,24 @@ class Toolset(Protocol):
         """
 
     def open(self, row: Row) -> OpenTools:
-        """Before an episode's first call of any of them."""
+        """Before an episode's first call of any of them, or when its score asks. What it raises fails the episode."""
 
 
 class Tools:
     """The tools of an environment: functions and toolsets."""
 
-    def __init__(self, tools: Sequence[Callable | Toolset]):
-        self._tools = tools
+    def __init__(self, tools: Sequence[Callable | Toolset], config: EnvironmentConfig | None = None):
+        """config: what toolsets are prepared with; None: they are not."""
+        self._tools, self._config = tools, config
 
     @functools.cached_property
     def owners(self) -> Mapping[str, tuple[Mapping[str, Any], Callable | Toolset]]:
         """Schema and owner of each tool, by name. Raises ValueError naming the tool that has no schema or another's."""
         found: dict[str, tuple[Mapping[str, Any], Callable | Toolset]] = {}
         for owner in self._tools:
-            for schema in owner.schemas() if isinstance(owner, Toolset) else (_schema(owner),):
+            if self._config is not None and isinstance(owner, Toolset) and hasattr(owner, "prepare"):
+                owner.prepare(self._config)
+            for schema in owner.schemas() if isinstance(owner, Toolset) else (schema_of(owner),):
                 name = schema["function"]["name"]
                 if name in found:
                     raise ValueError(f"tool {name}: there are two of this name")
@@ -72,7 +79,8 @@ class Tools:
         return tuple(schema for schema, _ in self.owners.values())
 
 
-def _schema(tool: Callable) -> Mapping[str, Any]:
+def schema_of(tool: Callable) -> Mapping[str, Any]:
+    """From its signature and docstring. Raises ValueError naming it."""
     # Here and not above: a run without tools does not need it.
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -98,6 +106,7 @@ class ToolEpisode:
         results = [*self._results(turn)]
         if results:
             return Step(tuple({"role": "tool", "content": result} for result in results))
+        turn.opened = self._opened
         score = self._score(self._row, turn)
         errors = {f"tool_errors/{name}": count for name, count in self._errors.items()}
         total = sum(errors.values()) + self._unknown
@@ -116,6 +125,8 @@ class ToolEpisode:
             try:
                 name = self._named(call)
                 result = self._result(name, call.arguments)
+            except ScorerError:  # a toolset cannot be opened
+                raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code raises anything)
                 if name:
                     self._errors[name] += 1
@@ -135,14 +146,21 @@ class ToolEpisode:
     def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
         owner = self._owners[name]
         if isinstance(owner, Toolset):
-            if id(owner) not in self._open:
-                self._open[id(owner)] = owner.open(self._row)
-            found = self._open[id(owner)].call(name, arguments)
+            found = self._opened(owner).call(name, arguments)
         else:
             found = owner(**arguments)
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+    def _opened(self, toolset: Toolset) -> OpenTools:
+        if id(toolset) not in self._open:
+            try:
+                self._open[id(toolset)] = toolset.open(self._row)
+            except (Exception, SystemExit) as error:
+                line = f"{type(toolset).__name__} cannot be opened: {user_code.error_line(error)}"
+                raise ScorerError(line) from error
+        return self._open[id(toolset)]
 
 
 async def _awaited(value: Any) -> Any:
