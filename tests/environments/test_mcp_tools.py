@@ -24,6 +24,7 @@ from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.mcp_tools import McpServer
 from scalerl_jax.environments.prompts import Prompts, Replies
+from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.support.chat_folders import chat_folder
 
@@ -180,7 +181,7 @@ def call(name: str, /, **arguments) -> str:
 
 
 def results(episode: ToolEpisode, text: str) -> list[str]:
-    return [message["content"] for message in episode.step(Turn(text)).messages]
+    return [message["content"] for message in episode.step(Turn(text, tool_calls=read_calls(text, "hermes"))).messages]
 
 
 def playing(tools: Tools) -> contextlib.closing[ToolEpisode]:

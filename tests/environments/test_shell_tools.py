@@ -19,6 +19,7 @@ from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.sandbox import ENTRIES
 from scalerl_jax.environments.sandbox_check import check
 from scalerl_jax.environments.shell_tools import Shell
+from scalerl_jax.environments.tool_calls import read_calls
 from scalerl_jax.environments.tools import ToolEpisode, Tools
 from tests.environments.sandboxes import SMALL, needs_bubblewrap, others
 from tests.environments.test_episodes import Player, config_of, pool_of
@@ -60,7 +61,8 @@ class Agent:
         self.episode = ToolEpisode(Row("q", extra={"n": 7}), tools, score=score, characters=settings.tool_characters)
 
     def __call__(self, name: str, /, **arguments) -> str:
-        step = self.episode.step(Completion(call(name, **arguments)))
+        text = call(name, **arguments)
+        step = self.episode.step(Completion(text, tool_calls=read_calls(text, "hermes")))
         assert not step.done
         return step.messages[0]["content"]
 
