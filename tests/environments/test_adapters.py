@@ -101,9 +101,7 @@ def test_random_numbers_begin_at_the_rows_seed_and_leave_the_runs_alone(tmp_path
 
 def test_what_resets_otherwise_is_one_line(tmp_path):
     games = make_environment(config_of(tmp_path, "clock"))
-    with pytest.raises(
-        ValueError, match=r"reset is not deterministic: .* what it says now, 'It is"
-    ):
+    with pytest.raises(ValueError, match=r"reset is not deterministic: .* what it says now, 'It is"):
         games.episode(next(iter(games.rows("train"))))
 
 
