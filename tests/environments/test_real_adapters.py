@@ -1,4 +1,4 @@
-"""The adapters with the libraries whose environments they bring: files as a user writes them, played in the pool.
+"""The adapters with the libraries whose environments they bring: the examples of the docs, played in the pool.
 
 The libraries are in an environment of their own, that of `make test-adapters`. None of it needs a network.
 """
@@ -22,6 +22,7 @@ from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.adapters import TRL
 from scalerl_jax.environments.load import make_environment
 from tests.support.episodes import play, pool_of
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -46,28 +47,20 @@ def played(path: pathlib.Path, text: str, *turns: str) -> tuple[Row, list[str], 
         return rows[0], *play(pool, rows[0], *turns)
 
 
+def example(name: str) -> str:
+    """The file of this name in the docs, with fewer rows."""
+    pages = (ROOT / "docs" / "how_to" / page for page in ("environments.md", "other_environments.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    (found,) = re.findall(rf"```python\n(# {re.escape(name)}\n.*?)```", text, re.DOTALL)
+    return found.replace("prompts=500", "prompts=5, held_out=2")
+
+
 def test_gymnasium(tmp_path):
     need("gymnasium")
-    row, replies, score = played(
-        tmp_path,
-        """
-import gymnasium
-from scalerl_jax.environments.adapters import Gym
-MOVES = ("left", "down", "right", "up")
-
-def move(text):
-    if text.strip() not in MOVES: raise ValueError(f"say one of {', '.join(MOVES)}")
-    return MOVES.index(text.strip())
-
-def game():
-    make = lambda: gymnasium.make("FrozenLake-v1", is_slippery=False)
-    return Gym(make, prompts=5, held_out=2, describe=lambda at: f"row {at // 4}, column {at % 4}. ", parse=move)
-""",
-        *("down", "jump", "down", "right", "right", "down", "right"),
-    )
-    assert row.text == "row 0, column 0. " and replies[-1] == "row 3, column 2. "
-    assert replies[1] == "error: say one of left, down, right, up"
-    assert (score.reward, score.correct, score.metrics["invalid_actions"]) == (1.0, True, 1.0)
+    row, replies, score = played(tmp_path, example("blackjack.py"), "fold", "stick")
+    assert re.fullmatch(r"You have \d+( with an ace)?, the dealer shows \d+\. Hit or stick\? ", row.text)
+    assert replies == ["error: say hit or stick. "] and score.metrics["invalid_actions"] == 1.0
+    assert score.reward in (-1.0, 0.0, 1.0) and score.correct == (score.reward == 1.0)
 
 
 def test_gymnasiums_time_limit_ends_an_episode(tmp_path):
@@ -75,11 +68,12 @@ def test_gymnasiums_time_limit_ends_an_episode(tmp_path):
     _, replies, score = played(
         tmp_path,
         """
+import string
 import gymnasium
 from scalerl_jax.environments.adapters import Gym
 
 class Chat(gymnasium.Env):
-    observation_space = action_space = gymnasium.spaces.Text(99)
+    observation_space = action_space = gymnasium.spaces.Text(99, charset=string.printable)
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return f"Hello {self.np_random.integers(99)}", {}
@@ -98,31 +92,19 @@ def game():
 
 def test_gem(tmp_path):
     need("gem")
-    row, replies, score = played(
-        tmp_path,
-        """
-import gem
-from scalerl_jax.environments.adapters import Gym
-
-def game():
-    return Gym(lambda: gem.make("game:GuessTheNumber-v0-easy"), prompts=50)
-""",
-        *("\\boxed{99}", "42"),
-    )
+    row, replies, score = played(tmp_path, example("guess.py"), "\\boxed{99}", "42")
     assert "Guess The Number" in row.text and "outside the range" in replies[0]
     assert score.reward < 0 and not score.correct
 
 
-GAME = """
-import re
-import textarena
-from scalerl_jax.environments.adapters import TextArena
-"""
-
-
 def test_textarena(tmp_path):
     need("textarena")
-    file = GAME + "\ndef game(): return TextArena(lambda: textarena.make('GuessTheNumber-v0'), prompts=20)\n"
+    file = """
+import textarena
+from scalerl_jax.environments.adapters import TextArena
+
+def game(): return TextArena(lambda: textarena.make("GuessTheNumber-v0"), prompts=20)
+"""
     row, replies, score = played(tmp_path, file, "[1]", "none", "[21]")
     assert "You are playing Guess The Number" in row.text
     assert "You are playing" not in replies[0] and re.search(r"target number is|Congrat", replies[0])
@@ -131,12 +113,7 @@ def test_textarena(tmp_path):
 
 def test_an_opponent_in_textarena(tmp_path):
     need("textarena")
-    file = f"""{GAME}
-def last(seen): return re.findall(r"'(\\[\\d\\])'", seen.rpartition("Available Moves")[2])[-1]
-
-def game(): return TextArena(lambda: textarena.make("TicTacToe-v0"), prompts=2, players=2, opponent=last)
-"""
-    _, replies, score = played(tmp_path, file, "[0]", "[1]", "[2]")
+    _, replies, score = played(tmp_path, example("tic_tac_toe.py"), "[0]", "[1]", "[2]")
     assert "Player 1 placed their symbol (X) in cell 8" in replies[0] and "in cell 7" in replies[1]
     assert (score.reward, score.correct) == (1.0, True)
 
@@ -181,46 +158,21 @@ def echo_server() -> Iterator[int]:
 
 
 def test_openenv(echo_server, tmp_path):
-    file = f"""
-from openenv.core import GenericEnvClient
-from scalerl_jax.environments.adapters import OpenEnv
-
-def said(text):
-    if not text.strip(): raise ValueError("say something")
-    return {{"text": text}}
-
-def connect(): return GenericEnvClient(base_url="http://127.0.0.1:{echo_server}")
-
-def game(*, connect=connect):
-    return OpenEnv(connect, prompts=5, held_out=2, action=said, describe=lambda seen: seen["text"])
-"""
+    file = example("echo.py").replace(":8000", f":{echo_server}")
     word = random.Random(0).choice(["yes", "no"])
-    row, replies, score = played(tmp_path, file, "maybe", " ", word)
-    assert row.text == f"Say {word}." and replies == ["1: maybe", "error: say something"]
-    assert score.reward == 1.0
+    row, replies, score = played(tmp_path, file, "maybe", word)
+    assert row.text == f"Say {word}." and replies == ["1: maybe"] and score.reward == 1.0
     # A client that is sync already.
     made: dict[str, Any] = {}
-    exec(file, made)
-    episode = made["game"](connect=lambda: made["connect"]().sync()).episode(row)
+    exec(file.replace('")', '").sync()'), made)
+    episode = made["game"]().episode(row)
     assert episode.step(word).reward == 1.0
     episode.close()
 
 
 def test_skyrl_gym(tmp_path):
     need("skyrl_gym")
-    row, replies, score = played(
-        tmp_path,
-        """
-import skyrl_gym
-from scalerl_jax.environments.adapters import SkyRL
-ROWS = [{"prompt": [{"role": "user", "content": f"{n}+2?"}], "reward_spec": {"ground_truth": str(n + 2)},
-         "extra_info": {"max_turns": 3}} for n in range(3)]
-
-def game():
-    return SkyRL(lambda row: skyrl_gym.make("gsm8k_multi_turn", extras=row), rows=ROWS)
-""",
-        *("hm", "#### 2"),
-    )
+    row, replies, score = played(tmp_path, example("sums.py"), "hm", "#### 2")
     assert row.text == "0+2?" and "tentative numeric answer" in replies[0] and score.correct
 
 
@@ -278,16 +230,7 @@ def test_tools_are_those_that_trls_trainer_finds():
 
 def test_a_class_of_trl_is_played(tmp_path):
     need("transformers")
-    row, replies, score = played(
-        tmp_path,
-        f"""
-from scalerl_jax.environments.adapters import TRL
-{inspect.getsource(Drawer)}
-
-def game(config):
-    return TRL(Drawer, config, rows=lambda split: [{{"prompt": [{{"role": "user", "content": split + ". "}}]}}])
-""",
-        *('<tool_call>{"name": "open"}</tool_call>', "a key"),
-    )
-    assert row.text == "train. Open it." and replies == ["a key"]
+    call = '<tool_call>{"name": "add", "arguments": {"by": 2}}</tool_call>'
+    row, replies, score = played(tmp_path, example("counter.py"), call, "It is 2.")
+    assert row.text == "Count to 2." and replies == ["The count is 2."]
     assert (score.reward, score.correct, score.metrics["tool_calls"]) == (1.0, True, 1)
