@@ -102,7 +102,10 @@ class Games:
         with _seeded(columns):
             game = self._open_game(columns)
             try:
-                return game, self.said(game.reset(columns))
+                said = self.said(game.reset(columns))
+                if not said or not said[-1]["content"].strip():
+                    raise ValueError("there is no prompt: reset gives nothing to ask")
+                return game, said
             except BaseException:
                 game.close()
                 raise
@@ -336,10 +339,7 @@ class _TRL:
         if not isinstance(added, str | None):
             raise ValueError(f"reset gave {type(added).__name__}, not a text or None")
         messages[-1]["content"] += added or ""
-        if not messages[-1]["content"].strip():
-            raise ValueError("there is no prompt: the row has none, and reset gave none")
-        named = {"reward", "get_reward"} & {*dir(self.environment)}
-        if not named and not self._reward_funcs:
+        if not self._reward_funcs and not {"reward", "get_reward"} & {*dir(self.environment)}:
             raise ValueError(f"{type(self.environment).__name__} has no reward or get_reward; reward_funcs are none")
         return tuple(messages)
 

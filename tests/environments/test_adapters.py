@@ -292,6 +292,7 @@ def trl(factory, *reward_funcs, **row) -> TRL:
     return TRL(factory, EnvironmentConfig(), rows=rows, reward_funcs=reward_funcs)
 
 
+@pytest.mark.slow  # for the import of transformers
 def test_a_class_of_trl():
     pytest.importorskip("transformers")
     (row,) = trl(Counter).rows("train")
@@ -304,6 +305,7 @@ def test_a_class_of_trl():
     assert first(trl(Counter), "done")[-1].reward == 0.0
 
 
+@pytest.mark.slow  # for the import of transformers
 def test_rewards_of_trl_add_up():
     pytest.importorskip("transformers")
 
@@ -320,6 +322,7 @@ def test_rewards_of_trl_add_up():
         first(trl(Counter, none), "done")
 
 
+@pytest.mark.slow  # for the import of transformers
 def test_rows_of_trl(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "rows.jsonl").write_text('{"goal": 1}\n{"goal": 2}\n')
