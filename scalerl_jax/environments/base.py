@@ -33,6 +33,7 @@ class Row:
     chat: bool = False  # a text that is asked as a user asks it: for the chat template, where the model has one
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of what it may call, for the chat template
     source: str = ""  # where its environment has it from, if sources are drawn from with weights
+    key: str = ""  # tells problems of the same prompt apart: a game's seed, of which its first words say nothing
     environment: str = ""  # its name in a mixture
     index: int = -1  # in its split
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # [tokens] int32

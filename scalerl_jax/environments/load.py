@@ -175,7 +175,7 @@ def digest(rows: Sequence[Row]) -> int:
 
 def _what(row: Row) -> str:
     turns = [(message["role"], message["content"]) for message in row.messages] or [("user", row.text)]
-    return json.dumps([turns, row.answer])
+    return json.dumps([turns, row.answer] + [row.key] * bool(row.key))
 
 
 def _notes(name: str, environment: Environment, problems: Problems) -> list[str]:

@@ -32,7 +32,7 @@ from scalerl_jax.environments.user_functions import UserFunction
 _FIELD = "config.environment.name"
 _ANY = (Exception, SystemExit)  # what the user's own code may raise
 _FIELDS: dict[str, tuple[Any, str]] = {  # of a Row
-    **dict.fromkeys(("text", "answer", "task", "name", "source"), (str, "a text")),
+    **dict.fromkeys(("text", "answer", "task", "name", "source", "key"), (str, "a text")),
     "extra": (Mapping, "a dict"),
     "messages": (list | tuple, "messages"),
 }

@@ -18,6 +18,7 @@ from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.environments.load import make_environment
 from scalerl_jax.environments.score_worker import LONGEST_WHY
 from scalerl_jax.environments.scorer import Scorer
+from tests.support.episodes import Letters, pool_of, turn_of
 from tests.support.waiting import eventually
 
 CLASSES = """
@@ -60,16 +61,6 @@ def not_begun():
 """
 
 
-class Letters:
-    """What a reply is, in letters, without a tokenizer."""
-
-    def encode(self, row, messages, *, behind):
-        text = "".join(message["content"] for message in messages)
-        if not text:
-            raise ValueError("a reply of the environment is empty")
-        return text, [ord(letter) for letter in text]
-
-
 def config_of(path, name: str, **rollout) -> Config:
     file = path / "echo.py"
     file.write_text(CLASSES)
@@ -81,13 +72,6 @@ def config_of(path, name: str, **rollout) -> Config:
     for field, value in rollout.items():
         setattr(config.rollout, field, value)
     return config
-
-
-def pool_of(config: Config, complaints: Complaints | None = None) -> EpisodePool:
-    return EpisodePool(
-        config, {"": make_environment(config)}, replies=Letters(), decode=lambda ids: "".join(map(chr, ids)),
-        turn_tokens=20, complaints=complaints or Complaints(),
-    )  # fmt: skip
 
 
 class Untold(Complaints):
@@ -107,8 +91,7 @@ class Player:
 
     def say(self, text: str, *, finish: str = "stop") -> Score | str:
         """The score, or the text of the reply."""
-        ids, zeros = np.array([ord(letter) for letter in text], np.int32), np.zeros(len(text), np.float32)
-        turn = Completion(1, "train/0", 0, ids, zeros, ((0, 0, len(ids)),), (), finish)
+        turn = turn_of(text, finish=finish)
         if self.trajectory is None:
             self.trajectory = Trajectory(turn, "a:1")
         else:

@@ -15,6 +15,7 @@ BUDGETS = {
     "test-full": (150, 1_500),
     "test-vllm": (100, 300),
     "test-full-vllm": (100, 120),
+    "test-adapters": (60, 60),
 }
 MEASURE = "measure it: python -m tests.runner TARGET FILE --keep_durations"
 

@@ -1,6 +1,6 @@
 """Which prompts are held out: of all there are, those with the lowest hashes.
 
-    key(text)    blake2b of a prompt's text, with white space evened out
+    key(text)    blake2b of a prompt's text, with white space evened out, and of the row's own key
     held out     the `count` rows with the lowest keys of their questions
 
 So the choice depends on neither the order of rows nor a seed nor a template; where data grow, it changes only by what
@@ -25,6 +25,7 @@ def question(row: Row, environment: EnvironmentConfig) -> str:
     return row.text
 
 
-def key(text: str) -> bytes:
-    """[KEY_BYTES] of a prompt's text."""
-    return hashlib.blake2b(" ".join(text.split()).encode("utf-8"), digest_size=KEY_BYTES).digest()
+def key(text: str, apart: str = "") -> bytes:
+    """[KEY_BYTES] of a prompt's text and of what tells it apart from the same text (Row.key)."""
+    whole = " ".join(text.split()) + (f"\0{apart}" if apart else "")
+    return hashlib.blake2b(whole.encode("utf-8"), digest_size=KEY_BYTES).digest()

@@ -87,7 +87,7 @@ class Problems:
                 break
             # One that is too long is not trained on either, and the next one is held out in its place.
             for row in self._render([candidates[key]]):
-                asked = held_out.key(row.text)
+                asked = held_out.key(row.text, row.key)
                 if not self._repeats(row, known.held_out_asked.get(asked)):
                     known.held_out_asked[asked] = row
                     self._asked.append(row)
@@ -111,7 +111,7 @@ class Problems:
             self._contaminated = evaluations.notes()
         kept = []
         for row in self._render(clean):
-            asked = held_out.key(row.text)
+            asked = held_out.key(row.text, row.key)
             if self._is_held_out(row, known.held_out_asked.get(asked)):
                 continue
             if not self._repeats(row, known.train_asked.get(asked)):
@@ -147,7 +147,7 @@ class Problems:
                 self._filtered.add(row.name)
 
     def _key(self, row: Row) -> bytes:
-        return held_out.key(held_out.question(row, self._config.environment))
+        return held_out.key(held_out.question(row, self._config.environment), row.key)
 
     def _is_held_out(self, row: Row, asked: Row | None) -> bool:
         if asked is not None:
