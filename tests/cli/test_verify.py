@@ -97,6 +97,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(folder, arguments, said):
     assert "Traceback" not in done.stderr and sorted(folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_function_that_ends_its_process_is_named_and_counted(folder):
     (folder / "ends.py").write_text("import os\n\ndef ends(completion):\n    return os._exit(1) if completion else 0\n")
     jsonl(folder / "one.jsonl", [{"completion": "1"}])

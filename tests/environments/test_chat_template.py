@@ -52,6 +52,7 @@ def both(folders, style, messages, arguments):
     return text, ours.encode(text), expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "arguments"), EACH)
 @given(data=st.data())
 @settings(max_examples=25)

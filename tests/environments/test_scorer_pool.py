@@ -101,6 +101,7 @@ def test_known_answers(verifier, text, answer, right):
     assert verifier.judge(text, answer) is right
 
 
+@pytest.mark.slow
 def test_without_thinking_all_of_the_text_is_the_answer():
     with Verifier(processes=1, seconds=60.0, end_of_thinking="") as verifier:
         assert verifier.judge("It is 7.", "7")
@@ -114,6 +115,7 @@ def test_an_answer_that_never_ends_is_wrong_and_holds_up_nobody(hasty):
     assert after.result(600).correct or at_last(hasty, "</think>\\boxed{11}", "11")
 
 
+@pytest.mark.slow
 def test_an_answer_that_never_ends_is_judged_once(hasty):
     assert hasty.judge("</think>$8^{9^{9^{9}}}$", "7") is False
     judged, given_up = hasty.scored, hasty.given_up
@@ -122,6 +124,7 @@ def test_an_answer_that_never_ends_is_judged_once(hasty):
     assert (hasty.scored, hasty.given_up) == (judged, given_up)
 
 
+@pytest.mark.slow
 def test_the_limit_counts_the_time_of_the_worker_and_not_the_clock(hasty):
     """A machine that stands still for longer than the limit does not make a right answer wrong."""
     process = hasty._workers[0]._running.process
@@ -178,6 +181,7 @@ def test_a_worker_that_cannot_be_started_is_said_in_one_line(monkeypatch):
         assert verifier.submit("</think>1", "1").result(600).correct  # the thread lives
 
 
+@pytest.mark.slow
 def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
     real, failures = subprocess.Popen, [errno.EAGAIN, errno.ENOMEM]
 
@@ -413,6 +417,7 @@ def test_a_worker_that_has_grown_is_replaced_before_its_next_question():
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_worker_loads_no_more_than_it_needs():
     """It starts in the time that numpy takes; what environments need they import when they score."""
     program = (

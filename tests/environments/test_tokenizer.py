@@ -97,6 +97,7 @@ def test_the_phrase_is_its_words(folder):
     assert len(ids) <= len(PHRASE.split()) + 5  # punctuation
 
 
+@pytest.mark.slow
 def test_transformers_reads_the_same(folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     # Beside a model's config.json, as it is used.

@@ -250,6 +250,7 @@ def two(address: str, request: pytest.FixtureRequest) -> Iterator[list[Host]]:
         host.process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_host_ends_the_other(two: list[Host], killed: int) -> None:
     two[killed].process.kill()
@@ -258,6 +259,7 @@ def test_a_killed_host_ends_the_other(two: list[Host], killed: int) -> None:
     assert link.GOES_ON in said and ("the first host" in said if killed == 0 else "host 1 (" in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two", ["frozen"], indirect=True)
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_host_ends_the_other_and_then_itself(two: list[Host], frozen: int) -> None:
@@ -270,6 +272,7 @@ def test_a_frozen_host_ends_the_other_and_then_itself(two: list[Host], frozen: i
     assert code == LOST and link.GOES_ON in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [0, 1])
 def test_told_to_stop_one_tells_the_first(two: list[Host], told: int) -> None:
     """Where the first is told, it ends the other; where the other is told, the first is asked to stop."""

@@ -39,6 +39,7 @@ def test_somebodys_own_choice_is_kept():
     assert tuned({"GLIBC_TUNABLES": chosen}) == {"GLIBC_TUNABLES": f"{chosen}:{hugetlb}"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("chosen", [None, "glibc.malloc.hugetlb=0"])
 def test_a_server_is_the_process_that_was_started(chosen, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ def test_by_hand() -> None:
     assert "expert_tokens" not in large and len(large["expert_load_by_layer"]) == 64
 
 
+@pytest.mark.slow
 def test_an_update_counts_what_came_to_each() -> None:
     """However the batch is packed, and without padding; a router that has one answer sends everything there."""
     decoder = toy_decoder(family="qwen3_moe")

@@ -22,6 +22,7 @@ def results(tmp_path_factory):
         return dict(np.load(f"{out}.npz")), json.load(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_gradient_is_the_same(results, mesh):
     compare(tree(results, f"float32/{mesh}"), tree(results, "float32/one"), FLOAT32_TOLERANCE)

@@ -64,6 +64,7 @@ def by_formula(params: Any, reference: Any, given: list[Segment]) -> Any:
     return jax.jit(jax.grad(loss))(params)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_formulas() -> None:
     policy, reference, given = params_of(DECODER), moved(params_of(DECODER)), segments()[:2]
     plain_one = started(policy).forward_backward(given)

@@ -64,6 +64,7 @@ def test_they_lie_at_the_positions_of_their_tokens() -> None:
     assert len(padding) and (padding == OWN).all()
 
 
+@pytest.mark.slow
 def test_a_segment_without_them_is_routed_as_ever() -> None:
     """To the bit: also where the others of its batch are sent elsewhere."""
     for one, other in zip(gradient(started(), segments())[2], gradient(started(router_replay=False), segments())[2]):

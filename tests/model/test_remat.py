@@ -31,6 +31,7 @@ def test_loss_and_gradients_are_the_same():
         assert relative(found[name][1], found["none"][1]) < 2e-6, name
 
 
+@pytest.mark.slow
 def test_each_takes_less_memory_than_the_one_before():
     """Of many blocks on short segments, where what is kept is most of it."""
     decoder = dataclasses.replace(DECODER, layers=36, hidden_size=64, intermediate_size=64, head_dim=16)
@@ -71,6 +72,7 @@ def test_with_attention_kept_no_score_is_computed_again():
     assert counts["save_products"] == counts["save_attention"] == counts["none"] < counts["block"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [DECODER, MOE], ids=["dense", "experts"])
 def test_with_products_kept_none_is_computed_again(decoder):
     params = params_of(decoder)

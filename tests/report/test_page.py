@@ -46,6 +46,7 @@ def embedded(text: str) -> dict:
     return json.loads(block)
 
 
+@pytest.mark.slow
 def test_a_collapse_is_the_first_alarm(tmp_path):
     folder = run_folders.write_run(tmp_path / "fallen")
     assert not [alarm for alarm in read_run(folder)["health"]["alarms"] if "collapsed" in alarm["says"]]

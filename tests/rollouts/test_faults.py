@@ -190,6 +190,7 @@ def test_a_server_whose_first_status_cannot_be_is_turned_away(start, kind):
         trainer.check()
 
 
+@pytest.mark.slow
 def test_a_server_that_was_turned_away_costs_nothing_any_more(start):
     servers = start({**BRISK, "faults": f"nan_logprobs:{AFTER}"}, BRISK)
     with Trainer(config(), servers) as trainer:

@@ -472,6 +472,7 @@ def test_all_servers_are_sent_away_in_mid_run(liar, monkeypatch):
             trainer.update_until(lambda: False)
 
 
+@pytest.mark.slow
 def test_what_a_server_that_is_turned_away_said_is_cut(liar, honest, caplog):
     """A megabyte in place of a group's name, in every completion for the probe."""
 

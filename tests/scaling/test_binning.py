@@ -37,6 +37,7 @@ def assert_close(binned, plain):
     assert binned.identified == plain.identified
 
 
+@pytest.mark.slow
 def test_bins_give_the_fit_of_their_rows(monkeypatch):
     compute, reward = rows()
     binned, plain = both(monkeypatch, compute, reward, burn_in=1.0)

@@ -175,6 +175,7 @@ def test_the_interval_of_a_difference_holds_the_true_one():
     assert 47 <= held_90 <= held_95
 
 
+@pytest.mark.slow
 def test_seeds_widen_the_interval():
     rng = np.random.default_rng(0)
     compute = np.concatenate([[0.0], np.linspace(1500, 16_000, 60)])

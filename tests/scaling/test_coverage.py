@@ -47,6 +47,7 @@ def study(name, *, runs, seed, end=None, told="prompts"):
     return held, stopped, accepted.mean(), within
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["prompts", "totals", "none"])
 def test_many_at_once_are_what_each_is_alone(told):
     compute = many.schedule("ScaleRL", 5000)

@@ -37,6 +37,7 @@ def test_published_triples_come_back(name):
     np.testing.assert_allclose(fit.predict([0, 5e3, 1e5]), curve([0, 5e3, 1e5], *row), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_triples_come_back_on_the_papers_grid(name):
     """The published midpoints of 8B runs are those of linspace(100, 4000, 100), cut to whole GPU-hours."""

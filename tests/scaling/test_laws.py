@@ -72,6 +72,7 @@ def by_grid(points, rise, axes, ahead, asymptotes):
     return np.interp([0.05, 0.5, 0.95], cumulative / cumulative[-1], values[order])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("until", "ahead"), [(13, 16_000.0), (7, 16_000.0), (5, 8000.0)])
 @pytest.mark.parametrize("trials", [2000, None])
 def test_draws_are_the_posterior(until, ahead, trials):
@@ -84,6 +85,7 @@ def test_draws_are_the_posterior(until, ahead, trials):
     np.testing.assert_allclose(np.quantile(drawn, [0.05, 0.5, 0.95]), expected, atol=0.012)
 
 
+@pytest.mark.slow
 def test_draws_of_the_logistic_are_its_posterior():
     compute = np.linspace(0, 30, 13)
     begun = expit(-3.0)

@@ -69,6 +69,7 @@ def check_cells(compute, reward, initial, asymptotes, midpoints, weight=None):
     return ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", RUNS)
 def test_every_cell_as_curve_fit(name, seed):
@@ -77,6 +78,7 @@ def test_every_cell_as_curve_fit(name, seed):
     check_cells(*scores(name, seed), paper_grid.ASYMPTOTES[::5], midpoints)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("midpoints", [paper_grid.MIDPOINTS, np.linspace(100, 4000, 100)], ids=["stated", "used"])
 def test_the_whole_grid_as_curve_fit(midpoints):
     """71 x 100 cells; on the second of the two midpoint grids the paper's published values lie."""

@@ -135,6 +135,7 @@ def test_killed_and_started_again_it_goes_on(run, tmp_path):
     assert "mean@4" in evaluate(*arguments) and file.stat().st_mtime_ns == before  # nothing is left to do
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line(run, model, tmp_path, tmp_path_factory):
     less = smaller(model, tmp_path_factory.mktemp("less") / "smaller")
     places = {"tmp": tmp_path, "run": run[0], "model": model, "smaller": less}

@@ -97,6 +97,7 @@ def start(tmp_path, runs):
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [QWEN3_TIED, LLAMA3_UNTIED], ids=["qwen3-tied", "llama3-untied"])
 def test_transformers_computes_the_same_logits(tmp_path, runs, decoder):
     torch = pytest.importorskip("torch")

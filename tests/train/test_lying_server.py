@@ -106,6 +106,7 @@ def test_honest_servers_are_left_alone(tmp_path, flags, model, start):
             assert np.isfinite(list(server.values())).all() and server["tokens"] > 0
 
 
+@pytest.mark.slow
 def test_where_the_only_server_lies_the_run_ends_with_the_line_that_names_it(tmp_path, large_flags, model, start):
     engine = ("--engine=jax", f"--model={model}", fault("shifted_logprobs:-0.5"))
     with serve(tmp_path, 1, *engine) as liar:

@@ -24,6 +24,7 @@ def scraped(run: Run) -> dict[tuple[str, ...], float]:
         return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_steps_its_fleet_and_its_costs(tmp_path, flags, start) -> None:
     run = start(
         tmp_path / "run", *flags, "--metrics_port=0", "--config.max_steps=100000", "--config.evaluation.every=3"

@@ -115,6 +115,7 @@ def test_fewer_prompts_than_asked_for_are_enough_and_that_is_said():
         setup.remarks_on(config, sums)
 
 
+@pytest.mark.slow
 def test_nobody_listens(tmp_path, flags, refused):
     with socket.socket() as taken:  # bound, but it does not listen
         taken.bind(("127.0.0.1", 0))

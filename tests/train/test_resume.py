@@ -41,6 +41,7 @@ def totals(ledger) -> dict[str, float]:
     return sums
 
 
+@pytest.mark.slow
 def test_killed_runs_end_where_a_run_never_stopped_does(tmp_path, flags, model, rollouts, start):
     flags = [
         *flags,

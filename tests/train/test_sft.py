@@ -143,6 +143,7 @@ def test_file_traces_come_epoch_after_epoch_and_resume_at_any_update(config, tok
 # ---- What it writes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_folder_is_one_that_transformers_loads(finished):
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(2, 61, 2))

@@ -97,6 +97,7 @@ def test_evaluations_are_written_beside_the_losses_and_fall(finished):
     assert evaluated[36] < 0.7 * evaluated[10]
 
 
+@pytest.mark.slow
 def test_the_evaluation_loss_is_that_of_the_assistant_s_tokens(finished, config):
     """By hand, from the model that was written and the chats with the lowest hashes."""
     from scalerl_jax.traces.files import FileTraces

@@ -120,6 +120,7 @@ def test_what_is_not_there_gets_the_command_that_fetches_it(cache):
     assert not [line for line in (absent, polaris, split, config, none) if "\n" in line]
 
 
+@pytest.mark.slow
 def test_files_beside_a_program_are_read_as_they_are(cache, tmp_path):
     (found,) = read(cache, ("livecodebench", "validation"), HF_HUB_OFFLINE="1")
     assert [text for _, text, _ in found] == ["test.jsonl?", "test2.jsonl?", "test3.jsonl?"]

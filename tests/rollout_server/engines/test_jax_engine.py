@@ -353,6 +353,7 @@ def test_score_is_the_trainers_forward_pass(folder):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_nothing_compiles_while_serving_and_nothing_spins_while_idle(folder):
     compiled = []
 

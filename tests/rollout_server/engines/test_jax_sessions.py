@@ -67,7 +67,7 @@ async def episode(engine, turns, *, reply=REPLY, **options):
     return said, after.reused_tokens - before.reused_tokens, after.prefill_tokens - before.prefill_tokens
 
 
-@pytest.mark.parametrize("kind", ["", "moe"])
+@pytest.mark.parametrize("kind", ["", pytest.param("moe", marks=pytest.mark.slow)])
 def test_each_turn_samples_the_policy_and_feeds_only_what_is_new(folders, kind):
     config = tiny(kind="qwen3_moe") if kind else CONFIG
 
@@ -90,6 +90,7 @@ def test_each_turn_samples_the_policy_and_feeds_only_what_is_new(folders, kind):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_long_reply_is_fed_in_several_parts(folders):
     async def main():
         async with opened(folders[""], maximum_tokens=640) as engine:

@@ -85,6 +85,7 @@ def test_given_numbers_are_judged_and_nothing_is_fitted(calibrated, folder, tmp_
     assert [case["forecasts"]["average"] for case in cases] != [case["forecasts"]["average"] for case in own]
 
 
+@pytest.mark.slow
 def test_the_file_is_what_scalerl_fit_takes(calibrated, folder):
     made = calibration.read(str(folder / "out/calibration.json"))
     assert made.runs == 3 and sum(map(sum, made.prior.values())) == pytest.approx(1, abs=0.01)

@@ -50,6 +50,7 @@ def in_process(*paths, **given):
         scalerl_compare.main(list(paths))
 
 
+@pytest.mark.slow
 def test_the_leave_one_out_table_in_one_command(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     in_process(
