@@ -37,7 +37,7 @@ TRAIN = [
 ]
 # What environments may need: rows in Parquet and from the hub, tasks made by a program, a model that judges.
 ENVIRONMENTS = ["datasets>=4.0", "openai>=2.0", "pyarrow>=18", "reasoning-gym>=0.1.25"]
-MCP = ["mcp>=2.3"]  # servers whose tools a policy calls
+MCP = ["httpx2>=2.10", "mcp>=2.3"]  # servers whose tools a policy calls
 # What `make docs` builds the documentation with.
 DOCS = [
     "latex2mathml>=3.77",  # formulas as MathML: browsers draw it by themselves, without a script

@@ -11,10 +11,9 @@ the one that has started it, also where the kernel has killed that.
 """
 
 import asyncio
-import collections
 import contextlib
-import importlib
 import json
+import logging
 import os
 import re
 import resource
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any, TextIO
 
 from scalerl_jax.environments.base import Row
 from scalerl_jax.environments.score_worker import die_with_parent
@@ -43,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # as the protocol has it
 
 
 class ToolError(Exception):
-    """What a server says of a call that has failed."""
+    """A server has not done what it was called for."""
 
 
 class McpServer:
@@ -86,7 +85,7 @@ class McpServer:
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """Raises ValueError, one line, where the server or a tool of it cannot be had."""
         try:
-            importlib.import_module("mcp")  # here, as a fork that opens a session then has it
+            import mcp  # noqa: F401 (here, as a fork that opens a session then has it)
         except ImportError as error:
             raise ValueError(f"{self}: needs the package mcp: pip install 'scalerl-jax[mcp]'") from error
         command = [sys.executable, "-m", "scalerl_jax.environments.mcp_tools"]
@@ -110,7 +109,7 @@ class McpServer:
         return _Session(self)
 
     @contextlib.asynccontextmanager
-    async def connected(self, errors: IO[str]) -> AsyncIterator[Any]:
+    async def connected(self, errors: TextIO) -> AsyncIterator[Any]:
         """A client of the package mcp. errors: a file, for what mcp_process.py says at the end.
 
         Raises whatever that package raises, in groups.
@@ -122,9 +121,11 @@ class McpServer:
         async with asyncio.timeout(self.seconds) as limit, contextlib.AsyncExitStack() as stack:
             if self.url:
                 # A response may be a stream that stays open, so reading has the limit of the call alone.
-                timeout = httpx2.Timeout(self.seconds, read=None)
-                hooks: dict[str, list[Any]] = {"request": [_ask_uncompressed], "response": [_bound]}
-                http = httpx2.AsyncClient(headers=self.headers, timeout=timeout, event_hooks=hooks)
+                http = httpx2.AsyncClient(
+                    headers={"Accept-Encoding": "identity", **self.headers},
+                    timeout=httpx2.Timeout(self.seconds, read=None),
+                    event_hooks={"response": [_bound]},
+                )
                 await stack.enter_async_context(http)
                 transport = streamable_http_client(self.url, http_client=http, max_sse_event_size=LONGEST_MESSAGE)
             else:
@@ -156,14 +157,11 @@ class McpServer:
                 raise ValueError(self.why(error, errors)) from error
         if len(tools) > MOST_TOOLS:
             raise ValueError(f"has more than {MOST_TOOLS} tools; choose some by only=[...]")
-        counts = collections.Counter(tool.name for tool in tools)
         for name in self.only or ():
-            if name not in counts:
+            if name not in {tool.name for tool in tools}:
                 raise ValueError(f"has no tool {name!r}")
         if not tools:
             raise ValueError("has no tools")
-        if twice := next((name for name, count in counts.items() if count > 1), None):
-            raise ValueError(f"tool {twice[:128]!r}: there are two of this name")
         return [self._schema(tool) for tool in tools]
 
     def _schema(self, tool: Any) -> Mapping[str, Any]:
@@ -175,7 +173,7 @@ class McpServer:
             raise ValueError(f"tool {name}: is described by {length} characters, more than {LONGEST_TOOL}")
         return {"type": "function", "function": function}
 
-    def why(self, error: BaseException, errors: IO[str]) -> str:
+    def why(self, error: BaseException, errors: TextIO) -> str:
         """What went wrong, in one line."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -196,7 +194,7 @@ class _Session:
         self._task: asyncio.Task[None] | None = None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Raises ToolError where the tool has failed, ConnectionError where there is no answer."""
+        """Raises ToolError."""
         json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair would end the session
         result = self._runner.run(self._call(name.removeprefix(self._server.prefix), dict(arguments)))
         texts = [content.text if content.type == "text" else f"[{content.type}]" for content in result.content]
@@ -219,7 +217,7 @@ class _Session:
             async with asyncio.timeout(self._server.seconds):
                 return await client.call_tool(name, arguments)
         except Exception as error:  # noqa: BLE001 (as above)
-            raise ConnectionError(self._server.why(error, self._errors)) from None
+            raise ToolError(self._server.why(error, self._errors)) from None
 
     async def _live(self) -> None:
         """In a task of its own, as what is opened has to be closed by the task that opened it."""
@@ -237,10 +235,6 @@ class _Session:
             await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
 
 
-async def _ask_uncompressed(request: Any) -> None:
-    request.headers["Accept-Encoding"] = "identity"
-
-
 async def _bound(response: Any) -> None:
     """Lets no more than LONGEST_MESSAGE of a response be read, and nothing that may grow when it is decompressed."""
     import httpx2
@@ -250,7 +244,7 @@ async def _bound(response: Any) -> None:
             length = 0
             async for data in stream:
                 length += len(data)
-                if length > LONGEST_MESSAGE or "content-encoding" in response.headers:
+                if length > LONGEST_MESSAGE or response.headers.get("content-encoding", "identity") != "identity":
                     raise httpx2.StreamError(f"it is compressed, or has more than {LONGEST_MESSAGE} bytes")
                 yield data
 
@@ -262,16 +256,14 @@ async def _bound(response: Any) -> None:
 
 def main() -> None:
     """Lists the tools of the server that standard input names, with the process that waits for them."""
-    import logging
-
     die_with_parent()
     asked = json.load(sys.stdin)
     if asked["parent"] != os.getppid():
         return  # it has ended already
     logging.disable(logging.CRITICAL)  # of the package mcp, which logs each line that it cannot read
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = LISTING_BYTES if most == resource.RLIM_INFINITY else min(LISTING_BYTES, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    with contextlib.suppress(ValueError):  # there is a lower limit
+        resource.setrlimit(resource.RLIMIT_AS, (LISTING_BYTES, most))
     try:
         reply: dict[str, Any] = {"schemas": asyncio.run(McpServer(**asked["server"]).listed())}
     except ValueError as error:

@@ -253,7 +253,6 @@ LISTINGS = {
     "no object": r"inputSchema",
     "string": r"inputSchema.type Input should be 'object'",
     "properties": r"inputSchema.properties",
-    "twice": r"tool 'a': there are two of this name",
     "many": r"has more than 128 tools",
     "pages": r"has more than 128 tools",
     "odd": r"tool 'a\\n/b': a name has",
@@ -285,6 +284,8 @@ def test_a_server_that_cannot_be_had_is_named(files):
         with pytest.raises(ValueError, match=f"^{why}") as error:
             server.schemas()
         assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(ValueError, match=r"^tool a: there are two of this name"):
+        Tools([hostile(files, "twice")]).schemas()
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -313,7 +314,7 @@ def test_a_call_that_goes_wrong_is_an_error_to_read(files, monkeypatch, how):
     with playing(Tools([server])) as episode:
         for expected in (CALLS[how], ""):
             (error,) = results(episode, call("a"))
-            assert error.startswith("error: ConnectionError: ") and expected in error and len(error) < 600
+            assert error.startswith("error: ToolError: ") and expected in error and len(error) < 600
     assert psutil.Process().memory_info().rss < memory + 2**28
     assert children() == before
 
