@@ -126,6 +126,10 @@ def evaluate() -> None:
     _run("scalerl_jax.evaluate", define, config=True, later=True, tuned=True, check=early_checks.evaluate)
 
 
+def gateway() -> None:
+    _run("scalerl_jax.gateway.command", command_flags.gateway, config=True, default=Config())
+
+
 def export() -> None:
     _run("scalerl_jax.export", command_flags.export)
 

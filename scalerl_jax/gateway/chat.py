@@ -1,9 +1,9 @@
 """Messages as tokens, and tokens as a message: one model's chat template, thinking, calls of tools, stop strings.
 
-    {"role": "system" | "user" | "assistant" | "tool", "content": text}    and where there are any
-    "reasoning_content": text                                               of an assistant: its thinking
-    "tool_calls": [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
-    "tool_call_id": text                                                    of a tool
+{"role": "system" | "user" | "assistant" | "tool", "content": text}    and where there are any
+"reasoning_content": text                                               of an assistant: its thinking
+"tool_calls": [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
+"tool_call_id": text                                                    of a tool
 """
 
 import bisect
@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     def taken(match: re.Match[str]) -> str:
         try:
             call = json.loads(match[1])
+            json.dumps(call, allow_nan=False)  # Python reads numbers that JSON does not have
         except (ValueError, RecursionError):
             return match[0]
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -47,6 +48,10 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     return (rest.strip() if calls else text), calls
 
 
+class NotRendered(ValueError):
+    """The chat template does not take these messages, or there is none."""
+
+
 class Chat:
     """Of one model folder. template: None: it has none, and only prompts of tokens and texts can be asked.
 
@@ -57,25 +62,23 @@ class Chat:
         self.tokenizer, self._template, self._end = tokenizer, template, end_of_thinking
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.tokenizer.encode(self._known().render(messages, tools=tools))
+        return self._encoded(lambda template: template.render(messages, tools=tools))
 
     def reply(self, messages: Sequence[Message], *, behind: int) -> list[int]:
-        ids = self.tokenizer.encode(self._known().next_turn(messages))
+        ids = self._encoded(lambda template: template.next_turn(messages))
         return ids[1:] if ids[:1] == [behind] else ids  # the turn's end has been sampled
 
-    def _known(self) -> ChatTemplate:
+    def _encoded(self, render: Callable[[ChatTemplate], str]) -> list[int]:
         if self._template is None:
-            raise ValueError(f"{self.tokenizer.path} has no chat template")
-        return self._template
+            raise NotRendered("the model has no chat template: ask /v1/completions")
+        try:
+            return self.tokenizer.encode(render(self._template))
+        except ValueError as error:
+            raise NotRendered(str(error)) from error
 
-    def text(
-        self, completion: Completion, stops: Sequence[str], *, kept: bool = False
-    ) -> tuple[Completion, str, str | None]:
-        """(the completion up to the token that completes the first stop string, the text before it, which one it was).
-
-        kept: the stop string stays in the text.
-        """
-        ids, text = completion.token_ids, self.tokenizer.decode_completion(completion.token_ids)
+    def text(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str, str | None]:
+        """(the completion up to the token that completes the first stop string, the text before it, the string)."""
+        ids, text = completion.token_ids, self.tokenizer.decode_completion(completion.token_ids.tolist())
         at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, None))
         if stop is None:
             return completion, text, None
@@ -86,7 +89,7 @@ class Chat:
             versions=tuple((step, a, min(b, tokens)) for step, a, b in completion.versions if a < tokens),
             forced=tuple((a, min(b, tokens)) for a, b in completion.forced if a < tokens), experts=None,
         )  # fmt: skip
-        return cut, text[: end if kept else at], stop
+        return cut, text[:at], stop
 
     def _begun_alike(self, ids: np.ndarray, text: str) -> int:
         """Characters of `text` that these tokens make."""

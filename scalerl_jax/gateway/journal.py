@@ -6,6 +6,7 @@ A record counts once it is whole and on the disk. A last one that is torn, as a 
 """
 
 import errno
+import fcntl
 import json
 import os
 import struct
@@ -22,18 +23,22 @@ _HEAD = struct.Struct("<II")
 class Journal:
     """The file at `path`, made where there is none; `records` are those that it has.
 
-    Raises ValueError naming the file where a record before the last is damaged.
+    Raises ValueError naming the file where a record before the last is damaged, or another process has it open.
     """
 
     def __init__(self, path: str):
         self.path, self._lock, self._closed = path, threading.Lock(), False
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with open(path, "rb") as file:
                 data = file.read()
             self.records, self._size = _whole(data, path)
             os.ftruncate(self._file, self._size)
             _sync(os.path.dirname(path) or ".")  # the name of a new file
+        except BlockingIOError:
+            self.close()
+            raise ValueError(f"{path}: another gateway writes it") from None
         except BaseException:
             self.close()
             raise

@@ -5,9 +5,9 @@
     branch    the path of a turn that no other one extends
 
 Where a turn's prompt comes from:
-1. Its messages are those of a recorded turn, what that turn said, and further ones that the assistant has not said: then
-   it is that turn's path and what the chat template writes behind it. Thinking that a client leaves out of the messages
-   is in the path all the same; thinking that it changed makes them other messages.
+1. Its messages are those of a recorded turn, what that turn said, and further ones that the assistant has not said:
+   then it is that turn's path and what the chat template writes behind it. Thinking that a client leaves out is in the
+   path all the same; thinking that it changed makes them other messages.
 2. Else they are rendered whole, and the parent is the turn with the longest path that the rendering begins with. So are
    prompts that come as tokens or text.
 3. None: the turn is a root.
@@ -21,6 +21,8 @@ import base64
 import dataclasses
 import hashlib
 import json
+import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -38,6 +40,7 @@ Generate = Callable[[np.ndarray, str, int, int], Awaitable[Completion]]
 # (prompt, completion) -> (the completion, cut at a stop string; what it says; the stop string that it was cut at).
 Read = Callable[[np.ndarray, Completion], tuple[Completion, Message, str | None]]
 
+_MOST_ENDED = 100_000  # names that are kept of sessions that are over
 TURN_BYTES = 1000  # of a turn beside its tokens and its text, in memory
 
 
@@ -45,8 +48,12 @@ class SessionOver(Exception):
     """The session takes no further calls."""
 
 
+class SessionsFull(Exception):
+    """There are as many sessions, or as much in them, as there may be."""
+
+
 class Renderer(Protocol):
-    """The chat template and its tokenizer. Both raise ValueError where the template fails."""
+    """The chat template and its tokenizer. Both raise NotRendered (chat.py), a ValueError, where the template fails."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens that ask for the assistant's next turn."""
@@ -161,7 +168,7 @@ class Session:
 
     name: of its calls on the generators. seed: the calls' seeds come from it and the name. journal: its records are the
     session's; each answers one call of its digest before anything is sampled, as a restarted client asks for it.
-    about: what its owner knows of it.
+    about: what its owner knows of it; `deadline`, in Unix seconds, is when it ends.
     """
 
     def __init__(
@@ -194,7 +201,7 @@ class Session:
         if again is None:
             if journalled := self._journalled[call.digest]:
                 again = asyncio.create_task(_known(journalled.pop(0)))
-            elif self.over:
+            elif self.over or time.time() >= self.deadline:
                 raise SessionOver(f"session {self.name} is over")
             elif self._most_turns and len(self.turns) + call.choices > self._most_turns:
                 raise SessionOver(f"session {self.name} has {len(self.turns)} turns, and {self._most_turns} may be")
@@ -218,6 +225,11 @@ class Session:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+    @property
+    def deadline(self) -> float:
+        """Unix seconds."""
+        return float(self.about.get("deadline", math.inf))
 
     @property
     def busy(self) -> int:
@@ -256,7 +268,7 @@ class Session:
                 ))  # fmt: skip
             turns = tuple(found)
             if self._journal is not None:
-                record = {"kind": "call", "digest": call.digest, "key": call.key, "history": history}
+                record: dict[str, Any] = {"kind": "call", "digest": call.digest, "key": call.key, "history": history}
                 record["turns"] = [turn.to_json() for turn in turns]
                 await asyncio.shield(asyncio.to_thread(self._journal.append, record))
             self._add(turns, history)
@@ -297,7 +309,8 @@ class Session:
 
     def _longest(self, prompt: np.ndarray) -> int | None:
         """The turn with the longest path that the prompt begins with."""
-        best, longest, stack = None, 0, [(None, 0)]
+        best: int | None = None
+        longest, stack = 0, list[tuple[int | None, int]]([(None, 0)])
         while stack:
             parent, at = stack.pop()
             for turn in self._children.get(parent, ()):
@@ -361,3 +374,45 @@ def _number(*parts: object) -> int:
     text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
+
+class Sessions:
+    """Those of a gateway, by name.
+
+    folder: of the journals; "": there are none. most_turns: of one session; most_bytes: of all that is in memory.
+    """
+
+    def __init__(self, *, folder: str, seed: int, most: int, most_turns: int, most_bytes: int):
+        self.folder, self._seed, self._most_turns = folder, seed, most_turns
+        self._most, self._most_bytes = most, most_bytes
+        self.open: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}  # names, the oldest first
+
+    def find(self, name: str, about: Mapping[str, Any] | None = None) -> Session:
+        """The session of that name, from its journal or a new one where there is none in memory.
+
+        Raises SessionOver, SessionsFull, ValueError where its journal is damaged, OSError naming the file.
+        """
+        if name in self.open:
+            return self.open[name]
+        if name in self._ended:
+            raise SessionOver(f"session {name} is over")
+        if len(self.open) >= self._most:
+            raise SessionsFull(f"there are {self._most} sessions: DELETE those that are over")
+        if sum(session.size for session in self.open.values()) >= self._most_bytes:
+            raise SessionsFull(f"the sessions hold {self._most_bytes} bytes: DELETE those that are over")
+        journal = Journal(os.path.join(self.folder, f"{name}.journal")) if self.folder else None
+        session = Session(name, seed=self._seed, journal=journal, about=about, most_turns=self._most_turns)
+        self.open[name] = session
+        return session
+
+    def end(self, name: str) -> None:
+        """Forgets an open session, but for its journal; calls of its name are refused from now on."""
+        self.open[name].end()
+        del self.open[name]
+        self._ended[name] = None
+        if len(self._ended) > _MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def close(self) -> None:
+        for session in self.open.values():
+            session.close()
