@@ -138,3 +138,4 @@ def gateway() -> None:
         flags.DEFINE_string("tls_certificate", "", "PEM of the gateway's certificate; empty: no TLS.")
         flags.DEFINE_string("tls_key", "", "PEM of its private key.")
         flags.DEFINE_bool("insecure", False, "Listen beyond this machine without TLS and a token.")
+        flags.DEFINE_bool("exit_with_parent", False, "Leave at the end of standard input, with the parent process.")

@@ -84,6 +84,8 @@ def main(config: Config, arguments: list[str]) -> None:
         listening = stack.enter_context(contextlib.closing(listen(FLAGS.host, FLAGS.port)))
         addresses = stack.enter_context(servers(config, listed))
         signals.be(signals.HOLD)
+        if FLAGS.exit_with_parent:
+            signals.request_with_parent()
 
         async def serve() -> None:
             generators = Generators(

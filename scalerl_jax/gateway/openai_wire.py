@@ -16,7 +16,7 @@ from scalerl_jax.gateway import wire
 from scalerl_jax.gateway.sessions import Message, Turn
 from scalerl_jax.gateway.wire import Asked, bad, field, number
 
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_OFFERED = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0,
     "logit_bias": None, "echo": False, "best_of": 1, "suffix": "", "prompt_logprobs": None, "functions": None,
@@ -89,7 +89,7 @@ def _messages(given: Sequence[Any]) -> tuple[Message, ...]:
 
 def _message(given: Any, where: str) -> Message:
     if not isinstance(given, dict) or given.get("role") not in _ROLES:
-        raise bad(f"{where}: must have a role of {', '.join(sorted(_ROLES))}", where)
+        raise bad(f"{where}: must have a role of {', '.join(_ROLES)}", where)
     role = "system" if given["role"] == "developer" else given["role"]
     message: dict[str, Any] = {"role": role, "content": wire.content_text(given.get("content"), f"{where}.content")}
     if role == "assistant":
