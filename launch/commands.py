@@ -127,7 +127,7 @@ def evaluate() -> None:
 
 
 def gateway() -> None:
-    _run("scalerl_jax.gateway.command", command_flags.gateway, config=True, default=Config())
+    _run("scalerl_jax.gateway.command", command_flags.gateway, config=True, default=Config(), check=early_checks.gateway)
 
 
 def export() -> None:
