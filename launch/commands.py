@@ -127,7 +127,8 @@ def evaluate() -> None:
 
 
 def gateway() -> None:
-    _run("scalerl_jax.gateway.command", command_flags.gateway, config=True, default=Config(), check=early_checks.gateway)
+    define = command_flags.gateway
+    _run("scalerl_jax.gateway.command", define, config=True, default=Config(), check=early_checks.gateway)
 
 
 def export() -> None:

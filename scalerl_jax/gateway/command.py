@@ -170,8 +170,7 @@ async def serve_http(
             yield
 
         async def on_tick(self, counter: int) -> bool:
-            self.should_exit = self.should_exit or signals.requested()
-            return await super().on_tick(counter)
+            return await super().on_tick(counter) or signals.requested()
 
     names = tuple(FLAGS.names) or (os.path.basename(os.path.abspath(FLAGS.model)),)
     options = Options(names, token, FLAGS.request_seconds)
