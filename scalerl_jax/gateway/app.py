@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.gateway import anthropic_wire, openai_wire, wire
-from scalerl_jax.gateway.chat import Chat, NotRendered
+from scalerl_jax.gateway.chat import Chat, NotRendered, check_json
 from scalerl_jax.gateway.generators import Busy, Generators, Late, NoServer, Refused
 from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Sessions, SessionsFull, Turn, branches
 from scalerl_jax.gateway.wire import ApiError, Asked, bad
@@ -265,7 +265,7 @@ class Gateway:
     async def _open_session(self, request: Request) -> Response:
         body = await _body(request, empty=True)
         name = _session_name(wire.field(body, "session", str) or uuid.uuid4().hex)
-        about = {key: value for key, value in body.items() if key != "session"}
+        about = {key: value for key, value in body.items() if key != "session" and value is not None}
         wire.number(body, "deadline", None, 0, 1e12)
         if len(json.dumps(about)) > MOST_ABOUT_BYTES:
             raise bad(f"what is kept of a session is {MOST_ABOUT_BYTES} bytes of JSON at most")
@@ -383,7 +383,7 @@ async def _body(request: Request, *, empty: bool = False) -> dict[str, Any]:
     try:
         body = json.loads(data, parse_constant=_no_number)
         if _SURROGATE.search(data):
-            json.dumps(body, ensure_ascii=False).encode()  # half a character is no text
+            check_json(body)
     except (ValueError, RecursionError) as error:
         raise bad(f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(body, dict):

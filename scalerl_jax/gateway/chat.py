@@ -26,6 +26,11 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LONGEST_OPENING = 16  # tokens at the end of a prompt that are looked at for the beginning of thinking
 
 
+def check_json(value: object) -> None:
+    """Raises ValueError where JSON in UTF-8 cannot say what Python has read: numbers beyond it, half a character."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+
+
 def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """(text without its calls, [{"name", "arguments": {...}}]); what is no call that can be read stays in the text."""
     calls: list[dict[str, Any]] = []
@@ -33,7 +38,7 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     def taken(match: re.Match[str]) -> str:
         try:
             call = json.loads(match[1])
-            json.dumps(call, allow_nan=False)  # Python reads numbers that JSON does not have
+            check_json(call)
         except (ValueError, RecursionError):
             return match[0]
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

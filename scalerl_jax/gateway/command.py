@@ -97,7 +97,9 @@ def main(config: Config, arguments: list[str]) -> None:
             watching = asyncio.create_task(generators.run())
             try:
                 await generators.ready(config.fleet.connect_seconds)
-                await serve_http(listening, chat, generators, sessions, token)
+                serving = asyncio.ensure_future(serve_http(listening, chat, generators, sessions, token))
+                await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+                await (serving if serving.done() else watching)  # which ends by a fault of its own alone
             finally:
                 sessions.close()
                 watching.cancel()
@@ -172,7 +174,8 @@ async def serve_http(
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or signals.requested()
 
-    names = tuple(FLAGS.names) or (os.path.basename(os.path.abspath(FLAGS.model)),)
+    folder = os.path.basename(os.path.abspath(FLAGS.model))
+    names = (folder, "*") if FLAGS.names == ["*"] else tuple(FLAGS.names) or (folder,)
     options = Options(names, token, FLAGS.request_seconds)
     config = uvicorn.Config(
         Gateway(chat, generators, sessions, options).app(),

@@ -13,6 +13,7 @@ import numpy as np
 
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway import wire
+from scalerl_jax.gateway.chat import check_json
 from scalerl_jax.gateway.sessions import Message, Turn
 from scalerl_jax.gateway.wire import Asked, bad, field, number
 
@@ -109,6 +110,7 @@ def _tool_call(given: Any, where: str) -> dict[str, Any]:
         raise bad(f'{where}: a call is {{"id", "type": "function", "function": {{"name", "arguments"}}}}', where)
     try:
         arguments = json.loads(field(function, "arguments", str, "{}") or "{}")
+        check_json(arguments)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

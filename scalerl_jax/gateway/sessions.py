@@ -268,7 +268,7 @@ class Session:
                 ))  # fmt: skip
             turns = tuple(found)
             if self._journal is not None:
-                record: dict[str, Any] = {"kind": "call", "digest": call.digest, "key": call.key, "history": history}
+                record: dict[str, Any] = {"kind": "call", "number": number, "digest": call.digest, "history": history}
                 record["turns"] = [turn.to_json() for turn in turns]
                 await asyncio.shield(asyncio.to_thread(self._journal.append, record))
             self._add(turns, history)
@@ -334,7 +334,7 @@ class Session:
             if record["kind"] == "call":
                 turns = tuple(turn_from_json(turn) for turn in record["turns"])
                 self._add(turns, record["history"])
-                self._names += 1
+                self._names = max(self._names, record["number"] + 1)
                 self._journalled[record["digest"]].append(turns)
             elif record["kind"] == "open":
                 self.about = record["about"]

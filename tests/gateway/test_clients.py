@@ -286,6 +286,23 @@ def test_a_lost_server_costs_no_turn(chat: Chat, model: pathlib.Path, tmp_path: 
         assert sorted(answers) == sorted(alone) and len({*map(tuple, answers)}) == len(answers)
 
 
+def test_servers_that_are_full_late_or_gone(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    flags = ("--replay_token_seconds=1", "--slots=1", "--queue=1")
+    with contextlib.closing(generator(tmp_path, model, *flags).wait()) as server:
+        with gateway(tmp_path, model, f"--servers={server.address}", "--request_seconds=2") as process:
+            url = f"http://{process.address}/v1/chat/completions"
+            asked = {"model": "tiny", "messages": [QUESTION], "max_tokens": 60}
+            full = httpx.post(url, json={**asked, "n": 6}, timeout=60)
+            assert (full.status_code, full.json()["error"]["code"]) == (429, "queues_full")
+            assert full.headers["retry-after"] == "1"
+            late = httpx.post(url, json=asked, timeout=60)
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
+            server.kill()
+            eventually(lambda: httpx.get(f"http://{process.address}/health").status_code == 503)
+            gone = httpx.post(url, json=asked, timeout=60)
+            assert (gone.status_code, gone.json()["error"]["code"]) == (503, "no_server")
+
+
 async def ask_at_once(address: str, killed: ServerProcess | None = None) -> list[list[int]]:
     """The tokens of eight calls of a session; `killed` is, once all of them have begun."""
     asked = {"model": "tiny", "token_ids": [5, 6], "sampling_params": {"max_tokens": 60}}

@@ -18,6 +18,7 @@ COUNT = 3000
 TEXT = {"type": "text", "text": "2+2?"}
 USE = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 2}}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+ARGUMENTS = ["{", "[]", '{"a": "\\ud83d"}', '{"a": NaN}', '{"a": ' + "[" * 5000]
 SAID = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Two."}
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
@@ -47,6 +48,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/sessions": {"session": "a", "group": 3, "deadline": 4e9},
 }  # fmt: skip
 VALUES: list[Any] = [
+    *ARGUMENTS,
     None, True, False, 0, -1, 1, 3.5, -0.0, 1e308, 10**400, 2**31, 2**63, 2**64, "", "x", "auto", "tiny", "\x00", "é",
     "\ud83d", "a" * 3000, [], {}, [[]], [None], [1, "a"], {"type": "text"}, {"role": "user"}, {"": None}, [TEXT], "..x",
 ]  # fmt: skip

@@ -286,11 +286,8 @@ def test_calls_of_tools_are_read_and_what_is_none_stays() -> None:
     good = json.dumps({"name": "add", "arguments": {"a": 1}})
     text = f"So: <tool_call>\n{good}\n</tool_call> <tool_call>{{no}}</tool_call>"
     assert read_tool_calls(text) == ("So:  <tool_call>{no}</tool_call>", [{"name": "add", "arguments": {"a": 1}}])
-    for broken in (
-        "[1]",
-        '{"name": 1}',
-        '{"name": "a", "arguments": "x"}',
-        '{"name": "a", "arguments": {"b": NaN}}',
-        "[" * 100_000,
-    ):
+    no_number = '{"name": "a", "arguments": {"b": NaN}}'
+    half = '{"name": "a", "arguments": {"b": "\\ud83d"}}'
+    no_object = '{"name": "a", "arguments": "x"}'
+    for broken in ("[1]", '{"name": 1}', no_object, no_number, half, "[" * 100_000):
         assert read_tool_calls(f"<tool_call>{broken}</tool_call>") == (f"<tool_call>{broken}</tool_call>", [])
