@@ -145,8 +145,7 @@ class Gateway:
                 for one in started:
                     one.cancel()
 
-        name = f"{session.name[:64]}-{digest[:16]}"
-        return _Sampling(session, asyncio.create_task(all_of_them()), alone=alone, name=name)
+        return _Sampling(session, asyncio.create_task(all_of_them()), alone=alone)
 
     async def _sample(self, session: Session, call: Call, asked: Asked, seconds: float) -> Turns:
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> Completion:
@@ -177,7 +176,7 @@ class Gateway:
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
             prompt = sampling.prompt(found[0]) if body.get("return_token_ids") else []
             return openai_wire.chat_answer(
-                found[0], body, model=self._model(body), name=f"chatcmpl-{sampling.name}",
+                found[0], body, model=self._model(body), name=f"chatcmpl-{sampling.name(found)}",
                 tokenizer=self._chat.tokenizer, prompt=prompt,
             )  # fmt: skip
 
@@ -189,8 +188,8 @@ class Gateway:
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
             return openai_wire.completion_answer(
-                found, body, model=self._model(body), name=f"cmpl-{sampling.name}", tokenizer=self._chat.tokenizer,
-                prompts=[sampling.prompt(turns) for turns in found],
+                found, body, model=self._model(body), name=f"cmpl-{sampling.name(found)}",
+                tokenizer=self._chat.tokenizer, prompts=[sampling.prompt(turns) for turns in found],
             )  # fmt: skip
 
         return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
@@ -200,7 +199,7 @@ class Gateway:
         sampling = await self._ask(request, body, [openai_wire.generate(body, self._chat.tokenizer.vocabulary)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
-            return openai_wire.generate_answer(found[0][0], name=sampling.name, prompt=sampling.prompt(found[0]))
+            return openai_wire.generate_answer(found[0][0], name=sampling.name(found), prompt=sampling.prompt(found[0]))
 
         return await _answered(request, {**body, "stream": False}, sampling, answer, lambda found: iter(()))
 
@@ -209,7 +208,7 @@ class Gateway:
         sampling = await self._ask(request, body, [anthropic_wire.messages(body)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
-            return anthropic_wire.answer(found[0][0], model=self._model(body), name=f"msg_{sampling.name}")
+            return anthropic_wire.answer(found[0][0], model=self._model(body), name=f"msg_{sampling.name(found)}")
 
         return await _answered(request, body, sampling, answer, anthropic_wire.events)
 
@@ -309,8 +308,12 @@ class Gateway:
 class _Sampling:
     """What was begun for one request. alone: of no session."""
 
-    def __init__(self, session: Session, task: "asyncio.Task[list[Turns]]", *, alone: bool, name: str):
-        self.session, self.task, self._alone, self.name = session, task, alone, name
+    def __init__(self, session: Session, task: "asyncio.Task[list[Turns]]", *, alone: bool):
+        self.session, self.task, self._alone = session, task, alone
+
+    def name(self, found: Sequence[Turns]) -> str:
+        """Of the answer; a retry's is the same."""
+        return f"{self.session.name}-{found[0][0].turn_id}"
 
     def prompt(self, turns: Turns) -> list[int]:
         turn = turns[0]

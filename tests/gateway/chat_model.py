@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import pytest
 
 from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ def generator(folder: pathlib.Path, model: pathlib.Path, *flags: str, name: str 
 @contextlib.contextmanager
 def gateway(folder: pathlib.Path, model: pathlib.Path, *flags: str, name: str = "gateway") -> Iterator[ServerProcess]:
     """A gateway that answers; its model is called `tiny`."""
+    pytest.importorskip("uvicorn")  # of the extra [gateway]
     process = ServerProcess(folder, f"--model={model}", "--names=tiny", *flags, program=GATEWAY, name=name)
     with contextlib.closing(process):
         yield process.wait()

@@ -11,7 +11,6 @@ import pytest
 
 from tests.gateway.chat_model import QUESTION, TOOL, gateway, generator, model_folder
 
-pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.slow
 
 COUNT = 3000
