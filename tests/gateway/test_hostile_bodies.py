@@ -86,7 +86,7 @@ def test_every_body_has_an_answer_in_its_shape(tmp_path: pathlib.Path) -> None:
     model_folder(model)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(generator(tmp_path, model).wait()))
-        process = stack.enter_context(gateway(tmp_path, model, f"--servers={server.address}", "--turns=100"))
+        process = stack.enter_context(gateway(tmp_path, model, f"--servers={server.address}", "--turns=20"))
         client = stack.enter_context(httpx.Client(base_url=f"http://{process.address}", timeout=60))
         for number in range(COUNT):
             route = rng.choice(sorted(BODIES))
