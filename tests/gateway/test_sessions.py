@@ -31,6 +31,7 @@ class Client:
         self.chat, self.rng = chat, rng
         self.session = Session("s", journal=journal)
         self.fed: list[tuple[np.ndarray, Completion]] = []
+        self.asked: list[Call] = []  # of each turn
 
     async def generate(self, prompt: np.ndarray, name: str, index: int, seed: int) -> Completion:
         await asyncio.sleep(0)
@@ -54,7 +55,9 @@ class Client:
         return cut, self.chat.message(prompt, cut, text, tools=True), stop
 
     async def ask(self, call: Call) -> tuple[Turn, ...]:
-        return await self.session.ask(call, renderer=self.chat, generate=self.generate, read=self.read)
+        turns = await self.session.ask(call, renderer=self.chat, generate=self.generate, read=self.read)
+        self.asked += [call] * (len(self.session.turns) - len(self.asked))
+        return turns
 
     def edited(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What a harness does to a history."""
@@ -81,7 +84,8 @@ class Client:
             messages = list(rng.choice(histories[-4:]))
             if messages:
                 messages = self.edited(messages)
-            messages.append({"role": rng.choice(["user", "user", "system"]), "content": rng.choice(WORDS)})
+            if not messages or rng.random() < 0.9:
+                messages.append({"role": rng.choice(["user", "user", "system"]), "content": rng.choice(WORDS)})
             prompt = None
             if rng.random() < 0.1 and self.session.turns:  # tokens, as some clients ask
                 path = self.session.path(rng.randrange(len(self.session.turns)))
@@ -110,8 +114,27 @@ def check(client: Client) -> None:
             assert not loss.any() or np.array_equal(loss, sampled)
             trained[turn.turn_id] += int(loss.any())
         assert row.loss.sum() == sum(row.loss[turn.prompt : end].sum() for end, turn in by_turn.items())
-    for turn_id, (_, completion) in enumerate(fed):
+    for turn_id, (prompt, completion) in enumerate(fed):
         assert trained[turn_id] == int(completion.sampled().any())
+        assert is_what_was_asked(client, turn_id, prompt.tolist())
+
+
+def is_what_was_asked(client: Client, turn_id: int, prompt: list[int]) -> bool:
+    """The tokens asked, or the messages rendered, or the path of a turn that they go on from with what is behind it."""
+    session, chat, call = client.session, client.chat, client.asked[turn_id]
+    if call.prompt is not None:
+        return prompt == call.prompt.tolist()
+    parent, messages = session.turns[turn_id].parent, call.messages
+    said = [at for at, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    if parent is not None and said and said[-1] < len(messages):
+        turn, last = session.turns[parent], dict(messages[said[-1] - 1])
+        thinking = last.pop("reasoning_content", None)
+        same = last == {name: value for name, value in turn.message.items() if name != "reasoning_content"}
+        if same and thinking in (None, turn.message.get("reasoning_content")):
+            behind = chat.reply(messages[said[-1] :], behind=int(turn.token_ids[-1]))
+            if prompt == [*session.path(parent).tolist(), *behind]:
+                return True
+    return prompt == chat.render(messages, call.tools)
 
 
 @pytest.fixture(scope="module")
