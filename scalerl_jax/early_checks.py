@@ -58,6 +58,14 @@ def evaluate(given: Config | GivenConfig, _: Sequence[str]) -> None:
         inputs.preload(config, held_out=True, apart=bool(values.environment))
 
 
+def gateway(_: Config | GivenConfig, __: Sequence[str]) -> None:
+    from scalerl_jax.environments.tokenizer import Tokenizer
+    from scalerl_jax.model.decoder_config import check_folder
+
+    check_folder("--model", flags.FLAGS.model)
+    Tokenizer(flags.FLAGS.model)
+
+
 def plan(given: Config | GivenConfig, _: Sequence[str]) -> None:
     from scalerl_jax.cli import plan_flags
     from scalerl_jax.planning import workload

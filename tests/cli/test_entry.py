@@ -22,6 +22,7 @@ COMMANDS = {
     "fit": "--burn_in",
     "compare": "--baseline",
     "export": "--dtype",
+    "gateway": "--journal",
     "report": "--out",
 }
 # What it takes long to import, or an install for one command does not have.
@@ -132,6 +133,7 @@ def given(tmp_path_factory):
             "--model_config={}/none: no such file",
         ),
         ("export", ("--workdir={}/none", "--out={}/out"), "--workdir={}/none: no config.json there"),
+        ("gateway", ("--model={}/none",), "{}/none/tokenizer.json: no such file"),
         ("report", ("{}/none",), "{}/none: no such folder"),
     ],
 )

@@ -21,7 +21,7 @@ FLOORS = {
     11: "scalerl_jax.early_checks",
     12: "scalerl_jax.evaluate scalerl_jax.export scalerl_jax.plan scalerl_jax.sft scalerl_jax.train scalerl_jax.verify "
     "launch.render",
-    13: "scalerl_jax.study",
+    13: "scalerl_jax.study scalerl_jax.gateway",
     14: "launch.commands",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}

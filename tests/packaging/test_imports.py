@@ -22,6 +22,7 @@ PROVIDERS = {
 }
 OPTIONAL = {"wandb", "prometheus_client"}  # used where they are installed and asked for
 CONTRACT = "scalerl_jax.contract"
+GATEWAY = "scalerl_jax.gateway"
 TRAINER = ["scalerl_jax.train", "scalerl_jax.sft", "scalerl_jax.export"]
 
 
@@ -42,7 +43,13 @@ def needed(*names: str) -> set[str]:
 def test_every_import_of_the_trainer_is_declared() -> None:
     # launch.commands starts the server too, whose engines have extras of their own.
     ours = [m for m in modules() if m.startswith(("scalerl_jax", "launch")) and m != "launch.commands"]
-    assert needed(*ours) <= declared("train", "environments", "mcp")
+    assert needed(*(m for m in ours if not m.startswith(GATEWAY))) <= declared("train", "environments", "mcp")
+
+
+def test_every_import_of_the_gateway_is_declared() -> None:
+    gateway = needed(*(m for m in modules() if m.startswith(GATEWAY)))
+    # Local servers sample with jax, and share its devices.
+    assert {"starlette", "uvicorn"} <= gateway - {"jax"} <= declared("gateway")
 
 
 def test_every_import_of_the_fitter_is_declared() -> None:
@@ -88,6 +95,8 @@ def test_nothing_is_decided_by_this_process_default_device() -> None:
         ("scalerl_jax.scaling.commands.scalerl_fit", "flax optax orbax tokenizers transformers torch grpc"),
         ("scalerl_jax.scaling.commands.scalerl_compare", "flax optax orbax tokenizers transformers torch grpc"),
         ("scalerl_jax.report.command", "flax optax orbax tokenizers transformers torch grpc playwright"),
+        ("scalerl_jax.gateway.app", "jax flax optax orbax scipy torch"),
+        ("scalerl_jax.gateway.command", "jax flax optax orbax scipy torch starlette"),
         ("rollout_server.serve", "jax flax scipy torch vllm scalerl_jax"),
         ("rollout_server.service", "jax flax scipy torch vllm scalerl_jax"),
         ("scalerl_jax.contract.codec", "jax flax torch vllm scalerl_jax absl"),

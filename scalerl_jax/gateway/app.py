@@ -1,0 +1,451 @@
+"""The HTTP routes of the gateway, as a Starlette application.
+
+A call belongs to a session: by the path, /s/{session}/v1/..., by the header X-Session-ID, or by the key
+sk-scalerl-{session}. One that names none is sampled and not recorded, and ends with its connection; a session's goes on
+and waits for the retry.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import hmac
+import importlib.metadata
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.gateway import anthropic_wire, openai_wire, wire
+from scalerl_jax.gateway.chat import Chat, NotRendered, check_json
+from scalerl_jax.gateway.generators import Busy, Generators, Late, NoServer, Refused
+from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Sessions, SessionsFull, Turn, branches
+from scalerl_jax.gateway.wire import ApiError, Asked, bad
+
+_log = logging.getLogger(__name__)
+
+MOST_BODY_BYTES = 32 * 2**20
+PING_SECONDS = 15.0  # of a stream that has nothing to bring yet: clients give up a silent connection
+RETRY_SECONDS = 1  # for a client that found the queues full
+KEY = "sk-scalerl-"
+MOST_ABOUT_BYTES = 2**16  # of what POST /sessions is told
+_SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+Turns = tuple[Turn, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """names: that the model may be asked for by, the first is its own; "*": by any. token: "": none is asked for."""
+
+    names: tuple[str, ...]
+    token: str = dataclasses.field(default="", repr=False)
+    request_seconds: float = 600.0
+
+
+class Gateway:
+    """See the module. Its sessions, its generators and all of its requests live on one event loop."""
+
+    def __init__(self, chat: Chat, generators: Generators, sessions: Sessions, options: Options):
+        self._chat, self._generators, self._sessions, self._options = chat, generators, sessions, options
+        self._made = int(time.time())
+
+    def app(self) -> Starlette:
+        recorded: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/chat/completions": self._chat_completions,
+            "/v1/completions": self._completions,
+            "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": self._count_tokens,
+            "/inference/v1/generate": self._generate,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        read = {"/v1/models": self._models, "/health": self._health, "/version": self._version}
+        routes = [
+            *(Route(prefix + path, self._guarded(serve), methods=["POST"])
+              for prefix in ("", "/s/{session}") for path, serve in recorded.items()),
+            *(Route(prefix + path, self._guarded(serve, open_to_all=path == "/health"), methods=["GET"])
+              for prefix in ("", "/s/{session}") for path, serve in read.items()),
+            Route("/sessions", self._guarded(self._open_session), methods=["POST"]),
+            Route("/sessions", self._guarded(self._list_sessions), methods=["GET"]),
+            Route("/sessions/{name}", self._guarded(self._get_session), methods=["GET"]),
+            Route("/sessions/{name}", self._guarded(self._end_session), methods=["DELETE"]),
+            Route("/sessions/{name}/trace", self._guarded(self._trace), methods=["GET"]),
+        ]  # fmt: skip
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+    # ---- around every route
+
+    def _guarded(
+        self, serve: Callable[[Request], Awaitable[Response]], *, open_to_all: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                if not open_to_all:
+                    self._check_token(request)
+                return await serve(request)
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
+            except Exception as error:  # noqa: BLE001 (every fault has an answer)
+                return _failed(request, _as_api_error(error))
+
+        return answer
+
+    def _check_token(self, request: Request) -> None:
+        key = _key(request)
+        secret = key.partition(":")[2] if key.startswith(KEY) else key
+        token = self._options.token
+        if token and not hmac.compare_digest(_hash(secret.encode()), _hash(token.encode())):
+            raise ApiError(401, "the key is not the gateway's token", code="invalid_api_key")
+
+    def _session(self, request: Request) -> Session | None:
+        """None: the request names none."""
+        key, name = _key(request), request.path_params.get("session") or request.headers.get("x-session-id")
+        if name is None and key.startswith(KEY):
+            name = key.removeprefix(KEY).partition(":")[0]
+        return None if name is None else self._sessions.find(_session_name(name))
+
+    # ---- what is sampled
+
+    async def _ask(self, request: Request, body: Mapping[str, Any], asked: Sequence[Asked]) -> "_Sampling":
+        """Begins to sample what is asked."""
+        self._check_model(body)
+        session = self._session(request)
+        alone = session is None
+        session = session or Session(uuid.uuid4().hex)
+        route = request.url.path.removeprefix(f"/s/{request.path_params.get('session')}")
+        what = json.dumps([route, body], sort_keys=True)
+        digest = _hash(what.encode()).hex()
+        headers = request.headers
+        retry, key = headers.get("x-stainless-retry-count", "0"), headers.get("idempotency-key", "")
+        calls = [
+            Call(f"{digest}/{number}", one.messages, one.tools, one.prompt, one.choices, one.seed, key, retry != "0")
+            for number, one in enumerate(asked)
+        ]
+        seconds = min(self._options.request_seconds, session.deadline - time.time())
+
+        async def all_of_them() -> list[Turns]:
+            started = [
+                asyncio.ensure_future(self._sample(session, call, one, seconds)) for call, one in zip(calls, asked)
+            ]
+            try:
+                return await asyncio.gather(*started)
+            finally:
+                for one in started:
+                    one.cancel()
+
+        return _Sampling(session, asyncio.create_task(all_of_them()), alone=alone)
+
+    async def _sample(self, session: Session, call: Call, asked: Asked, seconds: float) -> Turns:
+        async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> Completion:
+            most = self._generators.maximum_tokens
+            if not most:
+                await self._generators.ready(seconds=min(seconds, 10.0))
+                most = self._generators.maximum_tokens
+            _check_room(len(prompt), most)
+            sampling = asked.sampling(self._chat.tokenizer.stop_ids, room=most - len(prompt))
+            if len(sampling.stop_token_ids) > wire.MOST_STOPS:
+                raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
+            return await self._generators.generate(
+                prompt, name=f"gateway/{name}", index=index, seed=seed, sampling=sampling, seconds=seconds
+            )
+
+        def read(prompt: np.ndarray, completion: Completion) -> tuple[Completion, Mapping[str, Any], str | None]:
+            cut, text, stop = self._chat.text(completion, asked.stops)
+            if asked.messages:
+                return cut, self._chat.message(prompt, cut, text, tools=bool(asked.tools)), stop
+            return cut, {"role": "assistant", "content": text}, stop
+
+        return await session.ask(call, renderer=self._chat, generate=generate, read=read)
+
+    async def _chat_completions(self, request: Request) -> Response:
+        body = await _body(request)
+        sampling = await self._ask(request, body, [openai_wire.chat(body)])
+
+        def answer(found: Sequence[Turns]) -> dict[str, Any]:
+            prompt = sampling.prompt(found[0]) if body.get("return_token_ids") else []
+            return openai_wire.chat_answer(
+                found[0], body, model=self._model(body), name=f"chatcmpl-{sampling.name(found)}",
+                tokenizer=self._chat.tokenizer, prompt=prompt,
+            )  # fmt: skip
+
+        return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
+
+    async def _completions(self, request: Request) -> Response:
+        body = await _body(request)
+        sampling = await self._ask(request, body, openai_wire.completions(body, self._chat.tokenizer))
+
+        def answer(found: Sequence[Turns]) -> dict[str, Any]:
+            return openai_wire.completion_answer(
+                found, body, model=self._model(body), name=f"cmpl-{sampling.name(found)}",
+                tokenizer=self._chat.tokenizer, prompts=[sampling.prompt(turns) for turns in found],
+            )  # fmt: skip
+
+        return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
+
+    async def _generate(self, request: Request) -> Response:
+        body = await _body(request)
+        sampling = await self._ask(request, body, [openai_wire.generate(body, self._chat.tokenizer.vocabulary)])
+
+        def answer(found: Sequence[Turns]) -> dict[str, Any]:
+            return openai_wire.generate_answer(found[0][0], name=sampling.name(found), prompt=sampling.prompt(found[0]))
+
+        return await _answered(request, {**body, "stream": False}, sampling, answer, lambda found: iter(()))
+
+    async def _messages(self, request: Request) -> Response:
+        body = await _body(request)
+        sampling = await self._ask(request, body, [anthropic_wire.messages(body)])
+
+        def answer(found: Sequence[Turns]) -> dict[str, Any]:
+            return anthropic_wire.answer(found[0][0], model=self._model(body), name=f"msg_{sampling.name(found)}")
+
+        return await _answered(request, body, sampling, answer, anthropic_wire.events)
+
+    # ---- what is not
+
+    async def _count_tokens(self, request: Request) -> Response:
+        body = await _body(request)
+        self._check_model(body)
+        asked = anthropic_wire.messages(body, counted=True)
+        return JSONResponse({"input_tokens": len(self._chat.render(asked.messages, asked.tools))})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await _body(request)
+        tokenizer = self._chat.tokenizer
+        if "messages" in body:
+            asked = openai_wire.chat(body)
+            ids = self._chat.render(asked.messages, asked.tools)
+        else:
+            text = wire.field(body, "prompt", str, "")
+            ids = tokenizer.encode_prompt(text) if body.get("add_special_tokens", True) else tokenizer.encode(text)
+        length = self._generators.maximum_tokens
+        return JSONResponse({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": None})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await _body(request)
+        ids = wire.token_ids(body.get("tokens"), "tokens", self._chat.tokenizer.vocabulary)
+        return JSONResponse({"prompt": self._chat.tokenizer.decode(ids.tolist())})
+
+    async def _models(self, _: Request) -> Response:
+        common = {"object": "model", "created": self._made, "owned_by": "scalerl"}
+        length = self._generators.maximum_tokens
+        names = [name for name in self._options.names if name != "*"]
+        found = [{"id": name, **common, "max_model_len": length} for name in names]
+        return JSONResponse({"object": "list", "data": found})
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self._generators.there else 503)
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": importlib.metadata.version("scalerl-jax")})
+
+    def _model(self, body: Mapping[str, Any]) -> str:
+        return wire.field(body, "model", str) or self._options.names[0]
+
+    def _check_model(self, body: Mapping[str, Any]) -> None:
+        model, names = self._model(body), self._options.names
+        if model not in names and "*" not in names:
+            why = f"model {model[:100]!r} is not here: {', '.join(names)}"
+            raise ApiError(404, why, param="model", code="model_not_found")
+
+    # ---- sessions
+
+    async def _open_session(self, request: Request) -> Response:
+        body = await _body(request, empty=True)
+        name = _session_name(wire.field(body, "session", str) or uuid.uuid4().hex)
+        about = {key: value for key, value in body.items() if key != "session" and value is not None}
+        wire.number(body, "deadline", None, 0, 1e12)
+        if len(json.dumps(about)) > MOST_ABOUT_BYTES:
+            raise bad(f"what is kept of a session is {MOST_ABOUT_BYTES} bytes of JSON at most")
+        self._sessions.find(name, about)
+        base = f"{str(request.base_url).rstrip('/')}/s/{name}"
+        return JSONResponse({**self._summary(name), "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
+
+    async def _list_sessions(self, _: Request) -> Response:
+        return JSONResponse({"sessions": [self._summary(name) for name in self._sessions.open]})
+
+    async def _get_session(self, request: Request) -> Response:
+        return JSONResponse(self._summary(self._open_name(request)))
+
+    async def _end_session(self, request: Request) -> Response:
+        name = self._open_name(request)
+        found = self._summary(name)
+        self._sessions.end(name)
+        return JSONResponse({**found, "over": True, "running": 0})
+
+    async def _trace(self, request: Request) -> Response:
+        name = self._open_name(request)
+        turns = self._sessions.open[name].turns
+        paths = [branch.turns for branch in branches(turns)]
+        found = {**self._summary(name), "branches": paths, "trace": [turn.to_json() for turn in turns]}
+        return JSONResponse(found)
+
+    def _open_name(self, request: Request) -> str:
+        name = request.path_params["name"]
+        if name not in self._sessions.open:
+            raise ApiError(404, f"there is no session {name!r}", code="session_not_found")
+        return name
+
+    def _summary(self, name: str) -> dict[str, Any]:
+        session = self._sessions.open[name]
+        return {
+            "session": name, "about": session.about, "turns": len(session.turns), "running": session.busy,
+            "bytes": session.size, "over": session.over,
+        }  # fmt: skip
+
+
+class _Sampling:
+    """What was begun for one request. alone: of no session."""
+
+    def __init__(self, session: Session, task: "asyncio.Task[list[Turns]]", *, alone: bool):
+        self.session, self.task, self._alone = session, task, alone
+
+    def name(self, found: Sequence[Turns]) -> str:
+        """Of the answer; a retry's is the same."""
+        return f"{self.session.name}-{found[0][0].turn_id}"
+
+    def prompt(self, turns: Turns) -> list[int]:
+        turn = turns[0]
+        return np.concatenate([self.session.path(turn.parent), turn.added]).tolist()
+
+    def leave(self) -> None:
+        """The connection is gone, or what was asked is answered."""
+        self.task.cancel()
+        if self._alone:
+            self.session.close()
+
+
+async def _answered(
+    request: Request, body: Mapping[str, Any], sampling: _Sampling, answer: Callable[[Sequence[Turns]], dict[str, Any]],
+    events: Callable[[Mapping[str, Any]], Iterator[str]],
+) -> Response:  # fmt: skip
+    """The response, or the stream of `events` where the body asks for one. An error before anything is sent is one."""
+    streamed = body.get("stream") is True
+    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait(
+            {sampling.task, gone}, timeout=PING_SECONDS if streamed else None,
+            return_when=asyncio.FIRST_COMPLETED,
+        )  # fmt: skip
+    except BaseException:
+        sampling.leave()
+        raise
+    finally:
+        gone.cancel()
+    if not sampling.task.done() and not (streamed and not gone.done()):
+        sampling.leave()
+        raise ClientDisconnect
+    headers = {"x-scalerl-sampling": "client"}
+    if sampling.task.done():
+        try:
+            turns = sampling.task.result()
+        finally:
+            sampling.leave()
+        steps = [step for each in turns for turn in each for step, _, _ in turn.versions]
+        headers["x-scalerl-versions"] = f"{min(steps)}-{max(steps)}"
+        if not streamed:
+            return JSONResponse(answer(turns), headers=headers)
+
+    async def stream() -> AsyncIterator[str]:
+        try:
+            while not sampling.task.done():
+                yield anthropic_wire.event("ping") if _anthropic(request) else ": ping\n\n"
+                await asyncio.wait({sampling.task}, timeout=PING_SECONDS)
+            for event in events(answer(sampling.task.result())):
+                yield event
+        except Exception as error:  # noqa: BLE001 (as in _guarded; the status has been sent)
+            body = _as_api_error(error).body(anthropic=_anthropic(request))
+            yield anthropic_wire.event("error", **body) if _anthropic(request) else f"data: {json.dumps(body)}\n\n"
+        finally:
+            sampling.leave()
+
+    headers["cache-control"] = "no-cache"
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+async def _body(request: Request, *, empty: bool = False) -> dict[str, Any]:
+    """The request's JSON object. Raises ApiError. empty: there may be none."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > MOST_BODY_BYTES:
+            raise ApiError(413, f"the body is longer than {MOST_BODY_BYTES} bytes", headers={"connection": "close"})
+    if not data and empty:
+        return {}
+    try:
+        body = json.loads(data, parse_constant=_no_number)
+        if _SURROGATE.search(data):
+            check_json(body)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(body, dict):
+        raise bad("the body is not a JSON object")
+    return body
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _check_room(prompt: int, most: int) -> None:
+    if prompt >= most:
+        why = f"prompt is too long: {prompt} tokens > {most - 1} maximum; this model's context length is {most} tokens"
+        raise ApiError(400, why, param="messages", code="context_length_exceeded")
+
+
+def _key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _session_name(name: str) -> str:
+    if not _SESSION.fullmatch(name):
+        raise bad("a session's name is 1 to 128 letters, digits and ._-, and begins with none of .-")
+    return name
+
+
+def _anthropic(request: Request) -> bool:
+    return "/v1/messages" in request.url.path
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    known: dict[type[Exception], tuple[int, str]] = {
+        SessionOver: (409, "session_over"), SessionsFull: (429, "sessions_full"), Busy: (429, "queues_full"),
+        NoServer: (503, "no_server"), Late: (504, "deadline"), Refused: (400, "refused"),
+        NotRendered: (400, "not_rendered"), RecursionError: (400, "nested_too_deep"),
+    }  # fmt: skip
+    if isinstance(error, ApiError):
+        return error
+    status, code = known.get(type(error), (500, "fault"))
+    if status == 500:
+        _log.error("a request failed", exc_info=error)
+        return ApiError(500, "the gateway failed; its log has the reason", code=code)
+    # The OpenAI client asks again after a 409 unless it is told not to.
+    headers = {409: {"x-should-retry": "false"}, 429: {"retry-after": str(RETRY_SECONDS)}}.get(status, {})
+    return ApiError(status, " ".join(str(error).split())[:1000], code=code, headers=headers)
+
+
+def _failed(request: Request, error: ApiError) -> Response:
+    return JSONResponse(
+        error.body(anthropic=_anthropic(request)), status_code=error.status, headers=dict(error.headers)
+    )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    return _failed(request, ApiError(status, f"{request.method} {request.url.path}: there is no such route"))

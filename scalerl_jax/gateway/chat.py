@@ -1,0 +1,122 @@
+"""Messages as tokens, and tokens as a message: one model's chat template, thinking, calls of tools, stop strings.
+
+{"role": "system" | "user" | "assistant" | "tool", "content": text}    and where there are any
+"reasoning_content": text                                               of an assistant: its thinking
+"tool_calls": [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
+"tool_call_id": text                                                    of a tool
+"""
+
+import bisect
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.chat_template import ChatTemplate
+from scalerl_jax.environments.thinking import opening, split_thinking, thinking_at_end
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.sessions import Message
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_LONGEST_OPENING = 16  # tokens at the end of a prompt that are looked at for the beginning of thinking
+
+
+def check_json(value: object) -> None:
+    """Raises ValueError where JSON in UTF-8 cannot say what Python has read: numbers beyond it, half a character."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+
+
+def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """(text without its calls, [{"name", "arguments": {...}}]); what is no call that can be read stays in the text."""
+    calls: list[dict[str, Any]] = []
+
+    def taken(match: re.Match[str]) -> str:
+        try:
+            call = json.loads(match[1])
+            check_json(call)
+        except (ValueError, RecursionError):
+            return match[0]
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return match[0]
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return match[0]
+        calls.append({"name": call["name"], "arguments": arguments})
+        return ""
+
+    rest = _CALL.sub(taken, text)
+    return (rest.strip() if calls else text), calls
+
+
+class NotRendered(ValueError):
+    """The chat template does not take these messages, or there is none."""
+
+
+class Chat:
+    """Of one model folder. template: None: it has none, and only prompts of tokens and texts can be asked.
+
+    end_of_thinking: the marker behind thinking; "": completions are not split.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_of_thinking: str):
+        self.tokenizer, self._template, self._end = tokenizer, template, end_of_thinking
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self._encoded(lambda template: template.render(messages, tools=tools))
+
+    def reply(self, messages: Sequence[Message], *, behind: int) -> list[int]:
+        ids = self._encoded(lambda template: template.next_turn(messages))
+        return ids[1:] if ids[:1] == [behind] else ids  # the turn's end has been sampled
+
+    def _encoded(self, render: Callable[[ChatTemplate], str]) -> list[int]:
+        if self._template is None:
+            raise NotRendered("the model has no chat template: ask /v1/completions")
+        try:
+            return self.tokenizer.encode(render(self._template))
+        except ValueError as error:
+            raise NotRendered(str(error)) from error
+
+    def text(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str, str | None]:
+        """(the completion up to the token that completes the first stop string, the text before it, the string)."""
+        ids, text = completion.token_ids, self.tokenizer.decode_completion(completion.token_ids.tolist())
+        at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, None))
+        if stop is None:
+            return completion, text, None
+        end = at + len(stop)
+        tokens = 1 + bisect.bisect_left(range(1, len(ids)), end, key=lambda n: self._begun_alike(ids[:n], text))
+        cut = dataclasses.replace(
+            completion, token_ids=ids[:tokens], logprobs=completion.logprobs[:tokens], finish_reason="stop",
+            versions=tuple((step, a, min(b, tokens)) for step, a, b in completion.versions if a < tokens),
+            forced=tuple((a, min(b, tokens)) for a, b in completion.forced if a < tokens), experts=None,
+        )  # fmt: skip
+        return cut, text[:at], stop
+
+    def _begun_alike(self, ids: np.ndarray, text: str) -> int:
+        """Characters of `text` that these tokens make."""
+        begun = self.tokenizer.decode(ids.tolist())
+        while not text.startswith(begun):  # half a character at the end
+            begun = begun[:-1]
+        return len(begun)
+
+    def message(self, prompt: np.ndarray, completion: Completion, text: str, *, tools: bool) -> Message:
+        """What the assistant says in `text`, the completion's. tools: it may call some."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        end = self._end
+        opened = thinking_at_end(self.tokenizer.decode(prompt[-_LONGEST_OPENING:].tolist()), end) == "opened"
+        if end and (opened or text.lstrip().startswith(opening(end))):
+            thinking, answer = split_thinking(text, end, opened=opened)
+            message |= {"content": answer or "", **({"reasoning_content": thinking} if thinking else {})}
+        if tools:
+            message["content"], calls = read_tool_calls(message["content"])
+            name = hashlib.blake2b(prompt.tobytes() + completion.token_ids.tobytes(), digest_size=10).hexdigest()
+            if calls:
+                message["tool_calls"] = [
+                    {"id": f"call_{name}{number:04d}", "type": "function", "function": call}
+                    for number, call in enumerate(calls)
+                ]
+        return message

@@ -1,0 +1,203 @@
+"""scalerl-gateway: OpenAI's and Anthropic's HTTP wire over rollout servers, with every session recorded as tokens.
+
+    scalerl-gateway --model=DIR [--servers=host:port,...] [--port=8000] [--journal=DIR] [--config.a.b=v]
+
+The base URL of an OpenAI client is http://HOST:PORT/v1, of an Anthropic client http://HOST:PORT; with /s/NAME behind
+the port what they ask is the session NAME, whose tokens, log-probabilities and versions /sessions/NAME/trace has.
+Without --servers local ones are started with the weights in --model, as many as config.fleet says. Of the config fleet,
+seed, rollout.end_of_thinking and environment.template_arguments are read. It serves until SIGTERM or Ctrl-C.
+
+    loopback                 anything goes
+    any other --host         --token_file, and TLS; or --insecure
+
+With --journal each session is a file there, written before a call is answered: the same command goes on with it, and
+answers from it what it has answered before.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+
+from absl import flags
+
+from launch import accelerators
+from launch.local import StartError
+from launch.starting import StartingServers
+from scalerl_jax.cli import command_flags, entry
+from scalerl_jax.config import Config
+from scalerl_jax.contract import security
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.environments.chat_template import read_chat_template
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.chat import Chat
+from scalerl_jax.gateway.generators import Generators, NoServer
+from scalerl_jax.gateway.sessions import Sessions
+from scalerl_jax.model.decoder_config import check_folder, read_config
+from scalerl_jax.rollouts.servers import credentials
+from scalerl_jax.rollouts.servers.discovery import Discovery
+from scalerl_jax.system import files, signals
+
+FLAGS = flags.FLAGS
+
+
+def main(config: Config, arguments: list[str]) -> None:
+    signals.expect("the gateway has stopped")
+    if arguments:
+        raise entry.UserError(f"{arguments[0]}: not a flag")
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise entry.UserError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
+
+    # ---- 1. What is given --------------------------------------------------------------------------------------------
+    config.model.path = FLAGS.model
+    with entry.user_mistakes():
+        check_folder("--model", FLAGS.model)
+        tokenizer = Tokenizer(FLAGS.model)
+        template = read_chat_template(FLAGS.model, config.environment.template_arguments)
+        token = access()
+        listed = Discovery(FLAGS.servers) if FLAGS.servers else None
+        shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
+        try:
+            vocabulary = read_config(FLAGS.model).vocab_size
+        except ValueError:  # of a family that only its engine knows
+            vocabulary = 0
+    for line in [template.unknown_end(tokenizer)] if template is not None else ["the model has no chat template"]:
+        if line:
+            print(line, file=sys.stderr)
+    chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking)
+    if FLAGS.journal:
+        entry.check_out("--journal", FLAGS.journal)
+        os.makedirs(FLAGS.journal, exist_ok=True)
+    sessions = Sessions(
+        folder=FLAGS.journal, seed=config.seed, most=FLAGS.sessions, most_turns=FLAGS.turns,
+        most_bytes=FLAGS.session_bytes,
+    )  # fmt: skip
+
+    # ---- 2. Serving --------------------------------------------------------------------------------------------------
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(entry.user_mistakes(NoServer, StartError, ValueError))
+        listening = stack.enter_context(contextlib.closing(listen(FLAGS.host, FLAGS.port)))
+        addresses = stack.enter_context(servers(config, listed))
+        signals.be(signals.HOLD)
+        if FLAGS.exit_with_parent:
+            signals.request_with_parent()
+
+        async def serve() -> None:
+            generators = Generators(
+                addresses,
+                credentials=shown,
+                fingerprint=tokenizer_fingerprint(FLAGS.model),
+                vocabulary=vocabulary,
+            )
+            watching = asyncio.create_task(generators.run())
+            try:
+                await generators.ready(config.fleet.connect_seconds)
+                serving = asyncio.ensure_future(serve_http(listening, chat, generators, sessions, token))
+                await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+                await (serving if serving.done() else watching)  # which ends by a fault of its own alone
+            finally:
+                sessions.close()
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+        asyncio.run(serve())
+    signals.raise_if_interrupted()
+
+
+def access() -> str:
+    """The token that calls must carry; "": none. Raises ValueError where the flags do not go together."""
+    token = security.read_token(FLAGS.token_file, where="--token_file")
+    tls = security.read_pair(FLAGS.tls_certificate, FLAGS.tls_key, where=("--tls_certificate", "--tls_key"))
+    try:
+        local = security.is_loopback(FLAGS.host)
+    except ValueError as error:
+        raise ValueError(f"--host={error}") from None
+    if not local and not FLAGS.insecure and not (token and any(tls)):
+        raise ValueError(
+            f"--host={FLAGS.host}: beyond this machine the gateway needs --token_file, --tls_certificate and --tls_key "
+            "(or --insecure, where everybody on the network may read and ask)"
+        )
+    return token
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises ValueError naming the flags where nothing can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise ValueError(f"--host={host} --port={port}: cannot listen there ({error})") from None
+    return found
+
+
+@contextlib.contextmanager
+def servers(config: Config, listed: Discovery | None) -> Iterator[tuple[str, ...]]:
+    """The addresses of those that are given, or of local ones, which end with the context."""
+    if listed is not None:
+        yield listed.resolve()
+        return
+    # This process computes nothing, so the servers may have all of the machine's GPUs.
+    share = 1 - 2 * accelerators.SPARE
+    with tempfile.TemporaryDirectory(prefix="scalerl-gateway-") as folder:
+        local = StartingServers(config, FLAGS.journal or folder, maximum_tokens=FLAGS.maximum_tokens, share=share)
+        for line in local.remarks:
+            print(line, file=sys.stderr)
+        with local:
+            yield local.servers().addresses
+
+
+async def serve_http(
+    listening: socket.socket, chat: Chat, generators: Generators, sessions: Sessions, token: str
+) -> None:
+    import uvicorn
+
+    from scalerl_jax.gateway.app import Gateway, Options
+
+    class Server(uvicorn.Server):
+        """Ends with the command's own signals, in the place of handlers of its own."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Generator[None]:
+            yield
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or signals.requested()
+
+    folder = os.path.basename(os.path.abspath(FLAGS.model))
+    names = (folder, "*") if FLAGS.names == ["*"] else tuple(FLAGS.names) or (folder,)
+    options = Options(names, token, FLAGS.request_seconds)
+    config = uvicorn.Config(
+        Gateway(chat, generators, sessions, options).app(),
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=5,
+        ssl_certfile=FLAGS.tls_certificate or None,
+        ssl_keyfile=FLAGS.tls_key or None,
+    )
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"serving {names[0]} at http{'s' * bool(FLAGS.tls_certificate)}://{shown}:{port}", flush=True)
+    listening.listen(2048)  # whoever reads the port can connect
+    if FLAGS.port_file:
+        files.write_whole(FLAGS.port_file, f"{port}\n", durable=False)
+    await Server(config).serve(sockets=[listening])
+
+
+def run() -> None:
+    command_flags.gateway()
+    entry.run_with_arguments(main, default=Config())
+
+
+if __name__ == "__main__":
+    run()

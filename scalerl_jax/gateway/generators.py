@@ -1,0 +1,218 @@
+"""The servers that a gateway samples on: who is there, who is least busy, and what is asked of whom.
+
+    lost          a server that breaks off, or does not answer for SILENT_SECONDS: what it had is asked of another one,
+                  under the same name and with the same seed
+    full          one whose queue is full: the next one is asked; all full: Busy
+    incarnation   of the weights is asked of each server, so that those of a trainer serve as well
+
+The weights are nobody's business here: they are whatever a server holds.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import grpc
+import numpy as np
+
+from scalerl_jax.contract import peer_text, security
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import (
+    Completion,
+    CompletionRequest,
+    GroupRequest,
+    Sampling,
+    completion_from_proto,
+    request_to_proto,
+)
+from scalerl_jax.contract.rpc import Stub
+from scalerl_jax.rollouts.servers.validate import validate
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+SILENT_SECONDS = 10.0  # without an answer to a status
+NO_SERVER_SECONDS = 10.0  # that a call waits for a server to be there
+MOST_TRIES = 8  # of one completion: a prompt that ends servers must not end them all, again and again
+_ANY_STEP = 2**63 - 1
+
+
+class Busy(Exception):
+    """Every server's queue is full."""
+
+
+class NoServer(Exception):
+    """None is there, or each has failed at this."""
+
+
+class Late(Exception):
+    """It was not sampled in the time that it had."""
+
+
+class Refused(ValueError):
+    """What is asked can never be served."""
+
+
+class _Server:
+    def __init__(self, address: str, credentials: security.Credentials):
+        self.address, self.channel = address, security.connect(address, credentials)
+        self.stub = Stub(self.channel)
+        self.status: pb.StatusReply | None = None  # None: it is not there
+        self.refused = ""  # why it is not a server for this model
+        self.calls = set[asyncio.Task]()
+
+    @property
+    def load(self) -> float:
+        assert self.status is not None
+        others = self.status.busy_slots + self.status.queued  # at its last status, ours among them
+        return max(len(self.calls), others) / max(1, self.status.slots)
+
+    def lose(self, why: str) -> None:
+        """What it was asked for is asked of another one."""
+        if self.status is not None:
+            _log.warning("server %s is lost: %s", self.address, peer_text.printable(why))
+        self.status = None
+        for call in self.calls:
+            call.cancel()
+
+
+class Generators:
+    """Servers of one model.
+
+    fingerprint: of its tokenizer, which every server must have. vocabulary: token ids are below it; 0: not known.
+
+    To be made and used on one event loop, while `run` runs there.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], *, credentials: security.Credentials, fingerprint: str, vocabulary: int
+    ):
+        self._servers = [_Server(address, credentials) for address in addresses]
+        self._fingerprint, self._vocabulary = fingerprint, vocabulary
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled: asks each server for its status about once a heartbeat."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self._servers:
+                    group.create_task(self._watch(server))
+        finally:
+            for server in self._servers:
+                await server.channel.close()
+
+    async def ready(self, seconds: float) -> None:
+        """Raises NoServer, one line, where no server is there in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.there:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            reasons = [f"{server.address}: {server.refused or 'no answer'}" for server in self._servers]
+            raise NoServer(f"no server is there within {seconds:.0f} s ({'; '.join(reasons)})") from None
+
+    @property
+    def there(self) -> list[pb.StatusReply]:
+        """The status of each server that is there."""
+        return [server.status for server in self._servers if server.status is not None]
+
+    @property
+    def maximum_tokens(self) -> int:
+        """Of prompt and completion, on every server that is there; 0: none is."""
+        return min((status.maximum_tokens for status in self.there), default=0)
+
+    async def generate(
+        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float
+    ) -> Completion:
+        """One completion; prompt: [tokens] int32. Raises Busy, NoServer, Late or Refused."""
+        wanted = (CompletionRequest(index, seed),)
+        request = GroupRequest(0, name, prompt, wanted, sampling)
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._somewhere(request)
+        except TimeoutError:
+            raise Late(f"not sampled within {seconds:.0f} s") from None
+
+    async def _somewhere(self, request: GroupRequest) -> Completion:
+        full, why = set[str](), "no server is there"
+        for _ in range(MOST_TRIES):
+            try:
+                await self.ready(NO_SERVER_SECONDS)
+            except NoServer:
+                break
+            free = [server for server in self._servers if server.status is not None and server.address not in full]
+            if not free:
+                raise Busy("the queue of every server is full")
+            server = min(free, key=lambda server: server.load)
+            assert server.status is not None
+            asked = dataclasses.replace(request, incarnation=server.status.version.incarnation)
+            call = asyncio.create_task(self._read(server, asked))
+            server.calls.add(call)
+            try:
+                await asyncio.wait({call})
+            finally:
+                call.cancel()
+                server.calls.discard(call)
+            if call.cancelled():  # the server is lost
+                why = f"server {server.address} was lost"
+                continue
+            error = call.exception()
+            if error is None:
+                return call.result()
+            if isinstance(error, ValueError):
+                why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
+                server.lose(why)
+                continue
+            if not isinstance(error, grpc.aio.AioRpcError):
+                raise error
+            why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise Refused(peer_text.printable(error.details()))
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                full.add(server.address)
+            elif error.code() is grpc.StatusCode.FAILED_PRECONDITION:  # of other weights by now
+                await self._poll(server)
+            else:
+                server.lose(why)
+        raise NoServer(why)
+
+    async def _read(self, server: _Server, request: GroupRequest) -> Completion:
+        """Raises ValueError where the answer breaks the contract."""
+        call = server.stub.Generate(request_to_proto(request))
+        try:
+            async for message in call:
+                if message is None:
+                    raise ValueError("it cannot be decoded")
+                completion = completion_from_proto(message)
+                validate(completion, request, newest=_ANY_STEP, vocabulary=self._vocabulary)
+                if completion.finish_reason == "aborted":
+                    raise ValueError("it hands back what it has not finished")
+                return completion
+        finally:
+            call.cancel()
+        raise ValueError("it answers without a completion")
+
+    async def _watch(self, server: _Server) -> None:
+        while True:
+            await self._poll(server)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _poll(self, server: _Server) -> None:
+        try:
+            status = await server.stub.Status(pb.StatusRequest(), timeout=SILENT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            server.refused = peer_text.printable(f"{error.code().name}: {error.details()}")
+            server.lose(server.refused)
+            return
+        server.refused = ""
+        if status is None:
+            server.refused = "its status cannot be decoded"
+        elif status.tokenizer_fingerprint != self._fingerprint:
+            server.refused = "it has another tokenizer than the model's folder"
+        if server.refused:
+            server.lose(server.refused)
+        else:
+            server.status = status
+            self._changed.set()

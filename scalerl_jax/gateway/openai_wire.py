@@ -1,0 +1,259 @@
+"""OpenAI's wire, and vLLM's for tokens: bodies as what is asked, turns as what is answered.
+
+/v1/chat/completions, /v1/completions    streamed: the answer at once when it is there, in the chunks of a stream
+/inference/v1/generate                   tokens in and tokens out, as verifiers' and prime-rl's TrainClient ask
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway import wire
+from scalerl_jax.gateway.chat import check_json
+from scalerl_jax.gateway.sessions import Message, Turn
+from scalerl_jax.gateway.wire import Asked, bad, field, number
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_OFFERED = {
+    "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0,
+    "logit_bias": None, "echo": False, "best_of": 1, "suffix": "", "prompt_logprobs": None, "functions": None,
+    "ignore_eos": False, "use_beam_search": False, "chat_template_kwargs": None, "guided_json": None,
+    "structured_outputs": None,
+}  # fmt: skip
+_COMPLETION_TOKENS = 16  # of a completion that names no max_tokens
+
+
+# ---- what is asked
+
+
+def chat(body: Mapping[str, Any]) -> Asked:
+    """Raises ApiError naming the field at fault."""
+    wire.refuse(body, **_NOT_OFFERED)
+    if (field(body, "response_format", dict, {}).get("type") or "text") != "text":
+        raise bad("response_format: only text is offered", "response_format")
+    choice = field(body, "tool_choice", (str, dict), "auto")
+    if choice not in ("auto", "none"):
+        raise bad("tool_choice: auto and none are offered", "tool_choice")
+    number(body, "top_logprobs", 0, 0, 20, whole=True)
+    most = number(body, "max_completion_tokens", None, 1, 2**31 - 1, whole=True)
+    return Asked(
+        messages=_messages(field(body, "messages", list, [])),
+        tools=_tools(field(body, "tools", list, [])) if choice == "auto" else (),
+        choices=number(body, "n", 1, 1, wire.MOST_CHOICES, whole=True),
+        max_tokens=most or number(body, "max_tokens", None, 1, 2**31 - 1, whole=True),
+        **wire.sampling_fields(body),
+    )
+
+
+def completions(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Asked]:
+    """One for each prompt. Raises ApiError naming the field at fault."""
+    wire.refuse(body, **_NOT_OFFERED)
+    number(body, "logprobs", None, 0, 5, whole=True)
+    prompt = field(body, "prompt", (str, list))
+    if not prompt:
+        raise bad("prompt: must be a text, token ids, or a list of them", "prompt")
+    several = isinstance(prompt, list) and all(isinstance(one, str | list) for one in prompt)
+    given = {
+        "choices": number(body, "n", 1, 1, wire.MOST_CHOICES, whole=True),
+        "max_tokens": number(body, "max_tokens", _COMPLETION_TOKENS, 1, 2**31 - 1, whole=True),
+        **wire.sampling_fields(body),
+    }
+    prompts = prompt if several else [prompt]
+    if len(prompts) * given["choices"] > wire.MOST_CHOICES:
+        raise bad(f"prompt: {wire.MOST_CHOICES} completions may be asked for at once", "prompt")
+    ids = [tokenizer.encode_prompt(one) if isinstance(one, str) else one for one in prompts]
+    return [Asked(prompt=wire.token_ids(one, "prompt", tokenizer.vocabulary), **given) for one in ids]
+
+
+def generate(body: Mapping[str, Any], vocabulary: int) -> Asked:
+    """Raises ApiError naming the field at fault."""
+    sampling = field(body, "sampling_params", dict, {})
+    wire.refuse(sampling, **_NOT_OFFERED, n=1, routed_experts_prompt_start=None)
+    stops = field(sampling, "stop_token_ids", list, [])
+    return Asked(
+        prompt=wire.token_ids(body.get("token_ids"), "token_ids", vocabulary),
+        max_tokens=number(sampling, "max_tokens", None, 1, 2**31 - 1, whole=True),
+        stop_token_ids=tuple(wire.token_ids(stops, "stop_token_ids", vocabulary).tolist()) if stops else (),
+        **wire.sampling_fields(sampling),
+    )
+
+
+def _messages(given: Sequence[Any]) -> tuple[Message, ...]:
+    if not given:
+        raise bad("messages: one at least", "messages")
+    return tuple(_message(message, f"messages[{at}]") for at, message in enumerate(given))
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict) or given.get("role") not in _ROLES:
+        raise bad(f"{where}: must have a role of {', '.join(_ROLES)}", where)
+    role = "system" if given["role"] == "developer" else given["role"]
+    message: dict[str, Any] = {"role": role, "content": wire.content_text(given.get("content"), f"{where}.content")}
+    if role == "assistant":
+        thinking = field(given, "reasoning_content", str) or field(given, "reasoning", str)
+        if thinking:
+            message["reasoning_content"] = thinking
+        if calls := field(given, "tool_calls", list, []):
+            message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
+    elif role == "tool":
+        message["tool_call_id"] = field(given, "tool_call_id", str, "")
+    return message
+
+
+def _tool_call(given: Any, where: str) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(f'{where}: a call is {{"id", "type": "function", "function": {{"name", "arguments"}}}}', where)
+    try:
+        arguments = json.loads(field(function, "arguments", str, "{}") or "{}")
+        check_json(arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad(f"{where}: arguments must be a JSON object, as text", where)
+    call_id = field(given, "id", str, "")
+    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(given: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+    for at, tool in enumerate(given):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"tools[{at}]: must be a function with a name", f"tools[{at}]")
+    return tuple(given)
+
+
+# ---- what is answered
+
+
+def chat_answer(
+    turns: Sequence[Turn], body: Mapping[str, Any], *, model: str, name: str, tokenizer: Tokenizer,
+    prompt: Sequence[int],
+) -> dict[str, Any]:  # fmt: skip
+    """prompt: its token ids."""
+    choices: list[dict[str, Any]] = []
+    for turn in turns:
+        found: dict[str, Any] = {
+            "index": turn.index, "message": _said(turn.message), "finish_reason": _finish(turn), "logprobs": None,
+        }  # fmt: skip
+        if body.get("logprobs"):
+            content = [
+                {**one, "top_logprobs": [one] * bool(body.get("top_logprobs"))} for one in _tokens(turn, tokenizer)
+            ]
+            found["logprobs"] = {"content": content, "refusal": None}
+        if body.get("return_token_ids"):
+            found["token_ids"] = turn.token_ids.tolist()
+        choices.append(found)
+    answer = {**_head(name, "chat.completion", model), "choices": choices, "usage": _usage(turns, turns[0].prompt)}
+    return {**answer, **({"prompt_token_ids": list(prompt)} if body.get("return_token_ids") else {})}
+
+
+def completion_answer(
+    calls: Sequence[Sequence[Turn]], body: Mapping[str, Any], *, model: str, name: str, tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, Any]:  # fmt: skip
+    """calls: the turns of each prompt. prompts: their token ids."""
+    choices: list[dict[str, Any]] = []
+    for turns, prompt in zip(calls, prompts, strict=True):
+        for turn in turns:
+            found: dict[str, Any] = {
+                "index": len(choices), "text": turn.message["content"], "finish_reason": turn.finish_reason,
+                "logprobs": None,
+            }  # fmt: skip
+            if (logprobs := body.get("logprobs")) is not None:
+                tokens = _tokens(turn, tokenizer)
+                texts = [one["token"] for one in tokens]
+                found["logprobs"] = {
+                    "tokens": texts,
+                    "token_logprobs": [one["logprob"] for one in tokens],
+                    "top_logprobs": [{one["token"]: one["logprob"]} for one in tokens] if logprobs else None,
+                    "text_offset": [0, *np.cumsum([len(text) for text in texts])[:-1].tolist()],
+                }
+            if body.get("return_token_ids"):
+                found |= {"token_ids": turn.token_ids.tolist(), "prompt_token_ids": list(prompt)}
+            choices.append(found)
+    flat = [turn for turns in calls for turn in turns]
+    usage = _usage(flat, sum(len(prompt) for prompt in prompts))
+    answer = {**_head(name, "text_completion", model), "choices": choices, "usage": usage}
+    alone = len(prompts) == 1 and body.get("return_token_ids")
+    return {**answer, **({"prompt_token_ids": list(prompts[0])} if alone else {})}
+
+
+def generate_answer(turn: Turn, *, name: str, prompt: Sequence[int]) -> dict[str, Any]:
+    content = [
+        {"token": f"token_id:{token}", "logprob": min(0.0, float(logprob))}
+        for token, logprob in zip(turn.token_ids.tolist(), turn.logprobs)
+    ]
+    choice = {"index": 0, "token_ids": turn.token_ids.tolist(), "logprobs": {"content": content}}
+    choice["finish_reason"] = turn.finish_reason
+    usage = _usage([turn], turn.prompt)
+    return {"request_id": name, "choices": [choice], "prompt_token_ids": list(prompt), "usage": usage}
+
+
+def chunks(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[str]:
+    """The events of a stream that bring an answer of either kind."""
+    head = {name: answer[name] for name in ("id", "created", "model")}
+    kind = answer["object"]
+    head["object"] = "chat.completion.chunk" if kind == "chat.completion" else kind
+    for choice in answer["choices"]:
+        at = {"index": choice["index"]}
+        said = {name: value for name, value in choice.items() if name not in ("index", "message", "finish_reason")}
+        last: dict[str, Any] = {"logprobs": None, "finish_reason": choice["finish_reason"]}
+        if kind == "chat.completion":
+            message = {name: value for name, value in choice["message"].items() if name != "role"}
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            first = {"role": "assistant", "content": ""}
+            yield _event({**head, "choices": [{**at, "delta": first, "logprobs": None, "finish_reason": None}]})
+            said["delta"], last["delta"] = message, {}
+        else:
+            last["text"] = ""
+        yield _event({**head, "choices": [{**at, **said, "finish_reason": None}]})
+        yield _event({**head, "choices": [{**at, **last}]})
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        yield _event({**head, "choices": [], "usage": answer["usage"]})
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value, allow_nan=False)}\n\n"
+
+
+def _head(name: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _said(message: Message) -> dict[str, Any]:
+    said = {**message, "refusal": None}
+    if calls := message.get("tool_calls"):
+        said["content"] = message["content"] or None
+        said["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return said
+
+
+def _finish(turn: Turn) -> str:
+    return "tool_calls" if turn.finish_reason == "stop" and turn.message.get("tool_calls") else turn.finish_reason
+
+
+def _tokens(turn: Turn, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    texts = [tokenizer.decode([token]) for token in turn.token_ids.tolist()]
+    return [
+        {"token": text, "logprob": min(0.0, float(logprob)), "bytes": list(text.encode())}
+        for text, logprob in zip(texts, turn.logprobs)
+    ]
+
+
+def _usage(turns: Sequence[Turn], prompt: int) -> dict[str, Any]:
+    completion = sum(len(turn.token_ids) for turn in turns)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "scalerl": wire.usage_of(turns),
+    }  # fmt: skip

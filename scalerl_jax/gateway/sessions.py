@@ -1,0 +1,418 @@
+"""Sessions: what a client and the policy have said, as the tokens that were fed and sampled. No HTTP and no gRPC here.
+
+    turn      one completion; its prompt is the path of its parent and what was `added` behind that
+    path      the tokens from a root to the end of a turn
+    branch    the path of a turn that no other one extends
+
+Where a turn's prompt comes from:
+1. Its messages are those of a recorded turn, what that turn said, and further ones that the assistant has not said:
+   then it is that turn's path and what the chat template writes behind it. Thinking that a client leaves out is in the
+   path all the same; thinking that it changed makes them other messages.
+2. Else they are rendered whole, and the parent is the turn with the longest path that the rendering begins with. So are
+   prompts that come as tokens or text.
+3. None: the turn is a root.
+
+Nothing is tokenized again and nothing realigned: a branch is what a generator was fed, token for token. A call that is
+asked for again (by its key, or as a retry with the same digest) is sampled once.
+"""
+
+import asyncio
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.gateway.journal import Journal
+
+Message = Mapping[str, Any]  # {"role", "content", ...}, see chat.py
+
+# (prompt [tokens] int32, the call's name, index among its choices, seed) -> what was sampled.
+Generate = Callable[[np.ndarray, str, int, int], Awaitable[Completion]]
+# (prompt, completion) -> (the completion, cut at a stop string; what it says; the stop string that it was cut at).
+Read = Callable[[np.ndarray, Completion], tuple[Completion, Message, str | None]]
+
+_MOST_ENDED = 100_000  # names that are kept of sessions that are over
+TURN_BYTES = 1000  # of a turn beside its tokens and its text, in memory
+
+
+class SessionOver(Exception):
+    """The session takes no further calls."""
+
+
+class SessionsFull(Exception):
+    """There are as many sessions, or as much in them, as there may be."""
+
+
+class Renderer(Protocol):
+    """The chat template and its tokenizer. Both raise NotRendered (chat.py), a ValueError, where the template fails."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens that ask for the assistant's next turn."""
+
+    def reply(self, messages: Sequence[Message], *, behind: int) -> list[int]:
+        """What the template writes behind an assistant's turn that ends with token `behind`, up to its next turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a client asks for: messages, or the tokens of a prompt."""
+
+    digest: str  # of all that was asked
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompt: np.ndarray | None = None  # [tokens] int32; None: the messages
+    choices: int = 1
+    seed: int | None = None
+    key: str = ""  # Idempotency-Key
+    retry: bool = False  # the client has asked for it before
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One completion, and where its prompt comes from."""
+
+    turn_id: int  # from 0, in the order in which they were recorded
+    parent: int | None  # whose path the prompt begins with; None: a root
+    prompt: int  # tokens of the prompt, the parent's path included
+    added: np.ndarray  # [prompt - path] int32: behind the parent's path; never part of the loss
+    token_ids: np.ndarray  # [tokens] int32
+    logprobs: np.ndarray  # [tokens] float32
+    versions: tuple[tuple[int, int, int], ...]  # (step, start, end) of tokens
+    forced: tuple[tuple[int, int], ...]  # (start, end) of tokens
+    finish_reason: str  # "stop" | "length"
+    index: int = 0  # among the choices of its call
+    message: Message = dataclasses.field(default_factory=dict)  # what the client was answered
+    stop: str | None = None  # the stop string that ended it
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory, about."""
+        return TURN_BYTES + 4 * len(self.added) + 8 * len(self.token_ids) + len(str(self.message.get("content")))
+
+    def to_json(self) -> dict[str, Any]:
+        """Arrays are base64 of little-endian int32 and float32."""
+        arrays = {"added": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        coded = {name: base64.b64encode(fields[name].astype(kind).tobytes()).decode() for name, kind in arrays.items()}
+        return {**fields, **coded}
+
+
+def turn_from_json(found: Mapping[str, Any]) -> Turn:
+    def array(name: str, kind: str, dtype: Any) -> np.ndarray:
+        return np.frombuffer(base64.b64decode(found[name]), kind).astype(dtype)
+
+    return Turn(**{
+        **found,
+        "added": array("added", "<i4", np.int32),
+        "token_ids": array("token_ids", "<i4", np.int32),
+        "logprobs": array("logprobs", "<f4", np.float32),
+        "versions": tuple(map(tuple, found["versions"])),
+        "forced": tuple(map(tuple, found["forced"])),
+    })  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A row to train on."""
+
+    turns: tuple[int, ...]  # from the root on
+    token_ids: np.ndarray  # [tokens] int32
+    loss: np.ndarray  # [tokens] bool: sampled, not forced, and in no branch before this one
+    logprobs: np.ndarray  # [tokens] float32, 0 where nothing was sampled
+    steps: np.ndarray  # [tokens] int64: of the version that sampled it; of what was added: of the turn behind it
+
+
+def branches(turns: Sequence[Turn]) -> list[Branch]:
+    """One for each turn that none extends, in their order; a turn in several counts in the first of them."""
+    extended, counted = {turn.parent for turn in turns}, set[int]()
+    found = []
+    for leaf in turns:
+        if leaf.turn_id in extended:
+            continue
+        path = _ancestry(turns, leaf.turn_id)
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        for turn in path:
+            tokens, before = len(turn.token_ids), len(turn.added)
+            loss, steps = np.full(tokens, turn.turn_id not in counted), np.zeros(tokens, np.int64)
+            for start, end in turn.forced:
+                loss[start:end] = False
+            for step, start, end in turn.versions:
+                steps[start:end] = step
+            parts.append((turn.added, np.zeros(before, bool), np.zeros(before, np.float32), np.full(before, steps[0])))
+            parts.append((turn.token_ids, loss, turn.logprobs, steps))
+        counted.update(turn.turn_id for turn in path)
+        found.append(Branch(tuple(turn.turn_id for turn in path), *(np.concatenate(row) for row in zip(*parts))))
+    return found
+
+
+def _ancestry(turns: Sequence[Turn], turn_id: int) -> list[Turn]:
+    """From its root to the turn itself."""
+    path, at = list[Turn](), turn_id if turn_id >= 0 else None
+    while at is not None:
+        path.append(turns[at])
+        at = turns[at].parent
+    return path[::-1]
+
+
+class Session:
+    """The turns of one session; everything runs on one event loop.
+
+    name: of its calls on the generators. seed: the calls' seeds come from it and the name. journal: its records are the
+    session's; each answers one call of its digest before anything is sampled, as a restarted client asks for it.
+    about: what its owner knows of it; `deadline`, in Unix seconds, is when it ends.
+    """
+
+    def __init__(
+        self, name: str, *, seed: int = 0, journal: Journal | None = None, about: Mapping[str, Any] | None = None,
+        most_turns: int = 0,
+    ):  # fmt: skip
+        self.name, self.about, self.over = name, dict(about or {}), False
+        self.turns: list[Turn] = []
+        self.size = 0  # bytes, about
+        self._seed, self._journal, self._most_turns = seed, journal, most_turns
+        self._children: dict[int | None, list[Turn]] = defaultdict(list)
+        self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, the turn's own the last
+        self._names = 0  # calls so far
+        self._calls: dict[str, asyncio.Task[tuple[Turn, ...]]] = {}  # the last of each key, and of each digest
+        self._journalled: dict[str, list[tuple[Turn, ...]]] = defaultdict(list)  # not asked for yet
+        self._record = asyncio.Lock()
+        if journal is not None:
+            self._restore(journal)
+
+    # ---- calls
+
+    async def ask(self, call: Call, *, renderer: Renderer, generate: Generate, read: Read) -> tuple[Turn, ...]:
+        """The turns of a call, one for each choice. A caller that is cancelled leaves it running, for its retry.
+
+        Raises SessionOver, ValueError where the template fails, OSError where the journal cannot be written, and what
+        `generate` raises: then nothing is recorded, and a retry samples.
+        """
+        keyed = f"key {call.key} {call.digest}"
+        again = self._calls.get(keyed if call.key else call.digest if call.retry else "")
+        if again is None:
+            if journalled := self._journalled[call.digest]:
+                again = asyncio.create_task(_known(journalled.pop(0)))
+            elif self.over or time.time() >= self.deadline:
+                raise SessionOver(f"session {self.name} is over")
+            elif self._most_turns and len(self.turns) + call.choices > self._most_turns:
+                raise SessionOver(f"session {self.name} has {len(self.turns)} turns, and {self._most_turns} may be")
+            else:
+                again = asyncio.create_task(self._sample(call, renderer, generate, read))
+            names = [call.digest, keyed] if call.key else [call.digest]
+            self._calls.update(dict.fromkeys(names, again))
+            again.add_done_callback(lambda done: self._forget(done, names))
+        return await asyncio.shield(again)
+
+    def end(self) -> None:
+        """It takes no further calls, and those that are running end. Raises OSError as `ask`."""
+        if not self.over and self._journal is not None:
+            self._journal.append({"kind": "over"})
+        self.over = True
+        self.close()
+
+    def close(self) -> None:
+        for task in set(self._calls.values()):
+            task.cancel()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    @property
+    def deadline(self) -> float:
+        """Unix seconds."""
+        return float(self.about.get("deadline", math.inf))
+
+    @property
+    def busy(self) -> int:
+        """Calls that are running."""
+        return sum(not task.done() for task in set(self._calls.values()))
+
+    def path(self, turn_id: int | None) -> np.ndarray:
+        """[tokens] int32 up to the end of a turn; None: nothing."""
+        parts = [part for turn in _ancestry(self.turns, -1 if turn_id is None else turn_id)
+                 for part in (turn.added, turn.token_ids)]  # fmt: skip
+        return np.concatenate([np.zeros(0, np.int32), *parts])
+
+    def _forget(self, done: "asyncio.Task[tuple[Turn, ...]]", names: Sequence[str]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            for name in names:
+                if self._calls.get(name) is done:
+                    del self._calls[name]
+
+    async def _sample(self, call: Call, renderer: Renderer, generate: Generate, read: Read) -> tuple[Turn, ...]:
+        number, self._names = self._names, self._names + 1
+        parent, added, history = self._place(call, renderer)
+        prompt = np.concatenate([self.path(parent), added])
+        seed = (self._seed, self.name, number) if call.seed is None else (call.seed,)
+        completions = await _all([
+            generate(prompt, f"{self.name}/{number}", index, _number(*seed, index)) for index in range(call.choices)
+        ])  # fmt: skip
+        async with self._record:  # the order of the turns is that of the journal
+            found = []
+            for index, completion in enumerate(completions):
+                completion, message, stop = read(prompt, completion)
+                found.append(Turn(
+                    turn_id=len(self.turns) + index, parent=parent, prompt=len(prompt), added=added,
+                    token_ids=completion.token_ids, logprobs=completion.logprobs, versions=completion.versions,
+                    forced=completion.forced, finish_reason=completion.finish_reason, index=index, message=message,
+                    stop=stop,
+                ))  # fmt: skip
+            turns = tuple(found)
+            if self._journal is not None:
+                record: dict[str, Any] = {"kind": "call", "number": number, "digest": call.digest, "history": history}
+                record["turns"] = [turn.to_json() for turn in turns]
+                await asyncio.shield(asyncio.to_thread(self._journal.append, record))
+            self._add(turns, history)
+        return turns
+
+    # ---- the graph
+
+    def _place(self, call: Call, renderer: Renderer) -> tuple[int | None, np.ndarray, str]:
+        """(parent, tokens added behind its path, digest of the messages) of a call's prompt."""
+        if call.prompt is not None:
+            parent = self._longest(call.prompt)
+            return parent, call.prompt[len(self.path(parent)) :], ""
+        turn, behind, history = self._extends(call)
+        if turn is not None:
+            try:
+                reply = renderer.reply(call.messages[behind:], behind=int(turn.token_ids[-1]))
+                return turn.turn_id, np.asarray(reply, np.int32), history
+            except ValueError:  # a template that writes such messages only into a whole chat
+                pass
+        whole = np.asarray(renderer.render(call.messages, call.tools), np.int32)
+        parent = self._longest(whole)
+        return parent, whole[len(self.path(parent)) :], history
+
+    def _extends(self, call: Call) -> tuple[Turn | None, int, str]:
+        """The turn that the messages go on from, how many of them end with it, and the digest of all."""
+        at, found, behind = _digest("", call.tools), None, 0
+        for number, message in enumerate(call.messages, 1):
+            if message["role"] != "assistant":
+                at = _digest(at, message)
+                continue
+            thinking = message.get("reasoning_content")
+            without = _digest(at, {**message, "reasoning_content": None})
+            said = [turn for turn in self._said.get(without, ())
+                    if thinking in (None, turn.message.get("reasoning_content"))]  # fmt: skip
+            at = without if said else _digest(at, message)
+            found, behind = (said[-1], number) if said else (None, 0)
+        return (found, behind, at) if behind < len(call.messages) else (None, 0, at)
+
+    def _longest(self, prompt: np.ndarray) -> int | None:
+        """The turn with the longest path that the prompt begins with."""
+        best: int | None = None
+        longest, stack = 0, list[tuple[int | None, int]]([(None, 0)])
+        while stack:
+            parent, at = stack.pop()
+            for turn in self._children.get(parent, ()):
+                middle, end = at + len(turn.added), at + len(turn.added) + len(turn.token_ids)
+                if np.array_equal(prompt[at:middle], turn.added) and np.array_equal(prompt[middle:end], turn.token_ids):
+                    stack.append((turn.turn_id, end))
+                    if end > longest:
+                        best, longest = turn.turn_id, end
+        return best
+
+    def _add(self, turns: Sequence[Turn], history: str) -> None:
+        for turn in turns:
+            self.turns.append(turn)
+            self.size += turn.size
+            self._children[turn.parent].append(turn)
+            if history:
+                self._said[_digest(history, {**turn.message, "reasoning_content": None})].append(turn)
+
+    def _restore(self, journal: Journal) -> None:
+        for record in journal.records:
+            if record["kind"] == "call":
+                turns = tuple(turn_from_json(turn) for turn in record["turns"])
+                self._add(turns, record["history"])
+                self._names = max(self._names, record["number"] + 1)
+                self._journalled[record["digest"]].append(turns)
+            elif record["kind"] == "open":
+                self.about = record["about"]
+            else:
+                self.over = True
+        if not journal.records:
+            journal.append({"kind": "open", "about": self.about, "at": time.time()})
+        journal.records.clear()
+
+
+async def _all(asked: Sequence[Awaitable[Completion]]) -> list[Completion]:
+    """All of them; where one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _known(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    return turns
+
+
+def _digest(before: str, what: object) -> str:
+    """Of a message behind those of the digest `before`, without the names that a client gives to calls of tools."""
+    if isinstance(what, Mapping):
+        what = {name: value for name, value in what.items() if value not in (None, [])}
+        if "tool_calls" in what:
+            what["tool_calls"] = [call["function"] for call in what["tool_calls"]]
+    text = json.dumps([before, what], sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _number(*parts: object) -> int:
+    """64 bits that depend on `parts` alone."""
+    text = "\x1f".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Sessions:
+    """Those of a gateway, by name.
+
+    folder: of the journals; "": there are none. most_turns: of one session; most_bytes: of all that is in memory.
+    """
+
+    def __init__(self, *, folder: str, seed: int, most: int, most_turns: int, most_bytes: int):
+        self.folder, self._seed, self._most_turns = folder, seed, most_turns
+        self._most, self._most_bytes = most, most_bytes
+        self.open: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}  # names, the oldest first
+
+    def find(self, name: str, about: Mapping[str, Any] | None = None) -> Session:
+        """The session of that name, from its journal or a new one where there is none in memory.
+
+        Raises SessionOver, SessionsFull, ValueError where its journal is damaged, OSError naming the file.
+        """
+        if name in self.open:
+            return self.open[name]
+        if name in self._ended:
+            raise SessionOver(f"session {name} is over")
+        if len(self.open) >= self._most:
+            raise SessionsFull(f"there are {self._most} sessions: DELETE those that are over")
+        if sum(session.size for session in self.open.values()) >= self._most_bytes:
+            raise SessionsFull(f"the sessions hold {self._most_bytes} bytes: DELETE those that are over")
+        journal = Journal(os.path.join(self.folder, f"{name}.journal")) if self.folder else None
+        session = Session(name, seed=self._seed, journal=journal, about=about, most_turns=self._most_turns)
+        self.open[name] = session
+        return session
+
+    def end(self, name: str) -> None:
+        """Forgets an open session, but for its journal; calls of its name are refused from now on."""
+        self.open[name].end()
+        del self.open[name]
+        self._ended[name] = None
+        if len(self._ended) > _MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def close(self) -> None:
+        for session in self.open.values():
+            session.close()

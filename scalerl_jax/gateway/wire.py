@@ -1,0 +1,152 @@
+"""What both wires share: a body's fields, what is asked of the generators, and errors in either shape."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.contract import limits
+from scalerl_jax.contract.codec import Sampling
+from scalerl_jax.gateway.sessions import Message, Turn
+
+MOST_CHOICES = 128
+MOST_STOPS = 16  # tokens, as every server takes them
+
+# Status -> the error's type in OpenAI's shape, and in Anthropic's.
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    409: ("conflict_error", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("server_error", "timeout_error"),
+}
+
+
+class ApiError(Exception):
+    """What a client is answered instead. param: the field at fault; code: a word for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+
+    def body(self, *, anthropic: bool) -> dict[str, Any]:
+        openai_type, anthropic_type = _TYPES[self.status]
+        if anthropic:
+            return {"type": "error", "error": {"type": anthropic_type, "message": self.message}}
+        error = {"message": self.message, "type": openai_type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def bad(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One prompt, how it is sampled, and how its completions are read."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompt: np.ndarray | None = None  # [tokens] int32, in the place of messages
+    choices: int = 1
+    seed: int | None = None
+    max_tokens: int | None = None  # None: as many as there is room for
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def sampling(self, stop_ids: Sequence[int], *, room: int) -> Sampling:
+        """stop_ids: the model's own. room: tokens behind the prompt."""
+        greedy = self.temperature < limits.TEMPERATURES[0]  # colder than any engine samples
+        return Sampling(
+            temperature=1.0 if greedy else self.temperature,
+            top_p=self.top_p,
+            top_k=1 if greedy else self.top_k,
+            answer_budget=min(room, self.max_tokens or room),
+            stop_token_ids=tuple(dict.fromkeys([*stop_ids, *self.stop_token_ids])),
+        )
+
+
+def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    """Raises ApiError where it is of another kind; null is the default."""
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise bad(f"{name}: must be {' or '.join(_WORDS[one] for one in kinds)}", name)
+    return value
+
+
+_WORDS = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object"}
+
+
+def number(body: Mapping[str, Any], name: str, default: Any, low: float, high: float, *, whole: bool = False) -> Any:
+    value = field(body, name, int if whole else (int, float), default)
+    if value is not None and not low <= value <= high:
+        raise bad(f"{name}: must be from {low:g} to {high:g}", name)
+    return value
+
+
+def sampling_fields(body: Mapping[str, Any], *, stop: str = "stop") -> dict[str, Any]:
+    """Of Asked. stop: the name that the stop strings have. Raises ApiError."""
+    stops = field(body, stop, (str, list), [])
+    stops = [stops] if isinstance(stops, str) else stops
+    if not all(isinstance(one, str) and one for one in stops):
+        raise bad(f"{stop}: must be texts that are not empty", stop)
+    return {
+        "temperature": number(body, "temperature", 1.0, 0, limits.TEMPERATURES[1]),
+        "top_p": number(body, "top_p", 1.0, limits.SMALLEST_TOP_P, 1),
+        "top_k": max(0, number(body, "top_k", 0, -1, 2**31 - 1, whole=True)),
+        "seed": number(body, "seed", None, -(2**63), 2**64 - 1, whole=True),
+        "stops": tuple(stops),
+    }
+
+
+def refuse(body: Mapping[str, Any], **neutral: Any) -> None:
+    """Raises ApiError where a field that no generator can follow asks for something. neutral: what asks for nothing."""
+    for name, value in neutral.items():
+        if body.get(name) not in (None, value, *([[], {}] if value is None else [])):
+            raise bad(f"{name}: is not offered", name)
+
+
+def token_ids(ids: Any, name: str, vocabulary: int) -> np.ndarray:
+    """[tokens] int32. Raises ApiError."""
+    if not isinstance(ids, list) or not ids:
+        raise bad(f"{name}: must be token ids, one at least", name)
+    if not all(type(one) is int and 0 <= one < vocabulary for one in ids):
+        raise bad(f"{name}: token ids are from 0 to {vocabulary - 1}", name)
+    return np.asarray(ids, np.int32)
+
+
+def content_text(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Of a text or its parts. Raises ApiError where a part is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad(f"{where}: must be a text or a list of parts", where)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise bad(f"{where}: only parts of the type text are understood", where)
+    return "".join(part["text"] for part in content)
+
+
+def usage_of(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Which versions sampled what: spans of all choices' tokens, one choice behind the other."""
+    versions, forced, at = [], [], 0
+    for turn in turns:
+        versions += [[step, start + at, end + at] for step, start, end in turn.versions]
+        forced += [[start + at, end + at] for start, end in turn.forced]
+        at += len(turn.token_ids)
+    return {"versions": versions, "forced": forced}

@@ -1,0 +1,84 @@
+"""A model folder whose chat template knows tools, completions to play for it, and a gateway over servers that play."""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from scalerl_jax.environments.chat_template import read_chat_template
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.chat import Chat
+from tests.support.chat_folders import chat_folder
+from tests.support.models import random_tensors, toy_decoder, write_folder
+from tests.support.servers import ServerProcess
+
+GATEWAY = ("-m", "scalerl_jax.gateway.command")
+VOCABULARY = 352
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
+QUESTION = {"role": "user", "content": "2+2?"}
+CALL = json.dumps({"name": "add", "arguments": {"a": 2, "b": 2}})
+FIRST = f"<think>\nTwo and two.\n</think>\n\nI add.<tool_call>{CALL}</tool_call><|im_end|>"
+SECOND = "The answer is 4.<|im_end|>"
+LENGTH = 512
+
+
+def model_folder(folder: pathlib.Path) -> Chat:
+    decoder = toy_decoder(vocab_size=VOCABULARY, max_positions=1024)
+    write_folder(folder, decoder, random_tensors(decoder, 0))
+    chat_folder(folder, "qwen3")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    path = str(folder)
+    return Chat(Tokenizer(path), read_chat_template(path), end_of_thinking="</think>")
+
+
+def write_completions(chat: Chat, file: pathlib.Path) -> None:
+    """What the policy says in a conversation with one call of a tool; as no tokenizer would cut it."""
+    tokenizer = chat.tokenizer
+
+    def one_by_one(text: str) -> list[int]:
+        said = text.removesuffix("<|im_end|>")
+        return [*(token for character in said for token in tokenizer.encode(character)), tokenizer.eos_id]
+
+    asked = chat.render([QUESTION], [TOOL])
+    first = one_by_one(FIRST)
+    told = chat.reply([{"role": "tool", "content": "4", "tool_call_id": ""}], behind=first[-1])
+    plain = chat.render([QUESTION], [])
+    rows = [(asked, first), ([*asked, *first, *told], one_by_one(SECOND)), (plain, one_by_one(SECOND))]
+    file.write_text("".join(json.dumps({
+        "prompt_token_ids": prompt, "token_ids": ids, "logprobs": [-0.5] * len(ids), "finish_reason": "stop",
+    }) + "\n" for prompt, ids in rows))  # fmt: skip
+
+
+def generator(folder: pathlib.Path, model: pathlib.Path, *flags: str, name: str = "generator") -> ServerProcess:
+    """A server that plays, not waited for."""
+    common = ("--engine=replay", f"--model={model}", "--sync_dtype=float32", "--compute_dtype=float32")
+    return ServerProcess(folder, *common, f"--maximum_tokens={LENGTH}", "--slots=8", "--queue=16", *flags, name=name)
+
+
+@contextlib.contextmanager
+def gateway(folder: pathlib.Path, model: pathlib.Path, *flags: str, name: str = "gateway") -> Iterator[ServerProcess]:
+    """A gateway that answers; its model is called `tiny`."""
+    pytest.importorskip("uvicorn")  # of the extra [gateway]
+    process = ServerProcess(folder, f"--model={model}", "--names=tiny", *flags, program=GATEWAY, name=name)
+    with contextlib.closing(process):
+        yield process.wait()
+
+
+def trace(address: str, session: str) -> dict[str, Any]:
+    return httpx.get(f"http://{address}/sessions/{session}/trace").raise_for_status().json()

@@ -1,0 +1,342 @@
+"""The gateway as programs use it: through OpenAI's and Anthropic's own clients, over servers of ours."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from scalerl_jax.gateway.chat import Chat
+from tests.gateway import chat_model
+from tests.gateway.chat_model import LENGTH, QUESTION, TOOL, gateway, generator, trace
+from tests.support.servers import ServerProcess
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.slow
+
+THOUGHT, SAID = "Two and two.", "I add."
+
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """The package; only these tests need it, and it takes long to import."""
+    return pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def chat(model: pathlib.Path) -> Chat:
+    return chat_model.model_folder(model)
+
+
+@pytest.fixture(scope="module")
+def recorded(chat: Chat, model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a gateway whose server plays the conversation of chat_model.py."""
+    folder = tmp_path_factory.mktemp("recorded")
+    chat_model.write_completions(chat, folder / "said.jsonl")
+    with contextlib.closing(generator(folder, model, f"--replay_file={folder / 'said.jsonl'}").wait()) as server:
+        with gateway(folder, model, f"--servers={server.address}") as process:
+            yield process.address
+
+
+@pytest.fixture(scope="module")
+def made_up(chat: Chat, model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of one whose server says anything."""
+    folder = tmp_path_factory.mktemp("made_up")
+    with contextlib.closing(generator(folder, model).wait()) as server:
+        with gateway(folder, model, f"--servers={server.address}") as process:
+            yield process.address
+
+
+def array(text: str, kind: str = "<i4") -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+def check_conversation(chat: Chat, address: str, session: str) -> None:
+    """Two turns, one branch, and both what was sampled, token for token."""
+    found = trace(address, session)
+    assert found["branches"] == [[0, 1]] and [turn["parent"] for turn in found["trace"]] == [None, 0]
+    said = [chat.tokenizer.decode(array(turn["token_ids"]).tolist()) for turn in found["trace"]]
+    assert said == [chat_model.FIRST, chat_model.SECOND]
+    assert all((array(turn["logprobs"], "<f4") == -0.5).all() for turn in found["trace"])
+
+
+def test_openai_calls_a_tool(openai: Any, chat: Chat, recorded: str) -> None:
+    client = openai.OpenAI(base_url=f"http://{recorded}/s/openai/v1", api_key="any")
+    raw = client.chat.completions.with_raw_response.create(model="tiny", messages=[QUESTION], tools=[TOOL])
+    assert raw.headers["x-scalerl-versions"] == "0-0"
+    answer = raw.parse()
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning_content, answer.choices[0].finish_reason) == (
+        SAID,
+        THOUGHT,
+        "tool_calls",
+    )
+    (call,) = message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 2, "b": 2}
+    assert answer.usage.prompt_tokens == len(chat.render([QUESTION], [TOOL]))
+    assert answer.usage.scalerl == {"versions": [[0, 0, answer.usage.completion_tokens]], "forced": []}
+    # As most clients do, it gives back what it knows, without the thinking.
+    history = [QUESTION, {"role": "assistant", "content": SAID, "tool_calls": [call.to_dict()]}]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+    then = client.chat.completions.create(
+        model="tiny", messages=[*history, result], tools=[TOOL], logprobs=True, top_logprobs=2
+    )
+    assert then.choices[0].message.content == "The answer is 4." and then.choices[0].finish_reason == "stop"
+    assert {one.logprob for one in then.choices[0].logprobs.content} == {-0.5}
+    check_conversation(chat, recorded, "openai")
+
+
+def test_openai_streams_to_an_asynchronous_client(openai: Any, chat: Chat, recorded: str) -> None:
+    async def stream() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"http://{recorded}/v1", api_key="sk-scalerl-streamed") as client:
+            chunks = await client.chat.completions.create(
+                model="tiny", messages=[QUESTION], tools=[TOOL], stream=True, stream_options={"include_usage": True}
+            )
+            return [chunk async for chunk in chunks]
+
+    found = asyncio.run(stream())
+    deltas = [chunk.choices[0].delta for chunk in found if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == SAID
+    assert [call.function.name for delta in deltas for call in delta.tool_calls or ()] == ["add"]
+    assert [chunk.choices[0].finish_reason for chunk in found if chunk.choices][-1] == "tool_calls"
+    assert found[-1].usage.completion_tokens > 0
+    assert trace(recorded, "streamed")["turns"] == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_anthropic_calls_a_tool(anthropic: Any, chat: Chat, recorded: str, streamed: bool) -> None:
+    session = f"anthropic-{streamed}"
+    client = anthropic.Anthropic(base_url=f"http://{recorded}/s/{session}", api_key="any")
+    tools = [{"name": "add", "description": "Adds.", "input_schema": chat_model.PARAMETERS}]
+
+    def say(messages: list[Any]) -> Any:
+        asked = {"model": "tiny", "max_tokens": 400, "tools": tools, "messages": messages}
+        if not streamed:
+            return client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+            assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+            return stream.get_final_message()
+
+    answer = say([QUESTION])
+    thinking, text, use = answer.content
+    assert (thinking.thinking, text.text, use.name, use.input) == (THOUGHT, SAID, "add", {"a": 2, "b": 2})
+    assert answer.stop_reason == "tool_use"
+    assert answer.usage.input_tokens == len(chat.render([QUESTION], [TOOL])) and answer.usage.output_tokens > 50
+    count = client.messages.count_tokens(model="tiny", messages=[QUESTION], tools=tools)
+    assert count.input_tokens == answer.usage.input_tokens
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "4"}]}
+    then = say([QUESTION, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}])
+    assert then.content[0].text == "The answer is 4." and then.stop_reason == "end_turn"
+    check_conversation(chat, recorded, session)
+
+
+def test_asynchronous_anthropic_and_a_stop_sequence(anthropic: Any, recorded: str) -> None:
+    async def ask() -> Any:
+        async with anthropic.AsyncAnthropic(base_url=f"http://{recorded}", api_key="any") as client:
+            return await client.messages.create(
+                model="tiny", max_tokens=400, messages=[QUESTION], stop_sequences=[" is"]
+            )
+
+    answer = asyncio.run(ask())
+    assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("The answer", "stop_sequence", " is")
+
+
+def test_several_choices_are_siblings_with_seeds_of_their_own(openai: Any, chat: Chat, made_up: str) -> None:
+    client = openai.OpenAI(base_url=f"http://{made_up}/s/siblings/v1", api_key="any")
+    asked = {
+        "model": "tiny",
+        "messages": [QUESTION],
+        "n": 3,
+        "max_tokens": 20,
+        "extra_body": {"return_token_ids": True},
+    }
+    answer = client.chat.completions.create(**asked)
+    ids = [tuple(choice.token_ids) for choice in answer.choices]
+    assert len(set(ids)) == 3 and answer.prompt_token_ids == chat.render([QUESTION], [])
+    then = client.chat.completions.create(
+        model="tiny", messages=[QUESTION, answer.choices[1].message, QUESTION], max_tokens=5
+    )
+    assert then.usage.completion_tokens <= 5
+    found = trace(made_up, "siblings")
+    assert [turn["parent"] for turn in found["trace"]] == [None, None, None, 1]
+    assert [tuple(array(turn["token_ids"]).tolist()) for turn in found["trace"][:3]] == ids
+
+
+def test_tokens_go_in_and_come_out(chat: Chat, made_up: str) -> None:
+    client = httpx.Client(base_url=f"http://{made_up}", timeout=60)
+    asked = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9, "logprobs": 1, "seed": 3}}
+    answers = [client.post("/inference/v1/generate", json=asked).json() for _ in range(2)]
+    (choice,) = answers[0]["choices"]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{one}" for one in choice["token_ids"]]
+    assert all(one["logprob"] <= 0 for one in choice["logprobs"]["content"]) and answers[0]["prompt_token_ids"] == [
+        5,
+        6,
+        7,
+    ]
+
+    text = {"model": "tiny", "prompt": [[5, 6, 7], "2+2"], "max_tokens": 4, "logprobs": 0, "return_token_ids": True}
+    body = client.post("/v1/completions", json=text, headers={"x-session-id": "tokens"}).json()
+    assert [found["prompt_token_ids"] for found in body["choices"]] == [[5, 6, 7], chat.tokenizer.encode_prompt("2+2")]
+    assert [len(found["logprobs"]["token_logprobs"]) for found in body["choices"]] == [
+        len(found["token_ids"]) for found in body["choices"]
+    ]
+    path = [5, 6, 7, *body["choices"][0]["token_ids"]]
+    client.post("/v1/completions", json={**text, "prompt": [*path, 8]}, headers={"x-session-id": "tokens"})
+    assert [turn["parent"] for turn in trace(made_up, "tokens")["trace"]] == [None, None, 0]
+
+    tokens = client.post("/tokenize", json={"prompt": "2+2", "model": "tiny"}).json()
+    assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == LENGTH
+    assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "2+2"}
+    assert [found["max_model_len"] for found in client.get("/v1/models").json()["data"]] == [LENGTH]
+    assert client.get("/health").status_code == 200 and "version" in client.get("/version").json()
+
+
+def test_errors_have_the_shape_that_the_clients_know(anthropic: Any, openai: Any, made_up: str) -> None:
+    client = openai.OpenAI(base_url=f"http://{made_up}/s/errors/v1", api_key="any", max_retries=2)
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=[QUESTION])
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    long = [{"role": "user", "content": "2 " * LENGTH}]
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.chat.completions.create(model="tiny", messages=long)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        anthropic.Anthropic(base_url=f"http://{made_up}", api_key="any").messages.create(
+            model="tiny", max_tokens=5, messages=long
+        )
+    client.chat.completions.create(model="tiny", messages=[QUESTION], max_tokens=3)
+    assert httpx.delete(f"http://{made_up}/sessions/errors").json()["over"] is True
+    with pytest.raises(openai.ConflictError) as over:
+        client.chat.completions.create(model="tiny", messages=[QUESTION])
+    assert over.value.response.headers["x-should-retry"] == "false"
+    assert over.value.response.request.headers["x-stainless-retry-count"] == "0"
+    assert httpx.get(f"http://{made_up}/sessions/errors").status_code == 404
+    body = b'{"model": "tiny", "prompt": "' + b"a" * 2**25 + b'"}'
+    with contextlib.suppress(httpx.WriteError):  # it may close while we still write
+        assert httpx.post(f"http://{made_up}/v1/completions", content=body, timeout=60).status_code == 413
+
+
+def test_a_gateway_with_a_token_and_limits(
+    chat: Chat, model: pathlib.Path, made_up: str, tmp_path: pathlib.Path
+) -> None:
+    token = "a-token-of-the-gateway"
+    (tmp_path / "token").write_text(token)
+    with contextlib.closing(generator(tmp_path, model).wait()) as server:
+        limits = (f"--token_file={tmp_path / 'token'}", "--sessions=1", "--turns=2", "--names=tiny,*")
+        with gateway(tmp_path, model, f"--servers={server.address}", *limits) as process:
+            base = f"http://{process.address}"
+            asked = {"model": "claude-of-any-name", "max_tokens": 3, "messages": [QUESTION]}
+            for key in ("", "wrong", "sk-scalerl-one"):
+                answer = httpx.post(f"{base}/v1/messages", json=asked, headers={"x-api-key": key})
+                assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+            for number, status in enumerate([200, 200, 409]):
+                headers = {"authorization": f"Bearer sk-scalerl-one:{token}"}
+                answer = httpx.post(f"{base}/v1/messages", json={**asked, "temperature": number}, headers=headers)
+                assert answer.status_code == status, answer.text
+            headers = {"x-api-key": token}
+            answer = httpx.post(f"{base}/s/two/v1/messages", json=asked, headers=headers)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert httpx.post(f"{base}/v1/messages", json=asked, headers=headers).status_code == 200
+
+
+def test_a_killed_gateway_goes_on_from_its_journal(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    slow = "--replay_token_seconds=0.02"
+    with contextlib.closing(generator(tmp_path, model, slow).wait()) as server:
+        flags = (f"--servers={server.address}", f"--journal={tmp_path / 'journal'}")
+        bodies = [{"model": "tiny", "messages": [QUESTION], "max_tokens": 30, "user": str(at)} for at in range(3)]
+        with gateway(tmp_path, model, *flags) as process:
+            url = f"http://{process.address}/s/kept/v1/chat/completions"
+            # A client that gives up: the turn goes on, and its retry has it.
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(url, json=bodies[0], timeout=httpx.Timeout(0.01, connect=30, write=30, pool=30))
+            retry = {"x-stainless-retry-count": "1"}
+            first = [httpx.post(url, json=bodies[0], headers=retry, timeout=60).json() for _ in range(2)]
+            assert (first[0]["id"], first[0]["choices"]) == (first[1]["id"], first[1]["choices"])
+            second = httpx.post(url, json=bodies[1], timeout=60).json()
+            before = trace(process.address, "kept")
+            assert before["turns"] == 2
+            process.kill()
+            process.start()
+            process.wait()
+            again = [httpx.post(url, json=body, timeout=60).json() for body in bodies]
+            assert [found["choices"] for found in again[:2]] == [first[0]["choices"], second["choices"]]
+            after = trace(process.address, "kept")
+            assert after["trace"][:2] == before["trace"] and after["turns"] == 3
+
+
+def test_a_lost_server_costs_no_turn(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    servers = [generator(tmp_path, model, "--replay_token_seconds=0.05", name=f"generator-{at}") for at in range(2)]
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.close)
+        addresses = [server.wait().address for server in servers]
+        with gateway(tmp_path, model, f"--servers={','.join(addresses)}") as process:
+            answers = asyncio.run(ask_at_once(process.address, killed=servers[0]))
+        # The same names and seeds on one server alone: what it says is the same.
+        with gateway(tmp_path, model, f"--servers={addresses[1]}", name="alone") as process:
+            alone = asyncio.run(ask_at_once(process.address))
+        assert sorted(answers) == sorted(alone) and len({*map(tuple, answers)}) == len(answers)
+
+
+def test_servers_that_are_full_late_or_gone(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    flags = ("--replay_token_seconds=1", "--slots=1", "--queue=1")
+    with contextlib.closing(generator(tmp_path, model, *flags).wait()) as server:
+        with gateway(tmp_path, model, f"--servers={server.address}", "--request_seconds=2") as process:
+            url = f"http://{process.address}/v1/chat/completions"
+            asked = {"model": "tiny", "messages": [QUESTION], "max_tokens": 60}
+            full = httpx.post(url, json={**asked, "n": 6}, timeout=60)
+            assert (full.status_code, full.json()["error"]["code"]) == (429, "queues_full")
+            assert full.headers["retry-after"] == "1"
+            late = httpx.post(url, json=asked, timeout=60)
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
+            server.kill()
+            eventually(lambda: httpx.get(f"http://{process.address}/health").status_code == 503)
+            gone = httpx.post(url, json=asked, timeout=60)
+            assert (gone.status_code, gone.json()["error"]["code"]) == (503, "no_server")
+
+
+async def ask_at_once(address: str, killed: ServerProcess | None = None) -> list[list[int]]:
+    """The tokens of eight calls of a session; `killed` is, once all of them have begun."""
+    asked = {"model": "tiny", "token_ids": [5, 6], "sampling_params": {"max_tokens": 60}}
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+        calls = [asyncio.create_task(client.post("/s/lost/inference/v1/generate", json=asked)) for _ in range(8)]
+        begun = 0
+        while begun < len(calls):
+            found = (await client.get("/sessions/lost")).json()
+            begun = found.get("running", 0) + found.get("turns", 0)
+        if killed is not None:
+            killed.kill()
+        answers = [call.raise_for_status().json() for call in await asyncio.gather(*calls)]
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
+def test_local_servers_are_started(openai: Any, chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    local = ("--config.fleet.servers=1", "--config.fleet.slots=4", "--maximum_tokens=64")
+    with gateway(tmp_path, model, *local) as process:
+        client = openai.OpenAI(base_url=f"http://{process.address}/s/jax/v1", api_key="any")
+        greedy = [
+            client.chat.completions.create(model="tiny", messages=[QUESTION], max_tokens=6, temperature=0)
+            for _ in range(2)
+        ]
+        assert greedy[0].choices[0].message.content == greedy[1].choices[0].message.content
+        process.process.terminate()
+        assert eventually(lambda: process.process.poll() is not None)
+        assert process.process.returncode == 128 + 15
+        assert process.log.read_text().splitlines()[-1] == "the gateway has stopped"

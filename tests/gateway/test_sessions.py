@@ -1,0 +1,316 @@
+"""The token graph of a session, its journal, and retries: with a real chat template, and completions made up here."""
+
+import asyncio
+import json
+import os
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.chat_template import read_chat_template
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.chat import Chat, read_tool_calls
+from scalerl_jax.gateway.journal import Journal
+from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Turn, branches
+from tests.support.chat_folders import chat_folder
+
+WORDS = ("Two and two: ", "2+2=4.", "reason ", "é", "boxed", " step\n", "<tool_call>{}</tool_call>")
+
+
+class Client:
+    """A client of one session, and the generator behind it; both do what `rng` says."""
+
+    def __init__(self, chat: Chat, rng: random.Random, *, journal: Journal | None = None):
+        self.chat, self.rng = chat, rng
+        self.session = Session("s", journal=journal)
+        self.fed: list[tuple[np.ndarray, Completion]] = []
+        self.asked: list[Call] = []  # of each turn
+
+    async def generate(self, prompt: np.ndarray, name: str, index: int, seed: int) -> Completion:
+        await asyncio.sleep(0)
+        tokenizer, rng = self.chat.tokenizer, self.rng
+        text = "".join(rng.choices(WORDS, k=rng.randint(1, 4)))
+        if rng.random() < 0.5:
+            text = f"<think>\n{rng.choice(WORDS)}\n</think>\n\n{text}"
+        # As no tokenizer would cut it, so that what is tokenized again is never the same.
+        ids = [one for character in text for one in tokenizer.encode(character)]
+        finish = rng.choice(["stop", "stop", "length"])
+        ids += [tokenizer.eos_id] if finish == "stop" else []
+        forced = ((1, 3),) if len(ids) > 5 and rng.random() < 0.2 else ()
+        whole, logprobs = ((7, 0, len(ids)),), -np.ones(len(ids), np.float32)
+        made = Completion(1, name, index, np.asarray(ids, np.int32), logprobs, whole, forced, finish)
+        self.fed.append((prompt, made))
+        return made
+
+    def read(self, prompt: np.ndarray, completion: Completion) -> tuple[Completion, Any, str | None]:
+        cut, text, stop = self.chat.text(completion, ["and two"] if self.rng.random() < 0.3 else [])
+        self.fed = [(fed, cut if made is completion else made) for fed, made in self.fed]
+        return cut, self.chat.message(prompt, cut, text, tools=True), stop
+
+    async def ask(self, call: Call) -> tuple[Turn, ...]:
+        turns = await self.session.ask(call, renderer=self.chat, generate=self.generate, read=self.read)
+        self.asked += [call] * (len(self.session.turns) - len(self.asked))
+        return turns
+
+    def edited(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a harness does to a history."""
+        rng, kept = self.rng, [dict(message) for message in messages]
+        kind = rng.choice(["none", "none", "thinking", "rewrite", "cut", "compact", "insert"])
+        at = rng.randrange(len(kept))
+        if kind == "thinking":
+            for message in kept[: at + 1]:
+                message.pop("reasoning_content", None)
+        elif kind == "rewrite":
+            kept[at]["content" if rng.random() < 0.7 else "reasoning_content"] = rng.choice(WORDS)
+        elif kind == "cut":
+            kept = kept[: at + 1]
+        elif kind == "compact":
+            kept = [{"role": "user", "content": "so far: reason"}, *kept[at + 1 :]]
+        elif kind == "insert":
+            kept[at:at] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": rng.choice(WORDS)}]
+        return kept
+
+    async def edits(self, count: int) -> None:
+        rng = self.rng
+        histories: list[list[dict[str, Any]]] = [[]]
+        for number in range(count):
+            messages = list(rng.choice(histories[-4:]))
+            if messages:
+                messages = self.edited(messages)
+            if not messages or rng.random() < 0.9:
+                messages.append({"role": rng.choice(["user", "user", "system"]), "content": rng.choice(WORDS)})
+            prompt = None
+            if rng.random() < 0.1 and self.session.turns:  # tokens, as some clients ask
+                path = self.session.path(rng.randrange(len(self.session.turns)))
+                prompt = np.concatenate([path[: rng.randint(1, len(path))], np.asarray([3, 4], np.int32)])
+            call = Call(str(number), tuple(messages), prompt=prompt, choices=rng.choice([1, 1, 3]))
+            histories += [[*messages, dict(turn.message)] for turn in await self.ask(call)]
+
+
+def check(client: Client) -> None:
+    """What holds of every session, however its client went about."""
+    session, fed = client.session, client.fed
+    assert len(session.turns) == len(fed)
+    rows = branches(session.turns)
+    trained = dict.fromkeys(range(len(fed)), 0)
+    for row in rows:
+        by_turn = {len(session.path(turn_id)): session.turns[turn_id] for turn_id in row.turns}
+        leaf = session.turns[row.turns[-1]]
+        prompt, completion = fed[leaf.turn_id]
+        np.testing.assert_array_equal(row.token_ids, np.concatenate([prompt, completion.token_ids]))
+        assert len(row.loss) == len(row.logprobs) == len(row.steps) == len(row.token_ids)
+        for end, turn in by_turn.items():
+            # Every turn of the branch was fed what the branch has before it.
+            np.testing.assert_array_equal(fed[turn.turn_id][0], row.token_ids[: turn.prompt])
+            sampled = fed[turn.turn_id][1].sampled()
+            loss = row.loss[turn.prompt : end]
+            assert not loss.any() or np.array_equal(loss, sampled)
+            trained[turn.turn_id] += int(loss.any())
+        assert row.loss.sum() == sum(row.loss[turn.prompt : end].sum() for end, turn in by_turn.items())
+    for turn_id, (prompt, completion) in enumerate(fed):
+        assert trained[turn_id] == int(completion.sampled().any())
+        assert is_what_was_asked(client, turn_id, prompt.tolist())
+
+
+def is_what_was_asked(client: Client, turn_id: int, prompt: list[int]) -> bool:
+    """The tokens asked, or the messages rendered, or the path of a turn that they go on from with what is behind it."""
+    session, chat, call = client.session, client.chat, client.asked[turn_id]
+    if call.prompt is not None:
+        return prompt == call.prompt.tolist()
+    parent, messages = session.turns[turn_id].parent, call.messages
+    said = [at for at, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    if parent is not None and said and said[-1] < len(messages):
+        turn, last = session.turns[parent], dict(messages[said[-1] - 1])
+        thinking = last.pop("reasoning_content", None)
+        same = last == {name: value for name, value in turn.message.items() if name != "reasoning_content"}
+        if same and thinking in (None, turn.message.get("reasoning_content")):
+            behind = chat.reply(messages[said[-1] :], behind=int(turn.token_ids[-1]))
+            if prompt == [*session.path(parent).tolist(), *behind]:
+                return True
+    return prompt == chat.render(messages, call.tools)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """Of a template that drops the thinking of earlier turns, as Qwen3's does."""
+    return chat_of(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def chat_of(folder: pathlib.Path, style: str) -> Chat:
+    chat_folder(folder, style)
+    tokenizer = Tokenizer(str(folder))
+    return Chat(tokenizer, read_chat_template(str(folder)), end_of_thinking="</think>")
+
+
+def run(chat: Chat, seed: int, count: int) -> None:
+    client = Client(chat, random.Random(seed))
+    asyncio.run(client.edits(count))
+    check(client)
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32))
+def test_a_branch_is_what_was_fed_and_each_sampled_token_is_in_one_loss(chat: Chat, seed: int) -> None:
+    run(chat, seed, 12)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32))
+def test_branches_over_thousands_of_edits(chat: Chat, seed: int) -> None:
+    run(chat, seed, 40)
+
+
+def ask(client: Client, *calls: Call) -> list[tuple[Turn, ...]]:
+    async def all_of_them() -> list[tuple[Turn, ...]]:
+        return [await client.ask(call) for call in calls]
+
+    return asyncio.run(all_of_them())
+
+
+USER = {"role": "user", "content": "2+2?"}
+
+
+def test_the_next_turn_begins_with_the_path_and_the_separator(chat: Chat) -> None:
+    tokenizer, turn, tried = chat.tokenizer, None, 0
+    while turn is None or turn.finish_reason != "stop" or "reasoning_content" not in turn.message or turn.stop:
+        client = Client(chat, random.Random(tried))
+        ((turn,),) = ask(client, Call("1", (USER,)))
+        tried += 1
+    bare = {name: value for name, value in turn.message.items() if name != "reasoning_content"}
+    for number, said in enumerate(
+        [turn.message, bare, {**bare, "reasoning_content": "other"}, {**bare, "content": "5"}]
+    ):
+        ((then,),) = ask(client, Call(f"then {number}", (USER, said, {"role": "user", "content": "So?"})))
+        assert then.parent == (turn.turn_id if number < 2 else None)
+        if number < 2:
+            assert tokenizer.decode(then.added.tolist()) == (
+                "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+            )
+
+
+def test_siblings_and_other_tools_begin_at_their_own_node(chat: Chat) -> None:
+    client = Client(chat, random.Random(5))
+    ((first, second, third),) = ask(client, Call("1", (USER,), choices=3))
+    assert [turn.index for turn in (first, second, third)] == [0, 1, 2] and first.parent is None
+    assert len(branches(client.session.turns)) == 3
+    ((then,),) = ask(client, Call("2", (USER, second.message, USER)))
+    assert then.parent == second.turn_id
+
+
+@pytest.mark.parametrize("again", [{"key": "k"}, {"retry": True}], ids=["key", "retry"])
+def test_what_is_asked_for_again_is_sampled_once(chat: Chat, again: dict[str, Any]) -> None:
+    client = Client(chat, random.Random(7))
+
+    async def dropped() -> tuple[Turn, ...]:
+        first = asyncio.ensure_future(client.ask(Call("1", (USER,), key=again.get("key", ""))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()  # the connection is gone, and the turn goes on
+        turns = await client.ask(Call("1", (USER,), **again))
+        assert await client.ask(Call("1", (USER,), **again)) is turns
+        return turns
+
+    turns = asyncio.run(dropped())
+    assert client.session.turns == list(turns) and len(client.fed) == 1
+    ask(client, Call("1", (USER,)))  # asked for anew
+    assert len(client.fed) == 2
+
+
+def test_what_fails_is_sampled_again(chat: Chat) -> None:
+    client = Client(chat, random.Random(7))
+    whole: Callable[..., Any] = client.generate
+
+    async def fail(*_: object) -> Completion:
+        raise ConnectionError("gone")
+
+    client.generate = fail  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        ask(client, Call("1", (USER,), key="k", choices=2))
+    client.generate = whole  # type: ignore[method-assign]
+    assert len(ask(client, Call("1", (USER,), key="k", retry=True, choices=2))[0]) == 2
+
+
+def test_a_journal_answers_what_it_has_and_goes_on(chat: Chat, tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "s.journal")
+    before = Client(chat, random.Random(11), journal=Journal(path))
+    asyncio.run(before.edits(6))
+    calls = [Call("a", (USER,)), Call("a", (USER,)), Call("b", (USER,), choices=2, key="k")]
+    answered = ask(before, *calls)
+    before.session.close()
+    with open(path, "ab") as file:
+        file.write(b"\x10\x00\x00\x00torn")
+
+    after = Client(chat, random.Random(12), journal=Journal(path))
+    assert [turn.to_json() for turn in after.session.turns] == [turn.to_json() for turn in before.session.turns]
+    again = ask(after, *calls, calls[2])
+    assert [[turn.turn_id for turn in turns] for turns in again] == [
+        [turn.turn_id for turn in turns] for turns in [*answered, answered[2]]
+    ]
+    assert not after.fed
+    last = answered[0][0]
+    ((then,),) = ask(after, Call("c", (USER, last.message, USER)))
+    assert then.turn_id == len(before.session.turns) and then.parent is not None
+    after.session.end()
+    over = Session("s", journal=Journal(path))
+    assert over.over and len(over.turns) == then.turn_id + 1
+
+
+def test_a_damaged_journal_is_named(tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "s.journal")
+    journal = Journal(path)
+    journal.append({"a": 1})
+    journal.append({"a": 2})
+    journal.close()
+    data = bytearray(pathlib.Path(path).read_bytes())
+    data[10] ^= 1
+    pathlib.Path(path).write_bytes(data)
+    with pytest.raises(ValueError, match=r"s\.journal: the record at byte 0 is damaged"):
+        Journal(path)
+    data[10] ^= 1
+    pathlib.Path(path).write_bytes(data[:-1])
+    whole = Journal(path)
+    assert [record["a"] for record in whole.records] == [1] and os.path.getsize(path) == len(data) // 2
+    whole.close()
+
+
+def test_a_session_has_an_end(chat: Chat) -> None:
+    client = Client(chat, random.Random(1))
+    client.session = Session("s", most_turns=2)
+    ask(client, Call("1", (USER,)))
+    with pytest.raises(SessionOver, match="has 1 turns, and 2 may be"):
+        ask(client, Call("2", (USER,), choices=2))
+    ((turn,),) = ask(client, Call("2", (USER,)))
+    client.session.end()
+    with pytest.raises(SessionOver, match="is over"):
+        ask(client, Call("3", (USER,)))
+    assert ask(client, Call("2", (USER,), retry=True)) == [(turn,)]
+
+
+def test_a_stop_string_keeps_the_tokens_up_to_the_one_that_completes_it(chat: Chat) -> None:
+    ids = np.asarray(chat.tokenizer.encode("Zwei é und zwei"), np.int32)
+    whole = Completion(1, "g", 0, ids, -np.ones(len(ids), np.float32), ((3, 0, len(ids)),), ((0, 2),), "length")
+    cut, text, stop = chat.text(whole, ["und", "é u"])
+    assert (text, stop, cut.finish_reason) == ("Zwei ", "é u", "stop")
+    assert chat.tokenizer.decode(cut.token_ids.tolist()).endswith("é u")
+    assert "é u" not in chat.tokenizer.decode(cut.token_ids[:-1].tolist())
+    assert len(cut.logprobs) == len(cut.token_ids) and cut.versions == ((3, 0, len(cut.token_ids)),)
+    assert chat.text(whole, ["nie"]) == (whole, "Zwei é und zwei", None)
+
+
+def test_calls_of_tools_are_read_and_what_is_none_stays() -> None:
+    good = json.dumps({"name": "add", "arguments": {"a": 1}})
+    text = f"So: <tool_call>\n{good}\n</tool_call> <tool_call>{{no}}</tool_call>"
+    assert read_tool_calls(text) == ("So:  <tool_call>{no}</tool_call>", [{"name": "add", "arguments": {"a": 1}}])
+    no_number = '{"name": "a", "arguments": {"b": NaN}}'
+    half = '{"name": "a", "arguments": {"b": "\\ud83d"}}'
+    no_object = '{"name": "a", "arguments": "x"}'
+    for broken in ("[1]", '{"name": 1}', no_object, no_number, half, "[" * 100_000):
+        assert read_tool_calls(f"<tool_call>{broken}</tool_call>") == (f"<tool_call>{broken}</tool_call>", [])
