@@ -13,6 +13,7 @@ Hermes' form and the bare JSON of Llama 3.2, for which it would bring thirteen p
 """
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from scalerl_jax.environments.chat_template import ChatTemplate
 
 HERMES = "hermes"
 Schemas = Sequence[Mapping[str, Any]]
+Found = tuple[ToolCall, tuple[int, int]]  # where it stands in the text
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -30,6 +32,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<pa
 _OBJECT = re.compile(r'\{\s*"(?:name|type)"\s*:')
 _LIST = re.compile(r"\[\s*[^\W\d][\w.]*\(")
 _PYTHON = re.compile(r"<\|python_(?:tag|start|end)\|>")
+_MARKS = re.compile(rf"<tool_call>\s*</tool_call>|{_PYTHON.pattern}")  # which a call leaves behind
 _DECODER = json.JSONDecoder()
 # What deep nesting raises is among them.
 _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
@@ -38,7 +41,26 @@ _PROBE = ToolCall("probe", {"value": 7})
 
 def read_calls(text: str, form: str, *, tools: Schemas = ()) -> tuple[ToolCall, ...]:
     """The calls of a turn, in their order. tools: the JSON schemas, for forms that write every value as text."""
-    return tuple(_FORMS[form](text, tools))
+    return tuple(call for call, _ in _FORMS[form](text, tools))
+
+
+def split_calls(text: str, form: str, *, tools: Schemas = ()) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text without its calls, and those; what is no call, or none that JSON can say, stays in the text."""
+    found = []
+    for call, span in _FORMS[form](text, tools):
+        with contextlib.suppress(*_UNREADABLE):
+            check_json(call.arguments)
+            found += [(call, span)] * (not call.error)
+    rest = text
+    for start, end in dict.fromkeys(span for _, span in reversed(found)):
+        rest = rest[:start] + rest[end:]
+    return (_MARKS.sub("", rest).strip() if found else text), tuple(call for call, _ in found)
+
+
+def check_json(value: object) -> None:
+    """Raises ValueError, TypeError or RecursionError where JSON in UTF-8 cannot say what Python has read: numbers and
+    halves of characters beyond it, a set."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
 def makes_calls(text: str) -> int:
@@ -64,43 +86,46 @@ def form_of(template: ChatTemplate) -> str | None:
     return next((form for form in _FORMS if read_calls(turn[len(begin) :], form) == (_PROBE,)), None)
 
 
-def _hermes(text: str, tools: Schemas) -> Iterator[ToolCall]:
+def _hermes(text: str, tools: Schemas) -> Iterator[Found]:
     for found in _TAGGED.finditer(text):
         try:
             call = json.loads(found[1])
         except _UNREADABLE as error:
-            yield _unreadable(error)
+            yield _unreadable(error), found.span()
             continue
-        if isinstance(call, dict) and isinstance(call.get("arguments", {}), dict):
-            yield ToolCall(str(call.get("name")), call.get("arguments", {}))
+        named = isinstance(call, dict) and isinstance(call.get("name"), str)
+        if named and isinstance(call.get("arguments", {}), dict):
+            yield ToolCall(call["name"], call.get("arguments", {})), found.span()
         else:
-            yield ToolCall(error='a call is {"name": ..., "arguments": {...}}')
+            yield ToolCall(error='a call is {"name": ..., "arguments": {...}}'), found.span()
 
 
-def _xml(text: str, tools: Schemas) -> Iterator[ToolCall]:
+def _xml(text: str, tools: Schemas) -> Iterator[Found]:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     for found in _FUNCTION.finditer(text):
         described = schemas.get(found[1], {}).get("properties") or {}
         values = dict(_PARAMETER.findall(found[2]))
         texts = {name for name in values if described.get(name, {}).get("type") == "string"}
-        yield ToolCall(found[1], {name: v if name in texts else _value(v) for name, v in values.items()})
+        arguments = {name: v if name in texts else _value(v) for name, v in values.items()}
+        yield ToolCall(found[1], arguments), found.span()
 
 
-def _json(text: str, tools: Schemas) -> Iterator[ToolCall]:
+def _json(text: str, tools: Schemas) -> Iterator[Found]:
     found = _OBJECT.search(text)
     while found is not None:
         try:
             call, end = _DECODER.raw_decode(text, found.start())
         except _UNREADABLE as error:
-            yield _unreadable(error)
+            yield _unreadable(error), found.span()
             return
         arguments = call.get("parameters", call.get("arguments"))
         if "name" in call and isinstance(arguments, dict):  # an answer may be an object, too
-            yield ToolCall(str(call["name"]), arguments)
+            yield ToolCall(str(call["name"]), arguments), (found.start(), end)
         found = _OBJECT.search(text, end)
 
 
-def _pythonic(text: str, tools: Schemas) -> Iterator[ToolCall]:
+def _pythonic(text: str, tools: Schemas) -> Iterator[Found]:
+    whole = 0, len(text)
     text = _PYTHON.sub("", text).strip()
     if not _LIST.match(text):
         return
@@ -110,9 +135,9 @@ def _pythonic(text: str, tools: Schemas) -> Iterator[ToolCall]:
             raise ValueError("is no list of calls")
         read = [_called(call) for call in calls.elts]
     except _UNREADABLE as error:
-        yield _unreadable(error)
+        yield _unreadable(error), whole
         return
-    yield from read
+    yield from ((call, whole) for call in read)
 
 
 def _called(call: ast.expr) -> ToolCall:
@@ -134,6 +159,6 @@ def _unreadable(error: BaseException) -> ToolCall:
     return ToolCall(error=f"the call cannot be read: {' '.join(str(error).split()) or type(error).__name__}")
 
 
-_FORMS: Mapping[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {
+_FORMS: Mapping[str, Callable[[str, Schemas], Iterator[Found]]] = {
     HERMES: _hermes, "xml": _xml, "json": _json, "pythonic": _pythonic,
 }  # fmt: skip

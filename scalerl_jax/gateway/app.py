@@ -26,8 +26,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.tool_calls import check_json
 from scalerl_jax.gateway import anthropic_wire, openai_wire, wire
-from scalerl_jax.gateway.chat import Chat, NotRendered, check_json
+from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.generators import Busy, Generators, Late, NoServer, Refused
 from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Sessions, SessionsFull, Turn, branches
 from scalerl_jax.gateway.wire import ApiError, Asked, bad
@@ -164,7 +165,7 @@ class Gateway:
         def read(prompt: np.ndarray, completion: Completion) -> tuple[Completion, Mapping[str, Any], str | None]:
             cut, text, stop = self._chat.text(completion, asked.stops)
             if asked.messages:
-                return cut, self._chat.message(prompt, cut, text, tools=bool(asked.tools)), stop
+                return cut, self._chat.message(prompt, cut, text, tools=asked.tools), stop
             return cut, {"role": "assistant", "content": text}, stop
 
         return await session.ask(call, renderer=self._chat, generate=generate, read=read)

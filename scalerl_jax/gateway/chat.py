@@ -9,8 +9,6 @@
 import bisect
 import dataclasses
 import hashlib
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,37 +18,10 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.chat_template import ChatTemplate
 from scalerl_jax.environments.thinking import opening, split_thinking, thinking_at_end
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tool_calls import HERMES, Schemas, form_of, split_calls
 from scalerl_jax.gateway.sessions import Message
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LONGEST_OPENING = 16  # tokens at the end of a prompt that are looked at for the beginning of thinking
-
-
-def check_json(value: object) -> None:
-    """Raises ValueError where JSON in UTF-8 cannot say what Python has read: numbers beyond it, half a character."""
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-
-
-def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """(text without its calls, [{"name", "arguments": {...}}]); what is no call that can be read stays in the text."""
-    calls: list[dict[str, Any]] = []
-
-    def taken(match: re.Match[str]) -> str:
-        try:
-            call = json.loads(match[1])
-            check_json(call)
-        except (ValueError, RecursionError):
-            return match[0]
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return match[0]
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return match[0]
-        calls.append({"name": call["name"], "arguments": arguments})
-        return ""
-
-    rest = _CALL.sub(taken, text)
-    return (rest.strip() if calls else text), calls
 
 
 class NotRendered(ValueError):
@@ -60,11 +31,13 @@ class NotRendered(ValueError):
 class Chat:
     """Of one model folder. template: None: it has none, and only prompts of tokens and texts can be asked.
 
-    end_of_thinking: the marker behind thinking; "": completions are not split.
+    end_of_thinking: the marker behind thinking; "": completions are not split. Calls of tools are read in the form that
+    the template writes.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_of_thinking: str):
         self.tokenizer, self._template, self._end = tokenizer, template, end_of_thinking
+        self._form = (form_of(template) if template is not None else None) or HERMES
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         return self._encoded(lambda template: template.render(messages, tools=tools))
@@ -103,8 +76,8 @@ class Chat:
             begun = begun[:-1]
         return len(begun)
 
-    def message(self, prompt: np.ndarray, completion: Completion, text: str, *, tools: bool) -> Message:
-        """What the assistant says in `text`, the completion's. tools: it may call some."""
+    def message(self, prompt: np.ndarray, completion: Completion, text: str, *, tools: Schemas) -> Message:
+        """What the assistant says in `text`, the completion's. tools: that it may call."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         end = self._end
         opened = thinking_at_end(self.tokenizer.decode(prompt[-_LONGEST_OPENING:].tolist()), end) == "opened"
@@ -112,11 +85,15 @@ class Chat:
             thinking, answer = split_thinking(text, end, opened=opened)
             message |= {"content": answer or "", **({"reasoning_content": thinking} if thinking else {})}
         if tools:
-            message["content"], calls = read_tool_calls(message["content"])
+            message["content"], calls = split_calls(message["content"], self._form, tools=tools)
             name = hashlib.blake2b(prompt.tobytes() + completion.token_ids.tobytes(), digest_size=10).hexdigest()
             if calls:
                 message["tool_calls"] = [
-                    {"id": f"call_{name}{number:04d}", "type": "function", "function": call}
+                    {
+                        "id": f"call_{name}{number:04d}",
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
                     for number, call in enumerate(calls)
                 ]
         return message

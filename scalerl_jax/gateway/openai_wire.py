@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.environments.tool_calls import check_json
 from scalerl_jax.gateway import wire
-from scalerl_jax.gateway.chat import check_json
 from scalerl_jax.gateway.sessions import Message, Turn
 from scalerl_jax.gateway.wire import Asked, bad, field, number
 

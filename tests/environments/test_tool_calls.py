@@ -1,12 +1,13 @@
 """Calls of tools: the form is the template's own, and nothing that a policy writes is evaluated."""
 
+import json
 import threading
 
 import pytest
 
 from scalerl_jax.environments.base import ToolCall
 from scalerl_jax.environments.chat_template import ChatTemplate, read_chat_template
-from scalerl_jax.environments.tool_calls import form_of, read_calls
+from scalerl_jax.environments.tool_calls import form_of, read_calls, split_calls
 from tests.support.chat_folders import chat_folder
 
 pytest.importorskip("transformers")
@@ -132,3 +133,20 @@ def test_many_beginnings_cost_no_more_than_their_text():
         assert len(read_calls(text * 20_000, form)) <= 1
     text = "<function=a>" + "<parameter=b>" * 20_000
     assert read_calls(text, "xml") == (ToolCall("a", {"b": ""}),)
+
+
+def test_calls_of_tools_are_read_and_what_is_none_stays() -> None:
+    good = json.dumps({"name": "add", "arguments": {"a": 1}})
+    text = f"So: <tool_call>\n{good}\n</tool_call> <tool_call>{{no}}</tool_call>"
+    assert split_calls(text, "hermes") == ("So:  <tool_call>{no}</tool_call>", (ToolCall("add", {"a": 1}),))
+    no_number = '{"name": "a", "arguments": {"b": NaN}}'
+    half = '{"name": "a", "arguments": {"b": "\\ud83d"}}'
+    no_object = '{"name": "a", "arguments": "x"}'
+    for broken in ("[1]", '{"name": 1}', no_object, no_number, half, "[" * 100_000):
+        assert split_calls(f"<tool_call>{broken}</tool_call>", "hermes") == (f"<tool_call>{broken}</tool_call>", ())
+    xml = "Ja <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert split_calls(xml, "xml") == ("Ja", (ToolCall("add", {"a": 1}),))
+    llama = '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'
+    assert split_calls(llama, "json") == ("", (ToolCall("add", {"a": 1}),))
+    assert split_calls("[add(a=1), add(a=2)]", "pythonic")[0] == ""
+    assert split_calls("[add(a={1})]", "pythonic") == ("[add(a={1})]", ())

@@ -1,7 +1,6 @@
 """The token graph of a session, its journal, and retries: with a real chat template, and completions made up here."""
 
 import asyncio
-import json
 import os
 import pathlib
 import random
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.gateway.chat import Chat, read_tool_calls
+from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.journal import Journal
 from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Turn, branches
 from tests.support.chat_folders import chat_folder
@@ -303,14 +302,3 @@ def test_a_stop_string_keeps_the_tokens_up_to_the_one_that_completes_it(chat: Ch
     assert "é u" not in chat.tokenizer.decode(cut.token_ids[:-1].tolist())
     assert len(cut.logprobs) == len(cut.token_ids) and cut.versions == ((3, 0, len(cut.token_ids)),)
     assert chat.text(whole, ["nie"]) == (whole, "Zwei é und zwei", None)
-
-
-def test_calls_of_tools_are_read_and_what_is_none_stays() -> None:
-    good = json.dumps({"name": "add", "arguments": {"a": 1}})
-    text = f"So: <tool_call>\n{good}\n</tool_call> <tool_call>{{no}}</tool_call>"
-    assert read_tool_calls(text) == ("So:  <tool_call>{no}</tool_call>", [{"name": "add", "arguments": {"a": 1}}])
-    no_number = '{"name": "a", "arguments": {"b": NaN}}'
-    half = '{"name": "a", "arguments": {"b": "\\ud83d"}}'
-    no_object = '{"name": "a", "arguments": "x"}'
-    for broken in ("[1]", '{"name": 1}', no_object, no_number, half, "[" * 100_000):
-        assert read_tool_calls(f"<tool_call>{broken}</tool_call>") == (f"<tool_call>{broken}</tool_call>", [])
