@@ -5,8 +5,8 @@
     standard error    at the end, one line: why the server was ended, or the last one that it wrote there
 
 The end: the server ends, closes its output or writes too much; PARENT ends or sends SIGTERM. Then every process that
-descends from the server is killed, whatever group or session it is in. Needs Linux. Never imported, and imports little,
-as it starts once for every episode.
+descends from the server is killed, whatever group or session it is in. Needs Linux. It imports little, and nothing of
+the package, as it starts once for every episode.
 """
 
 import ctypes

@@ -55,7 +55,7 @@ class McpServer:
         headers: of each HTTP request.
         only: the tools, by the server's names; None: all.
         prefix: what their names begin with for the model.
-        seconds: by clock, of a connection and of each call.
+        seconds: by clock, of a connection and of each call; 5 more of a server that does not even read.
 
     Raises ValueError where it is given both of command and url, or neither.
     """

@@ -83,6 +83,7 @@ if len(sys.argv) == 1:
 else:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # what connects from here on waits
     print(listener.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="critical")).run(sockets=[listener])
 """
