@@ -154,9 +154,9 @@ def branches(turns: Sequence[Turn]) -> list[Branch]:
     return found
 
 
-def _ancestry(turns: Sequence[Turn], turn_id: int) -> list[Turn]:
+def _ancestry(turns: Sequence[Turn], turn_id: int | None) -> list[Turn]:
     """From its root to the turn itself."""
-    path, at = list[Turn](), turn_id if turn_id >= 0 else None
+    path, at = list[Turn](), turn_id
     while at is not None:
         path.append(turns[at])
         at = turns[at].parent
@@ -183,6 +183,7 @@ class Session:
         self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, the turn's own the last
         self._names = 0  # calls so far
         self._calls: dict[str, asyncio.Task[tuple[Turn, ...]]] = {}  # the last of each key, and of each digest
+        self._running: set[asyncio.Task[tuple[Turn, ...]]] = set()
         self._journalled: dict[str, list[tuple[Turn, ...]]] = defaultdict(list)  # not asked for yet
         self._record = asyncio.Lock()
         if journal is not None:
@@ -199,7 +200,7 @@ class Session:
         keyed = f"key {call.key} {call.digest}"
         again = self._calls.get(keyed if call.key else call.digest if call.retry else "")
         if again is None:
-            if journalled := self._journalled[call.digest]:
+            if journalled := self._journalled.get(call.digest):
                 again = asyncio.create_task(_known(journalled.pop(0)))
             elif self.over or time.time() >= self.deadline:
                 raise SessionOver(f"session {self.name} is over")
@@ -208,6 +209,7 @@ class Session:
             else:
                 again = asyncio.create_task(self._sample(call, renderer, generate, read))
             names = [call.digest, keyed] if call.key else [call.digest]
+            self._running.add(again)
             self._calls.update(dict.fromkeys(names, again))
             again.add_done_callback(lambda done: self._forget(done, names))
         return await asyncio.shield(again)
@@ -220,7 +222,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        for task in set(self._calls.values()):
+        for task in self._running:
             task.cancel()
         if self._journal is not None:
             self._journal.close()
@@ -234,15 +236,16 @@ class Session:
     @property
     def busy(self) -> int:
         """Calls that are running."""
-        return sum(not task.done() for task in set(self._calls.values()))
+        return len(self._running)
 
     def path(self, turn_id: int | None) -> np.ndarray:
         """[tokens] int32 up to the end of a turn; None: nothing."""
-        parts = [part for turn in _ancestry(self.turns, -1 if turn_id is None else turn_id)
+        parts = [part for turn in _ancestry(self.turns, turn_id)
                  for part in (turn.added, turn.token_ids)]  # fmt: skip
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def _forget(self, done: "asyncio.Task[tuple[Turn, ...]]", names: Sequence[str]) -> None:
+        self._running.discard(done)
         if done.cancelled() or done.exception() is not None:
             for name in names:
                 if self._calls.get(name) is done:

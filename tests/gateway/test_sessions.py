@@ -195,6 +195,16 @@ def test_the_next_turn_begins_with_the_path_and_the_separator(chat: Chat) -> Non
             )
 
 
+def test_thinking_of_others_is_part_of_the_history(chat: Chat) -> None:
+    client = Client(chat, random.Random(2))
+    others = [{"role": "assistant", "content": "4", "reasoning_content": thinking} for thinking in ("a", "b")]
+    ((turn,),) = ask(client, Call("1", (USER, others[0], USER)))
+    parents = [
+        ask(client, Call(other["reasoning_content"], (USER, other, USER, turn.message, USER))) for other in others
+    ]
+    assert [then.parent for ((then,),) in parents] == [turn.turn_id, None]
+
+
 def test_siblings_and_other_tools_begin_at_their_own_node(chat: Chat) -> None:
     client = Client(chat, random.Random(5))
     ((first, second, third),) = ask(client, Call("1", (USER,), choices=3))
