@@ -13,6 +13,7 @@ from scalerl_jax.environments.adapters import TRL, Gym, OpenEnv, SkyRL, TextAren
 from scalerl_jax.environments.episode import Step, as_step
 from scalerl_jax.environments.load import load_rows, make_environment
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
+from scalerl_jax.environments.tool_calls import read_calls
 from tests.support.episodes import play, pool_of
 
 FILE = """
@@ -57,7 +58,7 @@ def first(games: adapters.Games, *turns: str, split: str = "train") -> list[Step
     """What an episode of its first row says to these turns."""
     row = next(iter(games.rows(split)))
     episode = games.episode(row)
-    steps = [as_step(episode.step(Turn(turn))) for turn in turns]
+    steps = [as_step(episode.step(Turn(turn, tool_calls=read_calls(turn, "hermes")))) for turn in turns]
     if hasattr(episode, "close"):
         episode.close()
     return steps
