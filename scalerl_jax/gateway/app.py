@@ -159,8 +159,9 @@ class Gateway:
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
             return await self._generators.generate(
-                prompt, name=f"gateway/{name}", index=index, seed=seed, sampling=sampling, seconds=seconds
-            )
+                prompt, name=f"gateway/{name}", index=index, seed=seed, sampling=sampling, seconds=seconds,
+                session=f"gateway/{session.name}" if session.name in self._sessions.open else "",
+            )  # fmt: skip
 
         def read(prompt: np.ndarray, completion: Completion) -> tuple[Completion, Mapping[str, Any], str | None]:
             cut, text, stop = self._chat.text(completion, asked.stops)

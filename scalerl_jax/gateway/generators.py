@@ -3,12 +3,14 @@
     lost          a server that breaks off, or does not answer for SILENT_SECONDS: what it had is asked of another one,
                   under the same name and with the same seed
     full          one whose queue is full: the next one is asked; all full: Busy
+    session       the server of its last call is asked, as long as it has a free slot: it has the keys and values
     incarnation   of the weights is asked of each server, so that those of a trainer serve as well
 
 The weights are nobody's business here: they are whatever a server holds.
 """
 
 import asyncio
+import collections
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without an answer to a status
 NO_SERVER_SECONDS = 10.0  # that a call waits for a server to be there
 MOST_TRIES = 8  # of one completion: a prompt that ends servers must not end them all, again and again
+MOST_REMEMBERED = 100_000  # sessions
 _ANY_STEP = 2**63 - 1
 
 
@@ -91,6 +94,7 @@ class Generators:
         self._servers = [_Server(address, credentials) for address in addresses]
         self._fingerprint, self._vocabulary = fingerprint, vocabulary
         self._changed = asyncio.Event()
+        self._last = collections.OrderedDict[str, _Server]()  # that a session's call was sampled on; newest at the end
 
     async def run(self) -> None:
         """Until cancelled: asks each server for its status about once a heartbeat."""
@@ -124,11 +128,20 @@ class Generators:
         return min((status.maximum_tokens for status in self.there), default=0)
 
     async def generate(
-        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float
+        self,
+        prompt: np.ndarray,
+        *,
+        name: str,
+        index: int,
+        seed: int,
+        sampling: Sampling,
+        seconds: float,
+        session: str = "",
     ) -> Completion:
-        """One completion; prompt: [tokens] int32. Raises Busy, NoServer, Late or Refused."""
+        """One completion; prompt: [tokens] int32. session: of whose turns it is one. Raises Busy, NoServer, Late or
+        Refused."""
         wanted = (CompletionRequest(index, seed),)
-        request = GroupRequest(0, name, prompt, wanted, sampling)
+        request = GroupRequest(0, name, prompt, wanted, sampling, session=session)
         try:
             async with asyncio.timeout(seconds):
                 return await self._somewhere(request)
@@ -146,6 +159,8 @@ class Generators:
             if not free:
                 raise Busy("the queue of every server is full")
             server = min(free, key=lambda server: server.load)
+            last = self._last.get(request.session)
+            server = last if last in free and last.load < 1 else server
             assert server.status is not None
             asked = dataclasses.replace(request, incarnation=server.status.version.incarnation)
             call = asyncio.create_task(self._read(server, asked))
@@ -160,6 +175,7 @@ class Generators:
                 continue
             error = call.exception()
             if error is None:
+                self._remember(request.session, server)
                 return call.result()
             if isinstance(error, ValueError):
                 why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
@@ -177,6 +193,13 @@ class Generators:
             else:
                 server.lose(why)
         raise NoServer(why)
+
+    def _remember(self, session: str, server: _Server) -> None:
+        if session:
+            self._last.pop(session, None)
+            self._last[session] = server
+            if len(self._last) > MOST_REMEMBERED:
+                self._last.popitem(last=False)
 
     async def _read(self, server: _Server, request: GroupRequest) -> Completion:
         """Raises ValueError where the answer breaks the contract."""

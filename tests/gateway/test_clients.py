@@ -12,11 +12,16 @@ import httpx
 import numpy as np
 import pytest
 
+from scalerl_jax.contract import rollout_pb2 as pb
+from scalerl_jax.contract.codec import Sampling
+from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
+from scalerl_jax.contract.security import Credentials
 from scalerl_jax.gateway.chat import Chat
+from scalerl_jax.gateway.generators import Generators
 from tests.gateway import chat_model
 from tests.gateway.chat_model import LENGTH, QUESTION, TOOL, gateway, generator, trace
 from tests.support.servers import ServerProcess
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 
 pytestmark = pytest.mark.slow
 
@@ -293,6 +298,45 @@ def test_a_lost_server_costs_no_turn(chat: Chat, model: pathlib.Path, tmp_path: 
         with gateway(tmp_path, model, f"--servers={addresses[1]}", name="alone") as process:
             alone = asyncio.run(ask_at_once(process.address))
         assert sorted(answers) == sorted(alone) and len({*map(tuple, answers)}) == len(answers)
+
+
+def test_a_session_stays_where_its_turns_are(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def main(addresses: list[str]) -> None:
+        fingerprint = tokenizer_fingerprint(str(model))
+        generators = Generators(
+            addresses, credentials=Credentials(), fingerprint=fingerprint, vocabulary=chat_model.VOCABULARY
+        )
+        watching = asyncio.create_task(generators.run())
+        await eventually_async(lambda: len(generators.there) == 2)
+        sampled = dict.fromkeys(addresses, 0)
+
+        async def ask(session: str) -> str:
+            """The address of the server that was asked."""
+            prompt, sampling = np.array([5, 6], np.int32), Sampling(answer_budget=4)
+            name = f"{session}/{sum(sampled.values())}"
+            await generators.generate(
+                prompt, name=name, index=0, seed=1, sampling=sampling, seconds=60, session=session
+            )
+            for server in generators._servers:
+                status = await server.stub.Status(pb.StatusRequest())
+                before, sampled[server.address] = sampled[server.address], status.sampled_tokens
+                if status.sampled_tokens > before:
+                    return server.address
+            raise AssertionError("no server was asked")
+
+        first, second = generators._servers
+        assert await ask("a") == first.address
+        first.calls.add(watching)  # one of eight slots: it is no longer the least busy
+        assert [await ask("a"), await ask("b"), await ask("b"), await ask("")] == [
+            first.address, second.address, second.address, second.address,
+        ]  # fmt: skip
+        first.calls.update(asyncio.create_task(asyncio.sleep(0)) for _ in range(8))
+        assert await ask("a") == second.address
+        watching.cancel()
+
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(contextlib.closing(generator(tmp_path, model, name=f"g{i}"))) for i in range(2)]
+        asyncio.run(main([server.wait().address for server in servers]))
 
 
 def test_servers_that_are_full_late_or_gone(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
