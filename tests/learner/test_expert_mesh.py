@@ -28,6 +28,7 @@ def test_the_gradient_is_the_same(results, mesh):
     compare(tree(results, f"float32/{mesh}"), tree(results, "float32/one"), FLOAT32_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_gradient_of_router_replay_is_the_same(results, mesh):
     compare(tree(results, f"replay/{mesh}"), tree(results, "replay/one"), FLOAT32_TOLERANCE)

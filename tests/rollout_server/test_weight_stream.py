@@ -111,6 +111,7 @@ async def decode(served: Served, incarnation: int) -> None:
         await served.generate(wanted)
 
 
+@pytest.mark.slow
 async def test_every_version_of_a_run_arrives_bit_for_bit(make_engine: MakeEngine, recorded: Recorded) -> None:
     async with contextlib.AsyncExitStack() as stack:
         first = Follower(await stack.enter_async_context(serving(make_engine(sync_dtype="bfloat16"))))
