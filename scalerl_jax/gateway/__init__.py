@@ -1,0 +1,10 @@
+"""HTTP over rollout servers, with sessions that are recorded token for token.
+
+sessions.py        the turns of a session as a graph, its branches, retries; no HTTP and no gRPC
+journal.py         a session on disk
+chat.py            messages as tokens and tokens as a message: chat template, thinking, calls of tools, stop strings
+generators.py      the servers: who is there, who is asked
+wire.py            what both wires share; openai_wire.py and anthropic_wire.py: bodies and answers of each
+app.py             routes, keys, errors, streams
+command.py         scalerl-gateway
+"""
