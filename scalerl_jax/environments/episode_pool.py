@@ -39,7 +39,7 @@ from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
 from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Step, Trajectory
 from scalerl_jax.environments.prompts import Replies
-from scalerl_jax.environments.scorer_pool import START_SECONDS, row_json, worker_environment
+from scalerl_jax.environments.scorer_pool import START_SECONDS, START_TRIES, row_json, worker_environment
 from scalerl_jax.environments.thinking import split_as_run
 
 STEPS_AT_ONCE = 64  # that are waited for; more of them take turns
@@ -216,8 +216,20 @@ class EpisodePool:
                 return
 
     def _start(self) -> None:
-        if self._closing:
-            raise ScorerError("the run ends")
+        """Where it is killed before it is ready, it is started again. Raises ScorerError."""
+        for _ in range(START_TRIES):
+            if self._closing:
+                raise ScorerError("the run ends")
+            began = time.monotonic()
+            if not (why := self._started()):
+                return
+            assert self._process is not None
+            if self._process.wait() >= 0 or time.monotonic() - began >= START_SECONDS:
+                break  # it would do the same again
+        raise ScorerError(f"the process that plays episodes ended: {why}")
+
+    def _started(self) -> str:
+        """What it said last, where it has ended before it was ready; "": it is."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "scalerl_jax.environments.episode_worker"]
         with theirs, tempfile.TemporaryFile() as errors:
@@ -241,10 +253,13 @@ class EpisodePool:
             finally:
                 deadline.cancel()
             reply = json.loads(line) if line.endswith(b"\n") else {}
-            if "ready" not in reply:
-                errors.seek(0)
-                lines = errors.read().decode(errors="replace").strip().splitlines() or [""]
-                raise ScorerError(reply.get("error") or f"the process that plays episodes ended: {lines[-1]}")
+            if "error" in reply:
+                raise ScorerError(reply["error"])
+            if "ready" in reply:
+                return ""
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            return lines[-1] if lines else f"exit code {self._process.wait()}"
 
 
 class _EpisodeFailed(Exception):

@@ -54,6 +54,16 @@ class NotMade(Echoes):
 class Both(Echoes):
     def score(self, row, completion): return 1
 
+class Killed(Echoes):
+    def prepare(self):
+        with open(__file__ + ".killed", "a") as file:
+            file.write(".")
+        if os.path.getsize(__file__ + ".killed") < 3:
+            os.kill(os.getpid(), 9)
+
+class Leaves(Echoes):
+    def prepare(self): os._exit(5)
+
 def not_begun():
     class Never(Echoes):
         def episode(self, row): raise ValueError("no more of these")
@@ -192,6 +202,13 @@ def test_a_step_that_hangs_is_ended(tmp_path):
 def test_a_long_error_is_cut(player, caplog):
     score = player.say("long")
     assert score.excluded and len(score.why) <= LONGEST_WHY and len(caplog.text) < 2 * LONGEST_WHY
+
+
+def test_a_process_that_is_killed_before_it_is_ready_is_started_again(tmp_path):
+    with closing(pool_of(config_of(tmp_path, "Killed"))) as pool:
+        assert Player(pool, tmp_path).say("hi") == "hello 1: hi"
+    with pytest.raises(ScorerError, match="ended: exit code 5"):
+        pool_of(config_of(tmp_path, "Leaves"))
 
 
 def test_one_that_cannot_begin_is_excluded(tmp_path):

@@ -1,11 +1,15 @@
 """A run on episodes of several turns, with its own servers, killed and gone on with."""
 
+import contextlib
 import json
+import random
 
 import numpy as np
+import psutil
 import pytest
 
-from tests.support.runs import config_of, read
+from tests.support.runs import Run, config_of, read
+from tests.train.chaos import check_rows, role_of
 
 GAME = """
 class Talk:
@@ -65,3 +69,64 @@ def test_episodes_are_trained_on_as_they_were_sampled(tmp_path, flags, start):
     assert len(turns) > 1
     evaluation = run.rows("evals.jsonl")[-1]
     assert evaluation["step"] == 6 and evaluation["prompts"] == 6
+
+
+KILLS = 50
+
+
+def victims(run: Run, kind: str) -> list[psutil.Process]:
+    """Processes of a run: its servers, the one that plays episodes, or those of single episodes."""
+    assert run.process is not None
+    found = []
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "scalerl_jax.environments.episode_worker" in process.cmdline():
+                role = "player" if process.ppid() == run.process.pid else "episode"
+            else:
+                role = role_of(process, run.process.pid).partition(" ")[0]
+            if role == kind:
+                found.append(process)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, start):
+    """A server, an episode, the process that plays all of them, or the trainer with everything: fifty times."""
+    (tmp_path / "game.py").write_text(GAME)
+    flags = [
+        *(flag for flag in flags if not flag.startswith("--config.environment.")),
+        f"--config.environment.name={tmp_path / 'game.py'}:Talks",
+        "--config.rollout.max_turns=4",
+        "--config.rollout.max_episode_tokens=56",
+        f"--config.max_steps={2 * KILLS}",
+        "--config.checkpoint.every=2",
+        "--config.evaluation.every=25",
+        "--config.curriculum.no_positive_resampling_at=1.1",
+        "--config.fleet.servers=3",
+        "--config.fleet.silence_seconds=4",
+    ]
+    rng, run = random.Random(7), start(tmp_path / "run", *flags)
+    kinds = ("server", "player", "episode")
+    kills = dict.fromkeys((*kinds, "trainer"), 0)
+    for number in range(KILLS):
+        reached = len(run.metrics)
+        run.until(lambda reached=reached: len(run.metrics) > reached, "another step")
+        kind = "trainer" if number % 10 == 9 else rng.choice(kinds)
+        if kind == "trainer":
+            run.kill()
+            run.start()
+            kills[kind] += 1
+        elif found := victims(run, kind):
+            with contextlib.suppress(psutil.Error):
+                rng.choice(found).kill()
+                kills[kind] += 1
+    run.finish()
+
+    assert min(kills.values()) >= 5 and sum(kills.values()) >= 0.8 * KILLS, kills
+    rows, config = run.metrics, config_of(flags)
+    assert len(rows) == 2 * KILLS
+    check_rows(rows, config)
+    assert sum(row["score/ended/failed"] for row in rows) > 0
+    assert "Traceback" not in run.output()
