@@ -80,7 +80,7 @@ def get_config() -> Config:
     config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
     config.rollout.answer_budget = 8
 
-    config.rollout.prompts_per_step = 32
+    config.rollout.prompts_per_step = 16
     config.optimizer.learning_rate = 3e-4
     config.learner.micro_batch_rows = 16
     config.evaluation.every = 10

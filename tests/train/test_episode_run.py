@@ -114,17 +114,20 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, s
         reached = len(run.metrics)
         run.until(lambda reached=reached: len(run.metrics) > reached, "another step")
         kind = "trainer" if number % 10 == 9 else rng.choice(kinds)
+        kills[kind] += 1
         if kind == "trainer":
             run.kill()
             run.start()
-            kills[kind] += 1
-        elif found := victims(run, kind):
-            with contextlib.suppress(psutil.Error):
-                rng.choice(found).kill()
-                kills[kind] += 1
+            continue
+        killed = False
+        while not killed:
+            assert run.process is not None and run.process.poll() is None, run.output()
+            with contextlib.suppress(psutil.Error, IndexError):  # none is there, or it has just ended
+                rng.choice(victims(run, kind)).kill()
+                killed = True
     run.finish()
 
-    assert min(kills.values()) >= 5 and sum(kills.values()) >= 0.8 * KILLS, kills
+    assert min(kills.values()) >= 5, kills
     rows, config = run.metrics, config_of(flags)
     assert len(rows) == 2 * KILLS
     check_rows(rows, config)
