@@ -76,6 +76,8 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any
 def _tool(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         raise bad(f"{where}: must have a name and an input_schema", where)
+    if given.get("type") not in (None, "custom"):
+        raise bad(f"{where}: only tools of the type custom are offered, which the client runs", where)
     function = {
         "name": given["name"],
         "description": field(given, "description", str, ""),

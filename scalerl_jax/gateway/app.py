@@ -72,7 +72,12 @@ class Gateway:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
-        read = {"/v1/models": self._models, "/health": self._health, "/version": self._version}
+        read = {
+            "/v1/models": self._models,
+            "/v1/models/{model:path}": self._one_model,
+            "/health": self._health,
+            "/version": self._version,
+        }
         routes = [
             *(Route(prefix + path, self._guarded(serve), methods=["POST"])
               for prefix in ("", "/s/{session}") for path, serve in recorded.items()),
@@ -224,6 +229,7 @@ class Gateway:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await _body(request)
+        wire.refuse(body, return_token_strs=False)
         tokenizer = self._chat.tokenizer
         if "messages" in body:
             asked = openai_wire.chat(body)
@@ -240,11 +246,16 @@ class Gateway:
         return JSONResponse({"prompt": self._chat.tokenizer.decode(ids.tolist())})
 
     async def _models(self, _: Request) -> Response:
-        common = {"object": "model", "created": self._made, "owned_by": "scalerl"}
-        length = self._generators.maximum_tokens
-        names = [name for name in self._options.names if name != "*"]
-        found = [{"id": name, **common, "max_model_len": length} for name in names]
+        found = [self._card(name) for name in self._options.names if name != "*"]
         return JSONResponse({"object": "list", "data": found})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params)
+        return JSONResponse(self._card(request.path_params["model"]))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        common = {"object": "model", "created": self._made, "owned_by": "scalerl"}
+        return {"id": name, **common, "max_model_len": self._generators.maximum_tokens}
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=200 if self._generators.there else 503)
@@ -294,10 +305,11 @@ class Gateway:
         return JSONResponse(found)
 
     def _open_name(self, request: Request) -> str:
+        """Of a session that is there; after a restart it comes from its journal."""
         name = request.path_params["name"]
-        if name not in self._sessions.open:
+        if not _SESSION.fullmatch(name) or not self._sessions.known(name):
             raise ApiError(404, f"there is no session {name!r}", code="session_not_found")
-        return name
+        return self._sessions.find(name).name
 
     def _summary(self, name: str) -> dict[str, Any]:
         session = self._sessions.open[name]
@@ -449,5 +461,6 @@ def _failed(request: Request, error: ApiError) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    return _failed(request, ApiError(status, f"{request.method} {request.url.path}: there is no such route"))
+    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (404, None)
+    why = f"{request.method} {request.url.path}: there is no such route"
+    return _failed(request, ApiError(status, why, headers=headers))

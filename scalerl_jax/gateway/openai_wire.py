@@ -24,6 +24,10 @@ _NOT_OFFERED = {
     "ignore_eos": False, "use_beam_search": False, "chat_template_kwargs": None, "guided_json": None,
     "structured_outputs": None,
 }  # fmt: skip
+_NOT_OF_TEXTS = {
+    **_NOT_OFFERED, "stop_token_ids": None, "add_generation_prompt": True, "continue_final_message": False,
+    "chat_template": None,
+}  # fmt: skip
 _COMPLETION_TOKENS = 16  # of a completion that names no max_tokens
 
 
@@ -32,7 +36,7 @@ _COMPLETION_TOKENS = 16  # of a completion that names no max_tokens
 
 def chat(body: Mapping[str, Any]) -> Asked:
     """Raises ApiError naming the field at fault."""
-    wire.refuse(body, **_NOT_OFFERED)
+    wire.refuse(body, **_NOT_OF_TEXTS)
     if (field(body, "response_format", dict, {}).get("type") or "text") != "text":
         raise bad("response_format: only text is offered", "response_format")
     choice = field(body, "tool_choice", (str, dict), "auto")
@@ -51,7 +55,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
 
 def completions(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Asked]:
     """One for each prompt. Raises ApiError naming the field at fault."""
-    wire.refuse(body, **_NOT_OFFERED)
+    wire.refuse(body, **_NOT_OF_TEXTS)
     number(body, "logprobs", None, 0, 5, whole=True)
     prompt = field(body, "prompt", (str, list))
     if not prompt:
@@ -72,7 +76,8 @@ def completions(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Asked]:
 def generate(body: Mapping[str, Any], vocabulary: int) -> Asked:
     """Raises ApiError naming the field at fault."""
     sampling = field(body, "sampling_params", dict, {})
-    wire.refuse(sampling, **_NOT_OFFERED, n=1, routed_experts_prompt_start=None)
+    wire.refuse(body, features=None, content_parts=None)  # images
+    wire.refuse(sampling, **_NOT_OFFERED, n=1)
     stops = field(sampling, "stop_token_ids", list, [])
     return Asked(
         prompt=wire.token_ids(body.get("token_ids"), "token_ids", vocabulary),
@@ -244,7 +249,8 @@ def _finish(turn: Turn) -> str:
 
 
 def _tokens(turn: Turn, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    texts = [tokenizer.decode([token]) for token in turn.token_ids.tolist()]
+    ids = turn.token_ids.tolist()
+    texts = tokenizer.pieces(ids) or [tokenizer.decode([token]) for token in ids]
     return [
         {"token": text, "logprob": min(0.0, float(logprob)), "bytes": list(text.encode())}
         for text, logprob in zip(texts, turn.logprobs)

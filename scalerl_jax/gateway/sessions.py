@@ -212,7 +212,12 @@ class Session:
             self._running.add(again)
             self._calls.update(dict.fromkeys(names, again))
             again.add_done_callback(lambda done: self._forget(done, names))
-        return await asyncio.shield(again)
+        try:
+            return await asyncio.shield(again)
+        except asyncio.CancelledError:
+            if again.cancelled() and self.over:  # it was ended meanwhile, and the caller was not
+                raise SessionOver(f"session {self.name} is over") from None
+            raise
 
     def end(self) -> None:
         """It takes no further calls, and those that are running end. Raises OSError as `ask`."""
@@ -403,10 +408,17 @@ class Sessions:
             raise SessionsFull(f"there are {self._most} sessions: DELETE those that are over")
         if sum(session.size for session in self.open.values()) >= self._most_bytes:
             raise SessionsFull(f"the sessions hold {self._most_bytes} bytes: DELETE those that are over")
-        journal = Journal(os.path.join(self.folder, f"{name}.journal")) if self.folder else None
+        journal = Journal(self._path(name)) if self.folder else None
         session = Session(name, seed=self._seed, journal=journal, about=about, most_turns=self._most_turns)
         self.open[name] = session
         return session
+
+    def known(self, name: str) -> bool:
+        """Whether it is open, or has a journal here and was not ended since the gateway began."""
+        return name in self.open or bool(self.folder and name not in self._ended and os.path.exists(self._path(name)))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, f"{name}.journal")
 
     def end(self, name: str) -> None:
         """Forgets an open session, but for its journal; calls of its name are refused from now on."""

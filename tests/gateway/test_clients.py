@@ -213,6 +213,58 @@ def test_tokens_go_in_and_come_out(chat: Chat, made_up: str) -> None:
     assert client.get("/health").status_code == 200 and "version" in client.get("/version").json()
 
 
+def test_tokens_of_log_probs_together_are_the_text(made_up: str) -> None:
+    asked = {"model": "tiny", "prompt": "2+2", "max_tokens": 60, "n": 8, "logprobs": 0}
+    answer = httpx.post(f"http://{made_up}/s/pieces/v1/completions", json=asked, timeout=60).json()
+    alone = 0
+    for choice in answer["choices"]:
+        text, tokens, offsets = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        assert "".join(tokens).removesuffix("<|im_end|>") == text
+        assert all(text.startswith(token, at) for token, at in zip(tokens[:-1], offsets, strict=False))
+        alone += tokens.count("")
+    assert alone  # else no character was of several tokens
+
+
+def test_bodies_of_agents(anthropic: Any, openai: Any, made_up: str) -> None:
+    """As Claude Code and verifiers' TrainClient send them."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    coding = {
+        "model": "tiny", "max_tokens": 3, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "{}"}, "system": [{"type": "text", "text": "You", **cached}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **cached}]},
+                     {"role": "system", "content": "Agents"}],
+        "tools": [{"name": "add", "description": "Adds.", "input_schema": chat_model.PARAMETERS, **cached}],
+    }  # fmt: skip
+    url = f"http://{made_up}/s/coding/v1/messages?beta=true"
+    assert httpx.post(url, json=coding, timeout=60).status_code == 200
+    ours = httpx.post(url, json={**coding, "tools": [{"type": "web_search_20250305", "name": "web_search"}]})
+    assert ours.status_code == 400 and "tools[0]" in ours.json()["error"]["message"]
+
+    sampling = {"max_tokens": 3, "logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 2}
+    tokens = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": sampling}
+    assert httpx.post(f"http://{made_up}/inference/v1/generate", json=tokens, timeout=60).status_code == 200
+
+    assert openai.OpenAI(base_url=f"http://{made_up}/v1", api_key="any").models.retrieve("tiny").id == "tiny"
+    assert anthropic.Anthropic(base_url=f"http://{made_up}", api_key="any").models.retrieve("tiny").id == "tiny"
+    assert httpx.get(f"http://{made_up}/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [QUESTION], "stop_token_ids": [3]}),
+        ("/v1/chat/completions", {"messages": [QUESTION], "continue_final_message": True}),
+        ("/tokenize", {"messages": [QUESTION], "add_generation_prompt": False}),
+        ("/tokenize", {"prompt": "2+2", "return_token_strs": True}),
+        ("/inference/v1/generate", {"token_ids": [5], "content_parts": [{"type": "image_url", "url": "data:,"}]}),
+    ],
+)
+def test_what_is_not_offered_is_not_read_over(made_up: str, route: str, asked: dict[str, Any]) -> None:
+    answer = httpx.post(f"http://{made_up}{route}", json={"model": "tiny", **asked}, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] in asked
+
+
 def test_errors_have_the_shape_that_the_clients_know(anthropic: Any, openai: Any, made_up: str) -> None:
     client = openai.OpenAI(base_url=f"http://{made_up}/s/errors/v1", api_key="any", max_retries=2)
     with pytest.raises(openai.NotFoundError) as missing:
@@ -233,6 +285,8 @@ def test_errors_have_the_shape_that_the_clients_know(anthropic: Any, openai: Any
     assert over.value.response.headers["x-should-retry"] == "false"
     assert over.value.response.request.headers["x-stainless-retry-count"] == "0"
     assert httpx.get(f"http://{made_up}/sessions/errors").status_code == 404
+    method = httpx.get(f"http://{made_up}/v1/messages")
+    assert (method.status_code, method.headers["allow"]) == (405, "POST")
     body = b'{"model": "tiny", "prompt": "' + b"a" * 2**25 + b'"}'
     with contextlib.suppress(httpx.WriteError):  # it may close while we still write
         assert httpx.post(f"http://{made_up}/v1/completions", content=body, timeout=60).status_code == 413
@@ -280,6 +334,7 @@ def test_a_killed_gateway_goes_on_from_its_journal(chat: Chat, model: pathlib.Pa
             process.kill()
             process.start()
             process.wait()
+            assert trace(process.address, "kept") == before
             again = [httpx.post(url, json=body, timeout=60).json() for body in bodies]
             assert [found["choices"] for found in again[:2]] == [first[0]["choices"], second["choices"]]
             after = trace(process.address, "kept")
@@ -354,6 +409,27 @@ def test_servers_that_are_full_late_or_gone(chat: Chat, model: pathlib.Path, tmp
             eventually(lambda: httpx.get(f"http://{process.address}/health").status_code == 503)
             gone = httpx.post(url, json=asked, timeout=60)
             assert (gone.status_code, gone.json()["error"]["code"]) == (503, "no_server")
+
+
+def test_calls_of_a_session_that_is_ended(chat: Chat, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def main(address: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+            asked = {"model": "tiny", "messages": [QUESTION], "max_tokens": 100}
+            calls = [
+                asyncio.create_task(client.post("/s/ended/v1/chat/completions", json=asked)),
+                asyncio.create_task(client.post("/s/ended/v1/messages", json={**asked, "stream": True})),
+            ]
+            while (await client.get("/sessions/ended")).json().get("running") != len(calls):
+                assert not any(call.done() for call in calls)
+            await client.delete("/sessions/ended")
+            return await asyncio.gather(*calls)
+
+    with contextlib.closing(generator(tmp_path, model, "--replay_token_seconds=1").wait()) as server:
+        with gateway(tmp_path, model, f"--servers={server.address}") as process:
+            answers = asyncio.run(main(process.address))
+            assert [answer.status_code for answer in answers] == [409, 409]
+            assert answers[0].json()["error"]["code"] == "session_over" and answers[1].json()["type"] == "error"
+            assert "Traceback" not in process.log.read_text()
 
 
 async def ask_at_once(address: str, killed: ServerProcess | None = None) -> list[list[int]]:
