@@ -1,5 +1,6 @@
 """Environments of other libraries: small ones in each library's shape, as a user's file has them."""
 
+import dataclasses
 import json
 import random
 from contextlib import closing
@@ -100,10 +101,17 @@ def test_random_numbers_begin_at_the_rows_seed_and_leave_the_runs_alone(tmp_path
     assert games.episode(row).step(Turn("give up")).done
 
 
-def test_what_resets_otherwise_is_one_line(tmp_path):
+def test_what_resets_otherwise_is_refused_with_its_first_row(tmp_path):
     games = make_environment(config_of(tmp_path, "clock"))
-    with pytest.raises(ValueError, match=r"reset is not deterministic: .* what it says now, 'It is"):
-        games.episode(next(iter(games.rows("train"))))
+    with pytest.raises(ValueError, match=r"environment.name=.*:clock: .*reset is not deterministic: .* now, 'It is"):
+        next(iter(games.rows("train")))
+
+
+def test_an_episode_that_resets_otherwise_fails(tmp_path):
+    games = make_environment(config_of(tmp_path, "guess"))
+    row = next(iter(games.rows("train")))
+    with pytest.raises(ValueError, match=r"reset is not deterministic: .* now, 'Guess"):
+        games.episode(dataclasses.replace(row, text="Guess again. "))
 
 
 class Discrete:
@@ -142,7 +150,7 @@ def test_observations_and_actions_that_are_no_texts():
     steps = first(games, "right", "up", "right", "right")
     assert said(steps) == ["At 1.", "error: 'up' is neither left nor right", "At 2.", ""]
     assert steps[-1] == Step(done=True, reward=1.0, metrics={"invalid_actions": 1.0})
-    assert Line.closed - before == 2  # the row's and the episode's
+    assert Line.closed - before == 3  # the row's, that of its check, and the episode's
     steps = first(games, *["up"] * adapters.INVALID_ACTIONS)
     assert [step.done for step in steps] == [False] * (adapters.INVALID_ACTIONS - 1) + [True]
     with pytest.raises(ValueError, match="an observation is int, not a text: describe="):
