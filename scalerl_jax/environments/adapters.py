@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import inspect
 import json
 import random
@@ -314,7 +313,7 @@ class TRL(Games):
         self._factory, self._characters = factory, config.tool_characters
 
     def prepare(self) -> None:
-        importlib.import_module("transformers.utils.chat_template_utils")  # once, and not in every episode's process
+        Tools(_methods(self._factory())).schemas()  # imports much, once and not in every episode's process
 
     def rows(self, split: str) -> Iterator[Row]:
         tools = Tools(_methods(self._factory())).schemas()

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -356,3 +358,33 @@ def test_rows_of_trl(tmp_path):
 
     with pytest.raises(ValueError, match="Unpaid has no reward or get_reward"):
         [*trl(Unpaid).rows("train")]
+
+
+IMPORTS = """
+import numpy.random  # the library loads it when it is first used
+import sys
+from scalerl_jax.config import EnvironmentConfig
+from scalerl_jax.environments.adapters import TRL
+
+class Counter:
+    reward = 0.0
+    def reset(self, **row): return "Count."
+    def add(self, by: int):
+        '''Adds.
+
+        Args:
+            by: how much
+        '''
+
+games = TRL(Counter, EnvironmentConfig(), rows=[{"goal": 1}])
+games.prepare()
+before = {*sys.modules}
+games.episode(next(iter(games.rows("train"))))
+print(sorted({*sys.modules} - before))
+"""
+
+
+@pytest.mark.slow
+def test_an_episode_of_trl_imports_nothing_that_is_not_prepared():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
