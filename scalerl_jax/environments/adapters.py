@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import inspect
 import json
 import random
@@ -64,7 +63,7 @@ class Games:
         self._open_game, self._given, self._describe, self.parse = open_game, given, describe, parse
 
     def rows(self, split: str) -> Iterator[Row]:
-        for columns in self._given(split):
+        for number, columns in enumerate(self._given(split)):
             if not isinstance(columns, Mapping):
                 raise ValueError(f"a row is {type(columns).__name__}, not a dict")
             game, said = self._begin(columns)
@@ -73,7 +72,10 @@ class Games:
             # A model without a chat template is asked the text of a single question.
             text = said[0]["content"] if [message["role"] for message in said] == ["user"] else ""
             messages = () if text else said
-            yield Row(text, answer, task=task, extra=columns, messages=messages, chat=bool(text), key=_key(columns))
+            row = Row(text, answer, task=task, extra=columns, messages=messages, chat=bool(text), key=_key(columns))
+            if number == 0:  # what is never the same ends the start, where else each episode would fail
+                self.begin(row).close()
+            yield row
 
     def episode(self, row: Row) -> Any:
         return Playing(self, self.begin(row))
@@ -311,7 +313,7 @@ class TRL(Games):
         self._factory, self._characters = factory, config.tool_characters
 
     def prepare(self) -> None:
-        importlib.import_module("transformers.utils.chat_template_utils")  # once, and not in every episode's process
+        Tools(_methods(self._factory())).schemas()  # imports much, once and not in every episode's process
 
     def rows(self, split: str) -> Iterator[Row]:
         tools = Tools(_methods(self._factory())).schemas()

@@ -183,7 +183,7 @@ class EpisodePool:
         correct = last.correct
         if correct is None:
             correct = reward >= self._configs[row.environment].environment.correct_at
-        return Score(reward, correct, {**connection.metrics, **self._end(trajectory, "done")})
+        return Score(reward, correct, self._end(trajectory, "done"))
 
     def _cut(self, trajectory: Trajectory, ended: str, why: str) -> Score:
         trajectory.cut()
@@ -199,9 +199,10 @@ class EpisodePool:
     def _end(self, trajectory: Trajectory, ended: str) -> dict[str, float]:
         with self._lock:
             connection = self._connections.get(trajectory)
-        if connection is not None:
-            connection.end()
-        return _metrics(trajectory, ended, connection.seconds if connection is not None else 0.0)
+        if connection is None:
+            return _metrics(trajectory, ended, 0.0)
+        connection.end()
+        return {**connection.metrics, **_metrics(trajectory, ended, connection.seconds)}
 
     # ---- on the starter's thread
 

@@ -105,18 +105,21 @@ class ToolEpisode:
     def step(self, turn: Completion) -> Step:
         results = [*self._results(turn)]
         if results:
-            return Step(tuple({"role": "tool", "content": result} for result in results))
+            messages = tuple({"role": "tool", "content": result} for result in results)
+            return Step(messages, metrics=self._metrics())
         turn.opened = self._opened
         score = self._score(self._row, turn)
-        errors = {f"tool_errors/{name}": count for name, count in self._errors.items()}
-        total = sum(errors.values()) + self._unknown
-        metrics = {**score.metrics, "tool_calls": self._calls, "tool_errors": total, **errors}
+        metrics = {**score.metrics, **self._metrics()}
         return Step(done=True, reward=score.reward, correct=score.correct, metrics=metrics)
 
     def close(self) -> None:
         for tools in self._open.values():
             with contextlib.suppress(Exception, SystemExit):
                 tools.close()
+
+    def _metrics(self) -> dict[str, float]:
+        errors = {f"tool_errors/{name}": count for name, count in self._errors.items()}
+        return {"tool_calls": self._calls, "tool_errors": sum(errors.values()) + self._unknown, **errors}
 
     def _results(self, turn: Completion) -> Iterator[str]:
         for call in turn.tool_calls:

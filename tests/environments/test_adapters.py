@@ -1,7 +1,10 @@
 """Environments of other libraries: small ones in each library's shape, as a user's file has them."""
 
+import dataclasses
 import json
 import random
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -100,10 +103,17 @@ def test_random_numbers_begin_at_the_rows_seed_and_leave_the_runs_alone(tmp_path
     assert games.episode(row).step(Turn("give up")).done
 
 
-def test_what_resets_otherwise_is_one_line(tmp_path):
+def test_what_resets_otherwise_is_refused_with_its_first_row(tmp_path):
     games = make_environment(config_of(tmp_path, "clock"))
-    with pytest.raises(ValueError, match=r"reset is not deterministic: .* what it says now, 'It is"):
-        games.episode(next(iter(games.rows("train"))))
+    with pytest.raises(ValueError, match=r"environment.name=.*:clock: .*reset is not deterministic: .* now, 'It is"):
+        next(iter(games.rows("train")))
+
+
+def test_an_episode_that_resets_otherwise_fails(tmp_path):
+    games = make_environment(config_of(tmp_path, "guess"))
+    row = next(iter(games.rows("train")))
+    with pytest.raises(ValueError, match=r"reset is not deterministic: .* now, 'Guess"):
+        games.episode(dataclasses.replace(row, text="Guess again. "))
 
 
 class Discrete:
@@ -142,7 +152,7 @@ def test_observations_and_actions_that_are_no_texts():
     steps = first(games, "right", "up", "right", "right")
     assert said(steps) == ["At 1.", "error: 'up' is neither left nor right", "At 2.", ""]
     assert steps[-1] == Step(done=True, reward=1.0, metrics={"invalid_actions": 1.0})
-    assert Line.closed - before == 2  # the row's and the episode's
+    assert Line.closed - before == 3  # the row's, that of its check, and the episode's
     steps = first(games, *["up"] * adapters.INVALID_ACTIONS)
     assert [step.done for step in steps] == [False] * (adapters.INVALID_ACTIONS - 1) + [True]
     with pytest.raises(ValueError, match="an observation is int, not a text: describe="):
@@ -348,3 +358,33 @@ def test_rows_of_trl(tmp_path):
 
     with pytest.raises(ValueError, match="Unpaid has no reward or get_reward"):
         [*trl(Unpaid).rows("train")]
+
+
+IMPORTS = """
+import numpy.random  # the library loads it when it is first used
+import sys
+from scalerl_jax.config import EnvironmentConfig
+from scalerl_jax.environments.adapters import TRL
+
+class Counter:
+    reward = 0.0
+    def reset(self, **row): return "Count."
+    def add(self, by: int):
+        '''Adds.
+
+        Args:
+            by: how much
+        '''
+
+games = TRL(Counter, EnvironmentConfig(), rows=[{"goal": 1}])
+games.prepare()
+before = {*sys.modules}
+games.episode(next(iter(games.rows("train"))))
+print(sorted({*sys.modules} - before))
+"""
+
+
+@pytest.mark.slow
+def test_an_episode_of_trl_imports_nothing_that_is_not_prepared():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -191,9 +191,9 @@ def test_a_whole_episode_of_a_chat_model(tmp_path, style, form, called):
         turn_tokens=50, complaints=Complaints(),
     )  # fmt: skip
 
-    def turn(text: str) -> Completion:
+    def turn(text: str, finish_reason: str = "stop") -> Completion:
         ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int32)
-        return Completion(1, "g", 0, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), (), "stop")
+        return Completion(1, "g", 0, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), (), finish_reason)
 
     try:
         trajectory = Trajectory(turn(called), "a:1")
@@ -203,6 +203,12 @@ def test_a_whole_episode_of_a_chat_model(tmp_path, style, form, called):
         trajectory.add_turn(turn("It is 5"), "a:1")
         found = pool.step(row, trajectory).result()
         assert found.correct and found.metrics["tool_calls"] == 1 and found.metrics["turns"] == 2
+        # The calls of an episode that is cut count, too.
+        trajectory = Trajectory(turn(called), "a:1")
+        trajectory.add_reply(pool.step(row, trajectory).result())
+        trajectory.add_turn(turn("It is", "length"), "a:1")
+        found = pool.step(row, trajectory).result()
+        assert found.metrics["ended/turn_cut"] == 1 and found.metrics["tool_calls"] == 1
     finally:
         pool.close()
 
