@@ -1,4 +1,4 @@
-"""A game of several turns: find a number from 1 to 31 in five guesses, each answered with "+" (it is greater) or "-".
+"""A game of several turns: find a number from 1 to 7 in three guesses, each answered with "+" (it is greater) or "-".
 
     python -m configs.game traces.jsonl         the traces of the warm start: every guess is somewhere in what is left
     scalerl-sft --config=configs/game.py ...    then scalerl-train, as docs/tutorials/games.md has them
@@ -16,7 +16,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.config_io import load_file
 from scalerl_jax.environments.episode import Step
 
-NUMBERS, GUESSES = 31, 5
+NUMBERS, GUESSES = 7, 3
 SEEDS = {"train": 0, "validation": 1}
 END = "<|endoftext|>"  # the stop token, which ends each turn
 
@@ -67,13 +67,13 @@ def write_traces(path: str, *, games: int = 3000) -> None:
 
 def get_config() -> Config:
     config = load_file("configs/quickstart.py")
-    config.max_steps = 60
+    config.max_steps = 50
     config.model.path = "warm-start/model"
 
     config.environment.name = "configs/game.py:Game"
     config.environment.train_prompts = 2000
     config.sft.traces = "traces.jsonl"
-    config.sft.max_steps = 400
+    config.sft.max_steps = 200
 
     config.rollout.max_turns = GUESSES
     config.rollout.max_episode_tokens = 48
@@ -81,7 +81,7 @@ def get_config() -> Config:
     config.rollout.answer_budget = 8
 
     config.rollout.prompts_per_step = 16
-    config.optimizer.learning_rate = 3e-4
+    config.optimizer.learning_rate = 6e-4
     config.learner.micro_batch_rows = 16
     config.evaluation.every = 10
     config.evaluation.prompts = 64
