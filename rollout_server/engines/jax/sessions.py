@@ -41,7 +41,7 @@ class Sessions:
         self._drop(_name(sequence))
         self._kept[_name(sequence)] = kept
         self._bytes += kept.bytes
-        while self._bytes > self.limit:
+        while self._kept and self._bytes > self.limit:
             self._drop(next(iter(self._kept)))
 
     def take(self, sequence: Sequence) -> Kept | None:
