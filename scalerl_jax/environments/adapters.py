@@ -66,12 +66,12 @@ class Games:
         for number, columns in enumerate(self._given(split)):
             if not isinstance(columns, Mapping):
                 raise ValueError(f"a row is {type(columns).__name__}, not a dict")
-            game, said = self._begin(columns)
+            game, opening = self._begin(columns)
             game.close()
             task, answer = (str(columns.get(name, "")) for name in ("task", "answer"))
             # A model without a chat template is asked the text of a single question.
-            text = said[0]["content"] if [message["role"] for message in said] == ["user"] else ""
-            messages = () if text else said
+            text = opening[0]["content"] if [message["role"] for message in opening] == ["user"] else ""
+            messages = () if text else opening
             row = Row(text, answer, task=task, extra=columns, messages=messages, chat=bool(text), key=_key(columns))
             if number == 0:  # what is never the same ends the start, where else each episode would fail
                 self.begin(row).close()
@@ -82,15 +82,15 @@ class Games:
 
     def begin(self, row: Row) -> Any:
         """Raises ValueError where it does not say what the row's prompt says."""
-        game, said = self._begin(row.extra)
+        game, opening = self._begin(row.extra)
         asked = tuple(dict(message) for message in row.messages) or ({"role": "user", "content": row.text},)
-        if said != asked:
+        if opening != asked:
             game.close()
-            first = said[-1]["content"][:80]
+            first = opening[-1]["content"][:80]
             raise ValueError(f"reset is not deterministic: the row's prompt is not what it says now, {first!r}")
         return game
 
-    def said(self, observation: Any) -> Messages:
+    def as_messages(self, observation: Any) -> Messages:
         """An observation as messages. Raises ValueError where it is none."""
         text = observation if self._describe is None else self._describe(observation)
         if isinstance(text, str):
@@ -104,10 +104,10 @@ class Games:
         with _seeded(columns):
             game = self._open_game(columns)
             try:
-                said = self.said(game.reset(columns))
-                if not said or not said[-1]["content"].strip():
+                opening = self.as_messages(game.reset(columns))
+                if not opening or not opening[-1]["content"].strip():
                     raise ValueError("there is no prompt: reset gives nothing to ask")
-                return game, said
+                return game, opening
             except BaseException:
                 game.close()
                 raise
@@ -128,7 +128,7 @@ class Playing:
             why = ({"role": "user", "content": f"error: {error}"},)
             return Step(why, done=self._invalid == INVALID_ACTIONS, metrics=self._metrics())
         observation, reward, done = self._game.step(action)
-        return Step(() if done else self._games.said(observation), done, reward, metrics=self._metrics())
+        return Step(() if done else self._games.as_messages(observation), done, reward, metrics=self._metrics())
 
     def close(self) -> None:
         self._game.close()
@@ -237,7 +237,7 @@ class _TextArena:
         if not isinstance(observation, str):
             return observation
         new, self._seen = observation.removeprefix(self._seen), observation
-        # Messages stand in lines; nothing new is a move that counted as none, and the whole is said again.
+        # Messages stand in lines; nothing new is a move that counted as none, and the whole is repeated.
         return new if new.startswith("\n") and new.strip() else observation
 
 

@@ -414,7 +414,7 @@ def dispatch(
         group_size = buffers[client].group_size
         return client.calls.capacity(group_size=group_size, typical_seconds=typical_seconds, now=now)
 
-    with_room = {c.process: c.step for c in buffers if c.step is not None and capacity_of(c)[0] > 0}
+    with_capacity = {c.process: c.step for c in buffers if c.step is not None and capacity_of(c)[0] > 0}
     while heap:
         number = heapq.heappop(heap)[1]
         client = active[number]
@@ -423,7 +423,7 @@ def dispatch(
         capacity, split = capacity_of(client)
         request = buffer.request(
             client.process, step=step, capacity=capacity, split=split, alone=_alone(client, buffers), now=now,
-            with_room=with_room,
+            with_capacity=with_capacity,
         )  # fmt: skip
         if request is not None:
             yield client, request

@@ -144,21 +144,21 @@ class GroupBuffer:
         split: bool,
         alone: bool,
         now: float,
-        with_room: Mapping[Process, int] = _NOBODY,
+        with_capacity: Mapping[Process, int] = _NOBODY,
     ) -> RolloutRequest | None:
         """What to ask next of a server process that holds version `step` and may get `capacity` more completions.
 
         The oldest group first, so that the batch waited for is served before later ones. split: a group larger than
         `capacity` may be asked for in parts. alone: no other server could be asked, so even what this one failed to
-        deliver the last time is asked of it again. with_room: the processes that may get more, and what version each
-        holds: a turn is left to the one that sampled the turn before, which has its keys and values.
+        deliver the last time is asked of it again. with_capacity: the processes that may get more, and the version that
+        each holds. A turn is left to the one that sampled the turn before, which has its keys and values.
         """
         for group in self.in_flight.values():
             if not group.pending or (group.failed_at == process.address and not alone):
                 continue
             if not pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
                 continue
-            wanted = self._wanted(group, process, with_room)
+            wanted = self._wanted(group, process, with_capacity)
             if wanted:
                 return self._ask(group, process, wanted, capacity, split)
         if self._error is not None or capacity < 1:
@@ -178,14 +178,14 @@ class GroupBuffer:
         self.in_flight[number] = group
         return self._ask(group, process, sorted(group.pending), capacity, split)
 
-    def _wanted(self, group: GroupInFlight, process: Process, with_room: Mapping[Process, int]) -> list[int]:
+    def _wanted(self, group: GroupInFlight, process: Process, with_capacity: Mapping[Process, int]) -> list[int]:
         """The pending completions to ask of a process at once: first turns share a prompt, another has its own."""
 
         def left_to_another(index: int) -> bool:
             last = group.trajectories[index].parts[-1].process
-            if last == process or last not in with_room or group.failed_at == last.address:
+            if last == process or last not in with_capacity or group.failed_at == last.address:
                 return False
-            return pacing_lib.suits(self.pacing, group.number, with_room[last], trained=self.trained)
+            return pacing_lib.suits(self.pacing, group.number, with_capacity[last], trained=self.trained)
 
         going_on = [i for i in sorted(group.pending) if i in group.trajectories]
         mine = [i for i in going_on if not left_to_another(i)]

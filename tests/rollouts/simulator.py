@@ -203,7 +203,7 @@ class Simulation:
         def room_of(server: Server) -> int:
             return server.slots + self.group_size + server.slots // 4 - server.in_flight
 
-        with_room = {Process(s.name, str(s.epoch)): s.step for s in live if room_of(s) > 0}
+        with_capacity = {Process(s.name, str(s.epoch)): s.step for s in live if room_of(s) > 0}
         while ready:
             server = min(ready, key=lambda s: s.in_flight / s.slots)
             request = self.buffer.request(
@@ -213,7 +213,7 @@ class Simulation:
                 split=False,
                 alone=len(live) == 1,
                 now=self.now,
-                with_room=with_room,
+                with_capacity=with_capacity,
             )
             if request is None:
                 ready.remove(server)

@@ -227,13 +227,13 @@ def test_a_turn_is_left_to_the_process_that_has_its_keys_and_values():
     turn(buffer, ask(buffer, "a:1", room=1), 5)
     buffer.replied(group, trajectory, np.array([7], np.int32))
 
-    def wanted(server: str, with_room: dict[Process, int]) -> list[int]:
-        return buffer._wanted(group, Process(server, "1"), with_room)
+    def wanted(server: str, with_capacity: dict[Process, int]) -> list[int]:
+        return buffer._wanted(group, Process(server, "1"), with_capacity)
 
     assert wanted("a:1", {A: 0, B: 0}) == [0] and not wanted("b:2", {A: 0, B: 0})
     assert wanted("b:2", {B: 0}) == [0], "it has no room"
     assert wanted("b:2", {Process("a:1", "2"): 0, B: 0}) == [0], "it has been started again"
-    other = buffer.request(B, step=0, capacity=1, split=True, alone=False, now=0.0, with_room={A: 0, B: 0})
+    other = buffer.request(B, step=0, capacity=1, split=True, alone=False, now=0.0, with_capacity={A: 0, B: 0})
     assert other.group is not group, "the next group is asked for meanwhile"
     buffer.trained, group.number = 3, 6  # which is of the last batch: version 1 at least
     assert wanted("b:2", {A: 0, B: 1}) == [0], "it holds weights that are too old"

@@ -2,7 +2,7 @@
 
     prefill   prompt tokens [bucket]           -> their keys and values, once per group and version of the weights
     extend    a prefix and tokens behind it    -> the longer prefix, of another turn
-    take_out  a slot                           -> its prefix, for the turn behind it
+    copy_slot a slot                           -> its prefix, for the turn behind it
     insert    a prefix and settings into slots -> slots that are live at their prompt's last token
     move      slots to places of others        -> the live ones stand together at the front
     decode    N steps of the first slots       -> N tokens per slot; slots that end stop being live in mid-chunk
@@ -279,7 +279,7 @@ def extend(
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
-def take_out(keys: Caches, values: Caches, slot: jax.Array, *, length: int) -> tuple[Caches, Caches]:
+def copy_slot(keys: Caches, values: Caches, slot: jax.Array, *, length: int) -> tuple[Caches, Caches]:
     """The first `length` positions of a slot, as `prefill` gives them."""
 
     def of_slot(cache: jax.Array, axis: int) -> jax.Array:

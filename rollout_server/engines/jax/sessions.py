@@ -36,7 +36,7 @@ class Sessions:
         self._kept: collections.OrderedDict[tuple[str, int], Kept] = collections.OrderedDict()  # oldest first
         self._bytes = 0
 
-    def keep(self, sequence: Sequence, kept: Kept) -> None:
+    def store(self, sequence: Sequence, kept: Kept) -> None:
         """For the turn behind `sequence`."""
         self._drop(_name(sequence))
         self._kept[_name(sequence)] = kept
@@ -44,7 +44,7 @@ class Sessions:
         while self._kept and self._bytes > self.limit:
             self._drop(next(iter(self._kept)))
 
-    def take(self, sequence: Sequence) -> Kept | None:
+    def pop(self, sequence: Sequence) -> Kept | None:
         """What the sequence may go on from; it is kept no more. None: there is nothing."""
         request, kept = sequence.request, self._drop(_name(sequence))
         if kept is None or len(kept.tokens) >= len(request.prompt):

@@ -187,7 +187,7 @@ class SlotPool:
 
         The programs are compiled beside the decode loop, when they are first wanted.
         """
-        kept, prompt = self.sessions.take(sequence), sequence.request.prompt
+        kept, prompt = self.sessions.pop(sequence), sequence.request.prompt
         if kept is None:
             return None
         known, (keys, values, _) = len(kept.tokens), kept.prefix
@@ -230,10 +230,10 @@ class SlotPool:
         if not len(tokens):
             return
         length = min(next(size for size in self._prefill_buckets if size >= len(tokens)), self._length)
-        keys, values = decode.take_out(self._state.keys, self._state.values, np.int32(slot), length=length)
+        keys, values = decode.copy_slot(self._state.keys, self._state.values, np.int32(slot), length=length)
         experts = sequence.recorded_experts()
         experts = None if experts is None else experts[: len(tokens)]
-        self.sessions.keep(sequence, Kept(tokens, (keys, values, None), experts, sequence.only_step()))
+        self.sessions.store(sequence, Kept(tokens, (keys, values, None), experts, sequence.only_step()))
 
     def enter(self, prefix: Prefix, sequences: list[Sequence], *, step: int | None) -> None:
         """Gives sequences of one request a slot each; there must be enough.

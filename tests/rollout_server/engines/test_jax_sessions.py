@@ -177,11 +177,11 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first():
     sessions = Sessions(limit=kept.bytes * 2)
     assert kept.bytes == 200
     for name in ("a", "b", "a", "c"):
-        sessions.keep(sequence(name), kept)
-    assert sessions.take(sequence("b")) is None and sessions.take(sequence("a")) is kept
-    assert sessions.take(sequence("a")) is None, "it is kept no more"
-    sessions.keep(sequence("d"), kept)
-    assert sessions.take(sequence("c")) is kept and sessions.take(sequence("d")) is kept
+        sessions.store(sequence(name), kept)
+    assert sessions.pop(sequence("b")) is None and sessions.pop(sequence("a")) is kept
+    assert sessions.pop(sequence("a")) is None, "it is kept no more"
+    sessions.store(sequence("d"), kept)
+    assert sessions.pop(sequence("c")) is kept and sessions.pop(sequence("d")) is kept
     sessions.limit = 199
-    sessions.keep(sequence("e"), kept)
-    assert sessions.take(sequence("e")) is None
+    sessions.store(sequence("e"), kept)
+    assert sessions.pop(sequence("e")) is None
