@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pathlib
 import random
 
 import numpy as np
@@ -31,15 +32,22 @@ class Talks:
 """
 
 
+def with_episodes(flags: list[str], folder: pathlib.Path) -> list[str]:
+    """The flags with GAME, which is written into the folder, as the environment."""
+    (folder / "game.py").write_text(GAME)
+    return [
+        *(flag for flag in flags if not flag.startswith("--config.environment.")),
+        f"--config.environment.name={folder / 'game.py'}:Talks",
+        "--config.rollout.max_turns=4",
+        "--config.rollout.max_episode_tokens=56",
+    ]
+
+
 @pytest.mark.slow
 def test_episodes_are_trained_on_as_they_were_sampled(tmp_path, flags, start):
     """Costs a minute: two starts of a trainer and its servers."""
-    (tmp_path / "game.py").write_text(GAME)
     flags = [
-        *(flag for flag in flags if not flag.startswith("--config.environment.")),
-        f"--config.environment.name={tmp_path / 'game.py'}:Talks",
-        "--config.rollout.max_turns=4",
-        "--config.rollout.max_episode_tokens=56",
+        *with_episodes(flags, tmp_path),
         "--config.max_steps=6",
         "--config.objective.filter_zero_variance=false",
     ]
@@ -94,12 +102,8 @@ def victims(run: Run, kind: str) -> list[psutil.Process]:
 @pytest.mark.timeout(3600)
 def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, start):
     """A server, an episode, the process that plays all of them, or the trainer with everything: fifty times."""
-    (tmp_path / "game.py").write_text(GAME)
     flags = [
-        *(flag for flag in flags if not flag.startswith("--config.environment.")),
-        f"--config.environment.name={tmp_path / 'game.py'}:Talks",
-        "--config.rollout.max_turns=4",
-        "--config.rollout.max_episode_tokens=56",
+        *with_episodes(flags, tmp_path),
         f"--config.max_steps={2 * KILLS}",
         "--config.checkpoint.every=2",
         "--config.evaluation.every=25",
