@@ -34,6 +34,7 @@ from scalerl_jax.environments.base import Row, ScorerError
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.agents import agents_of
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.model.hf import Tensors, to_hf
 from scalerl_jax.model.tensor_layout import layout
@@ -231,6 +232,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
                 turn_tokens=requests.turn_tokens,
             )
         )  # fmt: skip
+        agents = stack.enter_context(agents_of(config, scorer, tokenizer, requests))
         addresses, local = given.addresses, None
         if not addresses:
             # This process computes nothing, so the servers may have all of the machine's GPUs.
@@ -246,6 +248,7 @@ def started(config: Config, out: str, rows: Sequence[Row], tokenizer: Tokenizer)
                 requests=requests,
                 score=scorer.score,
                 episodes=scorer.episodes,
+                agents=agents,
                 take_over=local is not None or FLAGS.take,
                 check=local.servers().check if local is not None else lambda: None,
             )

@@ -25,6 +25,7 @@ from scalerl_jax.environments.curriculum import NoPromptLeft
 from scalerl_jax.environments.prompts import Replies
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.scorer_pool import ScorerError
+from scalerl_jax.gateway.agents import agents_of
 from scalerl_jax.hosts.enter import enter
 from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.batch import build, off_policy_metrics, per_token
@@ -106,6 +107,10 @@ def train(config: Config) -> None:
                 replies=Replies(config, given.tokenizer), turn_tokens=given.requests.turn_tokens,
             )  # fmt: skip
             stack.enter_context(scorer)
+            agents = stack.enter_context(agents_of(
+                config, scorer, given.tokenizer, given.requests, folder=folder.path("sessions"),
+                saved=lambda: newest_step(folder.path("checkpoints")) or 0,
+            ))  # fmt: skip
         addresses, local = given.servers.addresses, None
         with entry.user_mistakes():
             if addresses:
@@ -162,6 +167,7 @@ def train(config: Config) -> None:
             incarnation=Incarnation(folder.incarnation, lambda value: folder.outrank(value - 1)),
             score=scorer.score,
             episodes=scorer.episodes,
+            agents=agents,
             on_event=sync_stats.event,
             observe=ledger.observe_status,
             serving=ledger.serving,

@@ -98,13 +98,22 @@ class Completion:
     sampling_seconds: float = 0.0
     # [prompt + tokens - 1, layers, experts per token] uint8 | uint16: of each token fed; None: not told
     experts: np.ndarray | None = None
-    # (start, end) of what an environment said between turns, among `forced`; never on the wire.
+    # What follows is never on the wire. (start, end) of what an environment said between turns, among `forced`.
     replies: tuple[tuple[int, int], ...] = ()
+    # Of an agent, whose turns need not be one path: the prompt of this branch, [tokens] int32 (None: the row's), and
+    # the branches behind the first one. A turn that several branches share is a reply in all but the first.
+    prompt: np.ndarray | None = None
+    others: tuple["Completion", ...] = ()
+
+    @property
+    def branches(self) -> tuple["Completion", ...]:
+        """Each a sequence to train on."""
+        return (self, *self.others)
 
     @property
     def interrupted(self) -> bool:
         """Whether the interruption phrase was fed."""
-        return len(self.forced) > len(self.replies)
+        return any(len(branch.forced) > len(branch.replies) for branch in self.branches)
 
     def token_steps(self) -> np.ndarray:
         """The policy step that sampled (or fed) each token: [tokens] int64."""
@@ -119,6 +128,10 @@ class Completion:
         for start, end in self.forced:
             mask[start:end] = False
         return mask
+
+    def sampled_ids(self) -> np.ndarray:
+        """All that was sampled, of every branch: [tokens] int32."""
+        return np.concatenate([branch.token_ids[branch.sampled()] for branch in self.branches])
 
 
 def encode_ids(ids: Sequence[int] | np.ndarray) -> bytes:

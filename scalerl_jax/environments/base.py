@@ -3,6 +3,7 @@
     rows(split)             the problems of "train" or of "validation"
     score(row, completion)  reward and correctness of what follows the thinking
     episode(row)            in its place: an object that replies to the policy's turns, see episode.py
+    run(row, client)        in its place: a program that asks the policy by HTTP as often as it likes, see agent.py
 
 An environment is one file with a `make(config) -> Environment`, and one row of ENVIRONMENTS in load.py. Where a run has
 several, `make` gets the run's config with the environment's own as config.environment. It does no work: `rows` reads
@@ -39,6 +40,7 @@ class Row:
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # [tokens] int32
     rendered: bool = False  # by the chat template
     calls: str = "hermes"  # the form in which the model writes calls of tools, see tool_calls.py
+    agent: bool = False  # its environment has `run`
 
 
 def asked(row: Row) -> str:
@@ -122,6 +124,8 @@ class Environment:
     score: Callable[[Row, Completion], Score]
     # Begins an episode of a row, in a process of its own; `score` is not asked then. None: a completion is one turn.
     episode: "Callable[[Row], Any] | None" = None
+    # Likewise: an agent that plays a row, in a process of its own, and says what that is worth.
+    run: "Callable[[Row, Any], Score] | None" = None
     scores_answers: bool = True  # `score` can be asked of an answer alone, without its episode
     # `score` is called in processes of their own, which make the environment again from its config, within a limit of
     # CPU time; an exception, a crash or the limit make that completion wrong, and ScorerError ends the run. False: it

@@ -93,6 +93,16 @@ class Trajectory:
     def tokens(self) -> int:
         return len(self.completion.token_ids)
 
+    @property
+    def processes(self) -> set[Any]:
+        """That have sampled any of it."""
+        return {part.process for part in self.parts}
+
+    @property
+    def branch_parts(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts of each branch: there is one."""
+        return (tuple(self.parts),)
+
     def add_turn(self, turn: Completion, process: Any) -> None:
         """Another one."""
         self.begin = self.tokens

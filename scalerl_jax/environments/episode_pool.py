@@ -13,7 +13,9 @@ Metrics of each score: turns, tokens_per_turn (sampled), environment_seconds, an
 how it ended: done, failed, or cut: turn_cut, max_turns, max_tokens.
 """
 
+import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -35,6 +37,7 @@ import numpy as np
 from scalerl_jax import config_io
 from scalerl_jax.config import Config
 from scalerl_jax.environments import parts
+from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Environment, Row, Score, ScorerError
 from scalerl_jax.environments.complaints import Complaints
 from scalerl_jax.environments.episode import Step, Trajectory
@@ -44,7 +47,8 @@ from scalerl_jax.environments.thinking import split_as_run
 
 STEPS_AT_ONCE = 64  # that are waited for; more of them take turns
 GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: its process should have been ended by the kernel
-ENDED = ("done", "failed", "turn_cut", "max_turns", "max_tokens")
+MOST_LINE_BYTES = 2**24  # of what an agent's process answers
+ENDED = ("done", "failed", "turn_cut", "max_turns", "max_tokens", "deadline")
 
 
 class EpisodePool:
@@ -89,7 +93,48 @@ class EpisodePool:
 
     def plays(self, row: Row) -> bool:
         """Whether the row's environment has episodes."""
-        return row.environment in self._environments
+        return row.environment in self._environments and not row.agent
+
+    async def run(self, row: Row, client: Client) -> Score:
+        """Plays a row with an agent. Raises EpisodeFailed, whose `late` says that its time was over."""
+        seconds = self._configs[row.environment].environment.episode_seconds
+        connection = await asyncio.to_thread(self._open)
+        reader, writer = await asyncio.open_connection(sock=connection.socket, limit=MOST_LINE_BYTES)
+
+        async def answer(line: str, seconds: float) -> dict[str, Any]:
+            try:
+                async with asyncio.timeout(seconds + GRACE_SECONDS):
+                    writer.write(line.encode() + b"\n")
+                    found = await reader.readline()
+            except (OSError, ValueError) as error:  # TimeoutError is an OSError
+                raise EpisodeFailed(f"its process does not answer: {error}") from error
+            if not found.endswith(b"\n"):
+                raise EpisodeFailed("its process ended")
+            answered = json.loads(found)
+            if "error" in answered:
+                raise EpisodeFailed(answered["error"])
+            return answered
+
+        began = time.monotonic()
+        try:
+            connection.pid = (await answer(self._beginning(row), seconds))["pid"]
+            began = time.monotonic()
+            return Score(**(await answer(json.dumps({"client": dataclasses.asdict(client)}), seconds))["score"])
+        except EpisodeFailed as failure:
+            failure.late = time.monotonic() - began >= seconds
+            raise
+        finally:
+            if connection.pid is not None:  # with the programs that it has started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(connection.pid, signal.SIGKILL)
+            writer.close()
+
+    def failed(self, row: Row, why: str) -> None:
+        """Says that an episode of the row's environment failed, once for each kind."""
+        field = parts.field(row.environment, "name")
+        if not self._closing:
+            line = f"{field}: an episode failed: {why}; it is excluded"
+            self._complaints.say(f"{row.environment} episode {why[:40]}", line)
 
     def step(self, row: Row, trajectory: Trajectory) -> "Future[Score | np.ndarray]":
         """What comes of the last turn: the trajectory's score, or the token ids [tokens] int32 of the reply."""
@@ -124,7 +169,7 @@ class EpisodePool:
             if connection is None:
                 connection = self._begin(row, trajectory)
             step = connection.step(self._question(row, ids, connection), self._seconds(row))
-        except _EpisodeFailed as failure:
+        except EpisodeFailed as failure:
             return self._failed(row, trajectory, str(failure))
         connection.add(step, time.monotonic() - began)
         if step.done:
@@ -155,27 +200,35 @@ class EpisodePool:
         return self._configs[row.environment].environment.turn_seconds
 
     def _begin(self, row: Row, trajectory: Trajectory) -> "_Connection":
+        connection = self._open()
+        with self._lock:
+            if self._closing:
+                connection.end()
+                raise EpisodeFailed("the run ends")
+            self._connections[trajectory] = connection
+        weakref.finalize(trajectory, connection.end)  # however it ends, and whoever gives it up
+        connection.pid = connection.exchange(self._beginning(row), self._seconds(row))["pid"]
+        return connection
+
+    def _beginning(self, row: Row) -> str:
+        asked = row_json(row)
+        seed = int.from_bytes(hashlib.blake2b(asked.encode(), digest_size=7).digest(), "little")
+        head = json.dumps({"part": row.environment, "seed": seed})
+        return f'{head[:-1]}, "row": {asked}}}'
+
+    def _open(self) -> "_Connection":
+        """To a process of its own, for an episode."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
-            raise _EpisodeFailed(f"it cannot begin: {error}") from error
+            raise EpisodeFailed(f"it cannot begin: {error}") from error
         connection = _Connection(ours)
         with theirs:
             try:
                 sent = self._starter.submit(self._send, theirs)
             except RuntimeError as error:  # it closes
-                raise _EpisodeFailed("the run ends") from error
+                raise EpisodeFailed("the run ends") from error
             sent.result()
-        with self._lock:
-            if self._closing:
-                connection.end()
-                raise _EpisodeFailed("the run ends")
-            self._connections[trajectory] = connection
-        weakref.finalize(trajectory, connection.end)  # however it ends, and whoever gives it up
-        asked = row_json(row)
-        seed = int.from_bytes(hashlib.blake2b(asked.encode(), digest_size=7).digest(), "little")
-        head = json.dumps({"part": row.environment, "seed": seed})
-        connection.pid = connection.exchange(f'{head[:-1]}, "row": {asked}}}', self._seconds(row))["pid"]
         return connection
 
     def _score(self, row: Row, trajectory: Trajectory, connection: "_Connection", last: Step) -> Score:
@@ -190,11 +243,8 @@ class EpisodePool:
         return Score(-1.0, False, self._end(trajectory, ended), why=why)
 
     def _failed(self, row: Row, trajectory: Trajectory, why: str) -> Score:
-        field = parts.field(row.environment, "name")
-        if not self._closing:
-            line = f"{field}: an episode failed: {why}; it is excluded"
-            self._complaints.say(f"{row.environment} episode {why[:40]}", line)
-        return Score(-1.0, False, self._end(trajectory, "failed"), why=why, failed=True, excluded=True)
+        self.failed(row, why)
+        return failed_score(self._end(trajectory, "failed"), why)
 
     def _end(self, trajectory: Trajectory, ended: str) -> dict[str, float]:
         with self._lock:
@@ -263,15 +313,22 @@ class EpisodePool:
             return lines[-1] if lines else f"exit code {self._process.wait()}"
 
 
-class _EpisodeFailed(Exception):
+class EpisodeFailed(Exception):
     """The environment cannot go on with an episode."""
+
+    late = False
+
+
+def failed_score(metrics: Mapping[str, float], why: str) -> Score:
+    """Nothing is learned from it: its environment failed, not the policy."""
+    return Score(-1.0, False, metrics, why=why, failed=True, excluded=True)
 
 
 class _Connection:
     """An episode's socket, and what became of its turns so far."""
 
     def __init__(self, connection: socket.socket):
-        self._socket = connection
+        self.socket = connection
         self.reward, self.seconds = 0.0, 0.0
         self.metrics: dict[str, float] = {}
         self.reply = ""  # the text of the last one
@@ -286,16 +343,16 @@ class _Connection:
         return Step(**self.exchange(json.dumps(question), seconds)["step"])
 
     def exchange(self, line: str, seconds: float) -> dict[str, Any]:
-        """Writes a line and reads one. Raises _EpisodeFailed where none comes, or that says so."""
+        """Writes a line and reads one. Raises EpisodeFailed where none comes, or that says so."""
         end, reply = time.monotonic() + seconds + GRACE_SECONDS, b""
         try:
-            self._socket.settimeout(seconds + GRACE_SECONDS)
-            self._socket.sendall(line.encode() + b"\n")
+            self.socket.settimeout(seconds + GRACE_SECONDS)
+            self.socket.sendall(line.encode() + b"\n")
             while not reply.endswith(b"\n"):
-                self._socket.settimeout(max(0.01, end - time.monotonic()))
-                data = self._socket.recv(65_536)
+                self.socket.settimeout(max(0.01, end - time.monotonic()))
+                data = self.socket.recv(65_536)
                 if not data:
-                    raise _EpisodeFailed(f"its process ended: it crashed, or a step took {seconds:g} s (turn_seconds)")
+                    raise EpisodeFailed(f"its process ended: it crashed, or a step took {seconds:g} s (turn_seconds)")
                 reply += data
             found = json.loads(reply)
         except (OSError, ValueError) as error:
@@ -303,16 +360,16 @@ class _Connection:
             if isinstance(error, TimeoutError) and self.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
-            raise _EpisodeFailed(f"its process does not answer: {error}") from error
+            raise EpisodeFailed(f"its process does not answer: {error}") from error
         if "error" in found:
-            raise _EpisodeFailed(found["error"])
+            raise EpisodeFailed(found["error"])
         return found
 
     def end(self) -> None:
         """Its process calls close() and ends."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
 
 def _metrics(trajectory: Trajectory, ended: str, seconds: float) -> dict[str, float]:

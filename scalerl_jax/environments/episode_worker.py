@@ -6,17 +6,19 @@
                                     {"part", "row", "seed"}           {"pid"}: it has begun
                                     {"turn", "thinking", "tokens",    {"step": {...}}
                                      "calls", "tools"}
-                                                                      {"error": line}: instead of either
+                                    {"client"}: of an agent           {"score": {...}}: it has ended
+                                                                      {"error": line}: instead of any
     standard output                 {"ready": true} or {"error": line}, once
 
 A fork costs milliseconds and shares the memory of what is made already. What an episode does ends with its process: a
 crash, a leak or a hang costs that episode. The kernel ends one whose step takes longer than environment.turn_seconds by
-clock. It ends with its socket, too, and calls the episode's close() before, within the same limit. Random numbers of
-`random` and numpy begin alike in all episodes of a row.
+clock, and an agent after environment.episode_seconds. It ends with its socket, too, and calls the episode's close()
+before, within the same limit. Random numbers of `random` and numpy begin alike in all episodes of a row.
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -29,7 +31,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalerl_jax import config_io
+from scalerl_jax.config import Config
 from scalerl_jax.environments import parts, user_code
+from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Completion, Row, ScorerError
 from scalerl_jax.environments.episode import as_step
 from scalerl_jax.environments.score_worker import Parts, die_with_parent
@@ -37,30 +41,38 @@ from scalerl_jax.environments.tool_calls import read_calls
 
 
 def _answer(question: Mapping[str, Any], environments: Parts, episodes: list[Any]) -> dict[str, Any]:
-    """episodes: none yet, or the one that is played."""
+    """episodes: none yet, or the one that is played; of an agent, what plays it."""
     if not episodes:
         part, seed = question["part"], question["seed"]
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
-        begin = environments[part].episode
-        assert begin is not None
-        episodes.append(begin(Row(environment=part, **question["row"])))
+        begin, run = environments[part].episode, environments[part].run
+        row = Row(environment=part, **question["row"])
+        if run is not None:
+            episodes.append(functools.partial(run, row))
+        else:
+            assert begin is not None
+            episodes.append(begin(row))
         return {"pid": os.getpid()}
+    if "client" in question:
+        return {"score": dataclasses.asdict(episodes[0](Client(**question["client"])))}
     # Here and not in the trainer: what the policy wrote to be parsed costs this process at the worst.
     calls = read_calls(question["turn"], question["calls"], tools=question["tools"])
     turn = Completion(question["turn"], thinking=question["thinking"], tokens=question["tokens"], tool_calls=calls)
     return {"step": dataclasses.asdict(as_step(episodes[0].step(turn)))}
 
 
-def _play(connection: socket.socket, environments: Parts, seconds: Mapping[str, float]) -> None:
+def _play(connection: socket.socket, environments: Parts, configs: Mapping[str, Config]) -> None:
     """An episode from its beginning to the end of its socket."""
     episodes: list[Any] = []
-    limit = max(seconds.values())
+    limit, settings = 1.0, next(iter(configs.values())).environment
     with connection.makefile("rb") as questions:
         for line in questions:
             question = json.loads(line)
-            limit = seconds[question["part"]] if not episodes else limit
+            if not episodes:
+                settings = configs[question["part"]].environment
+            limit = settings.episode_seconds if "client" in question else settings.turn_seconds
             signal.setitimer(signal.ITIMER_REAL, limit)
             try:
                 reply = _answer(question, environments, episodes)
@@ -104,7 +116,6 @@ def main() -> None:
         os.dup2(nowhere.fileno(), 2)
     replies.close()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets episodes that have ended
-    seconds = {part: of_part.environment.turn_seconds for part, of_part in configs.items()}
     while True:
         began, sockets, _, _ = socket.recv_fds(control, 1, 1)
         if not began:
@@ -114,11 +125,12 @@ def main() -> None:
             if os.fork() == 0:
                 try:
                     die_with_parent()
+                    os.setsid()  # the programs that it starts can be ended with it
                     signal.signal(
                         signal.SIGCHLD, signal.SIG_DFL
                     )  # an environment may start programs, and wait for them
                     control.close()
-                    _play(connection, environments, seconds)
+                    _play(connection, environments, configs)
                 finally:
                     os._exit(0)  # whatever happened: nothing of the environment's is waited for
         connection.close()

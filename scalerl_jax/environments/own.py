@@ -6,6 +6,7 @@
         def score(self, row, completion): ...          # sync or async: float, bool, Score or dict (rewards.py)
         def episode(self, row): ...                    # in its place: an object with step(turn), see episode.py
         tools = [...]                                  # or functions that a turn may call before it is scored, tools.py
+        def run(self, row, client): ...                # or a program that asks for turns itself, see agent.py
         def prepare(self): ...                         # optional: once in each process, before its first row
         weights = {}                                   # the rest is optional too, as in base.py
         waits_seconds = 0.0
@@ -17,17 +18,19 @@ that makes such an object will do for the class. The object is made once where t
 each process that scores; nothing is scored elsewhere, since reward_seconds and verifier_seconds hold there alone.
 """
 
+import asyncio
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from scalerl_jax.config import Config
 from scalerl_jax.environments import tools as tool_calls
 from scalerl_jax.environments import user_code
+from scalerl_jax.environments.agent import Client
 from scalerl_jax.environments.base import Completion, Environment, Row, Score, joined_content
-from scalerl_jax.environments.user_functions import UserFunction
+from scalerl_jax.environments.user_functions import UserFunction, to_score
 
 _FIELD = "config.environment.name"
 _ANY = (Exception, SystemExit)  # what the user's own code may raise
@@ -50,9 +53,14 @@ def make(config: Config) -> Environment:
     except _ANY as error:
         raise ValueError(f"{_FIELD}={name}: cannot be made: {user_code.error_line(error, file=file)}") from error
     episode, tools = getattr(environment, "episode", None), getattr(environment, "tools", None)
-    for needed in ("rows", "score") if episode is None else ("rows",):
+    run = getattr(environment, "run", None)
+    for needed in ("rows", "run") if run is not None else ("rows", "score") if episode is None else ("rows",):
         if not callable(getattr(environment, needed, None)):
             raise ValueError(f"{_FIELD}={name}: has no function {needed}")
+    if run is not None:
+        for other in ("score", "episode", "tools"):
+            if hasattr(environment, other):
+                raise ValueError(f"{_FIELD}={name}: has {other} and run; what a run is worth it says itself")
     if episode is not None and (hasattr(environment, "score") or tools is not None):
         other = "tools" if tools is not None else "score"
         raise ValueError(f"{_FIELD}={name}: has {other} and episode; what an episode is worth its steps say")
@@ -96,12 +104,21 @@ def make(config: Config) -> Environment:
             row = _row(found, f"{name} {split} row {number}")
             if toolbox is not None:
                 row = dataclasses.replace(row, tools=described)
+            if run is not None:
+                row = dataclasses.replace(row, agent=True)
             if split == "train" and weights and row.source not in weights:
                 raise ValueError(f"{row.name}: 'source' is {row.source!r}, and weights has {', '.join(weights)}")
             yield row
 
     def scored(row: Row, completion: Completion) -> Score:
         return function.score(row, completion)
+
+    def played(row: Row, client: Client) -> Score:
+        assert run is not None
+        value = run(row, client)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return to_score(value, correct_at=config.environment.correct_at)
 
     def with_tools(row: Row) -> tool_calls.ToolEpisode:
         assert toolbox is not None
@@ -131,12 +148,16 @@ def make(config: Config) -> Environment:
     return Environment(
         rows, scored, prepare=prepare if to_prepare else None, reads_thinking=True,
         deterministic=lambda: deterministic, episode=with_tools if toolbox is not None else episode,
-        scores_answers=episode is None, **options,
+        run=played if run is not None else None, scores_answers=episode is None and run is None, **options,
     )  # fmt: skip
 
 
 def _not_scored(row: Row, completion: Completion) -> float:
     raise AssertionError("an environment with episodes is not asked for scores")
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _takes_one(made: Callable) -> bool:

@@ -41,7 +41,7 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
     weights = _weights(config.environment)
     if not weights:
         return environment
-    if environment.episode is not None:
+    if environment.episode is not None or environment.run is not None:
         raise ValueError(
             f"{_field(config.environment)}: is not asked: config.environment.name={config.environment.name} has "
             "episodes, whose steps say what they are worth"

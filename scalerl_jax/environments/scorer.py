@@ -81,17 +81,21 @@ class Scorer:
         episodic = {
             part: environment
             for part, environment in environments.items()
-            if environment.episode is not None and not (replies is None and environment.scores_answers)
+            if (environment.episode is not None or environment.run is not None)
+            and not (replies is None and environment.scores_answers)
         }
         apart = {part: one for part, one in environments.items() if one.in_processes and part not in episodic}
         self._complaints = Complaints()
         self._pool = ScorerPool(config, apart, complaints=self._complaints) if apart else None
+        self.agents = any(environment.run is not None for environment in episodic.values())
         self.episodes: EpisodePool | None = None
         try:
             if replies is not None and not episodic and config.rollout.max_turns > 1:
                 raise ScorerError(
                     f"config.rollout.max_turns={config.rollout.max_turns}: no environment of the run has episodes"
                 )
+            if self.agents and config.rollout.router_replay:
+                raise ScorerError("config.rollout.router_replay: is not possible with an environment that has `run`")
             if episodic:
                 self.episodes = _episodes(
                     config, episodic, replies=replies, decode=decode, turn_tokens=turn_tokens,

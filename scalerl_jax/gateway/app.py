@@ -16,7 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from starlette.applications import Starlette
@@ -25,12 +25,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from scalerl_jax.contract.codec import Completion
+from scalerl_jax.contract.codec import Completion, Sampling
 from scalerl_jax.environments.tool_calls import check_json
 from scalerl_jax.gateway import anthropic_wire, openai_wire, wire
 from scalerl_jax.gateway.chat import Chat, NotRendered
-from scalerl_jax.gateway.generators import Busy, Generators, Late, NoServer, Refused
-from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Sessions, SessionsFull, Turn, branches
+from scalerl_jax.gateway.generators import Busy, Late, NoServer, Refused
+from scalerl_jax.gateway.sessions import KEY, Call, Session, SessionOver, Sessions, SessionsFull, Turn, branches
 from scalerl_jax.gateway.wire import ApiError, Asked, bad
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 MOST_BODY_BYTES = 32 * 2**20
 PING_SECONDS = 15.0  # of a stream that has nothing to bring yet: clients give up a silent connection
 RETRY_SECONDS = 1  # for a client that found the queues full
-KEY = "sk-scalerl-"
 MOST_ABOUT_BYTES = 2**16  # of what POST /sessions is told
 _SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -48,17 +47,45 @@ Turns = tuple[Turn, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """names: that the model may be asked for by, the first is its own; "*": by any. token: "": none is asked for."""
+    """names: that the model may be asked for by, the first is its own; "*": by any. token: "": none is asked for.
+
+    sampling: whose temperature and the like count, the client's or a run's.
+    """
 
     names: tuple[str, ...]
     token: str = dataclasses.field(default="", repr=False)
     request_seconds: float = 600.0
+    sampling: Literal["client", "run"] = "client"
+
+
+class Sampler(Protocol):
+    """Generators, or a run's fleet."""
+
+    @property
+    def there(self) -> Sequence[Any]:
+        """Servers."""
+
+    @property
+    def maximum_tokens(self) -> int:
+        """Of prompt and completion; 0: not known yet."""
+
+    def room(self, prompt: int) -> int:
+        """Tokens behind a prompt of so many; 0: none."""
+
+    async def ready(self, seconds: float) -> None:
+        """Returns when a server is there. Raises NoServer."""
+
+    async def generate(
+        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
+        session: str = "",
+    ) -> tuple[Completion, str]:  # fmt: skip
+        """See Generators."""
 
 
 class Gateway:
     """See the module. Its sessions, its generators and all of its requests live on one event loop."""
 
-    def __init__(self, chat: Chat, generators: Generators, sessions: Sessions, options: Options):
+    def __init__(self, chat: Chat, generators: Sampler, sessions: Sessions, options: Options):
         self._chat, self._generators, self._sessions, self._options = chat, generators, sessions, options
         self._made = int(time.time())
 
@@ -151,16 +178,17 @@ class Gateway:
                 for one in started:
                     one.cancel()
 
-        return _Sampling(session, asyncio.create_task(all_of_them()), alone=alone)
+        return _Sampling(session, asyncio.create_task(all_of_them()), alone=alone, by=self._options.sampling)
 
     async def _sample(self, session: Session, call: Call, asked: Asked, seconds: float) -> Turns:
-        async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> Completion:
-            most = self._generators.maximum_tokens
-            if not most:
+        async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
+            if not self._generators.maximum_tokens:
                 await self._generators.ready(seconds=min(seconds, 10.0))
-                most = self._generators.maximum_tokens
-            _check_room(len(prompt), most)
-            sampling = asked.sampling(self._chat.tokenizer.stop_ids, room=most - len(prompt))
+            room = self._generators.room(len(prompt))
+            if room < 1:
+                session.full = True
+                raise _too_long(len(prompt), self._generators.maximum_tokens)
+            sampling = asked.sampling(self._chat.tokenizer.stop_ids, room=room)
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
             return await self._generators.generate(
@@ -320,10 +348,10 @@ class Gateway:
 
 
 class _Sampling:
-    """What was begun for one request. alone: of no session."""
+    """What was begun for one request. alone: of no session. by: whose sampling parameters count."""
 
-    def __init__(self, session: Session, task: "asyncio.Task[list[Turns]]", *, alone: bool):
-        self.session, self.task, self._alone = session, task, alone
+    def __init__(self, session: Session, task: "asyncio.Task[list[Turns]]", *, alone: bool, by: str):
+        self.session, self.task, self._alone, self.by = session, task, alone, by
 
     def name(self, found: Sequence[Turns]) -> str:
         """Of the answer; a retry's is the same."""
@@ -360,7 +388,7 @@ async def _answered(
     if not sampling.task.done() and not (streamed and not gone.done()):
         sampling.leave()
         raise ClientDisconnect
-    headers = {"x-scalerl-sampling": "client"}
+    headers = {"x-scalerl-sampling": sampling.by}
     if sampling.task.done():
         try:
             turns = sampling.task.result()
@@ -412,10 +440,9 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _check_room(prompt: int, most: int) -> None:
-    if prompt >= most:
-        why = f"prompt is too long: {prompt} tokens > {most - 1} maximum; this model's context length is {most} tokens"
-        raise ApiError(400, why, param="messages", code="context_length_exceeded")
+def _too_long(prompt: int, most: int) -> ApiError:
+    why = f"prompt is too long: {prompt} tokens > {most - 1} maximum; this model's context length is {most} tokens"
+    return ApiError(400, why, param="messages", code="context_length_exceeded")
 
 
 def _key(request: Request) -> str:

@@ -16,12 +16,11 @@ answers from it what it has answered before.
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 from absl import flags
 
@@ -34,6 +33,7 @@ from scalerl_jax.contract import security
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.agents import check_installed
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.sessions import Sessions
@@ -49,9 +49,8 @@ def main(config: Config, arguments: list[str]) -> None:
     signals.expect("the gateway has stopped")
     if arguments:
         raise entry.UserError(f"{arguments[0]}: not a flag")
-    for package in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise entry.UserError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
+    with entry.user_mistakes():
+        check_installed()
 
     # ---- 1. What is given --------------------------------------------------------------------------------------------
     config.model.path = FLAGS.model
@@ -81,7 +80,7 @@ def main(config: Config, arguments: list[str]) -> None:
     # ---- 2. Serving --------------------------------------------------------------------------------------------------
     with contextlib.ExitStack() as stack:
         stack.enter_context(entry.user_mistakes(NoServer, StartError, ValueError))
-        listening = stack.enter_context(contextlib.closing(listen(FLAGS.host, FLAGS.port)))
+        listening = stack.enter_context(contextlib.closing(listening_socket(FLAGS.host, FLAGS.port)))
         addresses = stack.enter_context(servers(config, listed))
         signals.be(signals.HOLD)
         if FLAGS.exit_with_parent:
@@ -125,20 +124,14 @@ def access() -> str:
     return token
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """Raises ValueError naming the flags where nothing can listen there."""
+    from scalerl_jax.gateway.server import listen
+
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-        except OSError:
-            found.close()
-            raise
+        return listen(host, port)
     except OSError as error:
         raise ValueError(f"--host={host} --port={port}: cannot listen there ({error})") from None
-    return found
 
 
 @contextlib.contextmanager
@@ -160,38 +153,21 @@ def servers(config: Config, listed: Discovery | None) -> Iterator[tuple[str, ...
 async def serve_http(
     listening: socket.socket, chat: Chat, generators: Generators, sessions: Sessions, token: str
 ) -> None:
-    import uvicorn
-
     from scalerl_jax.gateway.app import Gateway, Options
-
-    class Server(uvicorn.Server):
-        """Ends with the command's own signals, in the place of handlers of its own."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Generator[None]:
-            yield
-
-        async def on_tick(self, counter: int) -> bool:
-            return await super().on_tick(counter) or signals.requested()
+    from scalerl_jax.gateway.server import serve
 
     folder = os.path.basename(os.path.abspath(FLAGS.model))
     names = (folder, "*") if FLAGS.names == ["*"] else tuple(FLAGS.names) or (folder,)
     options = Options(names, token, FLAGS.request_seconds)
-    config = uvicorn.Config(
-        Gateway(chat, generators, sessions, options).app(),
-        log_level="warning",
-        lifespan="off",
-        timeout_graceful_shutdown=5,
-        ssl_certfile=FLAGS.tls_certificate or None,
-        ssl_keyfile=FLAGS.tls_key or None,
-    )
+    app = Gateway(chat, generators, sessions, options).app()
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {names[0]} at http{'s' * bool(FLAGS.tls_certificate)}://{shown}:{port}", flush=True)
     listening.listen(2048)  # whoever reads the port can connect
     if FLAGS.port_file:
         files.write_whole(FLAGS.port_file, f"{port}\n", durable=False)
-    await Server(config).serve(sockets=[listening])
+    tls = {"ssl_certfile": FLAGS.tls_certificate or None, "ssl_keyfile": FLAGS.tls_key or None}
+    await serve(app, listening, over=signals.requested, **tls)
 
 
 def run() -> None:

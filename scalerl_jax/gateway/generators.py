@@ -122,6 +122,10 @@ class Generators:
         """The status of each server that is there."""
         return [server.status for server in self._servers if server.status is not None]
 
+    def room(self, prompt: int) -> int:
+        """Tokens behind a prompt of so many."""
+        return self.maximum_tokens - prompt
+
     @property
     def maximum_tokens(self) -> int:
         """Of prompt and completion, on every server that is there; 0: none is."""
@@ -137,9 +141,9 @@ class Generators:
         sampling: Sampling,
         seconds: float,
         session: str = "",
-    ) -> Completion:
-        """One completion; prompt: [tokens] int32. session: of whose turns it is one. Raises Busy, NoServer, Late or
-        Refused."""
+    ) -> tuple[Completion, str]:
+        """One completion, and the server's name; prompt: [tokens] int32. session: of whose turns it is one. Raises
+        Busy, NoServer, Late or Refused."""
         wanted = (CompletionRequest(index, seed),)
         request = GroupRequest(0, name, prompt, wanted, sampling, session=session)
         try:
@@ -148,7 +152,7 @@ class Generators:
         except TimeoutError:
             raise Late(f"not sampled within {seconds:.0f} s") from None
 
-    async def _somewhere(self, request: GroupRequest) -> Completion:
+    async def _somewhere(self, request: GroupRequest) -> tuple[Completion, str]:
         full, why = set[str](), "no server is there"
         for _ in range(MOST_TRIES):
             try:
@@ -161,8 +165,9 @@ class Generators:
             server = min(free, key=lambda server: server.load)
             last = self._last.get(request.session)
             server = last if last in free and last.load < 1 else server
-            assert server.status is not None
-            asked = dataclasses.replace(request, incarnation=server.status.version.incarnation)
+            asked_of = server.status
+            assert asked_of is not None
+            asked = dataclasses.replace(request, incarnation=asked_of.version.incarnation)
             call = asyncio.create_task(self._read(server, asked))
             server.calls.add(call)
             try:
@@ -176,7 +181,7 @@ class Generators:
             error = call.exception()
             if error is None:
                 self._remember(request.session, server)
-                return call.result()
+                return call.result(), f"{server.address} {asked_of.server_id}"
             if isinstance(error, ValueError):
                 why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
                 server.lose(why)

@@ -25,7 +25,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,11 +35,12 @@ from scalerl_jax.gateway.journal import Journal
 
 Message = Mapping[str, Any]  # {"role", "content", ...}, see chat.py
 
-# (prompt [tokens] int32, the call's name, index among its choices, seed) -> what was sampled.
-Generate = Callable[[np.ndarray, str, int, int], Awaitable[Completion]]
+# (prompt [tokens] int32, the call's name, index among its choices, seed) -> what was sampled, and by which server.
+Generate = Callable[[np.ndarray, str, int, int], Awaitable[tuple[Completion, str]]]
 # (prompt, completion) -> (the completion, cut at a stop string; what it says; the stop string that it was cut at).
 Read = Callable[[np.ndarray, Completion], tuple[Completion, Message, str | None]]
 
+KEY = "sk-scalerl-"  # with which a client's key begins that names its session
 _MOST_ENDED = 100_000  # names that are kept of sessions that are over
 TURN_BYTES = 1000  # of a turn beside its tokens and its text, in memory
 
@@ -92,6 +93,7 @@ class Turn:
     index: int = 0  # among the choices of its call
     message: Message = dataclasses.field(default_factory=dict)  # what the client was answered
     stop: str | None = None  # the stop string that ended it
+    server: str = ""  # that sampled it: address and process
 
     @property
     def size(self) -> int:
@@ -131,11 +133,15 @@ class Branch:
     steps: np.ndarray  # [tokens] int64: of the version that sampled it; of what was added: of the turn behind it
 
 
-def branches(turns: Sequence[Turn]) -> list[Branch]:
-    """One for each turn that none extends, in their order; a turn in several counts in the first of them."""
-    extended, counted = {turn.parent for turn in turns}, set[int]()
+def branches(turns: Sequence[Turn], leaves: Collection[int] | None = None) -> list[Branch]:
+    """One for each turn that none extends, in their order; a turn in several counts in the first of them.
+
+    leaves: only turns among them and those that they extend.
+    """
+    ends = turns if leaves is None else [turn for turn in turns if turn.turn_id in leaves]
+    extended, counted = {turn.parent for turn in ends}, set[int]()
     found = []
-    for leaf in turns:
+    for leaf in ends:
         if leaf.turn_id in extended:
             continue
         path = _ancestry(turns, leaf.turn_id)
@@ -178,6 +184,8 @@ class Session:
         self.name, self.about, self.over = name, dict(about or {}), False
         self.turns: list[Turn] = []
         self.size = 0  # bytes, about
+        self.answered = set[int]()  # turns that a client has been given since this began
+        self.full = False  # a prompt had no room for a turn behind it
         self._seed, self._journal, self._most_turns = seed, journal, most_turns
         self._children: dict[int | None, list[Turn]] = defaultdict(list)
         self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, the turn's own the last
@@ -213,7 +221,9 @@ class Session:
             self._calls.update(dict.fromkeys(names, again))
             again.add_done_callback(lambda done: self._forget(done, names))
         try:
-            return await asyncio.shield(again)
+            turns = await asyncio.shield(again)
+            self.answered.update(turn.turn_id for turn in turns)
+            return turns
         except asyncio.CancelledError:
             if again.cancelled() and self.over:  # it was ended meanwhile, and the caller was not
                 raise SessionOver(f"session {self.name} is over") from None
@@ -266,13 +276,13 @@ class Session:
         ])  # fmt: skip
         async with self._record:  # the order of the turns is that of the journal
             found = []
-            for index, completion in enumerate(completions):
+            for index, (completion, server) in enumerate(completions):
                 completion, message, stop = read(prompt, completion)
                 found.append(Turn(
                     turn_id=len(self.turns) + index, parent=parent, prompt=len(prompt), added=added,
                     token_ids=completion.token_ids, logprobs=completion.logprobs, versions=completion.versions,
                     forced=completion.forced, finish_reason=completion.finish_reason, index=index, message=message,
-                    stop=stop,
+                    stop=stop, server=server,
                 ))  # fmt: skip
             turns = tuple(found)
             if self._journal is not None:
@@ -353,7 +363,7 @@ class Session:
         journal.records.clear()
 
 
-async def _all(asked: Sequence[Awaitable[Completion]]) -> list[Completion]:
+async def _all(asked: Sequence[Awaitable[tuple[Completion, str]]]) -> list[tuple[Completion, str]]:
     """All of them; where one fails the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in asked]
     try:
@@ -395,8 +405,9 @@ class Sessions:
         self.open: dict[str, Session] = {}
         self._ended: dict[str, None] = {}  # names, the oldest first
 
-    def find(self, name: str, about: Mapping[str, Any] | None = None) -> Session:
-        """The session of that name, from its journal or a new one where there is none in memory.
+    def find(self, name: str, about: Mapping[str, Any] | None = None, *, journal: bool = True) -> Session:
+        """The session of that name, from its journal or a new one where there is none in memory. journal: a new one has
+        one, where there is a folder.
 
         Raises SessionOver, SessionsFull, ValueError where its journal is damaged, OSError naming the file.
         """
@@ -408,22 +419,26 @@ class Sessions:
             raise SessionsFull(f"there are {self._most} sessions: DELETE those that are over")
         if sum(session.size for session in self.open.values()) >= self._most_bytes:
             raise SessionsFull(f"the sessions hold {self._most_bytes} bytes: DELETE those that are over")
-        journal = Journal(self._path(name)) if self.folder else None
-        session = Session(name, seed=self._seed, journal=journal, about=about, most_turns=self._most_turns)
+        written = Journal(self.path(name)) if self.folder and journal else None
+        session = Session(name, seed=self._seed, journal=written, about=about, most_turns=self._most_turns)
         self.open[name] = session
         return session
 
     def known(self, name: str) -> bool:
         """Whether it is open, or has a journal here and was not ended since the gateway began."""
-        return name in self.open or bool(self.folder and name not in self._ended and os.path.exists(self._path(name)))
+        return name in self.open or bool(self.folder and name not in self._ended and os.path.exists(self.path(name)))
 
-    def _path(self, name: str) -> str:
+    def path(self, name: str) -> str:
         return os.path.join(self.folder, f"{name}.journal")
 
     def end(self, name: str) -> None:
         """Forgets an open session, but for its journal; calls of its name are refused from now on."""
         self.open[name].end()
-        del self.open[name]
+        self.leave(name)
+
+    def leave(self, name: str) -> None:
+        """As `end`; but one that begins with its journal goes on with it."""
+        self.open.pop(name).close()
         self._ended[name] = None
         if len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]

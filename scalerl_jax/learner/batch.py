@@ -81,7 +81,7 @@ class Batch:
     """One update's input and what there is to say of it."""
 
     segments: list[Segment]  # empty: no prompt survives, the optimizer does not step
-    origins: list[tuple[int, int]]  # of each segment: (group, completion), as places in the batch
+    origins: list[tuple[int, int, int]]  # of each segment: (group, completion, branch), as places in the batch
     outcomes: list[tuple[int, int, int]]  # (prompt index, correct, completions) for the curriculum
     metrics: dict[str, float]
     lags: Counter  # staleness -> loss tokens, of every sampled token, trained on or not
@@ -102,8 +102,8 @@ def build(
     counted = np.ones_like(correct) if objective.truncated == "penalize" else ~truncated
     counted &= ~np.array([[score.excluded for score in group.scores] for group in groups], bool)
     rewards = np.where(truncated, -1.0, [[score.reward for score in group.scores] for group in groups])
-    sampled = [[c.sampled() for c in row] for row in completions]
-    loss_tokens = np.array([[int(mask.sum()) for mask in row] for row in sampled])
+    sampled = [[[branch.sampled() for branch in c.branches] for c in row] for row in completions]
+    loss_tokens = np.array([[sum(int(mask.sum()) for mask in masks) for masks in row] for row in sampled])
 
     advantage, survives = advantages(
         rewards, correct, counted, normalization=objective.advantage_normalization,
@@ -114,22 +114,22 @@ def build(
     segments, origins = [], []
     lags: Counter = Counter()
     for p, group in enumerate(groups):
-        prompt = np.asarray(group.row.token_ids, np.int32)
-        blank = np.zeros(len(prompt), np.float32)
-        for i, completion in enumerate(completions[p]):
-            lag, count = np.unique(number - completion.token_steps()[sampled[p][i]], return_counts=True)
+        every = ((i, b, branch) for i, c in enumerate(completions[p]) for b, branch in enumerate(c.branches))
+        for i, b, branch in every:
+            prompt, mask = prompt_of(branch, group.row), sampled[p][i][b]
+            lag, count = np.unique(number - branch.token_steps()[mask], return_counts=True)
             lags.update(dict(zip(lag.tolist(), count.tolist())))
-            if weight[p, i] == 0:
+            if weight[p, i] == 0 or not mask.any():
                 continue
-            mask = sampled[p][i].astype(np.float32)
-            origins.append((p, i))
+            blank = np.zeros(len(prompt), np.float32)
+            origins.append((p, i, b))
             segments.append(
                 Segment(
-                    tokens=np.concatenate([prompt, completion.token_ids]),
-                    weights=np.concatenate([blank, mask * np.float32(weight[p, i])]),
+                    tokens=np.concatenate([prompt, branch.token_ids]),
+                    weights=np.concatenate([blank, mask.astype(np.float32) * np.float32(weight[p, i])]),
                     advantages=np.concatenate([blank, np.full(len(mask), advantage[p, i], np.float32)]),
-                    generator_logprobs=np.concatenate([blank, completion.logprobs]),
-                    experts=completion.experts,
+                    generator_logprobs=np.concatenate([blank, branch.logprobs]),
+                    experts=branch.experts,
                 )
             )
 
@@ -145,16 +145,17 @@ def build(
         "interrupted": float(interrupted),
         "length_mean": float(lengths.mean()),
         "length_max": float(lengths.max()),
-        **repetition_metrics(
-            [c.token_ids[sampled[p][i]] for p, row in enumerate(completions) for i, c in enumerate(row)]
-        ),
+        **repetition_metrics([c.sampled_ids() for row in completions for c in row]),
         "lag_mean": float(sum(lag * count for lag, count in lags.items()) / max(1, lags.total())),
         "lag_max": float(max(lags, default=0)),
         "loss_tokens": float(sum(int((s.weights > 0).sum()) for s in segments)),
     }
     if end_of_thinking:
         # Sampled or forced: without it a completion has no answer.
-        ended = [[_contains(c.token_ids, end_of_thinking) for c in row] for row in completions]
+        ended = [
+            [any(_contains(branch.token_ids, end_of_thinking) for branch in c.branches) for c in row]
+            for row in completions
+        ]
         metrics["no_end_of_thinking"] = 1.0 - float(np.mean(ended))
     for name in sorted({name for group in groups for score in group.scores for name in score.metrics}):
         metric_values = [score.metrics[name] for group in groups for score in group.scores if name in score.metrics]
@@ -169,6 +170,11 @@ def build(
         rewards=rewards,
         prompt_tokens=sum(len(s.tokens) for s in segments),
     )
+
+
+def prompt_of(branch: Completion, row: Row) -> np.ndarray:
+    """[tokens] int32."""
+    return np.asarray(row.token_ids if branch.prompt is None else branch.prompt, np.int32)
 
 
 def _contains(tokens: np.ndarray, wanted: Sequence[int]) -> bool:

@@ -44,6 +44,7 @@ class Evaluation:
             open_group=lambda n: requests.evaluation(n, rows[n], version=version, samples=samples),
             group_size=samples,
             trained=0,
+            agents=requests.agents,
         )
         self._orphaned_at: float | None = None
 

@@ -16,6 +16,7 @@ from scalerl_jax.config import Config
 from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.agent import Agents
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts.errors import ProbeError
 from scalerl_jax.rollouts.fleet import POLL_SECONDS, Fleet
@@ -55,6 +56,7 @@ class Evaluator:
         requests: Requests,
         score: Callable[[Row, Completion], "Future[Score]"],
         episodes: EpisodePool | None = None,
+        agents: Agents | None = None,
         take_over: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
@@ -81,6 +83,7 @@ class Evaluator:
             incarnation=incarnation,
             score=score,
             episodes=episodes,
+            agents=agents,
         )
 
     def __enter__(self) -> "Evaluator":

@@ -19,6 +19,7 @@ fault of ours (an exception of score, of a tensors callable, of a draw but Value
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import heapq
 import logging
 import threading
@@ -33,6 +34,7 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.contract.weight_delta import WeightDelta
 from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.agent import AgentRun, Agents
 from scalerl_jax.environments.episode import Trajectory
 from scalerl_jax.environments.episode_pool import EpisodePool
 from scalerl_jax.rollouts import pacing as pacing_lib
@@ -41,9 +43,11 @@ from scalerl_jax.rollouts.candidates import Candidates
 from scalerl_jax.rollouts.errors import FleetError
 from scalerl_jax.rollouts.evaluation import Evaluation, Evaluations
 from scalerl_jax.rollouts.group_buffer import (
+    Call,
     FinishedGroup,
     GroupBuffer,
     GroupInFlight,
+    Process,
     RolloutRequest,
     finished,
 )
@@ -74,6 +78,7 @@ class Fleet:
         incarnation: of this trainer process.
         score: what a completion is worth, as a concurrent future.
         episodes: those of environments that have them, in place of `score`; None: none has.
+        agents: likewise.
         on_event: ("server", {server, state, reason, step}), ("push", {server, step, payload_bytes, ...}) and
             ("version", {step, changed, delta_bytes, ...}).
         observe: each status of each server that may be true; whether the time since the one before was an evaluation's;
@@ -92,6 +97,7 @@ class Fleet:
         incarnation: Incarnation,
         score: Callable[[Row, Completion], "concurrent.futures.Future[Score]"],
         episodes: EpisodePool | None = None,
+        agents: Agents | None = None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
         observe: Callable[[pb.StatusReply, bool, bool], None] = lambda status, evaluating, from_here: None,
         serving: Callable[[bool], None] = lambda serving: None,
@@ -104,6 +110,8 @@ class Fleet:
         self._serving, self._score, self._episodes = serving, score, episodes
         self._thread = LoopThread("fleet")
         self._scoring_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet-scoring")
+        self._agents = agents
+        self._running = dict[AgentRun, tuple[GroupBuffer, GroupInFlight, concurrent.futures.Future]]()
         self._unscored = 0  # completions without their score
         self._something = threading.Event()  # the caller should look
         self._pool = ServerPool(make=self._connect, resolve=servers.resolve, fail=self._fail, changed=self._changed)
@@ -356,6 +364,54 @@ class Fleet:
             self._something.set()
             self._changed()
 
+    # ---- agents
+
+    def _run_agents(self) -> None:
+        """Those that are wanted run, and no others."""
+        evaluation = self._evaluations.current
+        buffers = [self._buffer, *([evaluation.buffer] if evaluation is not None else [])]
+        for run, (buffer, group, outcome) in list(self._running.items()):
+            if buffer not in buffers or not buffer.runs(group, run):
+                outcome.cancel()
+        for buffer in buffers:
+            for group, run in buffer.start_agents():
+                assert self._agents is not None
+                ask = functools.partial(self._ask, buffer, group, run)
+                outcome = self._agents.run(group.row, f"{group.group_id}/{run.index}", ask)
+                self._running[run] = buffer, group, outcome
+                watched(self._finish_agent(run), self._fail)
+
+    async def _finish_agent(self, run: AgentRun) -> None:
+        buffer, group, outcome = self._running[run]
+        self._unscored += 1
+        try:
+            score = run.finish(await asyncio.wrap_future(outcome), group_id=group.group_id)
+        finally:
+            self._unscored -= 1
+            del self._running[run]
+        if buffer.scored(group, run, score, now=time.monotonic()):
+            self._something.set()
+        self._changed()
+
+    def _ask(
+        self, buffer: GroupBuffer, group: GroupInFlight, run: AgentRun,
+        prompt: np.ndarray, turn: str, after: Process | None, most_tokens: int | None,
+    ) -> "concurrent.futures.Future[tuple[Completion, Process]]":  # fmt: skip
+        """A turn of an agent; from any thread. Cancelled: it is not wanted any more."""
+        answer: concurrent.futures.Future[tuple[Completion, Process]] = concurrent.futures.Future()
+
+        def enter() -> None:
+            wanted = self._requests.turn(group.requests[run.index], turn)
+            call = Call(run, group.group_id, after, most_tokens, answer)
+            buffer.add_call(group, call, Row("", token_ids=prompt), f"{run.index}/{turn}", wanted)
+            self._changed()
+
+        if not self._thread.post(enter):
+            answer.cancel()
+        return answer
+
+    # ---- who is asked
+
     def _changed(self) -> None:
         if not self._pump_due:
             self._pump_due = True
@@ -373,6 +429,8 @@ class Fleet:
         asked = dispatch(active, self._buffer_of, typical_seconds=self._typical_seconds, now=time.monotonic())
         for client, request in asked:
             watched(self._sample(request, client.calls.generate(request)), self._fail)
+        if self._agents is not None:
+            self._run_agents()
 
     def _buffer_of(self, client: ServerClient) -> GroupBuffer | None:
         evaluation = client.evaluation
@@ -438,6 +496,6 @@ def _alone(client: ServerClient, buffers: dict[ServerClient, GroupBuffer]) -> bo
         assert c.step is not None
         return buffers[c] is buffer and pacing_lib.suits(buffer.pacing, number, c.step, trained=buffer.trained)
 
-    waiting = (group.number for group in buffer.in_flight.values() if group.pending)
+    waiting = (group.number for group in buffer.waiting())
     number = next((number for number in waiting if may_have(client, number)), None)
     return number is None or not any(may_have(c, number) for c in buffers if c is not client)

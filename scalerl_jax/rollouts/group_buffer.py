@@ -9,16 +9,21 @@ back for that until the next one is taken. Whatever happens, every group is hand
 A completion of several turns (environments/episode.py) is pending again for each of them, with the same `minimum_step`:
 so no token of an episode is staler than those of any completion. One that is taken back begins again. A turn goes to
 the process that sampled the one before, which has its keys and values, as long as that has room.
+
+An agent (environments/agent.py) asks for its turns itself. Its group has nothing to ask of a server; each of the turns
+is a small group of its own, `calls`, with the number of the agent's group and so under the same rules.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
 from scalerl_jax.environments import Row, Score
+from scalerl_jax.environments.agent import AgentRun
 from scalerl_jax.environments.episode import Part, Trajectory
 from scalerl_jax.rollouts import pacing as pacing_lib
 
@@ -43,7 +48,18 @@ class FinishedGroup:
     scores: tuple[Score, ...]  # by index
     asked_at: float  # seconds, time.monotonic()
     finished_at: float
-    servers: tuple[tuple[Part, ...], ...] = ()  # by index: which process sampled each, or its turns
+    # By index, and of each its branches: which process sampled it, or its turns.
+    servers: tuple[tuple[tuple[Part, ...], ...], ...] = ()
+
+
+class Call(NamedTuple):
+    """A turn that an agent asks for."""
+
+    run: AgentRun
+    session: str
+    after: Process | None  # who sampled the turn before
+    most_tokens: int | None  # that the agent wants
+    answer: "Future[tuple[Completion, Process]]"
 
 
 @dataclasses.dataclass
@@ -58,12 +74,17 @@ class GroupInFlight:
     finished_at: float = 0.0
     pending: set[int] = dataclasses.field(default_factory=set)
     asked: dict[int, str] = dataclasses.field(default_factory=dict)  # index -> server
-    trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # of which a turn has come
+    # Of which a turn has come, or whose agent runs.
+    trajectories: dict[int, Trajectory | AgentRun] = dataclasses.field(default_factory=dict)
     scores: dict[int, Score] = dataclasses.field(default_factory=dict)
     failed_at: str = ""  # the server that did not deliver the last time
+    calls: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # of its agents, not answered yet
+    call: Call | None = None  # it is one of those itself
 
     def delivered(self) -> int:
         """How many completions wait for no server."""
+        if self.row.agent:
+            return len(self.scores)
         return len(self.requests) - len(self.pending) - len(self.asked)
 
 
@@ -91,7 +112,7 @@ def finished(group: GroupInFlight) -> FinishedGroup:
         scores=tuple(group.scores[i] for i in indices),
         asked_at=group.opened_at,
         finished_at=group.finished_at,
-        servers=tuple(tuple(group.trajectories[i].parts) for i in indices),
+        servers=tuple(group.trajectories[i].branch_parts for i in indices),
     )
 
 
@@ -104,6 +125,7 @@ class GroupBuffer:
             left): what is in flight goes on, and `pop_batch` raises the error when it comes to that group.
         group_size: completions of a group.
         trained: batches trained before; the groups begin with those of the next one.
+        agents: how many may run at once.
     """
 
     def __init__(
@@ -113,8 +135,9 @@ class GroupBuffer:
         open_group: Callable[[int], GroupInFlight],
         group_size: int,
         trained: int,
+        agents: int,
     ):
-        self.pacing, self.group_size = pacing, group_size
+        self.pacing, self.group_size, self._agents = pacing, group_size, agents
         self.trained = trained
         self.in_flight: dict[int, GroupInFlight] = {}  # in order of number
         self.ready: dict[int, GroupInFlight] = {}
@@ -133,7 +156,13 @@ class GroupBuffer:
 
     def pending(self) -> int:
         """Completions that are asked of no server."""
-        return sum(len(group.pending) for group in self.in_flight.values())
+        return sum(len(group.pending) for group in self.waiting())
+
+    def waiting(self) -> Iterator[GroupInFlight]:
+        """Groups in flight, and turns of agents, of which something is to be asked of a server; the oldest first."""
+        for group in self.in_flight.values():
+            group.calls = [call for call in group.calls if call.call and not call.call.answer.cancelled()]
+            yield from (one for one in (group.calls if group.row.agent else (group,)) if one.pending)
 
     def request(
         self,
@@ -153,8 +182,8 @@ class GroupBuffer:
         deliver the last time is asked of it again. with_capacity: the processes that may get more, and the version that
         each holds. A turn is left to the one that sampled the turn before, which has its keys and values.
         """
-        for group in self.in_flight.values():
-            if not group.pending or (group.failed_at == process.address and not alone):
+        for group in self.waiting():
+            if group.failed_at == process.address and not alone:
                 continue
             if not pacing_lib.suits(self.pacing, group.number, step, trained=self.trained):
                 continue
@@ -164,6 +193,9 @@ class GroupBuffer:
         if self._error is not None or capacity < 1:
             return None
         number = self.next_number
+        running = sum(len(group.requests) - len(group.scores) for group in self.in_flight.values() if group.row.agent)
+        if running and running + self.group_size > self._agents:
+            return None
         if not self.pacing.admits(number, step=step, trained=self.trained, stored=self.stored()):
             return None
         try:
@@ -176,19 +208,24 @@ class GroupBuffer:
         group.opened_at = now
         group.pending = {wanted.index for wanted in group.requests}
         self.in_flight[number] = group
-        return self._ask(group, process, sorted(group.pending), capacity, split)
+        return None if group.row.agent else self._ask(group, process, sorted(group.pending), capacity, split)
 
     def _wanted(self, group: GroupInFlight, process: Process, with_capacity: Mapping[Process, int]) -> list[int]:
         """The pending completions to ask of a process at once: first turns share a prompt, another has its own."""
 
-        def left_to_another(index: int) -> bool:
-            last = group.trajectories[index].parts[-1].process
-            if last == process or last not in with_capacity or group.failed_at == last.address:
+        def left_to_another(last: Process | None) -> bool:
+            if last is None or last == process or last not in with_capacity or group.failed_at == last.address:
                 return False
             return pacing_lib.suits(self.pacing, group.number, with_capacity[last], trained=self.trained)
 
+        def last_of(trajectory: Trajectory | AgentRun) -> Process:
+            assert isinstance(trajectory, Trajectory)
+            return trajectory.parts[-1].process
+
+        if group.call is not None:
+            return [] if left_to_another(group.call.after) else sorted(group.pending)
         going_on = [i for i in sorted(group.pending) if i in group.trajectories]
-        mine = [i for i in going_on if not left_to_another(i)]
+        mine = [i for i in going_on if not left_to_another(last_of(group.trajectories[i]))]
         return mine[:1] or sorted(group.pending.difference(going_on))
 
     def _ask(
@@ -198,6 +235,7 @@ class GroupBuffer:
             return None
         indices = set(wanted[:capacity])
         trajectory = group.trajectories.get(wanted[0])
+        assert not isinstance(trajectory, AgentRun)
         group.pending -= indices
         group.asked.update(dict.fromkeys(indices, process.address))
         pinned = pacing_lib.pinned(self.pacing, group.number, trained=self.trained)
@@ -212,7 +250,11 @@ class GroupBuffer:
             return None
         request.left.discard(index)
         del group.asked[index]
+        if group.call is not None:
+            self._answer(group, group.call, completion, request.process)
+            return None
         trajectory = group.trajectories.get(index)
+        assert not isinstance(trajectory, AgentRun)
         if trajectory is not request.trajectory:
             group.pending.add(index)
             return None
@@ -221,6 +263,41 @@ class GroupBuffer:
         else:
             trajectory.add_turn(completion, request.process)
         return trajectory
+
+    # ---- agents
+
+    def start_agents(self) -> list[tuple[GroupInFlight, AgentRun]]:
+        """Those to be started now: they are entered."""
+        found = []
+        for group in self.in_flight.values():
+            for index in sorted(group.pending if group.row.agent else ()):
+                run = group.trajectories[index] = AgentRun(index)
+                group.pending.discard(index)
+                found.append((group, run))
+        return found
+
+    def runs(self, group: GroupInFlight, run: AgentRun) -> bool:
+        """Whether the agent is wanted."""
+        return self.in_flight.get(group.number) is group and group.trajectories.get(run.index) is run
+
+    def add_call(self, group: GroupInFlight, call: Call, row: Row, name: str, wanted: CompletionRequest) -> None:
+        """An agent asks for a turn; row: of which only the prompt counts."""
+        one = GroupInFlight(group.number, f"{group.group_id}/{name}", row, (wanted,), pending={wanted.index}, call=call)
+        if self.runs(group, call.run):
+            group.calls.append(one)
+        else:
+            call.answer.cancel()
+
+    def _answer(self, one: GroupInFlight, call: Call, completion: Completion, process: Process) -> None:
+        group = self.in_flight.get(one.number)
+        if group is None or not any(other is one for other in group.calls):
+            return
+        group.calls = [other for other in group.calls if other is not one]
+        call.run.processes.add(process)
+        if call.answer.set_running_or_notify_cancel():
+            call.answer.set_result((completion, process))
+
+    # ---- what becomes of completions
 
     def replied(self, group: GroupInFlight, trajectory: Trajectory, token_ids: np.ndarray) -> None:
         """Enters what the environment says behind the last turn: another turn is pending. That of a trajectory taken
@@ -238,7 +315,7 @@ class GroupBuffer:
         request.group.pending |= request.left
         request.left = set()
 
-    def scored(self, group: GroupInFlight, trajectory: Trajectory, score: Score, *, now: float) -> bool:
+    def scored(self, group: GroupInFlight, trajectory: Trajectory | AgentRun, score: Score, *, now: float) -> bool:
         """Enters a score. True: the group is ready by it. That of a trajectory taken back changes nothing."""
         index = trajectory.index
         if group.trajectories.get(index) is not trajectory:
@@ -259,12 +336,13 @@ class GroupBuffer:
         groups = {**self.in_flight, **self.ready, **{group.number: group for group in self._last_batch}}
         back = 0
         for number, group in groups.items():
-            lost = [i for i, one in group.trajectories.items() if any(part.process == process for part in one.parts)]
+            lost = [i for i, one in group.trajectories.items() if process in one.processes]
             if not lost or (numbers is not None and number not in numbers):
                 continue
             for index in lost:
-                del group.trajectories[index]
+                gone = group.trajectories.pop(index)
                 group.scores.pop(index, None)
+                group.calls = [one for one in group.calls if one.call and one.call.run is not gone]
             # One whose next turn is being sampled elsewhere is pending when that call ends.
             group.pending.update(set(lost) - group.asked.keys())
             group.failed_at = process.address
@@ -286,7 +364,7 @@ class GroupBuffer:
 
     def free_of_pins(self) -> bool:
         """Whether something is to be asked for, and all of that from any version that the trainer has reached."""
-        waiting = [group.number for group in self.in_flight.values() if group.pending]
+        waiting = [group.number for group in self.waiting()]
         return bool(waiting) and all(
             pacing_lib.pinned(self.pacing, number, trained=self.trained) is None for number in waiting
         )

@@ -47,7 +47,7 @@ import numpy as np
 
 from scalerl_jax.config import Config, ParityConfig, RolloutConfig
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.learner.batch import Batch, Sums, sums_of
+from scalerl_jax.learner.batch import Batch, Sums, prompt_of, sums_of
 from scalerl_jax.learner.packing import Segment, scored_only
 from scalerl_jax.rollouts.fleet import Fleet
 from scalerl_jax.rollouts.group_buffer import FinishedGroup, Process
@@ -79,7 +79,7 @@ UNJUDGED = (
 )
 STALE = "a lower config.pacing.max_off_policy_steps brings them nearer"
 
-Place = tuple[int, int]  # group, completion
+Place = tuple[int, int, int]  # group, completion, branch
 # The prompts' ids [tokens] int32 and a completion each -> the trainer's log-probs of the completion's tokens [tokens].
 Score = Callable[[Sequence[tuple[np.ndarray, Completion]]], Sequence[np.ndarray]]
 
@@ -447,14 +447,19 @@ class Parity:
 
     def _chosen(self, groups: Sequence[FinishedGroup], but: Collection[Place] = ()) -> list[Place]:
         """Where the completions are that are scored though nothing else needs it."""
-        places = ((p, i) for p, group in enumerate(groups) for i in range(len(group.completions)))
         return [
-            (p, i) for p, i in places if (p, i) not in but and self._judge.chosen(groups[p].completions[i].group_id, i)
+            (p, i, b)
+            for p, group in enumerate(groups)
+            for i, completion in enumerate(group.completions)
+            if self._judge.chosen(completion.group_id, i)
+            for b, branch in enumerate(completion.branches)
+            if len(branch.token_ids) and (p, i, b) not in but
         ]
 
     def _segments(self, groups: Sequence[FinishedGroup], places: list[Place]) -> Beside:
         """They count as scored."""
-        segments = [scored_only(groups[p].row.token_ids, groups[p].completions[i]) for p, i in places]
+        branches = [(groups[p].row, groups[p].completions[i].branches[b]) for p, i, b in places]
+        segments = [scored_only(prompt_of(branch, row), branch) for row, branch in branches]
         self._row["scored"] += len(places)
         self._row["scored_tokens"] += sum(len(segment.tokens) for segment in segments)
         return Beside(places, segments)
@@ -489,10 +494,11 @@ class Parity:
 def _scored(groups: Sequence[FinishedGroup], places: Sequence[Place], logprobs: Sequence[np.ndarray]) -> list[Scored]:
     """logprobs: of prompt and completion at each place."""
     out = []
-    for (p, i), ours in zip(places, logprobs, strict=True):
+    for (p, i, b), ours in zip(places, logprobs, strict=True):
         group, start = groups[p], 0
-        for process, end in group.servers[i]:
-            sums = sums_of(group.completions[i], ours[len(group.row.token_ids) :], start, end)
+        branch = group.completions[i].branches[b]
+        for process, end in group.servers[i][b]:
+            sums = sums_of(branch, ours[len(prompt_of(branch, group.row)) :], start, end)
             out.append(Scored(process, group.number, sums))
             start = end
     return out

@@ -1,7 +1,8 @@
 """What a group looks like on the wire: ids, seeds, budgets, sampling.
 
     train/<group number>                   seed and budget from (run seed, group id, sample number)
-    .../<sample number>/<turn>             the turns behind the first: from the seed of that and the turn's number
+    .../<sample number>/<turn>             the turns behind the first, of an agent all: from the seed of that and the
+                                           turn's number
     eval/<version>/<prompt index>          the same at every evaluation: from (run seed, prompt index, sample number)
     probe/<server>/<prompt index>
 
@@ -9,6 +10,7 @@ Everything is a hash of names, nothing a stream of random numbers: a completion 
 whatever day, is the same request.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,7 +19,7 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.contract.codec import CompletionRequest, GroupRequest, Interruption, Sampling
-from scalerl_jax.environments import Row
+from scalerl_jax.environments import Row, parts
 from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
@@ -49,6 +51,7 @@ class Requests:
         high = rollout.thinking_budget_max if rollout.length_control == "interrupt" else 0
         self._thinking = (max(1, rollout.thinking_budget_min), high) if high else (0, 0)
         self._episode_tokens = rollout.max_episode_tokens if rollout.max_turns > 1 else 0
+        self.agents = max(of_part.environment.agents for of_part in parts.configs(config).values())
         self.sampling = Sampling(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -89,6 +92,7 @@ class Requests:
             open_group=lambda number: self.train(number, draw(number)),
             group_size=self._group_size,
             trained=trained,
+            agents=self.agents,
         )
 
     def train(self, number: int, row: Row) -> GroupInFlight:
@@ -109,18 +113,22 @@ class Requests:
         if rollout.trajectory is not None:
             so_far, turn = rollout.trajectory.completion, rollout.trajectory.turns
             group_id, prompt = f"{group_id}/{so_far.index}/{turn}", np.concatenate([prompt, so_far.token_ids])
-            completions = tuple(self._turn(wanted, turn) for wanted in completions)
+            completions = tuple(self.turn(wanted, turn) for wanted in completions)
+        sampling, call = self.sampling, group.call
+        if call is not None and call.most_tokens is not None:  # thinking has its own budget
+            most = min(sampling.answer_budget, call.most_tokens)
+            sampling = dataclasses.replace(sampling, answer_budget=most)
         return GroupRequest(
             incarnation=incarnation,
             group_id=group_id,
             prompt=prompt,
             completions=completions,
-            sampling=self.sampling,
+            sampling=sampling,
             interruption=self.interruption,
             minimum_step=rollout.minimum_step,
             pinned_step=rollout.pinned_step,
             router_replay=self._replay and not group.group_id.startswith(EVALUATION),  # not trained on
-            session=group.group_id if self._episode_tokens else "",
+            session=call.session if call is not None else group.group_id if self._episode_tokens else "",
         )
 
     def probe(
@@ -161,8 +169,8 @@ class Requests:
             thinking_budget=low + stable_hash("thinking", self._seed, name, index) % (high - low + 1) if high else 0,
         )
 
-    def _turn(self, first: CompletionRequest, turn: int) -> CompletionRequest:
-        """Turn `turn` (0: the first) of a completion, whose request was `first`."""
+    def turn(self, first: CompletionRequest, turn: int | str) -> CompletionRequest:
+        """Turn `turn` (0: the first) of a completion, whose request was `first`; an agent's turns have names."""
         return self._completion(f"turn/{first.seed}/{turn}", first.index)
 
 

@@ -59,9 +59,18 @@ def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
     missing = buffer.missing(waits.batch)
     if not missing:
         return [] if buffer.is_ready(waits.batch) else ["new weights"]
-    if missing[0].asked:
-        return sorted(set(missing[0].asked.values()))
-    return ["a free server"] if missing[0].pending else ["verifier"]
+    if asked := _asked(missing[0]):
+        return asked
+    return ["a free server"] if _pending(missing[0]) else ["verifier"]
+
+
+def _asked(group: GroupInFlight) -> list[str]:
+    """The servers that have some of it."""
+    return sorted({address for one in (group, *group.calls) for address in one.asked.values()})
+
+
+def _pending(group: GroupInFlight) -> bool:
+    return any(one.pending for one in (group, *group.calls))
 
 
 def held_back(buffer: GroupBuffer) -> str:
@@ -80,9 +89,9 @@ def held_back(buffer: GroupBuffer) -> str:
 
 def _group(group: GroupInFlight, now: float) -> str:
     text = f"{group.group_id} ({group.delivered()} of {len(group.requests)}, {now - group.opened_at:.0f} s"
-    if group.asked:
-        text += f", on {', '.join(sorted(set(group.asked.values())))}"
-    elif group.pending:
+    if asked := _asked(group):
+        text += f", on {', '.join(asked)}"
+    elif _pending(group):
         text += ", on no server"
     else:
         text += ", with the verifier"

@@ -110,7 +110,7 @@ def of_groups(groups: Sequence[FinishedGroup]) -> list[Prompt]:
                     correct=score.correct,
                     reward=score.reward,
                     answer=score.answer,
-                    tokens=int(completion.sampled().sum()),
+                    tokens=len(completion.sampled_ids()),
                     truncated=completion.finish_reason == "length",
                     interrupted=completion.interrupted,
                     metrics=score.metrics,

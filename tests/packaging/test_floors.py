@@ -18,10 +18,10 @@ FLOORS = {
     8: "scalerl_jax.run scalerl_jax.hosts launch.settings",
     9: "scalerl_jax.report scalerl_jax.traces launch.kubernetes launch.slurm",
     10: "scalerl_jax.planning",
-    11: "scalerl_jax.early_checks",
+    11: "scalerl_jax.early_checks scalerl_jax.gateway",
     12: "scalerl_jax.evaluate scalerl_jax.export scalerl_jax.plan scalerl_jax.sft scalerl_jax.train scalerl_jax.verify "
     "launch.render",
-    13: "scalerl_jax.study scalerl_jax.gateway",
+    13: "scalerl_jax.study",
     14: "launch.commands",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}

@@ -1,0 +1,332 @@
+"""A run's agents: their processes, the gateway that they ask, and what becomes of their sessions.
+
+    gateway      on a port of this machine, with a key that the agents have; on a thread of its own
+    turn         is asked of the fleet under the completion's group, so that no token of an agent is too stale for its
+                 batch; temperature, budgets and seeds are the run's, whatever the client asks for
+    journal      sessions/NAME.journal of the run folder, until the group is trained on and that is saved: where the
+                 trainer has been killed, the agent begins again, and what it asks as before is answered from there
+
+A turn whose answer the agent has not read is not trained on. Evaluations have no journals.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+import numpy as np
+
+from scalerl_jax.config import Config
+from scalerl_jax.contract.codec import Completion, Sampling
+from scalerl_jax.environments.agent import Ask, Client, Outcome
+from scalerl_jax.environments.base import Row, Score
+from scalerl_jax.environments.chat_template import read_chat_template
+from scalerl_jax.environments.episode import Part
+from scalerl_jax.environments.episode_pool import ENDED, EpisodeFailed, EpisodePool, failed_score
+from scalerl_jax.environments.scorer import Scorer
+from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.chat import Chat
+from scalerl_jax.gateway.generators import Refused
+from scalerl_jax.gateway.journal import Journal
+from scalerl_jax.gateway.sessions import KEY, Branch, Session, Sessions, Turn, branches
+from scalerl_jax.rollouts.group_buffer import Process
+from scalerl_jax.rollouts.loop_thread import LoopThread, watched
+from scalerl_jax.rollouts.requests import EVALUATION, Requests
+
+SWEEP_SECONDS = 60.0  # between looks at which journals are no longer needed
+MOST_BYTES = 2**33  # of all sessions in memory
+_JOURNAL = re.compile(r"train-(\d+)-.*\.journal")
+
+
+def check_installed() -> None:
+    """Raises ValueError, one line, without the packages that the gateway is made of."""
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
+
+
+@contextlib.contextmanager
+def agents_of(
+    config: Config, scorer: Scorer, tokenizer: Tokenizer, requests: Requests, *, folder: str = "",
+    saved: Callable[[], int] = lambda: 0,
+) -> "Iterator[RunAgents | None]":  # fmt: skip
+    """Those of the run's environments, see RunAgents; None: there are none."""
+    if not scorer.agents:
+        yield None
+        return
+    assert scorer.episodes is not None
+    with RunAgents(config, scorer.episodes, tokenizer, requests, folder=folder, saved=saved) as agents:
+        yield agents
+
+
+class RunAgents:
+    """A context manager.
+
+    folder: of the journals; "": there are none. saved: the step from which the run would go on, now.
+
+    Raises ValueError, one line, where the gateway is not installed, and OSError naming the folder.
+    """
+
+    def __init__(
+        self, config: Config, episodes: EpisodePool, tokenizer: Tokenizer, requests: Requests, *, folder: str,
+        saved: Callable[[], int],
+    ):  # fmt: skip
+        check_installed()
+        self._config, self._episodes, self._folder, self._saved = config, episodes, folder, saved
+        template = read_chat_template(config.model.path, config.environment.template_arguments)
+        self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking)
+        longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
+        self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens)
+        most_turns = config.rollout.max_turns
+        self._sessions = Sessions(
+            folder=folder, seed=config.seed, most=2**31, most_turns=most_turns, most_bytes=MOST_BYTES
+        )
+        self._again = collections.Counter[str]()  # by completion: how often it had to begin again
+        self._key, self._port, self._swept = secrets.token_urlsafe(24), 0, 0.0
+        self._thread, self._closing = LoopThread("agents' gateway"), False
+        self._fault: BaseException | None = None
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+            self._sweep()
+            self._drop_unsaved(saved())
+
+    def __enter__(self) -> "RunAgents":
+        from scalerl_jax.gateway.app import Gateway, Options
+        from scalerl_jax.gateway.server import listen, serve
+
+        listening = listen("127.0.0.1", 0)
+        listening.listen(2048)
+        self._port = listening.getsockname()[1]
+
+        async def serving() -> None:
+            options = Options(("policy", "*"), token=self._key, request_seconds=float("inf"), sampling="run")
+            try:
+                app = Gateway(self._chat, self._fleet, self._sessions, options).app()
+                await serve(app, listening, over=lambda: False)
+            except Exception as error:  # noqa: BLE001 (every run of an agent raises it from here on)
+                self._fault = error
+
+        self._thread.start(lambda: [serving()])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        self._thread.close()
+        self._sessions.close()
+
+    def run(self, row: Row, name: str, ask: Ask) -> "Future[Outcome]":
+        """See environments.agent.Agents."""
+        outcome: Future[Outcome] = Future()
+
+        async def play() -> None:
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                try:
+                    outcome.set_result(await self._play(row, name, ask))
+                except Exception as error:  # noqa: BLE001 (it is the caller's)
+                    outcome.set_exception(error)
+
+        def begin() -> None:
+            task = watched(play(), self._thread.fail)
+
+            def cancel() -> None:
+                task.cancel()
+
+            def ended(done: "Future[Outcome]") -> None:
+                if done.cancelled():
+                    self._thread.post(cancel)
+
+            outcome.add_done_callback(ended)
+
+        if self._fault is not None:
+            outcome.set_exception(self._fault)
+        elif not self._thread.post(begin):
+            outcome.cancel()
+        return outcome
+
+    # ---- on the gateway's thread
+
+    async def _play(self, row: Row, name: str, ask: Ask) -> Outcome:
+        if self._folder and time.monotonic() >= self._swept + SWEEP_SECONDS:
+            self._sweep()
+        called = name.replace("/", "-") + (f"-again{count}" if (count := self._again[name]) else "")
+        session = self._sessions.find(called, {"row": row.name}, journal=not name.startswith(EVALUATION))
+        self._fleet.runs[called] = run = _Run(ask)
+        base = f"http://127.0.0.1:{self._port}/s/{called}"
+        client = Client(f"{base}/v1", base, f"{KEY}{called}:{self._key}", called, "policy")
+        began, why, score = time.monotonic(), "", None
+        try:
+            score = await self._episodes.run(row, client)
+            ended = "done"
+            if not session.answered:
+                raise EpisodeFailed("it asked for no turn")
+        except EpisodeFailed as failure:
+            ended, why = self._how(session, failure), str(failure)
+        except asyncio.CancelledError:
+            if not self._closing:  # what it had is not to be trained on
+                self._again[name] += 1
+                if self._folder:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self._sessions.path(called))
+            raise
+        finally:
+            del self._fleet.runs[called]
+            self._sessions.leave(called)
+        found = list(_completions(session))
+        completions = [completion for completion, _ in found] or [_NOTHING]
+        cut = ended not in ("done", "failed")
+        completions[0] = dataclasses.replace(completions[0], finish_reason="length" if cut else "stop")
+        metrics = _metrics(session, completions, ended, seconds=time.monotonic() - began - run.waited)
+        if ended == "failed":
+            self._episodes.failed(row, why)
+            score = failed_score(metrics, why)
+        elif cut or score is None:
+            score = Score(-1.0, False, metrics, why=why)
+        else:
+            score = dataclasses.replace(score, metrics={**score.metrics, **metrics})
+        return Outcome(tuple(completions), tuple(parts for _, parts in found) or ((),), score)
+
+    def _how(self, session: Session, failure: EpisodeFailed) -> str:
+        """An agent that failed has ended."""
+        if failure.late:
+            return "deadline"
+        if len(session.turns) >= self._config.rollout.max_turns:
+            return "max_turns"
+        return "max_tokens" if session.full else "failed"
+
+    # ---- journals
+
+    def _journals(self) -> list[tuple[int, str]]:
+        """Of each the number of its group, and its path."""
+        found = ((_JOURNAL.fullmatch(name), name) for name in os.listdir(self._folder))
+        return [(int(match[1]), os.path.join(self._folder, name)) for match, name in found if match]
+
+    def _sweep(self) -> None:
+        """Those go that no start of the run would need."""
+        self._swept = time.monotonic()
+        first = self._saved() * self._config.rollout.prompts_per_step
+        for number, path in self._journals():
+            if number < first:
+                os.unlink(path)
+
+    def _drop_unsaved(self, newest: int) -> None:
+        """Those go that have tokens of versions which the run will make again, and not alike."""
+        for _, path in self._journals():
+            journal = Journal(path)
+            turns = (turn for record in journal.records for turn in record.get("turns", ()))
+            later = any(step > newest for turn in turns for step, _, _ in turn["versions"])
+            journal.close()
+            if later:
+                os.unlink(path)
+
+
+class _Run:
+    """An agent that runs."""
+
+    def __init__(self, ask: Ask):
+        self.ask = ask
+        self.last: Process | None = None  # who sampled its last turn
+        self.waited = 0.0  # seconds in which a turn was being sampled
+        self._asked, self._since = 0, 0.0
+
+    async def turn(self, prompt: np.ndarray, name: str, most_tokens: int) -> tuple[Completion, Process]:
+        if not self._asked:
+            self._since = time.monotonic()
+        self._asked += 1
+        try:
+            completion, process = await asyncio.wrap_future(self.ask(prompt, name, self.last, most_tokens))
+        finally:
+            self._asked -= 1
+            if not self._asked:
+                self.waited += time.monotonic() - self._since
+        self.last = process
+        return completion, process
+
+
+class _Fleet:
+    """What the gateway samples on (app.Sampler): the fleet, through the agents that run."""
+
+    def __init__(self, maximum_tokens: int, *, turn_tokens: int):
+        self.maximum_tokens, self._turn_tokens = maximum_tokens, turn_tokens
+        self.runs = dict[str, _Run]()  # by session
+
+    @property
+    def there(self) -> Sequence[Any]:
+        return [self]
+
+    def room(self, prompt: int) -> int:
+        return self._turn_tokens if prompt + self._turn_tokens <= self.maximum_tokens else 0
+
+    async def ready(self, seconds: float) -> None:
+        """The fleet waits for its servers itself."""
+
+    async def generate(
+        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
+        session: str = "",
+    ) -> tuple[Completion, str]:  # fmt: skip
+        run = self.runs.get(session.removeprefix("gateway/"))
+        if run is None:
+            raise Refused("only an agent of this run is answered, under its own session")
+        number = name.rpartition("/")[2]
+        turn = f"{number}.{index}" if index else number
+        completion, process = await run.turn(prompt, turn, sampling.answer_budget)
+        return completion, " ".join(process)
+
+
+# ---- what is trained on
+
+_NOTHING = Completion(0, "", 0, np.zeros(0, np.int32), np.zeros(0, np.float32), (), (), "stop")
+
+
+def _completions(session: Session) -> list[tuple[Completion, tuple[Part, ...]]]:
+    """Of each branch, and by whom it was sampled."""
+    found, counted = [], set[int]()
+    for branch in branches(session.turns, leaves=session.answered):
+        found.append(_completion(branch, [session.turns[i] for i in branch.turns], counted))
+        counted.update(branch.turns)
+    return found
+
+
+def _completion(branch: Branch, turns: Sequence[Turn], counted: set[int]) -> tuple[Completion, tuple[Part, ...]]:
+    """counted: turns that an earlier branch has, which are a reply here."""
+    at, forced, replies, parts = 0, list[tuple[int, int]](), list[tuple[int, int]](), list[Part]()
+    for turn in turns:
+        process = Process(*turn.server.rsplit(" ", 1))
+        begin = at + (len(turn.added) if parts else 0)  # the root's are the prompt
+        end = begin + len(turn.token_ids)
+        given = [(at, begin), *([(begin, end)] if turn.turn_id in counted else [])]
+        replies += [span for span in given if span[0] < span[1]]
+        forced += [span for span in given if span[0] < span[1]]
+        if turn.turn_id not in counted:
+            forced += [(begin + a, begin + b) for a, b in turn.forced]
+        parts += [Part(process, end)]
+        at = end
+    behind, steps = len(turns[0].added), branch.steps[len(turns[0].added) :]
+    edges = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
+    completion = Completion(
+        incarnation=0, group_id="", index=0, token_ids=branch.token_ids[behind:], logprobs=branch.logprobs[behind:],
+        versions=tuple((int(steps[a]), a, b) for a, b in itertools.pairwise(edges)), forced=tuple(forced),
+        finish_reason=turns[-1].finish_reason, replies=tuple(replies), prompt=turns[0].added,
+    )  # fmt: skip
+    return completion, tuple(parts)
+
+
+def _metrics(session: Session, completions: Sequence[Completion], ended: str, *, seconds: float) -> dict[str, float]:
+    turns = [turn for turn in session.turns if turn.turn_id in session.answered]
+    sampled = sum(int(completion.sampled().sum()) for completion in completions)
+    return {
+        "turns": float(len(turns)),
+        "branches": float(len(completions)),
+        "tokens_per_turn": sampled / max(1, len(turns)),
+        "tool_calls": float(sum(len(turn.message.get("tool_calls", ())) for turn in turns)),
+        "environment_seconds": seconds,
+        **{f"ended/{how}": float(how == ended) for how in ENDED},
+    }
