@@ -180,7 +180,7 @@ class RunAgents:
         finally:
             del self._fleet.runs[called]
             self._sessions.leave(called)
-        found = list(_completions(session))
+        found = list(completions_of(session))
         completions = [completion for completion, _ in found] or [_NOTHING]
         cut = ended not in ("done", "failed")
         completions[0] = dataclasses.replace(completions[0], finish_reason="length" if cut else "stop")
@@ -286,7 +286,7 @@ class _Fleet:
 _NOTHING = Completion(0, "", 0, np.zeros(0, np.int32), np.zeros(0, np.float32), (), (), "stop")
 
 
-def _completions(session: Session) -> list[tuple[Completion, tuple[Part, ...]]]:
+def completions_of(session: Session) -> list[tuple[Completion, tuple[Part, ...]]]:
     """Of each branch, and by whom it was sampled."""
     found, counted = [], set[int]()
     for branch in branches(session.turns, leaves=session.answered):

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.gateway.agents import completions_of
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.journal import Journal
-from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Turn, branches
+from scalerl_jax.gateway.sessions import Branch, Call, Session, SessionOver, Turn, branches
 from tests.support.chat_folders import chat_folder
 
 WORDS = ("Two and two: ", "2+2=4.", "reason ", "é", "boxed", " step\n", "<tool_call>{}</tool_call>")
@@ -32,7 +33,7 @@ class Client:
         self.fed: list[tuple[np.ndarray, Completion]] = []
         self.asked: list[Call] = []  # of each turn
 
-    async def generate(self, prompt: np.ndarray, name: str, index: int, seed: int) -> Completion:
+    async def generate(self, prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
         await asyncio.sleep(0)
         tokenizer, rng = self.chat.tokenizer, self.rng
         text = "".join(rng.choices(WORDS, k=rng.randint(1, 4)))
@@ -46,7 +47,7 @@ class Client:
         whole, logprobs = ((7, 0, len(ids)),), -np.ones(len(ids), np.float32)
         made = Completion(1, name, index, np.asarray(ids, np.int32), logprobs, whole, forced, finish)
         self.fed.append((prompt, made))
-        return made
+        return made, rng.choice(["a:1 x", "b:2 y"])
 
     def read(self, prompt: np.ndarray, completion: Completion) -> tuple[Completion, Any, str | None]:
         cut, text, stop = self.chat.text(completion, ["and two"] if self.rng.random() < 0.3 else [])
@@ -98,6 +99,7 @@ def check(client: Client) -> None:
     session, fed = client.session, client.fed
     assert len(session.turns) == len(fed)
     rows = branches(session.turns)
+    check_completions(session, rows)
     trained = dict.fromkeys(range(len(fed)), 0)
     for row in rows:
         by_turn = {len(session.path(turn_id)): session.turns[turn_id] for turn_id in row.turns}
@@ -116,6 +118,22 @@ def check(client: Client) -> None:
     for turn_id, (prompt, completion) in enumerate(fed):
         assert trained[turn_id] == int(completion.sampled().any())
         assert is_what_was_asked(client, turn_id, prompt.tolist())
+
+
+def check_completions(session: Session, rows: list[Branch]) -> None:
+    """What an agent's run is trained on: the same."""
+    for row, (completion, parts) in zip(rows, completions_of(session), strict=True):
+        behind = session.turns[row.turns[0]].prompt
+        assert completion.prompt is not None
+        np.testing.assert_array_equal(np.concatenate([completion.prompt, completion.token_ids]), row.token_ids)
+        np.testing.assert_array_equal(completion.sampled(), row.loss[behind:])
+        np.testing.assert_array_equal(completion.token_steps(), row.steps[behind:])
+        np.testing.assert_array_equal(completion.logprobs, row.logprobs[behind:])
+        by_turn = [session.turns[turn_id] for turn_id in row.turns]
+        ends = [len(session.path(turn_id)) - behind for turn_id in row.turns]
+        assert [(" ".join(part.process), part.end) for part in parts] == list(zip([t.server for t in by_turn], ends))
+        first = [turn for end, turn in zip(ends, by_turn) if row.loss[behind + end - len(turn.token_ids) :][:1].any()]
+        assert completion.interrupted == any(turn.forced for turn in first)
 
 
 def is_what_was_asked(client: Client, turn_id: int, prompt: list[int]) -> bool:

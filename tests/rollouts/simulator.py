@@ -4,6 +4,7 @@
              dies, hangs (its calls time out), comes back with weights of nobody, receives versions after a delay;
              with `meetings` it is asked for nothing before a trainer that waits has the version that it holds
     trainer  takes batches by number, trains for a while, publishes what the pacing publishes; the latest version wins
+    agent    of every second group, with `agents`: asks for turns one by one, two of them at once, thinks between
 
 Seeded by one random.Random; every chunk of every completion keeps the version that sampled it.
 """
@@ -13,17 +14,21 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
+from scalerl_jax.environments import Row
+from scalerl_jax.environments.agent import AgentRun, Outcome
 from scalerl_jax.environments.base import RIGHT, WRONG
-from scalerl_jax.environments.episode import Trajectory
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest
+from scalerl_jax.environments.episode import Part, Trajectory
+from scalerl_jax.rollouts.group_buffer import Call, GroupBuffer, GroupInFlight, Process, RolloutRequest
 from scalerl_jax.rollouts.pacing import Pacing
 
 CHUNK = 4  # tokens
+AGENTS = 6  # at once
 
 
 @dataclasses.dataclass
@@ -69,7 +74,7 @@ def completions(group: GroupInFlight) -> dict[int, Completion]:
 
 def delivered(group: GroupInFlight) -> list[Process]:
     """Who has delivered a part of each of them."""
-    return [process for trajectory in group.trajectories.values() for process in {p.process for p in trajectory.parts}]
+    return [process for trajectory in group.trajectories.values() for process in trajectory.processes]
 
 
 class Simulation:
@@ -90,14 +95,17 @@ class Simulation:
         start: int = 0,
         meetings: bool = False,
         turns: int = 1,
+        agents: bool = False,
         maximum_events: int = 400_000,
     ):
         self.random = random.Random(seed)
         self.pacing, self.group_size, self.mean_chunks, self.faults = pacing, group_size, mean_chunks, faults
         self.update_seconds, self.push_seconds, self.maximum_events = update_seconds, push_seconds, maximum_events
-        self.turns = turns  # of a completion, at the most
+        self.turns, self.agents = turns, agents  # turns: of a completion, at the most
         self.servers = [Server(f"s{i}", slots=n, chunk_seconds=s) for i, (n, s) in enumerate(zip(slots, chunk_seconds))]
-        self.buffer = GroupBuffer(pacing=pacing, open_group=self.open_group, group_size=group_size, trained=start)
+        self.buffer = GroupBuffer(
+            pacing=pacing, open_group=self.open_group, group_size=group_size, trained=start, agents=AGENTS
+        )
         self.drawn: list[int] = []
         self.latest, self.meetings = start, meetings
         self.training: int | None = None
@@ -137,7 +145,7 @@ class Simulation:
         assert self.buffer.trained >= self.pacing.batch(number) - self.pacing.k
         self.drawn.append(number)
         requests = tuple(CompletionRequest(i, seed=number * 100 + i) for i in range(self.group_size))
-        return GroupInFlight(number, f"train/{number}", None, requests)
+        return GroupInFlight(number, f"train/{number}", Row("", agent=self.agents and number % 2 == 1), requests)
 
     def trainer_looks(self) -> None:
         if self.training is None:
@@ -153,7 +161,10 @@ class Simulation:
 
     def take_back(self, groups: list[GroupInFlight]) -> bool:
         """Whether that takes the batch away."""
-        process = self.random.choice(sorted({by for group in groups for by in delivered(group)}))
+        found = sorted({by for group in groups for by in delivered(group)})
+        if not found:
+            return False  # agents that have asked for nothing
+        process = self.random.choice(found)
         numbers = (
             None if self.random.random() < 0.5 else {group.number for group in groups if self.random.random() < 0.5}
         )
@@ -229,6 +240,36 @@ class Simulation:
                 server.queue.append(Lane(request, index, chunks))
             self.fill(server)
 
+        for group, run in self.buffer.start_agents():
+            running = sum(len(g.requests) - len(g.scores) for g in self.buffer.in_flight.values() if g.row.agent)
+            assert running <= max(AGENTS, self.group_size) or self.faults.lie
+            self.at(self.random.uniform(0, 2), self.agent_asks, group, run, [], self.random.randint(0, self.turns))
+
+    def agent_asks(self, group: GroupInFlight, run: AgentRun, had: list[tuple[Completion, Process]], left: int) -> None:
+        """For its next turn, or its last two at once; or it has ended."""
+        at_once = min(left, 1 if left != 2 else 2)
+        if not at_once:
+            branches = tuple(dataclasses.replace(c, prompt=np.ones(1, np.int32)) for c, _ in had)
+            parts = tuple((Part(process, len(completion.token_ids)),) for completion, process in had)
+            nothing = Completion(0, "", 0, np.zeros(0, np.int32), np.zeros(0, np.float32), (), (), "stop")
+            score = run.finish(Outcome(branches or (nothing,), parts or ((),), RIGHT), group_id=group.group_id)
+            self.buffer.scored(group, run, score, now=self.now)
+            return
+        answers = [Future[tuple[Completion, Process]]() for _ in range(at_once)]
+        before = len(had)
+
+        def answered(answer: "Future[tuple[Completion, Process]]") -> None:
+            if not answer.cancelled():
+                had.append(answer.result())
+                if len(had) == before + at_once:
+                    self.at(self.random.uniform(0, 2), self.agent_asks, group, run, had, left - at_once)
+
+        for place, answer in enumerate(answers):
+            answer.add_done_callback(answered)
+            call = Call(run, group.group_id, had[-1][1] if had else None, None, answer)
+            name = f"{run.index}/{before + place}"
+            self.buffer.add_call(group, call, Row(""), name, CompletionRequest(run.index, before))
+
     def fill(self, server: Server) -> None:
         while server.alive and not server.hanging and server.queue and len(server.lanes) < server.slots:
             lane = server.queue.pop(0)
@@ -252,7 +293,7 @@ class Simulation:
         if trajectory is not None:
             self.at(self.random.uniform(0, 0.2), self.score, lane.request.group, trajectory)
         else:
-            assert self.turns > 1  # the turns before this one were taken back
+            assert self.turns > 1 or self.agents  # an agent's, or the turns before this one were taken back
         dice = self.random.random()
         if dice < self.faults.death:
             self.gone(server)
@@ -325,5 +366,6 @@ class Simulation:
             for batch, groups in enumerate(self.trained, start=self.pacing.batches - len(self.trained))
             for group in groups
             for completion in completions(group).values()
-            for step in completion.token_steps().tolist()
+            for branch in completion.branches
+            for step in branch.token_steps().tolist()
         ]

@@ -1,14 +1,17 @@
 """What a process delivered is taken back: of groups open, finished and handed out, once, and under the same names."""
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_jax.contract.codec import Completion, CompletionRequest
-from scalerl_jax.environments.base import RIGHT, WRONG
+from scalerl_jax.environments.agent import AgentRun
+from scalerl_jax.environments.base import RIGHT, WRONG, Row
 from scalerl_jax.environments.episode import Trajectory
-from scalerl_jax.rollouts.group_buffer import GroupBuffer, GroupInFlight, Process, RolloutRequest, finished
+from scalerl_jax.rollouts.group_buffer import Call, GroupBuffer, GroupInFlight, Process, RolloutRequest, finished
 from scalerl_jax.rollouts.pacing import Phased, Pipeline
 from tests.rollouts.simulator import Faults, Simulation
 
@@ -17,10 +20,10 @@ SIZE = 2
 
 def make(batches: int = 3) -> GroupBuffer:
     def open_group(number: int) -> GroupInFlight:
-        return GroupInFlight(number, f"train/{number}", None, tuple(CompletionRequest(i, i) for i in range(SIZE)))
+        return GroupInFlight(number, f"train/{number}", Row(""), tuple(CompletionRequest(i, i) for i in range(SIZE)))
 
     pacing = Pipeline(k=2, groups=2, batches=batches)
-    return GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, trained=0)
+    return GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, trained=0, agents=1)
 
 
 def ask(buffer: GroupBuffer, server: str, *, room: int = SIZE, alone: bool = False) -> RolloutRequest | None:
@@ -51,7 +54,7 @@ def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
     deliver(buffer, open_ones, scored=False)
     first = buffer.pop_batch(0)
     assert [group.number for group in first] == [0, 1]
-    assert finished(first[0]).servers == (((A, 2),), ((A, 2),))
+    assert finished(first[0]).servers == ((((A, 2),),), (((A, 2),),))
 
     assert buffer.retract(A) == 3
     assert buffer.pop_batch(0) is None and [group.number for group in buffer.missing(0)] == [0]
@@ -62,7 +65,7 @@ def test_a_batch_handed_out_waits_again_and_comes_again_in_order():
     deliver(buffer, again)
     second = buffer.pop_batch(0)
     assert [group.number for group in second] == [0, 1]
-    assert {part.process for group in second for (part,) in finished(group).servers} == {B}
+    assert {part.process for group in second for ((part,),) in finished(group).servers} == {B}
     buffer.trained_to(1)
     assert buffer.retract(B) == 2  # of group 2: what has been trained stays
     assert [group.number for group in second if group.delivered() == SIZE] == [0, 1]
@@ -111,8 +114,9 @@ def test_a_score_of_what_was_taken_back_changes_nothing():
     servers=st.integers(1, 3),
     phased=st.booleans(),
     turns=st.integers(1, 4),
+    agents=st.booleans(),
 )
-def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, servers, phased, turns):
+def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, servers, phased, turns, agents):
     common = {"k": k, "groups": groups, "batches": 9}
     simulation = Simulation(
         pacing=Phased(**common) if phased else Pipeline(**common),
@@ -123,6 +127,7 @@ def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, ser
         push_seconds=0.1,
         faults=Faults(death=0.03, hang=0.02, refuse=0.1, lie=0.6),
         turns=turns,
+        agents=agents,
     )
     simulation.run()
     numbers = [group.number for batch in simulation.trained for group in batch]
@@ -130,8 +135,45 @@ def test_whatever_is_taken_back_every_group_is_trained_once(seed, k, groups, ser
     for group in (group for batch in simulation.trained for group in batch):
         made = finished(group)
         assert [c.index for c in made.completions] == [0, 1] and len(made.scores) == len(made.servers) == 2
+        assert [len(c.branches) for c in made.completions] == list(map(len, made.servers))
     assert max(simulation.lags()) <= k
     assert not simulation.buffer.in_flight and not simulation.buffer.ready
+
+
+def test_an_agent_of_which_a_turn_is_taken_back_begins_again():
+    def open_group(number: int) -> GroupInFlight:
+        requests = tuple(CompletionRequest(i, i) for i in range(SIZE))
+        return GroupInFlight(number, f"train/{number}", Row("", agent=True), requests)
+
+    pacing = Pipeline(k=2, groups=2, batches=3)
+    buffer = GroupBuffer(pacing=pacing, open_group=open_group, group_size=SIZE, trained=0, agents=3)
+    assert ask(buffer, "a:1") is None  # a group of agents asks for nothing itself
+    (group, first), (_, second) = buffer.start_agents()
+    assert ask(buffer, "a:1") is None and not buffer.start_agents()  # two more would be four
+    assert group.delivered() == 0 and not buffer.stored()
+
+    def call(run: AgentRun, name: str, after: Process | None = None) -> Future:
+        answer: Future = Future()
+        buffer.add_call(
+            group, Call(run, "session", after, None, answer), Row(""), name, CompletionRequest(run.index, 9)
+        )
+        return answer
+
+    answers = [call(first, "0/0"), call(first, "0/1"), call(second, "1/0", after=B)]
+    assert buffer.pending() == 3
+    asked = [ask(buffer, "a:1") for _ in range(2)]
+    assert [request.group.group_id for request in asked] == ["train/0/0/0", "train/0/0/1"]
+    assert buffer.request(A, step=0, capacity=2, split=True, alone=False, now=0.0, with_capacity={A: 0, B: 0}) is None
+    assert turn(buffer, asked[0], 5, 6) is None and answers[0].result()[1] == A
+    buffer.returned(asked[1])
+    assert buffer.pending() == 2
+
+    assert buffer.retract(A) == 1 and not buffer.runs(group, first) and buffer.runs(group, second)
+    assert not answers[1].done() and call(first, "0/2").cancelled()  # whoever runs it ends it
+    ((again, third),) = buffer.start_agents()
+    assert again is group and third.index == 0 and buffer.pending() == 1
+    answers[2].cancel()
+    assert ask(buffer, "b:2") is None and not buffer.pending()  # nobody waits for it
 
 
 def test_what_was_trained_cannot_be_trained_again():
@@ -147,9 +189,11 @@ def test_a_phase_whose_prompts_run_out_ends_with_the_last_batch_that_is_whole():
     def open_group(number: int) -> GroupInFlight:
         if number == 3:
             raise ValueError("no prompt is left")
-        return GroupInFlight(number, f"train/{number}", None, tuple(CompletionRequest(i, i) for i in range(SIZE)))
+        return GroupInFlight(number, f"train/{number}", Row(""), tuple(CompletionRequest(i, i) for i in range(SIZE)))
 
-    buffer = GroupBuffer(pacing=Phased(k=2, groups=2, batches=4), open_group=open_group, group_size=SIZE, trained=0)
+    buffer = GroupBuffer(
+        pacing=Phased(k=2, groups=2, batches=4), open_group=open_group, group_size=SIZE, trained=0, agents=1
+    )
     requests = [ask(buffer, "a:1") for _ in range(3)]
     assert ask(buffer, "a:1") is None and buffer.pop_batch(0) is None  # the phase's last groups are in flight
     for request in requests:
@@ -184,7 +228,7 @@ def test_turns_and_replies_become_one_completion():
     assert buffer.scored(first.group, turn(buffer, other, 11, 12), WRONG, now=2.0)
 
     made = finished(first.group)
-    assert made.servers == (((A, 2), (A, 5), (B, 6)), ((A, 2),))
+    assert made.servers == ((((A, 2), (A, 5), (B, 6)),), (((A, 2),),))
     whole = made.completions[0]
     assert (whole.token_ids.tolist(), whole.versions) == ([5, 6, 7, 8, 9, 10], ((0, 0, 5), (1, 5, 6)))
     assert whole.sampled().tolist() == [True, True, False, False, False, True]

@@ -16,7 +16,9 @@ def buffer() -> GroupBuffer:
     def open_group(number: int) -> GroupInFlight:
         return GroupInFlight(number, f"g{number}", row(number), tuple(CompletionRequest(i, i) for i in range(2)))
 
-    return GroupBuffer(pacing=Pipeline(k=1, groups=2, batches=3), open_group=open_group, group_size=2, trained=0)
+    return GroupBuffer(
+        pacing=Pipeline(k=1, groups=2, batches=3), open_group=open_group, group_size=2, trained=0, agents=1
+    )
 
 
 def request(buffer: GroupBuffer, server: str, room: int):
