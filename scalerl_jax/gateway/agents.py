@@ -122,6 +122,8 @@ class RunAgents:
         self._closing = True
         self._thread.close()
         self._sessions.close()
+        if self._folder:
+            self._sweep()
 
     def run(self, row: Row, name: str, ask: Ask) -> "Future[Outcome]":
         """See environments.agent.Agents."""

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.environments.base import RIGHT, WRONG, Row
+from scalerl_jax.learner.batch import build
 from scalerl_jax.learner.checkpoint import Checkpoints
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import Precision, init_params
+from scalerl_jax.rollouts.group_buffer import FinishedGroup
 from tests.learner.segments import make_segments
 from tests.support.params import DECODER, relative
 from tests.support.trainers import trainer_of, update
@@ -39,6 +43,57 @@ def segments(seed: int = 0) -> list:
 
 def on_host(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)
+
+
+def test_where_an_agent_is_cut_into_branches_changes_no_gradient() -> None:
+    """An episode as one branch, and cut at every turn with the same tokens: equal to 1e-6, in three ways to weigh."""
+    rng = np.random.default_rng(5)
+
+    def turns_of(index: int) -> list[tuple[list[int], list[int]]]:
+        """(what is fed, what is sampled) of each turn, the first one's prompt left out."""
+        fed = [[] if not n else rng.integers(1, 60, rng.integers(1, 4)).tolist() for n in range(1 + index % 3)]
+        return [(reply, rng.integers(1, 60, rng.integers(1, 6)).tolist()) for reply in fed]
+
+    def completion(prompt: list[int], turns: list[tuple[list[int], list[int]]], logprobs: np.ndarray) -> Completion:
+        ids, replies = list[int](), list[tuple[int, int]]()
+        for reply, sampled in turns:
+            replies += [(len(ids), len(ids) + len(reply))] if reply else []
+            ids += [*reply, *sampled]
+        spans = tuple(replies)
+        whole = ((3, 0, len(ids)),)
+        return Completion(
+            1, "g", 0, np.array(ids, np.int32), logprobs[: len(ids)], whole, spans, "stop", replies=spans,
+            prompt=np.array(prompt, np.int32),
+        )  # fmt: skip
+
+    whole, cut = list[FinishedGroup](), list[FinishedGroup]()
+    for number in range(2):
+        prompt = rng.integers(1, 60, 4).tolist()
+        scores = (RIGHT, WRONG, dataclasses.replace(RIGHT, reward=0.3))
+        of_whole, of_cut = list[Completion](), list[Completion]()
+        for index in range(3):
+            turns, logprobs, at = turns_of(index + number), rng.normal(-4, 0.3, 40).astype(np.float32), 0
+            of_whole.append(completion(prompt, turns, logprobs))
+            branches = []
+            for n, (reply, sampled) in enumerate(turns):
+                path = [token for before in turns[:n] for part in before for token in part]
+                at = len(path) + len(reply)
+                branches.append(completion([*prompt, *path, *reply], [([], sampled)], logprobs[at:]))
+            of_cut.append(dataclasses.replace(branches[0], others=tuple(branches[1:])))
+        row = Row("", token_ids=np.array(prompt, np.int32))
+        for groups, completions in ((whole, of_whole), (cut, of_cut)):
+            groups.append(FinishedGroup(number, row, tuple(completions), scores, 0.0, 0.0))
+
+    trainer = started()
+    for aggregation in ("prompt", "sample", "token"):
+        objective = ObjectiveConfig(aggregation=aggregation)
+        one, several = (build(groups, objective, number=3) for groups in (whole, cut))
+        assert len(several.segments) > len(one.segments) == 6
+        assert several.metrics == one.metrics and several.lags == one.lags
+        weights = [sum(float(segment.weights.sum()) for segment in batch.segments) for batch in (one, several)]
+        assert weights == pytest.approx([1.0, 1.0], abs=1e-6)
+        expected = on_host(trainer.forward_backward(one.segments).grads)
+        assert relative(trainer.forward_backward(several.segments).grads, expected) < 1e-6
 
 
 def test_several_calls_add_up() -> None:

@@ -2,12 +2,14 @@
 
 import json
 import pathlib
+import random
 
 import numpy as np
 import pytest
 
 from tests.support.runs import config_of, read
 from tests.train.chaos import check_rows
+from tests.train.test_episode_run import KILLS, kill_one
 
 AGENT = """
 import asyncio, json, os, time, urllib.request
@@ -87,7 +89,33 @@ def test_agents_are_trained_on_as_they_were_sampled(tmp_path, flags, start):
     assert "its process ended" in run.output()
     evaluation = run.rows("evals.jsonl")[-1]
     assert evaluation["step"] == 8 and evaluation["prompts"] == 6
-    # Journals are there of the groups that were not trained on when the last one was swept, and of no others.
     assert "Traceback" not in run.output()
+    assert not list(pathlib.Path(run.path("sessions")).iterdir())  # all are trained on, and that is saved
     for sample in map(json.loads, read(run.path("rollouts", "step-00000001.jsonl")).splitlines()):
         assert all(start < end for start, end in sample["replies"])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_whatever_is_killed_of_agents_nothing_is_lost_and_nothing_twice(tmp_path, flags, start):
+    """A server, an agent, the process that plays all of them, or the trainer with its gateway: fifty times."""
+    flags = [
+        *with_agents(flags, tmp_path),
+        f"--config.max_steps={2 * KILLS}",
+        "--config.checkpoint.every=2",
+        "--config.evaluation.every=25",
+        "--config.curriculum.no_positive_resampling_at=1.1",
+        "--config.fleet.servers=3",
+        "--config.fleet.silence_seconds=4",
+    ]
+    rng, run = random.Random(11), start(tmp_path / "run", *flags)
+    kills = [kill_one(run, rng, number) for number in range(KILLS)]
+    run.finish()
+
+    assert min(map(kills.count, ("server", "player", "episode", "trainer"))) >= 5, kills
+    rows, config = run.metrics, config_of(flags)
+    assert len(rows) == 2 * KILLS
+    check_rows(rows, config)
+    assert sum(row["score/ended/failed"] for row in rows) > 0
+    assert "Traceback" not in run.output()

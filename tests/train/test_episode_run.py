@@ -97,6 +97,24 @@ def victims(run: Run, kind: str) -> list[psutil.Process]:
     return found
 
 
+def kill_one(run: Run, rng: random.Random, number: int) -> str:
+    """Behind the next step; of each ten the last one is the trainer. Returns what it was."""
+    reached = len(run.metrics)
+    run.until(lambda: len(run.metrics) > reached, "another step")
+    kind = "trainer" if number % 10 == 9 else rng.choice(["server", "player", "episode"])
+    if kind == "trainer":
+        run.kill()
+        run.start()
+        return kind
+    killed = False
+    while not killed:
+        assert run.process is not None and run.process.poll() is None, run.output()
+        with contextlib.suppress(psutil.Error, IndexError):  # none is there, or it has just ended
+            rng.choice(victims(run, kind)).kill()
+            killed = True
+    return kind
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(3600)
@@ -112,26 +130,10 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, s
         "--config.fleet.silence_seconds=4",
     ]
     rng, run = random.Random(7), start(tmp_path / "run", *flags)
-    kinds = ("server", "player", "episode")
-    kills = dict.fromkeys((*kinds, "trainer"), 0)
-    for number in range(KILLS):
-        reached = len(run.metrics)
-        run.until(lambda reached=reached: len(run.metrics) > reached, "another step")
-        kind = "trainer" if number % 10 == 9 else rng.choice(kinds)
-        kills[kind] += 1
-        if kind == "trainer":
-            run.kill()
-            run.start()
-            continue
-        killed = False
-        while not killed:
-            assert run.process is not None and run.process.poll() is None, run.output()
-            with contextlib.suppress(psutil.Error, IndexError):  # none is there, or it has just ended
-                rng.choice(victims(run, kind)).kill()
-                killed = True
+    kills = [kill_one(run, rng, number) for number in range(KILLS)]
     run.finish()
 
-    assert min(kills.values()) >= 5, kills
+    assert min(map(kills.count, ("server", "player", "episode", "trainer"))) >= 5, kills
     rows, config = run.metrics, config_of(flags)
     assert len(rows) == 2 * KILLS
     check_rows(rows, config)
