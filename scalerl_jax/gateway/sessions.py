@@ -288,7 +288,10 @@ class Session:
             if self._journal is not None:
                 record: dict[str, Any] = {"kind": "call", "number": number, "digest": call.digest, "history": history}
                 record["turns"] = [turn.to_json() for turn in turns]
-                await asyncio.shield(asyncio.to_thread(self._journal.append, record))
+                written = asyncio.ensure_future(asyncio.to_thread(self._journal.append, record))
+                # Of a session that is closed meanwhile it fails, and nobody waits for it.
+                written.add_done_callback(lambda done: done.cancelled() or done.exception())
+                await asyncio.shield(written)
             self._add(turns, history)
         return turns
 

@@ -11,6 +11,7 @@
     ledger.json            compute spent (ledger.py)
     checkpoints/           learner/checkpoint.py
     collapse.json          where it stopped for a collapse (collapse_guard.py)
+    sessions/              what agents have asked and were answered (gateway/agents.py)
 
 A row is one write of one line, so a killed run leaves at most one torn line, at the end, which the next start drops; a
 full disk leaves none. A run that goes on from step s drops every row past s; the compute those rows cost stays in the

@@ -1,9 +1,11 @@
 """The token graph of a session, its journal, and retries: with a real chat template, and completions made up here."""
 
 import asyncio
+import gc
 import os
 import pathlib
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -288,6 +290,34 @@ def test_a_journal_answers_what_it_has_and_goes_on(chat: Chat, tmp_path: pathlib
     after.session.end()
     over = Session("s", journal=Journal(path))
     assert over.over and len(over.turns) == then.turn_id + 1
+
+
+def test_a_session_may_be_closed_while_a_record_is_written(chat: Chat, tmp_path: pathlib.Path) -> None:
+    journal = Journal(str(tmp_path / "s.journal"))
+    client = Client(chat, random.Random(7), journal=journal)
+    begun, closed, append, faults = threading.Event(), threading.Event(), journal.append, list[Any]()
+
+    def late(record: Any) -> None:
+        begun.set()
+        closed.wait(60)
+        append(record)
+
+    journal.append = late  # type: ignore[method-assign]
+
+    async def close() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: faults.append(context))
+        asked = asyncio.ensure_future(client.ask(Call("1", (USER,))))
+        await asyncio.to_thread(begun.wait, 60)
+        client.session.close()
+        closed.set()
+        await asyncio.gather(asked, return_exceptions=True)
+        await loop.shutdown_default_executor()
+        await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(close())
+    assert not faults and not client.session.turns
 
 
 def test_a_damaged_journal_is_named(tmp_path: pathlib.Path) -> None:
