@@ -38,6 +38,7 @@ from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import Refused
 from scalerl_jax.gateway.journal import Journal
 from scalerl_jax.gateway.sessions import KEY, Branch, Session, Sessions, Turn, branches
+from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.loop_thread import LoopThread, watched
 from scalerl_jax.rollouts.requests import EVALUATION, Requests
@@ -83,7 +84,11 @@ class RunAgents:
         check_installed()
         self._config, self._episodes, self._folder, self._saved = config, episodes, folder, saved
         template = read_chat_template(config.model.path, config.environment.template_arguments)
-        self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking)
+        try:
+            vocabulary = read_config(config.model.path).vocab_size
+        except ValueError:  # of a family that only its engine knows
+            vocabulary = 0
+        self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
         longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
         self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens)
         most_turns = config.rollout.max_turns

@@ -219,7 +219,9 @@ class Gateway:
 
     async def _completions(self, request: Request) -> Response:
         body = await _body(request)
-        sampling = await self._ask(request, body, openai_wire.completions(body, self._chat.tokenizer))
+        sampling = await self._ask(
+            request, body, openai_wire.completions(body, self._chat.tokenizer, self._chat.vocabulary)
+        )
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
             return openai_wire.completion_answer(
@@ -231,7 +233,7 @@ class Gateway:
 
     async def _generate(self, request: Request) -> Response:
         body = await _body(request)
-        sampling = await self._ask(request, body, [openai_wire.generate(body, self._chat.tokenizer.vocabulary)])
+        sampling = await self._ask(request, body, [openai_wire.generate(body, self._chat.vocabulary)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
             return openai_wire.generate_answer(found[0][0], name=sampling.name(found), prompt=sampling.prompt(found[0]))
@@ -270,7 +272,7 @@ class Gateway:
 
     async def _detokenize(self, request: Request) -> Response:
         body = await _body(request)
-        ids = wire.token_ids(body.get("tokens"), "tokens", self._chat.tokenizer.vocabulary)
+        ids = wire.token_ids(body.get("tokens"), "tokens", self._chat.vocabulary)
         return JSONResponse({"prompt": self._chat.tokenizer.decode(ids.tolist())})
 
     async def _models(self, _: Request) -> Response:

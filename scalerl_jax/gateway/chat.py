@@ -31,12 +31,15 @@ class NotRendered(ValueError):
 class Chat:
     """Of one model folder. template: None: it has none, and only prompts of tokens and texts can be asked.
 
-    end_of_thinking: the marker behind thinking; "": completions are not split. Calls of tools are read in the form that
-    the template writes.
+    end_of_thinking: the marker behind thinking; "": completions are not split. vocabulary: the model's, which may be
+    larger than the tokenizer's. Calls of tools are read in the form that the template writes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_of_thinking: str):
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_of_thinking: str, vocabulary: int = 0
+    ):
         self.tokenizer, self._template, self._end = tokenizer, template, end_of_thinking
+        self.vocabulary = max(tokenizer.vocabulary, vocabulary)
         self._form = (form_of(template) if template is not None else None) or HERMES
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -68,7 +68,7 @@ def main(config: Config, arguments: list[str]) -> None:
     for line in [template.unknown_end(tokenizer)] if template is not None else ["the model has no chat template"]:
         if line:
             print(line, file=sys.stderr)
-    chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking)
+    chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
     if FLAGS.journal:
         entry.check_out("--journal", FLAGS.journal)
         os.makedirs(FLAGS.journal, exist_ok=True)

@@ -53,8 +53,8 @@ def chat(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def completions(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Asked]:
-    """One for each prompt. Raises ApiError naming the field at fault."""
+def completions(body: Mapping[str, Any], tokenizer: Tokenizer, vocabulary: int) -> list[Asked]:
+    """One for each prompt, whose token ids are below `vocabulary`. Raises ApiError naming the field at fault."""
     wire.refuse(body, **_NOT_OF_TEXTS)
     number(body, "logprobs", None, 0, 5, whole=True)
     prompt = field(body, "prompt", (str, list))
@@ -70,7 +70,7 @@ def completions(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Asked]:
     if len(prompts) * given["choices"] > wire.MOST_CHOICES:
         raise bad(f"prompt: {wire.MOST_CHOICES} completions may be asked for at once", "prompt")
     ids = [tokenizer.encode_prompt(one) if isinstance(one, str) else one for one in prompts]
-    return [Asked(prompt=wire.token_ids(one, "prompt", tokenizer.vocabulary), **given) for one in ids]
+    return [Asked(prompt=wire.token_ids(one, "prompt", vocabulary), **given) for one in ids]
 
 
 def generate(body: Mapping[str, Any], vocabulary: int) -> Asked:
