@@ -37,7 +37,7 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import Refused
 from scalerl_jax.gateway.journal import Journal
-from scalerl_jax.gateway.sessions import KEY, Branch, Session, Sessions, Turn, branches
+from scalerl_jax.gateway.sessions import KEY, Branch, Session, SessionOver, Sessions, Turn, branches
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.loop_thread import LoopThread, watched
@@ -90,11 +90,8 @@ class RunAgents:
             vocabulary = 0
         self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
         longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
-        self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens)
-        most_turns = config.rollout.max_turns
-        self._sessions = Sessions(
-            folder=folder, seed=config.seed, most=2**31, most_turns=most_turns, most_bytes=MOST_BYTES
-        )
+        self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens, most_turns=config.rollout.max_turns)
+        self._sessions = Sessions(folder=folder, seed=config.seed, most=2**31, most_turns=0, most_bytes=MOST_BYTES)
         self._again = collections.Counter[str]()  # by completion: how often it had to begin again
         self._key, self._port, self._swept = secrets.token_urlsafe(24), 0, 0.0
         self._thread, self._closing = LoopThread("agents' gateway"), False
@@ -166,7 +163,7 @@ class RunAgents:
             self._sweep()
         called = name.replace("/", "-") + (f"-again{count}" if (count := self._again[name]) else "")
         session = self._sessions.find(called, {"row": row.name}, journal=not name.startswith(EVALUATION))
-        self._fleet.runs[called] = run = _Run(ask)
+        self._fleet.runs[called] = run = _Run(ask, session)
         base = f"http://127.0.0.1:{self._port}/s/{called}"
         client = Client(f"{base}/v1", base, f"{KEY}{called}:{self._key}", called, "policy")
         began, why, score = time.monotonic(), "", None
@@ -176,7 +173,7 @@ class RunAgents:
             if not session.answered:
                 raise EpisodeFailed("it asked for no turn")
         except EpisodeFailed as failure:
-            ended, why = self._how(session, failure), str(failure)
+            ended, why = run.how(failure), str(failure)
         except asyncio.CancelledError:
             if not self._closing:  # what it had is not to be trained on
                 self._again[name] += 1
@@ -200,14 +197,6 @@ class RunAgents:
         else:
             score = dataclasses.replace(score, metrics={**score.metrics, **metrics})
         return Outcome(tuple(completions), tuple(parts for _, parts in found) or ((),), score)
-
-    def _how(self, session: Session, failure: EpisodeFailed) -> str:
-        """An agent that failed has ended."""
-        if failure.late:
-            return "deadline"
-        if len(session.turns) >= self._config.rollout.max_turns:
-            return "max_turns"
-        return "max_tokens" if session.full else "failed"
 
     # ---- journals
 
@@ -238,31 +227,43 @@ class RunAgents:
 class _Run:
     """An agent that runs."""
 
-    def __init__(self, ask: Ask):
-        self.ask = ask
-        self.last: Process | None = None  # who sampled its last turn
+    def __init__(self, ask: Ask, session: Session):
+        self._ask, self._session = ask, session
+        self._last: Process | None = None  # who sampled its last turn
+        self._over = False  # it wanted more turns than there may be
         self.waited = 0.0  # seconds in which a turn was being sampled
         self._asked, self._since = 0, 0.0
 
-    async def turn(self, prompt: np.ndarray, name: str, most_tokens: int) -> tuple[Completion, Process]:
+    def how(self, failure: EpisodeFailed) -> str:
+        """Its run has ended."""
+        if failure.late:
+            return "deadline"
+        return "max_turns" if self._over else "max_tokens" if self._session.full else "failed"
+
+    async def turn(
+        self, prompt: np.ndarray, name: str, *, most_tokens: int, most_turns: int
+    ) -> tuple[Completion, Process]:
+        if len(self._session.answered) + self._asked >= most_turns:
+            self._over = True
+            raise SessionOver(f"an agent may ask for {most_turns} turns (config.rollout.max_turns)")
         if not self._asked:
             self._since = time.monotonic()
         self._asked += 1
         try:
-            completion, process = await asyncio.wrap_future(self.ask(prompt, name, self.last, most_tokens))
+            completion, process = await asyncio.wrap_future(self._ask(prompt, name, self._last, most_tokens))
         finally:
             self._asked -= 1
             if not self._asked:
                 self.waited += time.monotonic() - self._since
-        self.last = process
+        self._last = process
         return completion, process
 
 
 class _Fleet:
     """What the gateway samples on (app.Sampler): the fleet, through the agents that run."""
 
-    def __init__(self, maximum_tokens: int, *, turn_tokens: int):
-        self.maximum_tokens, self._turn_tokens = maximum_tokens, turn_tokens
+    def __init__(self, maximum_tokens: int, *, turn_tokens: int, most_turns: int):
+        self.maximum_tokens, self._turn_tokens, self._most_turns = maximum_tokens, turn_tokens, most_turns
         self.runs = dict[str, _Run]()  # by session
 
     @property
@@ -284,7 +285,8 @@ class _Fleet:
             raise Refused("only an agent of this run is answered, under its own session")
         number = name.rpartition("/")[2]
         turn = f"{number}.{index}" if index else number
-        completion, process = await run.turn(prompt, turn, sampling.answer_budget)
+        most = sampling.answer_budget
+        completion, process = await run.turn(prompt, turn, most_tokens=most, most_turns=self._most_turns)
         return completion, " ".join(process)
 
 

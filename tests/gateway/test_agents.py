@@ -129,7 +129,8 @@ def test_what_an_agent_asks_is_asked_of_the_fleet(agents):
         ("1 / 0", "failed"),
         ("1.0", "failed"),  # it has asked for nothing
         ("(ask(prompt=[7]), __import__('os').kill(__import__('os').getpid(), 9))", "failed"),
-        ("(ask(prompt=[7]), [ask(prompt=[8]) for _ in range(9)], 1 / 0)", "max_turns"),
+        ("([ask(prompt=[8]) for _ in range(4)], 1 / 0)", "failed"),
+        ("([ask(prompt=[8]) for _ in range(5)], 1 / 0)", "max_turns"),
         ("(ask(prompt=[7]), ask(prompt=[8] * 33), 1 / 0)", "max_tokens"),
     ],
 )
