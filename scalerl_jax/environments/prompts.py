@@ -61,8 +61,11 @@ class Prompts:
         """The row with its prompt's text, and whether the chat template has rendered it."""
         asked = row.chat or self._how == "always"
         rendered = bool(row.messages) or bool(row.tools) or (self._template is not None and asked)
+        rendered = rendered and not row.agent
         try:
-            if rendered:
+            if row.agent:
+                text = row.text  # what it asks is rendered where it asks
+            elif rendered:
                 messages = row.messages or [{"role": "user", "content": row.text}]
                 text = self.ask(self.complete(messages), tools=row.tools)
             else:
