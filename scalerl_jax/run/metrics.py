@@ -76,15 +76,16 @@ def length_quantiles(groups: Sequence[FinishedGroup]) -> list[float]:
 def samples_of(groups: Sequence[FinishedGroup], rewards: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Rows of rollouts/step-*.jsonl, beside the step: a completion of each group as it was trained on.
 
-    A different one each time, so that right and wrong ones are seen. rewards: [prompts, group].
+    A different one each time, so that right and wrong ones are seen; of an agent the first branch. rewards: [prompts,
+    group].
     """
     for p, group in enumerate(groups):
         completion = group.completions[p % len(group.completions)]
-        ids = completion.token_ids.tolist()
+        prompt, ids = completion.prompt, completion.token_ids.tolist()
         yield {
             "group": group.number,
             "index": completion.index,  # in its group
-            "prompt": group.row.text,
+            "prompt": group.row.text if prompt is None else tokenizer.decode(prompt.tolist()),
             "answer": group.row.answer,  # the right one
             "completion": tokenizer.decode(ids),
             "token_ids": ids,  # [tokens]
