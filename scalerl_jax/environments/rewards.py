@@ -42,10 +42,11 @@ def with_rewards(environment: Environment, config: Config) -> Environment:
     if not weights:
         return environment
     if environment.episode is not None or environment.run is not None:
-        raise ValueError(
-            f"{_field(config.environment)}: is not asked: config.environment.name={config.environment.name} has "
-            "episodes, whose steps say what they are worth"
-        )
+        has = "an agent, which says what its run is worth"
+        if environment.run is None:
+            has = "episodes, whose steps say what they are worth"
+        name = f"config.environment.name={config.environment.name}"
+        raise ValueError(f"{_field(config.environment)}: is not asked: {name} has {has}")
     names, functions, deterministic = _names(weights), dict[str, ScoreFunction](), list[bool]()
     own: list[_UsersReward] = []
     waits = environment.waits_seconds + len(weights) * config.environment.reward_seconds

@@ -8,7 +8,10 @@ from scalerl_jax.config import Config
 from scalerl_jax.environments import Completion, Row, Score
 from scalerl_jax.environments.base import ScorerError
 from scalerl_jax.environments.load import make_environment
+from scalerl_jax.environments.prompts import Prompts
 from scalerl_jax.environments.scorer_pool import ScorerPool
+from scalerl_jax.environments.tokenizer import Tokenizer
+from tests.support.chat_folders import chat_folder
 from tests.support.waiting import eventually
 
 CLASSES = """
@@ -105,6 +108,13 @@ class Worded(Plain):
 class Endless(Plain):
     weights = {"a": float("inf")}
 
+class Runs(Plain):
+    def run(self, row, client): return 1.0
+
+class Agent:
+    def rows(self, split): return [{"prompt": [{"role": "user", "content": "four?"}], "answer": 4}, Row("five?", "5")]
+    async def run(self, row, client): return {"reward": 0.5, "correct": True}
+
 class Slow(Plain):
     waits_seconds = float("nan")
 
@@ -160,6 +170,20 @@ def test_a_class_or_what_makes_one(config, name):
     assert environment.score(Row("?"), Completion("yes")) == Score(1.0, True)
 
 
+def test_an_agent_has_its_prompts_as_they_are_written(config, tmp_path):
+    made = config("Agent")
+    chat_folder(tmp_path / "model", "qwen3")
+    made.environment.chat_template, made.environment.prompt_suffix = "always", "Think."
+    environment = make_environment(made)
+    rows = list(Prompts(made, Tokenizer(str(tmp_path / "model"))).render_all(environment.rows("train")))
+    assert [(row.text, row.agent, row.rendered) for row in rows] == [("four?", True, False), ("five?", True, False)]
+    assert rows[0].messages == ({"role": "user", "content": "four?"},)
+    assert environment.run(rows[0], None) == Score(0.5, True) and not environment.scores_answers
+    made.environment.reward = "judge"
+    with pytest.raises(ValueError, match=r"is not asked: .* has an agent, which says what its run is worth"):
+        make_environment(made)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -171,6 +195,7 @@ def test_a_class_or_what_makes_one(config, name):
         ("Worded", "weights: 'a' has '3', not a number above 0$"),
         ("Endless", "weights: 'a' has inf, not a number above 0$"),
         ("Slow", "waits_seconds is nan$"),
+        ("Runs", "has score and run; what a run is worth it says itself$"),
         ("Inside", "in_processes is False: .* scored in processes, where its limits of time hold; leave it out$"),
     ],
 )
