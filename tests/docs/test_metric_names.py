@@ -97,8 +97,8 @@ def test_the_rows_of_a_run_are_explained(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_the_rows_of_a_warm_start_are_explained(tmp_path) -> None:
-    command = [sys.executable, "-m", "scalerl_jax.sft", "--config=configs/quickstart.py"]
-    command += [f"--workdir={tmp_path / 'warm-start'}", "--config.sft.max_steps=2", "--config.sft.log_every=1"]
-    subprocess.run(command, cwd=ROOT, env=single_threaded(), check=True, timeout=SECONDS)
+    flags = ["--config=configs/quickstart.py", f"--workdir={tmp_path / 'warm-start'}"]
+    flags += ["--config.sft.max_steps=2", "--config.sft.log_every=1"]
+    run_command("scalerl_jax.sft", *flags, environment=single_threaded()).check_returncode()
     rows = read_rows(str(tmp_path / "warm-start" / "metrics.jsonl"))
     assert rows and {key for row in rows for key in unexplained(row, ROW, WARM_START)} == set()
