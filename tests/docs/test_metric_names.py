@@ -3,8 +3,6 @@
 import ast
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -16,7 +14,7 @@ from scalerl_jax.rollouts.weights.publisher import SyncStats
 from scalerl_jax.run import ledger_file
 from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT
-from tests.support.processes import SECONDS, single_threaded
+from tests.support.processes import run_command, single_threaded
 from tests.support.runs import CONFIG, Run
 from tests.support.tiny_task import EXPERTS, write_model, write_task
 

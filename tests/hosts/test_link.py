@@ -1,6 +1,5 @@
 """The line between hosts: commands in order, replies to whoever asked, and an end that all hear of."""
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ import pytest
 from scalerl_jax.hosts import link
 from scalerl_jax.hosts.frames import Frame
 from scalerl_jax.hosts.link import LOST, FirstHost, JoinError, OtherHost
-from tests.support import fork_server
 from tests.support.ports import hold, port_of
 from tests.support.processes import SECONDS as ENDS
+from tests.support.processes import begin_python
 from tests.support.waiting import SECONDS, eventually
 
 GREETING = {"key": "k", "config": "c"}
@@ -223,10 +222,7 @@ with signals.installed():
 
 class Host:
     def __init__(self, address: str, index: int, act: str = ""):
-        reading, writing = os.pipe()
-        self._said = os.fdopen(reading)
-        with os.fdopen(writing, "w") as output:
-            self.process = fork_server.start("-c", PROGRAM, address, index, act, stdout=output, stderr=output)
+        self.process, self._said = begin_python("-c", PROGRAM, address, index, act, errors=True)
 
     def until_joined(self) -> "Host":
         for line in self._said:
