@@ -10,7 +10,6 @@ last lines say what was left out and which command runs it, and how many tests p
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import pathlib
@@ -40,7 +39,7 @@ TARGETS["test-adapters"] = ("slow", ["tests/environments/test_real_adapters.py"]
 
 FITS = ("tests/report", "tests/run", "tests/scaling", "tests/study")  # folders whose computing is fits
 DURATIONS = ROOT / "tests" / "durations.json"
-FORK_SECONDS = 40.0  # files of a folder share a fork up to so many: what one has traced, another need not trace again
+FORK_SECONDS = 80.0  # files of a folder share a fork up to so many: what one has traced, another need not trace again
 UNKNOWN_SECONDS = 2.0  # that a file which is not in durations.json is taken to need
 LINE_EVERY = 30.0  # seconds between progress lines where they do not replace each other
 _CLOCK = time.monotonic
@@ -247,10 +246,10 @@ def _test(target: str, files: list[str], folder: pathlib.Path, order: int | None
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
-    gc.set_threshold(100_000, 50, 100)  # tracing makes many objects that stay
     if files[0].startswith(FITS):
         os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(compiled.XLA_FLAGS, compiled.FITS_XLA_FLAGS)
-    options = ["-q", "-rfE", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
+    options = ["-q", "-rfE", "--no-header", "--disable-warnings"]
+    options += [f"-pno:{name}" for name in ("cacheprovider", "anyio", "platformdirs")]  # unused, and long to import
     options += [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", f"--basetemp={folder / 'tmp'}"]
     options += ["-m", TARGETS[target][0]]
     sys.argv = ["pytest", *options, *files]
@@ -326,7 +325,7 @@ def main() -> None:
     folder = compiled.begin()
     os.environ["XLA_FLAGS"] = f"{compiled.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     try:
-        fork_server.import_all()
+        fork_server.import_all(*fork_server.OF_TRANSFORMERS)
         files = files_of(arguments.target, arguments.files)
         run = Run(arguments.target, batches_of(files, known, arguments.order), known, arguments)
         passed = run.run()

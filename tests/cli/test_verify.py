@@ -9,6 +9,8 @@ from scalerl_jax.config import Config
 from tests.support.chat_folders import chat_folder
 from tests.support.processes import run_python
 
+BRIE = ["--environment=arithmetic", "--config.environment.reward=mine.py:brie"]
+
 
 def run(folder, *arguments):
     return run_python("-c", "from launch.commands import verify; verify()", *arguments, folder=folder)
@@ -61,7 +63,7 @@ def test_rewards_of_ones_own_and_rows_that_are_not_shown(folder):
 
 def test_a_function_that_fails_is_said_once(folder):
     jsonl(folder / "thought.jsonl", [{"completion": f"{n}"} for n in range(3)])
-    done = run(folder, "thought.jsonl", "--config.environment.reward=mine.py:broken")
+    done = run(folder, "thought.jsonl", "--environment=arithmetic", "--config.environment.reward=mine.py:broken")
     assert done.returncode == 1 and "3 could not be scored" in done.stdout
     assert done.stderr.splitlines()[-1].startswith("error: none of 3 rows could be scored: config.environment.reward=")
     assert done.stdout.count("(of 3 rows)") == 1
@@ -82,7 +84,7 @@ def test_a_function_that_fails_is_said_once(folder):
         (["answers.jsonl", "--environment=programs"], "answers.jsonl row 1: there are no unit tests (keys: "),
         (["answers.jsonl", "--out=answers.jsonl"], "--out=answers.jsonl: is the file that is read"),
         (["answers.jsonl", "--out=."], "--out=.: is a folder"),
-        (["answers.jsonl", "--config.environment.reward=mine.py:brie"], "mine.py has no brie (it has: brief, broken)"),
+        (["answers.jsonl", *BRIE], "mine.py has no brie (it has: brief, broken)"),
         (["answers.jsonl", "--thinking=maybe"], "thinking"),
         (["answers.jsonl", "--config=nowhere.py"], "--config=nowhere.py: no such file"),
     ],
@@ -101,7 +103,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(folder, arguments, said):
 def test_a_function_that_ends_its_process_is_named_and_counted(folder):
     (folder / "ends.py").write_text("import os\n\ndef ends(completion):\n    return os._exit(1) if completion else 0\n")
     jsonl(folder / "one.jsonl", [{"completion": "1"}])
-    done = run(folder, "one.jsonl", "--config.environment.reward=ends.py:ends")
+    done = run(folder, "one.jsonl", "--environment=arithmetic", "--config.environment.reward=ends.py:ends")
     assert done.returncode == 1 and "rewards/ends/errors: 1.000 (of 1 rows)" in done.stdout
     assert done.stderr.count("config.environment.reward=ends.py:ends: the process that scored it ended") == 1
 
@@ -139,7 +141,7 @@ def test_prompts_are_shown_as_a_run_asks_them(folder):
 
 def test_malformed_rows_are_skipped_up_to_a_limit(folder):
     jsonl(folder / "bad.jsonl", [{"completion": "1", "answer": "1"}, {"answer": "1"}])
-    done = run(folder, "bad.jsonl", "--config.environment.max_malformed_rows=1")
+    done = run(folder, "bad.jsonl", "--environment=arithmetic", "--config.environment.max_malformed_rows=1")
     assert done.returncode == 0 and "1 rows: 1 correct" in done.stdout
     assert "left out" in done.stderr and "bad.jsonl row 2: has no text 'completion'" in done.stderr
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 import typing
 
 import pytest
@@ -13,6 +11,7 @@ from scalerl_jax.config_check import ConfigError, check, leaves
 from scalerl_jax.config_io import from_json, load_file, override, parse_argv, to_json
 from scalerl_jax.contract.limits import MAXIMUM_CHUNK_BYTES, TEMPERATURES
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 
 def write(tmp_path, *lines: str) -> str:
@@ -342,10 +341,7 @@ entry.run_with_config(main)
 
 def command(tmp_path, *argv: str) -> tuple[int, str]:
     """(exit code, stderr) of a command like scalerl-train, with a main that writes down what it was given."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, f"--workdir={tmp_path / 'run'}", *argv],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = run_python("-c", COMMAND, f"--workdir={tmp_path / 'run'}", *argv)
     assert done.stdout == ""
     return done.returncode, done.stderr
 

@@ -3,8 +3,6 @@
 import ast
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -16,7 +14,7 @@ from scalerl_jax.rollouts.weights.publisher import SyncStats
 from scalerl_jax.run import ledger_file
 from scalerl_jax.run.jsonl import read_rows
 from tests.support.paths import ROOT
-from tests.support.processes import SECONDS, single_threaded
+from tests.support.processes import run_command, single_threaded
 from tests.support.runs import CONFIG, Run
 from tests.support.tiny_task import EXPERTS, write_model, write_task
 
@@ -97,8 +95,8 @@ def test_the_rows_of_a_run_are_explained(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_the_rows_of_a_warm_start_are_explained(tmp_path) -> None:
-    command = [sys.executable, "-m", "scalerl_jax.sft", "--config=configs/quickstart.py"]
-    command += [f"--workdir={tmp_path / 'warm-start'}", "--config.sft.max_steps=2", "--config.sft.log_every=1"]
-    subprocess.run(command, cwd=ROOT, env=single_threaded(), check=True, timeout=SECONDS)
+    flags = ["--config=configs/quickstart.py", f"--workdir={tmp_path / 'warm-start'}"]
+    flags += ["--config.sft.max_steps=2", "--config.sft.log_every=1"]
+    run_command("scalerl_jax.sft", *flags, environment=single_threaded()).check_returncode()
     rows = read_rows(str(tmp_path / "warm-start" / "metrics.jsonl"))
     assert rows and {key for row in rows for key in unexplained(row, ROW, WARM_START)} == set()

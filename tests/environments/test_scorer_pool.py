@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 
 
 class Verifier(ScorerPool):
-    """Of mathematics, asked in texts; its scores are right or wrong."""
+    """Asked in texts, of mathematics if no other is named, which takes seconds to import; scores are right or wrong."""
 
     def __init__(self, *, end_of_thinking="</think>", processes, seconds, name="math", **options):
         config = Config()
@@ -139,7 +139,7 @@ def test_the_limit_counts_the_time_of_the_worker_and_not_the_clock(hasty):
 
 @pytest.mark.slow
 def test_a_worker_that_stays_stuck_is_replaced_and_the_question_asked_again():
-    with Verifier(processes=1, seconds=60.0, stuck_seconds=2.0) as verifier:
+    with Verifier(processes=1, seconds=60.0, stuck_seconds=2.0, name="arithmetic") as verifier:
         assert at_last(verifier, "</think>1", "1")
         first = verifier._workers[0]._running.process.pid
         os.kill(first, signal.SIGSTOP)
@@ -169,7 +169,7 @@ def test_the_kernel_ends_a_worker_that_is_deaf_to_its_own_interruption(tmp_path,
 
 
 def test_a_worker_that_cannot_be_started_is_said_in_one_line(monkeypatch):
-    with contextlib.closing(Verifier(processes=1, seconds=60.0)) as verifier:
+    with contextlib.closing(Verifier(processes=1, seconds=60.0, name="arithmetic")) as verifier:
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", "/nowhere/python")
             with pytest.raises(ScorerError, match="the verifier's worker cannot be started") as caught:
@@ -191,7 +191,7 @@ def test_what_the_machine_is_short_of_for_a_moment_is_waited_for(monkeypatch):
         return real(*arguments, **options)
 
     monkeypatch.setattr(scorer_pool.subprocess, "Popen", popen)
-    with Verifier(processes=1, seconds=60.0) as verifier:
+    with Verifier(processes=1, seconds=60.0, name="arithmetic") as verifier:
         assert verifier.submit("</think>1", "1").result(600).correct
         assert not failures
 
@@ -218,12 +218,12 @@ def test_the_same_question_is_asked_once_while_it_is_judged(verifier):
     assert verifier.scored == judged + 1
 
 
-def test_a_killed_worker_is_replaced_and_the_question_asked_again(verifier):
-    assert verifier.judge("</think>31", "31")
-    restarts = verifier.restarts
-    os.kill(verifier._workers[0]._running.process.pid, signal.SIGKILL)
-    assert verifier.judge("</think>32", "32")
-    assert verifier.restarts == restarts + 1
+def test_a_killed_worker_is_replaced_and_the_question_asked_again():
+    with Verifier(processes=1, seconds=60.0, name="arithmetic") as verifier:
+        assert verifier.judge("</think>31", "31")
+        os.kill(verifier._workers[0]._running.process.pid, signal.SIGKILL)
+        assert verifier.judge("</think>32", "32")
+        assert verifier.restarts == 1
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_many_at_once_each_get_their_own_score():
 
 def test_closing_ends_the_workers_and_what_waits():
     # Were the one that is stopped waited for, the test would not end.
-    verifier = Verifier(processes=1, seconds=30.0, stuck_seconds=1e6)
+    verifier = Verifier(processes=1, seconds=30.0, stuck_seconds=1e6, name="arithmetic")
     assert verifier.judge("</think>1", "1")
     pid = verifier._workers[0]._running.process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -430,7 +430,7 @@ def test_a_worker_loads_no_more_than_it_needs():
 
 @pytest.mark.slow
 def test_the_config_is_not_on_the_command_line():
-    with Verifier(processes=1, seconds=60.0) as verifier:
+    with Verifier(processes=1, seconds=60.0, name="arithmetic") as verifier:
         assert at_last(verifier, "</think>1", "1")
         with open(f"/proc/{verifier._workers[0]._running.process.pid}/cmdline", "rb") as file:
             assert file.read().split(b"\0")[1:-1] == [b"-m", b"scalerl_jax.environments.score_worker"]

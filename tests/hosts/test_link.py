@@ -1,8 +1,6 @@
 """The line between hosts: commands in order, replies to whoever asked, and an end that all hear of."""
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,9 +11,9 @@ import pytest
 from scalerl_jax.hosts import link
 from scalerl_jax.hosts.frames import Frame
 from scalerl_jax.hosts.link import LOST, FirstHost, JoinError, OtherHost
-from tests.support.paths import ROOT
 from tests.support.ports import hold, port_of
 from tests.support.processes import SECONDS as ENDS
+from tests.support.processes import begin_python
 from tests.support.waiting import SECONDS, eventually
 
 GREETING = {"key": "k", "config": "c"}
@@ -224,21 +222,17 @@ with signals.installed():
 
 class Host:
     def __init__(self, address: str, index: int, act: str = ""):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(index), act],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        self.process, self._said = begin_python("-c", PROGRAM, address, index, act, errors=True)
 
     def until_joined(self) -> "Host":
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._said:
             if line == "joined\n":
                 return self
         raise AssertionError("it ended before")
 
     def end(self) -> tuple[int, str]:
-        said, _ = self.process.communicate(timeout=ENDS)
-        return self.process.returncode, said
+        with self._said:
+            return self.process.wait(ENDS), self._said.read()
 
 
 @pytest.fixture
@@ -247,7 +241,7 @@ def two(address: str, request: pytest.FixtureRequest) -> Iterator[list[Host]]:
     yield [host.until_joined() for host in hosts]
     for host in hosts:
         host.process.kill()
-        host.process.communicate()
+        host.process.wait()
 
 
 @pytest.mark.slow

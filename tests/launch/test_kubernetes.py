@@ -26,6 +26,7 @@ from scalerl_jax.rollouts.servers.calls import free_capacity
 from tests.launch.launched import LAUNCHES, by_kind, documents, flags_of, launch
 from tests.launch.manifests import faults
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 # ablations.py is a study of others.
 CONFIGS = [path for path in sorted((pathlib.Path(ROOT) / "configs").rglob("*.py")) if path.stem != "ablations"]
@@ -204,7 +205,7 @@ def parsed(module: str, define: str, flags: list[str]) -> bool:
     """Whether a command with the flags of that module takes these, in a process of its own."""
     program = f"import sys, {module} as m; from absl import flags; {f'm.{define}();' if define else ''}"
     program += "flags.FLAGS(['command', *sys.argv[1:]])"
-    result = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=False)
+    result = run_python("-c", program, *flags)
     assert result.returncode == 0, result.stderr
     return True
 

@@ -6,8 +6,6 @@ import hashlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -20,8 +18,7 @@ from hypothesis import strategies as st
 
 from scalerl_jax.learner import digests as digests_lib
 from scalerl_jax.learner.checkpoint import Checkpoints, read_newest
-from tests.support.paths import ROOT
-from tests.support.processes import run_python
+from tests.support.processes import begin_python, run_python
 
 
 def make_state(seed, width=24, dtype=jnp.float32):
@@ -227,16 +224,16 @@ def test_kill_in_the_middle_of_a_save(tmp_path):
     """Killed with a save in flight, three times: each start finds the newest whole one and saves the lost step anew."""
     reached = 0
     for wait_for in (3, 2, 2):
-        child = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        kind, restored = child.stdout.readline().split()
+        child, said = begin_python("-c", KILLED, tmp_path)
+        kind, restored = said.readline().split()
         assert kind == "restored" and int(restored) >= reached - 1
         for _ in range(wait_for):
-            kind, step = child.stdout.readline().split()
+            kind, step = said.readline().split()
             assert kind == "saving"
         child.send_signal(signal.SIGKILL)
-        rest = child.stdout.read().split()  # what it said before the signal came
+        with said:
+            rest = said.read().split()  # what it said before the signal came
         child.wait()
-        child.stdout.close()
         reached = int(rest[-1]) if rest else int(step)
     assert reached >= 5
 

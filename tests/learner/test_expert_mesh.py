@@ -11,6 +11,8 @@ from tests.learner.mesh_program import LENGTHS
 from tests.learner.test_mesh import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, compare, tree
 from tests.support.processes import run_command
 
+pytestmark = pytest.mark.slow  # all of it: the program is most of what it costs
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
@@ -22,13 +24,11 @@ def results(tmp_path_factory):
         return dict(np.load(f"{out}.npz")), json.load(file)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_gradient_is_the_same(results, mesh):
     compare(tree(results, f"float32/{mesh}"), tree(results, "float32/one"), FLOAT32_TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_gradient_of_router_replay_is_the_same(results, mesh):
     compare(tree(results, f"replay/{mesh}"), tree(results, "replay/one"), FLOAT32_TOLERANCE)

@@ -6,8 +6,6 @@ import os
 import pathlib
 import shutil
 import struct
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -30,6 +28,7 @@ from tests.support.families import CASES, decoder
 from tests.support.models import in_files, random_tensors, read_tensors, toy_decoder, write_folder
 from tests.support.params import from_hf
 from tests.support.ports import free_port
+from tests.support.processes import begin_python
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Both zeros, the smallest number, one that float32 has as a subnormal, the largest, and -1 / 3.
@@ -298,17 +297,15 @@ def test_each_host_reads_what_its_devices_hold(tmp_path: pathlib.Path) -> None:
     write_folder(tmp_path, loading_program.DECODER, random_tensors(loading_program.DECODER, 0))
     address = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": on_devices(2)}
-    commands = [
-        [sys.executable, "-m", "tests.model.loading_program", address, str(rank), str(tmp_path)] for rank in range(2)
-    ]
-    hosts = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+    program = ("-m", "tests.model.loading_program", address)
+    hosts = [begin_python(*program, rank, tmp_path, environment=environment) for rank in range(2)]
     try:
-        for host in hosts:
-            out, _ = host.communicate(timeout=600)
-            assert host.returncode == 0
-            read, held, everything = map(int, out.split())
+        for host, said in hosts:
+            with said:
+                read, held, everything = map(int, said.read().split())
+            assert host.wait(600) == 0
             assert read == held and 0.5 <= held / everything < 0.51  # vectors are whole everywhere
     finally:
-        for host in hosts:
+        for host, _ in hosts:
             host.kill()
             host.wait()

@@ -126,7 +126,9 @@ def test_a_replay_server_passes_for_one_of_the_model(tmp_path: pathlib.Path, mod
 
 def test_the_jax_engine_is_served_without_torch(tmp_path: pathlib.Path, model_folder: pathlib.Path) -> None:
     flags = ["--slots=2", "--queue=2", "--decode_chunk=4", "--maximum_tokens=64", "--compute_dtype=float32"]
-    process = CalledServer(tmp_path, "--engine=jax", f"--model={model_folder}", "--head_precision=highest", *flags)
+    flags += ["--engine=jax", f"--model={model_folder}", "--head_precision=highest"]
+    # No fork: the tests' own process has torch.
+    process = CalledServer(tmp_path, *flags, program=(sys.executable, "-m", "rollout_server.serve"))
     try:
         assert process.stub.Status(pb.StatusRequest(), timeout=SECONDS).head_precision == "highest"
         request = codec.request_to_proto(group(incarnation=0, completions=4))

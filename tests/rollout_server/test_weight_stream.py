@@ -7,7 +7,6 @@ import importlib.util
 import os
 import pathlib
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 
@@ -27,15 +26,19 @@ from tests.rollout_server.client import INCARNATION, SECONDS, Served, long_group
 from tests.rollout_server.engine_weights import weight_bits
 from tests.rollout_server.record_run import EMPTY, UPDATES, Recorded
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 MakeEngine = Callable[..., Engine]
 CHUNK_BYTES = 300  # several in a delta, hundreds in a dense version
 
 
 def recorded_run(model_folder: pathlib.Path, out: pathlib.Path) -> Recorded:
-    trains = importlib.util.find_spec("jax") is not None
-    python = sys.executable if trains else str(ROOT / os.environ.get("VENV", ".venv") / "bin" / "python")
-    subprocess.run([python, "-m", "tests.rollout_server.record_run", str(model_folder), str(out)], check=True, cwd=ROOT)
+    command = ["-m", "tests.rollout_server.record_run", str(model_folder), str(out)]
+    if importlib.util.find_spec("jax") is not None:
+        run_python(*command).check_returncode()
+    else:
+        python = str(ROOT / os.environ.get("VENV", ".venv") / "bin" / "python")
+        subprocess.run([python, *command], check=True, cwd=ROOT)
     return Recorded(str(model_folder), str(out))
 
 

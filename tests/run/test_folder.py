@@ -20,6 +20,7 @@ from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.run.metrics import samples_of
 from tests.support.evaluations import counted
 from tests.support.paths import ROOT
+from tests.support.processes import begin_python
 
 COMPUTE = {"device_hours": 0.5, "model_flops": 1e12}
 
@@ -304,16 +305,14 @@ sys.stdin.read()
 
 
 def test_two_trainers_cannot_share_a_workdir(tmp_path):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert holder.stdout.readline() == "holds\n"
+    holder, said = begin_python("-c", HOLDS, tmp_path, stdin=subprocess.PIPE)
+    assert said.readline() == "holds\n"
     with pytest.raises(ConfigError, match=f"a trainer \\(process {holder.pid}\\) is running in it"):
         RunFolder(tmp_path, Config())
     holder.kill()  # the lock goes with its process, however that ended
     holder.wait()
     holder.stdin.close()
-    holder.stdout.close()
+    said.close()
     RunFolder(tmp_path, Config()).close()
 
 

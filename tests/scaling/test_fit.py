@@ -60,7 +60,7 @@ SHAPES = [(2542, 1.92, 0.61, 0.4), (9000, 3.0, 0.75, 0.45), (300, 1.0, 0.2, 0.4)
 @pytest.mark.parametrize(
     ("points", "seeds", "every"),
     [
-        (4, 12, 8), (12, 12, 8), (27, 12, 8),
+        (12, 12, 8), *(pytest.param(n, 12, 8, marks=pytest.mark.slow) for n in (4, 27)),
         *(pytest.param(n, 24, 1, marks=[pytest.mark.slow, pytest.mark.long]) for n in (4, 12, 27)),
     ],
 )  # fmt: skip

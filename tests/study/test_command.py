@@ -3,8 +3,6 @@
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ from scalerl_jax.run.jsonl import read_rows
 from scalerl_jax.study.plan_file import is_held
 from tests.study.studies import TINY, command, environment, study, write_studies
 from tests.support import fork_server
+from tests.support.processes import run_python
 from tests.support.runs import read
 from tests.support.waiting import eventually
 from tests.train.conftest import model, task  # noqa: F401  fixtures
@@ -223,10 +222,7 @@ def test_launch_files_or_none(more: list[str], said: str, tmp_path: pathlib.Path
 
 
 def test_help_tells_the_flags() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", "import sys; from launch.commands import study; study()", "--help"],
-        env=environment(), capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
+    found = run_python("-c", "from launch.commands import study; study()", "--help", environment=environment())
     assert found.returncode == 0, found.stderr
     for flag in ("study", "base", "studies", "workdir", "seeds", "members", "parallel", "render", "baseline", "x"):
         assert f"--{flag}: " in found.stdout

@@ -47,7 +47,13 @@ _IMPORTED_FIRST = (
     "scalerl_jax.environments.load", "scalerl_jax.hosts.enter", "scalerl_jax.learner.trainer",
     "scalerl_jax.report.summary", "scalerl_jax.rollouts.fleet", "scalerl_jax.run.evaluations", "launch.local",
     "scalerl_jax.run.live_forecast", "scalerl_jax.scaling.commands.results", "rollout_server.service",
-    "rollout_server.engines.jax.engine", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker",
+    "rollout_server.engines.jax.engine", "jaxlib.mlir.dialects.mhlo", "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.cpu_worker",
+)  # fmt: skip
+# What chat templates and the comparisons with transformers import: many forks of the runner do, few of another server.
+OF_TRANSFORMERS = (
+    "transformers.utils.chat_template_utils", "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 # Of Python's own and JAX's variables a fork follows these; another one in the caller's environment needs a new process.
 _FOLLOWED = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "JAX_PLATFORMS", "PYTHONHASHSEED"}
@@ -59,10 +65,10 @@ _STREAMS = 3
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-def import_all() -> None:
-    """What commands and tests import. Nothing of it may start a thread or define a flag."""
+def import_all(*more: str) -> None:
+    """What commands and tests import, and `more`. Nothing of it may start a thread or define a flag."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    for name in _IMPORTED_FIRST:
+    for name in (*_IMPORTED_FIRST, *more):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     from absl import flags
@@ -71,6 +77,7 @@ def import_all() -> None:
     assert not ours, f"{ours} define flags when they are imported"
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
+    gc.set_threshold(500_000, 50, 100)  # of all forks: tracing makes many objects that stay
 
 
 class ForkServer:

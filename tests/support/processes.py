@@ -4,7 +4,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 from tests.support import fork_server
 from tests.support.paths import ROOT
@@ -39,6 +39,19 @@ def run_command(
     paths = os.pathsep.join(map(str, filter(None, [ROOT, packages])))
     given = {**(os.environ if environment is None else environment), "PYTHONPATH": paths, "COLUMNS": "200"}
     return run_python("-m", module, *arguments, folder=folder, environment=given, seconds=seconds)
+
+
+def begin_python(
+    *arguments: Any, errors: bool = False, **options: Any
+) -> tuple[fork_server.Forked | subprocess.Popen[bytes], IO[str]]:
+    """`python arguments`, the first of them -m or -c, and what it writes on stdout; with `errors` on stderr too.
+
+    options: of fork_server.start.
+    """
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as output, open(os.devnull, "w") as nowhere:
+        process = fork_server.start(*arguments, stdout=output, stderr=output if errors else nowhere, **options)
+    return process, os.fdopen(reading)
 
 
 def run_python(

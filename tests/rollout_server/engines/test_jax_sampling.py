@@ -26,7 +26,11 @@ def kept(logits, temperature, top_k, top_p):
     return p / p.sum()
 
 
-@functools.partial(jax.jit, static_argnames="filtered")
+# Computing takes longer here than compiling, so this is optimized, as no other test's program is.
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
+@functools.partial(jax.jit, static_argnames="filtered", compiler_options=OPTIMIZED)
 def draw(logits, seeds, temperature, top_k, top_p, filtered):
     """One token per seed, all from the same logits [V]."""
 
