@@ -54,7 +54,7 @@ OVERRIDES = {
     "rollout.max_prompt_tokens": 160,
     "rollout.thinking_budget_min": 0,
     "rollout.thinking_budget_max": 0,
-    "rollout.answer_budget": LONGEST,
+    "rollout.answer_budget": 96,
     "rollout.prompts_per_step": 16,
     "learner.micro_batch_rows": 16,
 }
