@@ -25,12 +25,12 @@ PLAIN = {"continuous": False, "cache": None, "one_thread": False}
 
 @dataclasses.dataclass
 class Steps:
-    """Of one side: seconds and tokens of each step, and the mean number of turns, 0 where there is one."""
+    """Of one side, a value a step: seconds, tokens, mean turns of a completion, share of right ones."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     tokens: list[float] = dataclasses.field(default_factory=list)
     turns: list[float] = dataclasses.field(default_factory=list)
-    right: list[float] = dataclasses.field(default_factory=list)  # share of the completions
+    right: list[float] = dataclasses.field(default_factory=list)
 
     def extend(self, other: "Steps") -> None:
         for field in dataclasses.fields(self):
@@ -69,7 +69,7 @@ def ours(model: str, folder: pathlib.Path, overrides: dict[str, object], *, step
     return Steps(
         seconds[WARM_UP:],
         [row["length_mean"] * row["completions_counted"] for row in counted],
-        [row.get("score/turns", 0) for row in counted],
+        [row.get("score/turns", 1) for row in counted],
         [row["pass_rate"] for row in counted],
     )
 
@@ -140,11 +140,10 @@ def compare(
         print(f"round {number + 1}: so far {medians['here']:.2f} s a step here, {medians['TRL']:.2f} s TRL", flush=True)
     for side, found in results.items():
         seconds = statistics.median(found.seconds)
-        turns = statistics.mean(found.turns)
         print(
             f"{side:5} {60 / seconds:6.1f} steps a minute   {seconds:.2f} s a step ({min(found.seconds):.2f} to "
             f"{max(found.seconds):.2f})   {statistics.median(found.tokens):,.0f} tokens a step"
-            f"{f' in {turns:.2f} turns' if turns else ''}, {statistics.mean(found.right):.2f} right"
+            f" in {statistics.mean(found.turns):.2f} turns, {statistics.mean(found.right):.2f} right"
         )
     ratio = statistics.median(results["TRL"].seconds) / statistics.median(results["here"].seconds)
     print(f"{name}: ratio {ratio:.2f}")
