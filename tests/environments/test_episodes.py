@@ -191,6 +191,36 @@ def test_an_environment_that_fails_costs_its_trajectory_and_no_other(player, sai
     assert player.say("hi") == "hello 1: hi"
 
 
+def test_episodes_that_all_fail_end_the_run_with_the_first_reason(tmp_path):
+    config = config_of(tmp_path, "Echoes", prompts_per_step=1, group_size=2)
+    with closing(pool_of(config)) as pool:
+        player = Player(pool, tmp_path)
+        assert player.say("fail").failed
+        player.again()
+        assert player.say("cut", finish="length").metrics["ended/turn_cut"] == 1  # no environment was asked
+        player.again()
+        line = ":Echoes: the last 2 episodes all failed, the first of them: OSError: no such disk"
+        with pytest.raises(ScorerError, match=f"^config.environment.name=.*{line}"):
+            player.say("odd")
+
+
+def test_an_environment_that_worked_may_fail_for_some_batches(tmp_path):
+    config = config_of(tmp_path, "Echoes", prompts_per_step=1, group_size=2)
+    with closing(pool_of(config)) as pool:
+        player = Player(pool, tmp_path)
+        for count, last in ((19, "done"), (19, "fail")):
+            player.say("done")
+            for _ in range(count):
+                player.again()
+                assert player.say("fail").failed
+            player.again()
+            if last == "done":
+                assert not player.say(last).failed
+                player.again()
+        with pytest.raises(ScorerError, match="the last 20 episodes all failed"):
+            player.say(last)
+
+
 def test_a_step_that_hangs_is_ended(tmp_path):
     config = config_of(tmp_path, "Echoes")
     config.environment.turn_seconds = 0.5
