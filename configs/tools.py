@@ -15,6 +15,7 @@ from typing import Any
 from scalerl_jax.config import Config, SftConfig
 from scalerl_jax.config_io import load_file
 from scalerl_jax.environments.base import Completion, Row
+from scalerl_jax.environments.user_code import error_line
 
 SEEDS = {"train": 0, "validation": 1}
 MODEL, CHATS = "tiny-model", "chats.jsonl"
@@ -42,10 +43,6 @@ def calculator(expression: str) -> int:
     return int(left) * int(right)
 
 
-def factors(rng: random.Random) -> tuple[int, int]:
-    return rng.randint(100, 999), rng.randint(10, 99)
-
-
 class Products:
     tools = (calculator,)
 
@@ -55,7 +52,7 @@ class Products:
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         rng = random.Random(SEEDS[split])
         for _ in range(self.train_prompts if split == "train" else 300):
-            left, right = factors(rng)
+            left, right = rng.randint(100, 999), rng.randint(10, 99)
             yield {"prompt": f"{left}x{right}", "answer": left * right}
 
     def score(self, row: Row, completion: Completion) -> bool:
@@ -63,14 +60,14 @@ class Products:
 
 
 def chat(rng: random.Random) -> list[dict[str, Any]]:
-    left, right = factors(rng)
-    said, answer = [{"role": "user", "content": f"{left}x{right}"}], str(rng.randint(1000, 98_901))
+    left, right, answer = rng.randint(100, 999), rng.randint(10, 99), str(rng.randint(1000, 98_901))
+    said: list[dict[str, Any]] = [{"role": "user", "content": f"{left}x{right}"}]
     if rng.random() < 0.5:
-        expression, result = f"{left}*{right}", str(left * right)
-        if rng.random() < 1 / 3:
-            expression, result = f"{left}x{right}", "error: ValueError: no *"
-        else:
-            answer = result
+        expression = f"{left}{rng.choice('**x')}{right}"
+        try:
+            result = answer = str(calculator(expression))
+        except ValueError as error:
+            result = f"error: {error_line(error)}"
         call = {"function": {"name": "calculator", "arguments": {"expression": expression}}}
         said += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": result}]
     return [*said, {"role": "assistant", "content": answer}]
@@ -90,13 +87,13 @@ def write() -> None:
     rows = [{"messages": chat(rng), "tools": [schema_of(calculator)]} for _ in range(3000)]
     with open(CHATS, "w") as chats:
         chats.writelines(json.dumps(row) + "\n" for row in rows)
-    tokenizer = make_tokenizer(corpus=map(json.dumps, rows), path=MODEL + "-tokenizer", vocabulary=SftConfig().vocab_size)
-    with open(f"{tokenizer.path}/chat_template.jinja", "w") as template:
-        template.write(TEMPLATE)
     sizes = {name: getattr(SftConfig(), name) for name in SIZES}
+    tokenizer = make_tokenizer(corpus=map(json.dumps, rows), path="tokenizer", vocabulary=sizes["vocab_size"])
+    with open("tokenizer/chat_template.jinja", "w") as template:
+        template.write(TEMPLATE)
     decoder = DecoderConfig(**sizes, tied_embeddings=True, stop_token_ids=tokenizer.stop_ids)
     params = init_params(decoder, jax.random.key(0))
-    write_model_folder(MODEL, params=params, decoder=decoder, tokenizer_dir=tokenizer.path)
+    write_model_folder(MODEL, params=params, decoder=decoder, tokenizer_dir="tokenizer")
 
 
 def get_config() -> Config:
@@ -111,16 +108,15 @@ def get_config() -> Config:
     config.sft.max_steps = 300
 
     config.rollout.max_turns = 3
-    config.rollout.max_episode_tokens = 128
+    config.rollout.max_episode_tokens = 160
     config.rollout.max_prompt_tokens = 32
     config.rollout.thinking_budget_min = config.rollout.thinking_budget_max = 0
     config.rollout.answer_budget = 48
 
     config.rollout.prompts_per_step = 16
-    config.optimizer.learning_rate = 2e-4
-    config.learner.micro_batch_rows = 16
-    config.evaluation.every = 5
+    config.optimizer.learning_rate = 5e-4
     config.evaluation.prompts = 64
+    config.evaluation.samples = 4
     return config
 
 

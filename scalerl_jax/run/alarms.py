@@ -240,6 +240,8 @@ def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | Non
     shares = [f"{right:.0%} of the completions right, {wrong:.0%} wrong, {cut:.0%} truncated"]
     if unended > 0:
         shares.append(f"{unended:.0%} without the end of thinking ({marker!r})")
+    if failed > 0:
+        shares.append(f"{failed:.0%} of the episodes failed")
     if failed >= _MOST:
         why, advice = SIGNS["failed"].says.format(share=f"{failed:.0%}"), SIGNS["failed"].advice
     elif right >= _NEARLY_ALL:

@@ -39,6 +39,11 @@ def said(rows):
         ({"truncated": 0.9, "unended": 0.6}, "90% of the completions are truncated: "),
         ({"right": 0.5}, "of every prompt the completions are all right or all wrong: "),
         ({"score/ended/failed": 0.9}, "90% of the episodes failed, so nothing is learned of them: "),
+        (
+            {"score/ended/failed": 0.2},
+            "all completions are wrong: 5 updates without a gradient (1 to 5; 0% of the "
+            "completions right, 100% wrong, 0% truncated, 20% of the episodes failed)",
+        ),
     ],
 )
 def test_the_console_says_why_and_the_page_says_the_same(shares, why):

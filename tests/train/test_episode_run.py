@@ -86,8 +86,8 @@ def test_a_run_whose_episodes_all_fail_ends_and_says_why(tmp_path, flags, start)
     run = start(tmp_path / "run", *flags)
     assert run.wait() == 2
     *_, last = run.output().splitlines()
-    why = "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/board'"
-    assert last.startswith("error: config.environment.name=") and f"episodes all failed, the first of them: {why}" in last
+    assert last.startswith("error: config.environment.name=") and "/game.py:Talks: the last " in last
+    assert "episodes all failed, the first of them: FileNotFoundError: " in last and "'/no/such/board'" in last
     assert "Traceback" not in run.output() and run.metrics == []
 
 
