@@ -98,7 +98,7 @@ def write() -> None:
 
 def get_config() -> Config:
     config = load_file("configs/quickstart.py")
-    config.max_steps = 40
+    config.max_steps = 30
     config.model.path = "warm-start/model"
 
     config.environment.name = "configs/tools.py:Products"
@@ -114,7 +114,7 @@ def get_config() -> Config:
     config.rollout.answer_budget = 48
 
     config.rollout.prompts_per_step = 16
-    config.optimizer.learning_rate = 5e-4
+    config.optimizer.learning_rate = 3e-4
     config.evaluation.prompts = 64
     config.evaluation.samples = 4
     return config
