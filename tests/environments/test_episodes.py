@@ -192,33 +192,24 @@ def test_an_environment_that_fails_costs_its_trajectory_and_no_other(player, sai
 
 
 def test_episodes_that_all_fail_end_the_run_with_the_first_reason(tmp_path):
-    config = config_of(tmp_path, "Echoes", prompts_per_step=1, group_size=2)
-    with closing(pool_of(config)) as pool:
+    """Two are a batch here; once one has ended otherwise it takes ten batches."""
+    with closing(pool_of(config_of(tmp_path, "Echoes", prompts_per_step=1, group_size=2))) as pool:
         player = Player(pool, tmp_path)
-        assert player.say("fail").failed
-        player.again()
-        assert player.say("cut", finish="length").metrics["ended/turn_cut"] == 1  # no environment was asked
-        player.again()
+
+        def play(said: str, **how: str) -> Score | str:
+            player.again()
+            return player.say(said, **how)
+
+        assert play("fail").failed
+        assert play("cut", finish="length").metrics["ended/turn_cut"] == 1  # no environment was asked
         line = ":Echoes: the last 2 episodes all failed, the first of them: OSError: no such disk"
         with pytest.raises(ScorerError, match=f"^config.environment.name=.*{line}"):
-            player.say("odd")
-
-
-def test_an_environment_that_worked_may_fail_for_some_batches(tmp_path):
-    config = config_of(tmp_path, "Echoes", prompts_per_step=1, group_size=2)
-    with closing(pool_of(config)) as pool:
-        player = Player(pool, tmp_path)
-        for count, last in ((19, "done"), (19, "fail")):
-            player.say("done")
-            for _ in range(count):
-                player.again()
-                assert player.say("fail").failed
-            player.again()
-            if last == "done":
-                assert not player.say(last).failed
-                player.again()
+            play("odd")
+        for _ in range(2):
+            assert not play("done").failed
+            assert all(play("fail").failed for _ in range(19))
         with pytest.raises(ScorerError, match="the last 20 episodes all failed"):
-            player.say(last)
+            play("fail")
 
 
 def test_a_step_that_hangs_is_ended(tmp_path):
