@@ -98,7 +98,7 @@ def write() -> None:
 
 def get_config() -> Config:
     config = load_file("configs/quickstart.py")
-    config.max_steps = 30
+    config.max_steps = 40
     config.model.path = "warm-start/model"
 
     config.environment.name = "configs/tools.py:Products"
