@@ -8,6 +8,8 @@
     cut              a turn that its budget cuts ends the trajectory, and no environment is asked
     failed           an exception of the environment, a crash or a step that takes too long says nothing of the policy:
                      the trajectory is excluded, and counted in the metrics
+    all failed       as many on end as a batch has, before any has ended otherwise, or ten batches of them: nothing can
+                     be learned, and the run ends
 
 Metrics of each score: turns, tokens_per_turn (sampled), environment_seconds, and of ended/... the one is 1 that says
 how it ended: done, failed, or cut: turn_cut, max_turns, max_tokens.
@@ -49,6 +51,9 @@ STEPS_AT_ONCE = 64  # that are waited for; more of them take turns
 GRACE_SECONDS = 30.0  # by clock, beyond a step's limit: its process should have been ended by the kernel
 MOST_LINE_BYTES = 2**24  # of what an agent's process answers
 ENDED = ("done", "failed", "turn_cut", "max_turns", "max_tokens", "deadline")
+# Batches of failed episodes on end that end a run once one has ended otherwise: a service may be away for a while, and
+# the end of the process that plays them costs all episodes in flight.
+FAILED_BATCHES = 10
 
 
 class EpisodePool:
@@ -75,6 +80,8 @@ class EpisodePool:
         self._replies, self._decode, self._turn_tokens, self._complaints = replies, decode, turn_tokens, complaints
         self._lock = threading.Lock()
         self._closing = False
+        self._failed_on_end, self._first_failure = 0, ""  # episodes since the last one that ended otherwise
+        self._any_ended = False  # otherwise than by failing
         self._connections: weakref.WeakKeyDictionary[Trajectory, _Connection] = weakref.WeakKeyDictionary()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen | None = None
@@ -130,11 +137,18 @@ class EpisodePool:
             writer.close()
 
     def failed(self, row: Row, why: str) -> None:
-        """Says that an episode of the row's environment failed, once for each kind."""
+        """Says that an episode of the row's environment failed, once for each kind. Raises ScorerError where all do."""
         field = parts.field(row.environment, "name")
         if not self._closing:
             line = f"{field}: an episode failed: {why}; it is excluded"
             self._complaints.say(f"{row.environment} episode {why[:40]}", line)
+            self._raise_if_all_fail(f"{field}={self._configs[row.environment].environment.name}", why)
+
+    def ended(self, how: str) -> None:
+        """An episode has ended, by itself or cut."""
+        if how not in ("failed", "turn_cut"):
+            with self._lock:
+                self._failed_on_end, self._first_failure, self._any_ended = 0, "", True
 
     def step(self, row: Row, trajectory: Trajectory) -> "Future[Score | np.ndarray]":
         """What comes of the last turn: the trajectory's score, or the token ids [tokens] int32 of the reply."""
@@ -246,9 +260,22 @@ class EpisodePool:
         self.failed(row, why)
         return failed_score(self._end(trajectory, "failed"), why)
 
+    def _raise_if_all_fail(self, field: str, why: str) -> None:
+        rollout, evaluation = self._config.rollout, self._config.evaluation
+        with self._lock:
+            self._failed_on_end += 1
+            self._first_failure = self._first_failure or why
+            count, first = self._failed_on_end, self._first_failure
+            # An evaluation by itself may have fewer episodes than a batch.
+            batch = min(rollout.prompts_per_step * rollout.group_size, evaluation.prompts * evaluation.samples)
+            most = batch * (FAILED_BATCHES if self._any_ended else 1)
+        if count >= most:
+            raise ScorerError(f"{field}: the last {count} episodes all failed, the first of them: {first}")
+
     def _end(self, trajectory: Trajectory, ended: str) -> dict[str, float]:
         with self._lock:
             connection = self._connections.get(trajectory)
+        self.ended(ended)
         if connection is None:
             return _metrics(trajectory, ended, 0.0)
         connection.end()

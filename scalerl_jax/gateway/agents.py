@@ -188,6 +188,7 @@ class RunAgents:
         completions = [completion for completion, _ in found] or [_NOTHING]
         cut = ended not in ("done", "failed")
         completions[0] = dataclasses.replace(completions[0], finish_reason="length" if cut else "stop")
+        self._episodes.ended(ended)
         metrics = _metrics(session, completions, ended, seconds=time.monotonic() - began - run.waited)
         if ended == "failed":
             self._episodes.failed(row, why)

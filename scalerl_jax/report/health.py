@@ -110,6 +110,12 @@ CHARTS = (
         "read completions: saying things twice is paid for, or loops are near",
     ),
     Chart(
+        "failed", "Failed episodes", "their environment failed", "share", {"score/ended/failed": ""},
+        "Nothing is learned of them; an environment that works has none.",
+        "the log has the first line of each kind; mend the environment",
+        only_recorded=True,
+    ),
+    Chart(
         "surviving", "Effective batch", "prompts with right and wrong answers", "count",
         {"prompts_surviving": "surviving", "prompts": "in the batch"},
         "The others have no gradient; it shrinks as problems are solved.",

@@ -5,6 +5,7 @@
                    the first
     interrupted    likewise
     repetitive     likewise: completions that end in a loop
+    failed         likewise: episodes whose environment failed
     mismatch       the mean of |log ratio|: what the comparison at meeting allows the worst percent of tokens
     mismatch_p99   log 2: of the worst percent of tokens the ratio is beyond a factor of two
     kl             0.1 nats: what the field has seen where generator and trainer route experts apart; dense models stay
@@ -71,6 +72,11 @@ SIGNS = {
         "repetitive", "repetition", "{share} of the completions end in a loop",
         "read some of them (rollouts/ in the run folder, or its report.html): loops that pay are a fault of the "
         "reward, others of a learning rate that is too high; a checkpoint from before they came is the way back",
+    ),
+    "failed": Sign(
+        "score/ended/failed", "failed episodes", "{share} of the episodes failed, so nothing is learned of them",
+        "their environment raised, crashed or took longer than config.environment.turn_seconds: the console has the "
+        "first line of each kind; mend it, and the same command goes on",
     ),
     "mismatch": Sign(
         "mismatch", "log-prob mismatch",
@@ -154,7 +160,7 @@ def limits(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[L
     mismatch = mismatch or _P99_LIMITS["bfloat16" if rounded else settings["model.compute_dtype"]]
     found: dict[str, list[Limit]] = {
         "lag": [Limit(k, f"k = {k}", bound=True)],
-        **dict.fromkeys(("truncated", "interrupted", "repetitive"), shares),
+        **dict.fromkeys(("truncated", "interrupted", "repetitive", "failed"), shares),
         **dict.fromkeys(("effective_sample_size", "effective_sample_size_geometric"), effective),
         "mismatch": [Limit(mismatch, f"{mismatch:g}: the limit when servers join")],
         "mismatch_p99": [Limit(math.log(_FACTOR), f"a factor of {_FACTOR}")],
@@ -218,23 +224,27 @@ def without_gradient(rows: Sequence[Row]) -> int:
     return start
 
 
-COVERED_BY_NO_GRADIENT = ("surviving", "truncated")  # what `no_gradient` says of them is more
+COVERED_BY_NO_GRADIENT = ("surviving", "truncated", "failed")  # what `no_gradient` says of them is more
 
 
 def no_gradient(rows: Sequence[Row], settings: Mapping[str, Any]) -> Alarm | None:
     """Of rows on end that all lack a gradient: that nothing is learned, and why; None where they are too few."""
     if len(rows) < WITHOUT_GRADIENT:
         return None
-    right, cut, unended = (
+    right, cut, unended, failed = (
         float(np.mean([row.get(name) or 0.0 for row in rows]))
-        for name in ("pass_rate", "truncated", "no_end_of_thinking")
+        for name in ("pass_rate", "truncated", "no_end_of_thinking", SIGNS["failed"].column)
     )
     wrong = max(0.0, 1.0 - right - cut)
     marker = settings.get("rollout.end_of_thinking", "</think>")
     shares = [f"{right:.0%} of the completions right, {wrong:.0%} wrong, {cut:.0%} truncated"]
     if unended > 0:
         shares.append(f"{unended:.0%} without the end of thinking ({marker!r})")
-    if right >= _NEARLY_ALL:
+    if failed > 0:
+        shares.append(f"{failed:.0%} of the episodes failed")
+    if failed >= _MOST:
+        why, advice = SIGNS["failed"].says.format(share=f"{failed:.0%}"), SIGNS["failed"].advice
+    elif right >= _NEARLY_ALL:
         why, advice = "all completions are right", "the problems are solved: harder ones, or end the run here"
     elif unended >= _MOST and unended >= cut:
         why = f"no end of thinking in {unended:.0%} of the completions, so they have no answer"

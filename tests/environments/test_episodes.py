@@ -191,6 +191,27 @@ def test_an_environment_that_fails_costs_its_trajectory_and_no_other(player, sai
     assert player.say("hi") == "hello 1: hi"
 
 
+def test_episodes_that_all_fail_end_the_run_with_the_first_reason(tmp_path):
+    """Two are a batch here; once one has ended otherwise it takes ten batches."""
+    with closing(pool_of(config_of(tmp_path, "Echoes", prompts_per_step=1, group_size=2))) as pool:
+        player = Player(pool, tmp_path)
+
+        def play(said: str, **how: str) -> Score | str:
+            player.again()
+            return player.say(said, **how)
+
+        assert play("fail").failed
+        assert play("cut", finish="length").metrics["ended/turn_cut"] == 1  # no environment was asked
+        line = ":Echoes: the last 2 episodes all failed, the first of them: OSError: no such disk"
+        with pytest.raises(ScorerError, match=f"^config.environment.name=.*{line}"):
+            play("odd")
+        for _ in range(2):
+            assert not play("done").failed
+            assert all(play("fail").failed for _ in range(19))
+        with pytest.raises(ScorerError, match="the last 20 episodes all failed"):
+            play("fail")
+
+
 def test_a_step_that_hangs_is_ended(tmp_path):
     config = config_of(tmp_path, "Echoes")
     config.environment.turn_seconds = 0.5

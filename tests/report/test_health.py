@@ -25,7 +25,7 @@ def test_the_histogram_of_staleness_is_of_the_last_updates():
 
 
 def test_every_sign_is_a_chart_and_says_what_to_do():
-    rows = [{"step": step, **run_folders.metrics(step)} for step in range(1, 31)]
+    rows = [{"step": step, "score/ended/failed": 0.0, **run_folders.metrics(step)} for step in range(1, 31)]
     charts = {chart["key"]: chart for chart in health(rows, SETTINGS)["charts"]}
     assert SIGNS.keys() | {"lag", "effective_sample_size_sequence", "repetition", "retired"} <= charts.keys()
     for key, chart in charts.items():
@@ -38,7 +38,8 @@ def test_every_sign_is_a_chart_and_says_what_to_do():
 def test_a_sign_that_no_update_has_recorded_is_named():
     rows = [{"step": step, "prompts": 24.0, "truncated": 0.01} for step in range(1, 5)]
     charts = {chart["key"]: chart for chart in health(rows, SETTINGS)["charts"]}
-    assert SIGNS.keys() <= charts.keys() and charts["truncated"]["series"]
+    assert SIGNS.keys() - {"failed"} <= charts.keys() and charts["truncated"]["series"]
+    assert "failed" not in charts  # only runs with episodes have it
     assert {chart["latest"] for key, chart in charts.items() if not chart["series"]} == {None}
     assert charts["repetitive"]["series"] == [] and "no_end_of_thinking" not in charts and "loss" not in charts
     # A run without an update has no charts, and a warm start those of its own.

@@ -38,6 +38,12 @@ def said(rows):
         # Cut in the middle of the thinking: that it did not end is what the cut did.
         ({"truncated": 0.9, "unended": 0.6}, "90% of the completions are truncated: "),
         ({"right": 0.5}, "of every prompt the completions are all right or all wrong: "),
+        ({"score/ended/failed": 0.9}, "90% of the episodes failed, so nothing is learned of them: "),
+        (
+            {"score/ended/failed": 0.2},
+            "all completions are wrong: 5 updates without a gradient (1 to 5; 0% of the "
+            "completions right, 100% wrong, 0% truncated, 20% of the episodes failed)",
+        ),
     ],
 )
 def test_the_console_says_why_and_the_page_says_the_same(shares, why):
@@ -100,6 +106,8 @@ GONE_WRONG = [
     ("interrupted", 0.099, 0.15, "15% of the completions have their thinking cut short", True),
     ("repetitive", 0.049, 0.08, "8% of the completions end in a loop", False),
     ("repetitive", 0.099, 0.5, "50% of the completions end in a loop", True),
+    ("score/ended/failed", 0.049, 0.06, "6% of the episodes failed", False),
+    ("score/ended/failed", 0.099, 0.3, "30% of the episodes failed", True),
     ("clipped", 0.009, 0.02, "2% of the tokens are at the cap", False),
     ("mismatch", 0.19, 0.21, "the trainer's log-probs differ from the generators' by 0.21 on average", False),
     ("mismatch_p99", 0.69, 0.7, "one token in a hundred differs by more than 0.7 nats", False),

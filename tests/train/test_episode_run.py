@@ -79,6 +79,18 @@ def test_episodes_are_trained_on_as_they_were_sampled(tmp_path, flags, start):
     assert evaluation["step"] == 6 and evaluation["prompts"] == 6
 
 
+@pytest.mark.slow
+def test_a_run_whose_episodes_all_fail_ends_and_says_why(tmp_path, flags, start):
+    flags = with_episodes(flags, tmp_path)
+    (tmp_path / "game.py").write_text(GAME.replace("self.left -= 1", "open('/no/such/board')"))
+    run = start(tmp_path / "run", *flags)
+    assert run.wait() == 2
+    *_, last = run.output().splitlines()
+    assert last.startswith("error: config.environment.name=") and "/game.py:Talks: the last " in last
+    assert "episodes all failed, the first of them: FileNotFoundError: " in last and "'/no/such/board'" in last
+    assert "Traceback" not in run.output() and run.metrics == []
+
+
 KILLS = 50
 
 

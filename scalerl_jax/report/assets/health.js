@@ -2,7 +2,7 @@
 // what is wrong, in which run, and what to do.
 
 // Their limits are the same in every run, and always in the picture.
-const SHARED_LIMITS = ['truncated', 'interrupted', 'repetitive'];
+const SHARED_LIMITS = ['truncated', 'interrupted', 'repetitive', 'failed'];
 
 function healthSection() {
   const body = section('health', 'Health');
