@@ -15,6 +15,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +28,12 @@ from starlette.routing import Route
 
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.tool_calls import check_json
-from scalerl_jax.gateway import anthropic_wire, openai_wire, wire
+from scalerl_jax.gateway import anthropic_wire, openai_wire, responses_wire, wire
 from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.generators import Busy, Generators, Late, NoServer, Refused
-from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Sessions, SessionsFull, Turn, branches
+from scalerl_jax.gateway.sessions import Call, Session, SessionOver, Sessions, SessionsFull, Turn, all_of, branches
 from scalerl_jax.gateway.wire import ApiError, Asked, bad
+from scalerl_jax.system import metrics_endpoint
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ MOST_BODY_BYTES = 32 * 2**20
 PING_SECONDS = 15.0  # of a stream that has nothing to bring yet: clients give up a silent connection
 RETRY_SECONDS = 1  # for a client that found the queues full
 KEY = "sk-scalerl-"
+METRICS_PREFIX = "scalerl_gateway_"
 MOST_ABOUT_BYTES = 2**16  # of what POST /sessions is told
 _SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -61,11 +64,14 @@ class Gateway:
     def __init__(self, chat: Chat, generators: Generators, sessions: Sessions, options: Options):
         self._chat, self._generators, self._sessions, self._options = chat, generators, sessions, options
         self._made = int(time.time())
+        self._answers: Counter[tuple[str, ...]] = Counter()  # by status
+        self._turns = self._tokens = 0  # sampled
 
     def app(self) -> Starlette:
         recorded: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat_completions,
             "/v1/completions": self._completions,
+            "/v1/responses": self._responses,
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
@@ -76,6 +82,7 @@ class Gateway:
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
             "/health": self._health,
+            "/metrics": self._metrics,
             "/version": self._version,
         }
         routes = [
@@ -100,11 +107,13 @@ class Gateway:
             try:
                 if not open_to_all:
                     self._check_token(request)
-                return await serve(request)
+                response = await serve(request)
             except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
+                response = Response(status_code=400)  # nobody reads it
             except Exception as error:  # noqa: BLE001 (every fault has an answer)
-                return _failed(request, _as_api_error(error))
+                response = _failed(request, _as_api_error(error))
+            self._answers[str(response.status_code),] += 1
+            return _identified(response)
 
         return answer
 
@@ -141,17 +150,8 @@ class Gateway:
         ]
         seconds = min(self._options.request_seconds, session.deadline - time.time())
 
-        async def all_of_them() -> list[Turns]:
-            started = [
-                asyncio.ensure_future(self._sample(session, call, one, seconds)) for call, one in zip(calls, asked)
-            ]
-            try:
-                return await asyncio.gather(*started)
-            finally:
-                for one in started:
-                    one.cancel()
-
-        return _Sampling(session, asyncio.create_task(all_of_them()), alone=alone)
+        sampled = all_of([self._sample(session, call, one, seconds) for call, one in zip(calls, asked)])
+        return _Sampling(session, asyncio.create_task(sampled), alone=alone)
 
     async def _sample(self, session: Session, call: Call, asked: Asked, seconds: float) -> Turns:
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> Completion:
@@ -163,10 +163,12 @@ class Gateway:
             sampling = asked.sampling(self._chat.tokenizer.stop_ids, room=most - len(prompt))
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
-            return await self._generators.generate(
+            made = await self._generators.generate(
                 prompt, name=f"gateway/{name}", index=index, seed=seed, sampling=sampling, seconds=seconds,
                 session=f"gateway/{session.name}" if session.name in self._sessions.open else "",
             )  # fmt: skip
+            self._turns, self._tokens = self._turns + 1, self._tokens + len(made.token_ids)
+            return made
 
         def read(prompt: np.ndarray, completion: Completion) -> tuple[Completion, Mapping[str, Any], str | None]:
             cut, text, stop = self._chat.text(completion, asked.stops)
@@ -219,6 +221,15 @@ class Gateway:
 
         return await _answered(request, body, sampling, answer, anthropic_wire.events)
 
+    async def _responses(self, request: Request) -> Response:
+        body = await _body(request)
+        sampling = await self._ask(request, body, [responses_wire.responses(body)])
+
+        def answer(found: Sequence[Turns]) -> dict[str, Any]:
+            return responses_wire.answer(found[0][0], body, model=self._model(body), name=sampling.name(found))
+
+        return await _answered(request, body, sampling, answer, responses_wire.events)
+
     # ---- what is not
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -262,6 +273,27 @@ class Gateway:
 
     async def _version(self, _: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("scalerl-jax")})
+
+    async def _metrics(self, _: Request) -> Response:
+        text, kind = metrics_endpoint.page(self._families)
+        return Response(text, headers={"content-type": kind})
+
+    def _families(self) -> Iterator[metrics_endpoint.Family]:
+        held = self._sessions.open.values()
+        gauges = {
+            "servers": ("Servers that are there.", len(self._generators.there)),
+            "sessions": ("Sessions in memory.", len(held)),
+            "session_bytes": ("What they hold, about.", sum(session.size for session in held)),
+            "running_calls": ("Calls of sessions that are running.", sum(session.busy for session in held)),
+        }
+        counters = {
+            "turns": ("Completions sampled.", self._turns),
+            "sampled_tokens": ("Tokens sampled.", self._tokens),
+        }
+        for kind, families in (("gauge", gauges), ("counter", counters)):
+            for name, (says, value) in families.items():
+                yield METRICS_PREFIX + name, says, kind, (), {(): float(value)}
+        yield METRICS_PREFIX + "answers", "Answers by their status.", "counter", ("status",), dict(self._answers)
 
     def _model(self, body: Mapping[str, Any]) -> str:
         return wire.field(body, "model", str) or self._options.names[0]
@@ -463,4 +495,10 @@ def _failed(request: Request, error: ApiError) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (404, None)
     why = f"{request.method} {request.url.path}: there is no such route"
-    return _failed(request, ApiError(status, why, headers=headers))
+    return _identified(_failed(request, ApiError(status, why, headers=headers)))
+
+
+def _identified(response: Response) -> Response:
+    """With an id for it under the names by which OpenAI's and Anthropic's clients know it."""
+    response.headers["x-request-id"] = response.headers["request-id"] = uuid.uuid4().hex
+    return response

@@ -49,7 +49,7 @@ def main(config: Config, arguments: list[str]) -> None:
     signals.expect("the gateway has stopped")
     if arguments:
         raise entry.UserError(f"{arguments[0]}: not a flag")
-    for package in ("starlette", "uvicorn"):
+    for package in ("httptools", "prometheus_client", "starlette", "uvicorn", "uvloop"):
         if importlib.util.find_spec(package) is None:
             raise entry.UserError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
 
@@ -105,7 +105,9 @@ def main(config: Config, arguments: list[str]) -> None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
-        asyncio.run(serve())
+        import uvloop
+
+        uvloop.run(serve())
     signals.raise_if_interrupted()
 
 
