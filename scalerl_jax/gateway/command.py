@@ -49,7 +49,7 @@ def main(config: Config, arguments: list[str]) -> None:
     signals.expect("the gateway has stopped")
     if arguments:
         raise entry.UserError(f"{arguments[0]}: not a flag")
-    for package in ("httptools", "prometheus_client", "starlette", "uvicorn", "uvloop"):
+    for package in ("prometheus_client", "starlette", "uvicorn", "uvloop"):
         if importlib.util.find_spec(package) is None:
             raise entry.UserError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
 

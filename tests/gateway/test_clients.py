@@ -152,6 +152,59 @@ def test_anthropic_calls_a_tool(anthropic: Any, chat: Chat, recorded: str, strea
     check_conversation(chat, recorded, session)
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_responses_call_a_tool(openai: Any, chat: Chat, recorded: str, streamed: bool) -> None:
+    session = f"responses-{streamed}"
+    client = openai.OpenAI(base_url=f"http://{recorded}/s/{session}/v1", api_key="any")
+    tools = [{"type": "function", **TOOL["function"], "strict": False}]
+
+    def say(given: Any) -> Any:
+        asked = {"model": "tiny", "input": given, "tools": tools, "store": False}
+        if not streamed:
+            return client.responses.create(**asked)
+        events = list(client.responses.create(**asked, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        last = events[-1].response
+        for kind, delta in (("message", "response.output_text.delta"), ("function_call", "arguments.delta")):
+            items = [item for item in last.output if item.type == kind]
+            whole = "".join(getattr(item, "arguments", None) or item.content[0].text for item in items)
+            assert whole == "".join(event.delta for event in events if event.type.endswith(delta))
+        with client.responses.stream(**{**asked, "model": "tiny"}) as stream:  # the client puts it together itself
+            assert stream.get_final_response().output_text == last.output_text
+        return last
+
+    answer = say("2+2?")
+    reasoning, message, call = answer.output
+    assert (reasoning.content[0].text, message.content[0].text, call.name) == (THOUGHT, SAID, "add")
+    assert json.loads(call.arguments) == {"a": 2, "b": 2} and answer.status == "completed" and answer._request_id
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+    then = say([QUESTION, *(item.to_dict() for item in answer.output), result])
+    assert then.output_text == "The answer is 4."
+    parents = [turn["parent"] for turn in trace(recorded, session)["trace"]]
+    assert parents == ([None, None, 1, 1] if streamed else [None, 0])
+    with pytest.raises(openai.BadRequestError, match="previous_response_id: is not offered"):
+        client.responses.create(model="tiny", input="2+2?", previous_response_id=answer.id)
+
+
+def test_what_is_counted_and_what_answers_are_called(openai: Any, made_up: str) -> None:
+    client = openai.OpenAI(base_url=f"http://{made_up}/v1", api_key="any")
+    asked = {"model": "tiny", "messages": [QUESTION], "max_tokens": 3}
+    before = httpx.get(f"http://{made_up}/metrics")
+    assert before.headers["content-type"].startswith("text/plain")
+    names = {client.chat.completions.create(**asked)._request_id for _ in range(2)}
+    assert len(names) == 2 and None not in names
+    assert httpx.get(f"http://{made_up}/nowhere").headers["x-request-id"]
+
+    def value(text: str, name: str) -> float:
+        return float(
+            next(line.split()[-1] for line in text.splitlines() if line.startswith(f"scalerl_gateway_{name} "))
+        )
+
+    after = httpx.get(f"http://{made_up}/metrics").text
+    assert value(after, "turns_total") == value(before.text, "turns_total") + 2 and value(after, "servers") == 1
+    assert 'scalerl_gateway_answers_total{status="200"}' in after
+
+
 def test_asynchronous_anthropic_and_a_stop_sequence(anthropic: Any, recorded: str) -> None:
     async def ask() -> Any:
         async with anthropic.AsyncAnthropic(base_url=f"http://{recorded}", api_key="any") as client:
