@@ -1,4 +1,4 @@
-"""OpenAI's Responses wire: /v1/responses, and its stream of events. Nothing is kept here: `input` is all that was said."""
+"""OpenAI's Responses wire: /v1/responses, and its stream of events. `input` is all that was said."""
 
 import json
 import time
