@@ -27,7 +27,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from scalerl_jax.contract.codec import Completion
-from scalerl_jax.environments.tool_calls import check_json
 from scalerl_jax.gateway import anthropic_wire, openai_wire, responses_wire, wire
 from scalerl_jax.gateway.chat import Chat, NotRendered
 from scalerl_jax.gateway.generators import Busy, Generators, Late, NoServer, Refused
@@ -37,14 +36,12 @@ from scalerl_jax.system import metrics_endpoint
 
 _log = logging.getLogger(__name__)
 
-MOST_BODY_BYTES = 32 * 2**20
 PING_SECONDS = 15.0  # of a stream that has nothing to bring yet: clients give up a silent connection
 RETRY_SECONDS = 1  # for a client that found the queues full
 KEY = "sk-scalerl-"
 METRICS_PREFIX = "scalerl_gateway_"
 MOST_ABOUT_BYTES = 2**16  # of what POST /sessions is told
 _SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Turns = tuple[Turn, ...]
 
@@ -179,7 +176,7 @@ class Gateway:
         return await session.ask(call, renderer=self._chat, generate=generate, read=read)
 
     async def _chat_completions(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, [openai_wire.chat(body)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -192,7 +189,7 @@ class Gateway:
         return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
 
     async def _completions(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, openai_wire.completions(body, self._chat.tokenizer))
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -204,7 +201,7 @@ class Gateway:
         return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
 
     async def _generate(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, [openai_wire.generate(body, self._chat.tokenizer.vocabulary)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -213,7 +210,7 @@ class Gateway:
         return await _answered(request, {**body, "stream": False}, sampling, answer, lambda found: iter(()))
 
     async def _messages(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, [anthropic_wire.messages(body)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -222,7 +219,7 @@ class Gateway:
         return await _answered(request, body, sampling, answer, anthropic_wire.events)
 
     async def _responses(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, [responses_wire.responses(body)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -233,13 +230,13 @@ class Gateway:
     # ---- what is not
 
     async def _count_tokens(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         self._check_model(body)
         asked = anthropic_wire.messages(body, counted=True)
         return JSONResponse({"input_tokens": len(self._chat.render(asked.messages, asked.tools))})
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         wire.refuse(body, return_token_strs=False)
         tokenizer = self._chat.tokenizer
         if "messages" in body:
@@ -252,7 +249,7 @@ class Gateway:
         return JSONResponse({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": None})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         ids = wire.token_ids(body.get("tokens"), "tokens", self._chat.tokenizer.vocabulary)
         return JSONResponse({"prompt": self._chat.tokenizer.decode(ids.tolist())})
 
@@ -307,7 +304,7 @@ class Gateway:
     # ---- sessions
 
     async def _open_session(self, request: Request) -> Response:
-        body = await _body(request, empty=True)
+        body = await wire.body_of(request, empty=True)
         name = _session_name(wire.field(body, "session", str) or uuid.uuid4().hex)
         about = {key: value for key, value in body.items() if key != "session" and value is not None}
         wire.number(body, "deadline", None, 0, 1e12)
@@ -418,30 +415,6 @@ async def _answered(
 
     headers["cache-control"] = "no-cache"
     return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
-
-
-async def _body(request: Request, *, empty: bool = False) -> dict[str, Any]:
-    """The request's JSON object. Raises ApiError. empty: there may be none."""
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MOST_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {MOST_BODY_BYTES} bytes", headers={"connection": "close"})
-    if not data and empty:
-        return {}
-    try:
-        body = json.loads(data, parse_constant=_no_number)
-        if _SURROGATE.search(data):
-            check_json(body)
-    except (ValueError, RecursionError) as error:
-        raise bad(f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(body, dict):
-        raise bad("the body is not a JSON object")
-    return body
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 def _check_room(prompt: int, most: int) -> None:

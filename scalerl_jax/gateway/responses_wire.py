@@ -125,7 +125,7 @@ def _events(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         for number_, part in enumerate(item.get("content", ())):
             where = {**at, "content_index": number_}
             yield "content_part.added", {**where, "part": {**part, "text": ""}}
-            extra = {"logprobs": []} if part["type"] == "output_text" else {}
+            extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
             yield f"{part['type']}.delta", {**where, **extra, "delta": part["text"]}
             yield f"{part['type']}.done", {**where, **extra, "text": part["text"]}
             yield "content_part.done", {**where, "part": part}
