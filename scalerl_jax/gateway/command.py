@@ -49,7 +49,7 @@ def main(config: Config, arguments: list[str]) -> None:
     signals.expect("the gateway has stopped")
     if arguments:
         raise entry.UserError(f"{arguments[0]}: not a flag")
-    for package in ("prometheus_client", "starlette", "uvicorn", "uvloop"):
+    for package in ("prometheus_client", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise entry.UserError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
 
@@ -105,9 +105,10 @@ def main(config: Config, arguments: list[str]) -> None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
-        import uvloop
+        from uvicorn.loops.auto import auto_loop_factory
 
-        uvloop.run(serve())
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, which is faster
+            runner.run(serve())
     signals.raise_if_interrupted()
 
 

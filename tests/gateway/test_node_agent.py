@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 
+import httpx
 import pytest
 
 from tests.gateway import chat_model
@@ -38,4 +39,7 @@ def test_an_episode_of_three_turns_is_one_branch(tmp_path: pathlib.Path) -> None
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
             assert (done.returncode, done.stdout) == (0, "The answer is 5.\n"), done.stderr
             found = chat_model.trace(process.address, "node")
+            metrics = httpx.get(f"http://{process.address}/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain") and metrics.headers["x-request-id"]
+    assert {"scalerl_gateway_turns_total 3.0", "scalerl_gateway_servers 1.0"} <= set(metrics.text.splitlines())
     assert found["branches"] == [[0, 1, 2]] and [turn["parent"] for turn in found["trace"]] == [None, 0, 1]
