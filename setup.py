@@ -46,7 +46,15 @@ DOCS = [
     "mkdocstrings[python]>=0.30",
 ]
 # scalerl-gateway: a model folder's tokenizer and template, and HTTP.
-GATEWAY = ["starlette>=1.0", "tokenizers>=0.21", "transformers[chat-template]>=5.0", "uvicorn>=0.40"]
+GATEWAY = [
+    "httptools>=0.6",
+    "prometheus-client>=0.21",
+    "starlette>=1.0",
+    "tokenizers>=0.21",
+    "transformers[chat-template]>=5.0",
+    "uvicorn>=0.40",
+    "uvloop>=0.21",
+]
 EXTRAS = {
     "docs": DOCS,
     "fit": FIT,

@@ -4,7 +4,9 @@ sessions.py        the turns of a session as a graph, its branches, retries; no 
 journal.py         a session on disk
 chat.py            messages as tokens and tokens as a message: chat template, thinking, calls of tools, stop strings
 generators.py      the servers: who is there, who is asked
-wire.py            what both wires share; openai_wire.py and anthropic_wire.py: bodies and answers of each
+wire.py            what the wires share; openai_wire.py, responses_wire.py and anthropic_wire.py: bodies and answers
 app.py             routes, keys, errors, streams
+server.py          where it listens
+agents.py          the gateway of a run that trains agents
 command.py         scalerl-gateway
 """

@@ -50,7 +50,7 @@ _JOURNAL = re.compile(r"train-(\d+)-.*\.journal")
 
 def check_installed() -> None:
     """Raises ValueError, one line, without the packages that the gateway is made of."""
-    for package in ("starlette", "uvicorn"):
+    for package in ("prometheus_client", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
 

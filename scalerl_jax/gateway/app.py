@@ -15,8 +15,9 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from starlette.applications import Starlette
@@ -25,22 +26,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from scalerl_jax.contract.codec import Completion, Sampling
-from scalerl_jax.environments.tool_calls import check_json
-from scalerl_jax.gateway import anthropic_wire, openai_wire, wire
+from scalerl_jax.contract.codec import Completion
+from scalerl_jax.gateway import anthropic_wire, openai_wire, responses_wire, wire
 from scalerl_jax.gateway.chat import Chat, NotRendered
-from scalerl_jax.gateway.generators import Busy, Late, NoServer, Refused
-from scalerl_jax.gateway.sessions import KEY, Call, Session, SessionOver, Sessions, SessionsFull, Turn, branches
+from scalerl_jax.gateway.generators import Busy, Late, NoServer, Refused, Sampler
+from scalerl_jax.gateway.sessions import KEY, Call, Session, SessionOver, Sessions, SessionsFull, Turn, all_of, branches
 from scalerl_jax.gateway.wire import ApiError, Asked, bad
+from scalerl_jax.system import metrics_endpoint
 
 _log = logging.getLogger(__name__)
 
-MOST_BODY_BYTES = 32 * 2**20
 PING_SECONDS = 15.0  # of a stream that has nothing to bring yet: clients give up a silent connection
 RETRY_SECONDS = 1  # for a client that found the queues full
+METRICS_PREFIX = "scalerl_gateway_"
 MOST_ABOUT_BYTES = 2**16  # of what POST /sessions is told
 _SESSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Turns = tuple[Turn, ...]
 
@@ -58,41 +58,20 @@ class Options:
     sampling: Literal["client", "run"] = "client"
 
 
-class Sampler(Protocol):
-    """Generators, or a run's fleet."""
-
-    @property
-    def there(self) -> Sequence[Any]:
-        """Servers."""
-
-    @property
-    def maximum_tokens(self) -> int:
-        """Of prompt and completion; 0: not known yet."""
-
-    def room(self, prompt: int) -> int:
-        """Tokens behind a prompt of so many; 0: none."""
-
-    async def ready(self, seconds: float) -> None:
-        """Returns when a server is there. Raises NoServer."""
-
-    async def generate(
-        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
-        session: str = "",
-    ) -> tuple[Completion, str]:  # fmt: skip
-        """See Generators."""
-
-
 class Gateway:
     """See the module. Its sessions, its generators and all of its requests live on one event loop."""
 
     def __init__(self, chat: Chat, generators: Sampler, sessions: Sessions, options: Options):
         self._chat, self._generators, self._sessions, self._options = chat, generators, sessions, options
         self._made = int(time.time())
+        self._answers: Counter[tuple[str, ...]] = Counter()  # by status
+        self._turns = self._tokens = 0  # sampled
 
     def app(self) -> Starlette:
         recorded: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat_completions,
             "/v1/completions": self._completions,
+            "/v1/responses": self._responses,
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
@@ -103,6 +82,7 @@ class Gateway:
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
             "/health": self._health,
+            "/metrics": self._metrics,
             "/version": self._version,
         }
         routes = [
@@ -127,11 +107,13 @@ class Gateway:
             try:
                 if not open_to_all:
                     self._check_token(request)
-                return await serve(request)
+                response = await serve(request)
             except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
+                response = Response(status_code=400)  # nobody reads it
             except Exception as error:  # noqa: BLE001 (every fault has an answer)
-                return _failed(request, _as_api_error(error))
+                response = _failed(request, _as_api_error(error))
+            self._answers[str(response.status_code),] += 1
+            return _identified(response)
 
         return answer
 
@@ -168,17 +150,8 @@ class Gateway:
         ]
         seconds = min(self._options.request_seconds, session.deadline - time.time())
 
-        async def all_of_them() -> list[Turns]:
-            started = [
-                asyncio.ensure_future(self._sample(session, call, one, seconds)) for call, one in zip(calls, asked)
-            ]
-            try:
-                return await asyncio.gather(*started)
-            finally:
-                for one in started:
-                    one.cancel()
-
-        return _Sampling(session, asyncio.create_task(all_of_them()), alone=alone, by=self._options.sampling)
+        sampled = all_of([self._sample(session, call, one, seconds) for call, one in zip(calls, asked)])
+        return _Sampling(session, asyncio.create_task(sampled), alone=alone, by=self._options.sampling)
 
     async def _sample(self, session: Session, call: Call, asked: Asked, seconds: float) -> Turns:
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
@@ -191,10 +164,12 @@ class Gateway:
             sampling = asked.sampling(self._chat.tokenizer.stop_ids, room=room)
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
-            return await self._generators.generate(
+            made, server = await self._generators.generate(
                 prompt, name=f"gateway/{name}", index=index, seed=seed, sampling=sampling, seconds=seconds,
                 session=f"gateway/{session.name}" if session.name in self._sessions.open else "",
             )  # fmt: skip
+            self._turns, self._tokens = self._turns + 1, self._tokens + len(made.token_ids)
+            return made, server
 
         def read(prompt: np.ndarray, completion: Completion) -> tuple[Completion, Mapping[str, Any], str | None]:
             cut, text, stop = self._chat.text(completion, asked.stops)
@@ -205,7 +180,7 @@ class Gateway:
         return await session.ask(call, renderer=self._chat, generate=generate, read=read)
 
     async def _chat_completions(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, [openai_wire.chat(body)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -218,10 +193,9 @@ class Gateway:
         return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
 
     async def _completions(self, request: Request) -> Response:
-        body = await _body(request)
-        sampling = await self._ask(
-            request, body, openai_wire.completions(body, self._chat.tokenizer, self._chat.vocabulary)
-        )
+        body = await wire.body_of(request)
+        asked = openai_wire.completions(body, self._chat.tokenizer, self._chat.vocabulary)
+        sampling = await self._ask(request, body, asked)
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
             return openai_wire.completion_answer(
@@ -232,7 +206,7 @@ class Gateway:
         return await _answered(request, body, sampling, answer, lambda found: openai_wire.chunks(found, body))
 
     async def _generate(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, [openai_wire.generate(body, self._chat.vocabulary)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -241,7 +215,7 @@ class Gateway:
         return await _answered(request, {**body, "stream": False}, sampling, answer, lambda found: iter(()))
 
     async def _messages(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         sampling = await self._ask(request, body, [anthropic_wire.messages(body)])
 
         def answer(found: Sequence[Turns]) -> dict[str, Any]:
@@ -249,16 +223,25 @@ class Gateway:
 
         return await _answered(request, body, sampling, answer, anthropic_wire.events)
 
+    async def _responses(self, request: Request) -> Response:
+        body = await wire.body_of(request)
+        sampling = await self._ask(request, body, [responses_wire.responses(body)])
+
+        def answer(found: Sequence[Turns]) -> dict[str, Any]:
+            return responses_wire.answer(found[0][0], body, model=self._model(body), name=sampling.name(found))
+
+        return await _answered(request, body, sampling, answer, responses_wire.events)
+
     # ---- what is not
 
     async def _count_tokens(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         self._check_model(body)
         asked = anthropic_wire.messages(body, counted=True)
         return JSONResponse({"input_tokens": len(self._chat.render(asked.messages, asked.tools))})
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         wire.refuse(body, return_token_strs=False)
         tokenizer = self._chat.tokenizer
         if "messages" in body:
@@ -271,7 +254,7 @@ class Gateway:
         return JSONResponse({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": None})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await wire.body_of(request)
         ids = wire.token_ids(body.get("tokens"), "tokens", self._chat.vocabulary)
         return JSONResponse({"prompt": self._chat.tokenizer.decode(ids.tolist())})
 
@@ -293,6 +276,27 @@ class Gateway:
     async def _version(self, _: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("scalerl-jax")})
 
+    async def _metrics(self, _: Request) -> Response:
+        text, kind = metrics_endpoint.page(self._families)
+        return Response(text, headers={"content-type": kind})
+
+    def _families(self) -> Iterator[metrics_endpoint.Family]:
+        held = self._sessions.open.values()
+        gauges = {
+            "servers": ("Servers that are there.", len(self._generators.there)),
+            "sessions": ("Sessions in memory.", len(held)),
+            "session_bytes": ("What they hold, about.", sum(session.size for session in held)),
+            "running_calls": ("Calls of sessions that are running.", sum(session.busy for session in held)),
+        }
+        counters = {
+            "turns": ("Completions sampled.", self._turns),
+            "sampled_tokens": ("Tokens sampled.", self._tokens),
+        }
+        for kind, families in (("gauge", gauges), ("counter", counters)):
+            for name, (says, value) in families.items():
+                yield METRICS_PREFIX + name, says, kind, (), {(): float(value)}
+        yield METRICS_PREFIX + "answers", "Answers by their status.", "counter", ("status",), dict(self._answers)
+
     def _model(self, body: Mapping[str, Any]) -> str:
         return wire.field(body, "model", str) or self._options.names[0]
 
@@ -305,7 +309,7 @@ class Gateway:
     # ---- sessions
 
     async def _open_session(self, request: Request) -> Response:
-        body = await _body(request, empty=True)
+        body = await wire.body_of(request, empty=True)
         name = _session_name(wire.field(body, "session", str) or uuid.uuid4().hex)
         about = {key: value for key, value in body.items() if key != "session" and value is not None}
         wire.number(body, "deadline", None, 0, 1e12)
@@ -418,30 +422,6 @@ async def _answered(
     return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
-async def _body(request: Request, *, empty: bool = False) -> dict[str, Any]:
-    """The request's JSON object. Raises ApiError. empty: there may be none."""
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MOST_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {MOST_BODY_BYTES} bytes", headers={"connection": "close"})
-    if not data and empty:
-        return {}
-    try:
-        body = json.loads(data, parse_constant=_no_number)
-        if _SURROGATE.search(data):
-            check_json(body)
-    except (ValueError, RecursionError) as error:
-        raise bad(f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(body, dict):
-        raise bad("the body is not a JSON object")
-    return body
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
-
-
 def _too_long(prompt: int, most: int) -> ApiError:
     why = f"prompt is too long: {prompt} tokens > {most - 1} maximum; this model's context length is {most} tokens"
     return ApiError(400, why, param="messages", code="context_length_exceeded")
@@ -492,4 +472,10 @@ def _failed(request: Request, error: ApiError) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (404, None)
     why = f"{request.method} {request.url.path}: there is no such route"
-    return _failed(request, ApiError(status, why, headers=headers))
+    return _identified(_failed(request, ApiError(status, why, headers=headers)))
+
+
+def _identified(response: Response) -> Response:
+    """With an id for it under the names by which OpenAI's and Anthropic's clients know it."""
+    response.headers["x-request-id"] = response.headers["request-id"] = uuid.uuid4().hex
+    return response

@@ -104,7 +104,10 @@ def main(config: Config, arguments: list[str]) -> None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
-        asyncio.run(serve())
+        from uvicorn.loops.auto import auto_loop_factory
+
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, which is faster
+            runner.run(serve())
     signals.raise_if_interrupted()
 
 

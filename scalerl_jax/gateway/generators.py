@@ -13,7 +13,8 @@ import asyncio
 import collections
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -57,13 +58,37 @@ class Refused(ValueError):
     """What is asked can never be served."""
 
 
+class Sampler(Protocol):
+    """Generators, or a run's fleet."""
+
+    @property
+    def there(self) -> Sequence[Any]:
+        """Servers."""
+
+    @property
+    def maximum_tokens(self) -> int:
+        """Of prompt and completion; 0: not known yet."""
+
+    def room(self, prompt: int) -> int:
+        """Tokens behind a prompt of so many; 0: none."""
+
+    async def ready(self, seconds: float) -> None:
+        """Returns when a server is there. Raises NoServer."""
+
+    async def generate(
+        self, prompt: np.ndarray, *, name: str, index: int, seed: int, sampling: Sampling, seconds: float,
+        session: str = "",
+    ) -> tuple[Completion, str]:  # fmt: skip
+        """See Generators."""
+
+
 class _Server:
     def __init__(self, address: str, credentials: security.Credentials):
         self.address, self.channel = address, security.connect(address, credentials)
         self.stub = Stub(self.channel)
         self.status: pb.StatusReply | None = None  # None: it is not there
         self.refused = ""  # why it is not a server for this model
-        self.calls = set[asyncio.Task]()
+        self.calls = set[Any]()  # calls of gRPC that are running
 
     @property
     def load(self) -> float:
@@ -108,6 +133,8 @@ class Generators:
 
     async def ready(self, seconds: float) -> None:
         """Raises NoServer, one line, where no server is there in time."""
+        if self.there:
+            return
         try:
             async with asyncio.timeout(seconds):
                 while not self.there:
@@ -168,35 +195,33 @@ class Generators:
             asked_of = server.status
             assert asked_of is not None
             asked = dataclasses.replace(request, incarnation=asked_of.version.incarnation)
-            call = asyncio.create_task(self._read(server, asked))
+            call = server.stub.Generate(request_to_proto(asked))
             server.calls.add(call)
             try:
-                await asyncio.wait({call})
+                completion = await self._read(call, asked)
+                self._remember(request.session, server)
+                return completion, f"{server.address} {asked_of.server_id}"
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                why = f"server {server.address} was lost"  # by `lose`, which cancelled the call alone
+            except ValueError as error:
+                why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
+                server.lose(why)
+            except grpc.aio.AioRpcError as error:
+                why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    raise Refused(peer_text.printable(error.details())) from None
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    full.add(server.address)
+                elif error.code() is grpc.StatusCode.FAILED_PRECONDITION:  # of other weights by now
+                    await self._poll(server)
+                else:
+                    server.lose(why)
             finally:
                 call.cancel()
                 server.calls.discard(call)
-            if call.cancelled():  # the server is lost
-                why = f"server {server.address} was lost"
-                continue
-            error = call.exception()
-            if error is None:
-                self._remember(request.session, server)
-                return call.result(), f"{server.address} {asked_of.server_id}"
-            if isinstance(error, ValueError):
-                why = f"server {server.address} breaks the contract: {peer_text.printable(error)}"
-                server.lose(why)
-                continue
-            if not isinstance(error, grpc.aio.AioRpcError):
-                raise error
-            why = f"server {server.address}: {error.code().name}: {peer_text.printable(error.details())}"
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise Refused(peer_text.printable(error.details()))
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                full.add(server.address)
-            elif error.code() is grpc.StatusCode.FAILED_PRECONDITION:  # of other weights by now
-                await self._poll(server)
-            else:
-                server.lose(why)
         raise NoServer(why)
 
     def _remember(self, session: str, server: _Server) -> None:
@@ -206,20 +231,16 @@ class Generators:
             if len(self._last) > MOST_REMEMBERED:
                 self._last.popitem(last=False)
 
-    async def _read(self, server: _Server, request: GroupRequest) -> Completion:
+    async def _read(self, call: AsyncIterable[Any], request: GroupRequest) -> Completion:
         """Raises ValueError where the answer breaks the contract."""
-        call = server.stub.Generate(request_to_proto(request))
-        try:
-            async for message in call:
-                if message is None:
-                    raise ValueError("it cannot be decoded")
-                completion = completion_from_proto(message)
-                validate(completion, request, newest=_ANY_STEP, vocabulary=self._vocabulary)
-                if completion.finish_reason == "aborted":
-                    raise ValueError("it hands back what it has not finished")
-                return completion
-        finally:
-            call.cancel()
+        async for message in call:
+            if message is None:
+                raise ValueError("it cannot be decoded")
+            completion = completion_from_proto(message)
+            validate(completion, request, newest=_ANY_STEP, vocabulary=self._vocabulary)
+            if completion.finish_reason == "aborted":
+                raise ValueError("it hands back what it has not finished")
+            return completion
         raise ValueError("it answers without a completion")
 
     async def _watch(self, server: _Server) -> None:

@@ -90,10 +90,10 @@ def generate(body: Mapping[str, Any], vocabulary: int) -> Asked:
 def _messages(given: Sequence[Any]) -> tuple[Message, ...]:
     if not given:
         raise bad("messages: one at least", "messages")
-    return tuple(_message(message, f"messages[{at}]") for at, message in enumerate(given))
+    return tuple(message_of(message, f"messages[{at}]") for at, message in enumerate(given))
 
 
-def _message(given: Any, where: str) -> Message:
+def message_of(given: Any, where: str) -> Message:
     if not isinstance(given, dict) or given.get("role") not in _ROLES:
         raise bad(f"{where}: must have a role of {', '.join(_ROLES)}", where)
     role = "system" if given["role"] == "developer" else given["role"]

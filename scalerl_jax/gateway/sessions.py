@@ -26,7 +26,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,9 +40,12 @@ Generate = Callable[[np.ndarray, str, int, int], Awaitable[tuple[Completion, str
 # (prompt, completion) -> (the completion, cut at a stop string; what it says; the stop string that it was cut at).
 Read = Callable[[np.ndarray, Completion], tuple[Completion, Message, str | None]]
 
+T = TypeVar("T")
+
 KEY = "sk-scalerl-"  # with which a client's key begins that names its session
 _MOST_ENDED = 100_000  # names that are kept of sessions that are over
 TURN_BYTES = 1000  # of a turn beside its tokens and its text, in memory
+_ENCODER = json.JSONEncoder(sort_keys=True)  # json.dumps would make one at each call
 
 
 class SessionOver(Exception):
@@ -271,7 +274,7 @@ class Session:
         parent, added, history = self._place(call, renderer)
         prompt = np.concatenate([self.path(parent), added])
         seed = (self._seed, self.name, number) if call.seed is None else (call.seed,)
-        completions = await _all([
+        completions = await all_of([
             generate(prompt, f"{self.name}/{number}", index, _number(*seed, index)) for index in range(call.choices)
         ])  # fmt: skip
         async with self._record:  # the order of the turns is that of the journal
@@ -366,8 +369,10 @@ class Session:
         journal.records.clear()
 
 
-async def _all(asked: Sequence[Awaitable[tuple[Completion, str]]]) -> list[tuple[Completion, str]]:
+async def all_of(asked: Sequence[Awaitable[T]]) -> list[T]:
     """All of them; where one fails the others are cancelled."""
+    if len(asked) == 1:  # as nearly always, and a task costs more than what is asked of it
+        return [await asked[0]]
     tasks = [asyncio.ensure_future(one) for one in asked]
     try:
         return await asyncio.gather(*tasks)
@@ -386,8 +391,7 @@ def _digest(before: str, what: object) -> str:
         what = {name: value for name, value in what.items() if value not in (None, [])}
         if "tool_calls" in what:
             what["tool_calls"] = [call["function"] for call in what["tool_calls"]]
-    text = json.dumps([before, what], sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(_ENCODER.encode([before, what]).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _number(*parts: object) -> int:

@@ -1,17 +1,24 @@
 """What both wires share: a body's fields, what is asked of the generators, and errors in either shape."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from starlette.requests import Request
 
 from scalerl_jax.contract import limits
 from scalerl_jax.contract.codec import Sampling
+from scalerl_jax.environments.tool_calls import check_json
 from scalerl_jax.gateway.sessions import Message, Turn
 
+MOST_BODY_BYTES = 32 * 2**20
 MOST_CHOICES = 128
 MOST_STOPS = 16  # tokens, as every server takes them
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Status -> the error's type in OpenAI's shape, and in Anthropic's.
 _TYPES = {
@@ -48,6 +55,30 @@ class ApiError(Exception):
 
 def bad(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
+
+
+async def body_of(request: Request, *, empty: bool = False) -> dict[str, Any]:
+    """The request's JSON object. Raises ApiError. empty: there may be none."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > MOST_BODY_BYTES:
+            raise ApiError(413, f"the body is longer than {MOST_BODY_BYTES} bytes", headers={"connection": "close"})
+    if not data and empty:
+        return {}
+    try:
+        body = json.loads(data, parse_constant=_no_number)
+        if _SURROGATE.search(data):
+            check_json(body)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(body, dict):
+        raise bad("the body is not a JSON object")
+    return body
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,10 +35,7 @@ class MetricsEndpoint:
         if importlib.util.find_spec("prometheus_client") is None:
             raise ValueError(f"{where}: needs prometheus_client, which pip install 'scalerl-jax[metrics]' brings")
         import prometheus_client
-        from prometheus_client.core import CollectorRegistry
 
-        registry = CollectorRegistry()
-        registry.register(_Collector(collect))
         try:
             family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
             kind = type("_Server", (_Server,), {"address_family": family})
@@ -46,7 +43,7 @@ class MetricsEndpoint:
         except OSError as error:
             why = error.strerror or error
             raise ValueError(f"{where} --metrics_host={host}: cannot listen there ({why})") from None
-        self._server.set_app(_or_unavailable(prometheus_client.make_wsgi_app(registry)))
+        self._server.set_app(_or_unavailable(prometheus_client.make_wsgi_app(_registry(collect))))
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -61,6 +58,21 @@ class MetricsEndpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def page(collect: Collect) -> tuple[bytes, str]:
+    """What an endpoint answers, for a process that serves HTTP itself, and its content type."""
+    import prometheus_client
+
+    return prometheus_client.generate_latest(_registry(collect)), prometheus_client.CONTENT_TYPE_LATEST
+
+
+def _registry(collect: Collect) -> Any:
+    from prometheus_client.core import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(collect))
+    return registry
 
 
 def _or_unavailable(app: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -47,19 +47,25 @@ def model_folder(folder: pathlib.Path) -> Chat:
     return Chat(Tokenizer(path), read_chat_template(path), end_of_thinking="</think>")
 
 
-def write_completions(chat: Chat, file: pathlib.Path) -> None:
-    """What the policy says in a conversation with one call of a tool; as no tokenizer would cut it."""
+def write_completions(
+    chat: Chat, file: pathlib.Path, *, question: Mapping[str, str] = QUESTION, said: Sequence[str] = (FIRST, SECOND),
+    results: Sequence[str] = ("4",),
+) -> None:  # fmt: skip
+    """What the policy says in a conversation with calls of the tool, which has these results; as no tokenizer would cut
+    it. Without the tool it says the last at once."""
     tokenizer = chat.tokenizer
 
     def one_by_one(text: str) -> list[int]:
         said = text.removesuffix("<|im_end|>")
         return [*(token for character in said for token in tokenizer.encode(character)), tokenizer.eos_id]
 
-    asked = chat.render([QUESTION], [TOOL])
-    first = one_by_one(FIRST)
-    told = chat.reply([{"role": "tool", "content": "4", "tool_call_id": ""}], behind=first[-1])
-    plain = chat.render([QUESTION], [])
-    rows = [(asked, first), ([*asked, *first, *told], one_by_one(SECOND)), (plain, one_by_one(SECOND))]
+    path = chat.render([question], [TOOL])
+    rows = [(chat.render([question], []), one_by_one(said[-1]))]
+    for text, result in zip(said, [*results, ""], strict=True):
+        ids = one_by_one(text)
+        rows.append((path, ids))
+        told = {"role": "tool", "content": result, "tool_call_id": ""}
+        path = [*path, *ids, *chat.reply([told], behind=ids[-1])]
     file.write_text("".join(json.dumps({
         "prompt_token_ids": prompt, "token_ids": ids, "logprobs": [-0.5] * len(ids), "finish_reason": "stop",
     }) + "\n" for prompt, ids in rows))  # fmt: skip

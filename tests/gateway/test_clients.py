@@ -86,6 +86,7 @@ def test_openai_calls_a_tool(openai: Any, chat: Chat, recorded: str) -> None:
     raw = client.chat.completions.with_raw_response.create(model="tiny", messages=[QUESTION], tools=[TOOL])
     assert raw.headers["x-scalerl-versions"] == "0-0"
     answer = raw.parse()
+    assert answer._request_id == raw.headers["x-request-id"]
     message = answer.choices[0].message
     assert (message.content, message.reasoning_content, answer.choices[0].finish_reason) == (
         SAID,
@@ -150,6 +151,40 @@ def test_anthropic_calls_a_tool(anthropic: Any, chat: Chat, recorded: str, strea
     then = say([QUESTION, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}])
     assert then.content[0].text == "The answer is 4." and then.stop_reason == "end_turn"
     check_conversation(chat, recorded, session)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_responses_call_a_tool(openai: Any, chat: Chat, recorded: str, streamed: bool) -> None:
+    session = f"responses-{streamed}"
+    client = openai.OpenAI(base_url=f"http://{recorded}/s/{session}/v1", api_key="any")
+    tools = [{"type": "function", **TOOL["function"], "strict": False}]
+
+    def say(given: Any) -> Any:
+        asked = {"model": "tiny", "input": given, "tools": tools, "store": False}
+        if not streamed:
+            return client.responses.create(**asked)
+        events = list(client.responses.create(**asked, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        last = events[-1].response
+        for kind, delta in (("message", "response.output_text.delta"), ("function_call", "arguments.delta")):
+            items = [item for item in last.output if item.type == kind]
+            whole = "".join(getattr(item, "arguments", None) or item.content[0].text for item in items)
+            assert whole == "".join(event.delta for event in events if event.type.endswith(delta))
+        with client.responses.stream(**asked) as stream:  # the client puts it together itself
+            assert stream.get_final_response().output_text == last.output_text
+        return last
+
+    answer = say("2+2?")
+    reasoning, message, call = answer.output
+    assert (reasoning.content[0].text, message.content[0].text, call.name) == (THOUGHT, SAID, "add")
+    assert json.loads(call.arguments) == {"a": 2, "b": 2} and answer.status == "completed"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+    then = say([QUESTION, *(item.to_dict() for item in answer.output), result])
+    assert then.output_text == "The answer is 4."
+    parents = [turn["parent"] for turn in trace(recorded, session)["trace"]]
+    assert parents == ([None, None, 1, 1] if streamed else [None, 0])
+    with pytest.raises(openai.BadRequestError, match="previous_response_id: is not offered"):
+        client.responses.create(model="tiny", input="2+2?", previous_response_id=answer.id)
 
 
 def test_asynchronous_anthropic_and_a_stop_sequence(anthropic: Any, recorded: str) -> None:
