@@ -10,6 +10,7 @@ last lines say what was left out and which command runs it, and how many tests p
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -246,6 +247,7 @@ def _test(target: str, files: list[str], folder: pathlib.Path, order: int | None
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
+    gc.set_threshold(500_000, 50, 100)  # tracing makes many objects that stay
     if files[0].startswith(FITS):
         os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(compiled.XLA_FLAGS, compiled.FITS_XLA_FLAGS)
     options = ["-q", "-rfE", "--no-header", "--disable-warnings"]

@@ -13,7 +13,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import os
 import re
@@ -37,6 +36,7 @@ from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.gateway.chat import Chat
 from scalerl_jax.gateway.generators import Refused
 from scalerl_jax.gateway.journal import Journal
+from scalerl_jax.gateway.server import check_installed, listen, serve
 from scalerl_jax.gateway.sessions import KEY, Branch, Session, SessionOver, Sessions, Turn, branches
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.rollouts.group_buffer import Process
@@ -46,13 +46,6 @@ from scalerl_jax.rollouts.requests import EVALUATION, Requests
 SWEEP_SECONDS = 60.0  # between looks at which journals are no longer needed
 MOST_BYTES = 2**33  # of all sessions in memory
 _JOURNAL = re.compile(r"train-(\d+)-.*\.journal")
-
-
-def check_installed() -> None:
-    """Raises ValueError, one line, without the packages that the gateway is made of."""
-    for package in ("prometheus_client", "starlette", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
 
 
 @contextlib.contextmanager
@@ -102,8 +95,7 @@ class RunAgents:
             self._drop_unsaved(saved())
 
     def __enter__(self) -> "RunAgents":
-        from scalerl_jax.gateway.app import Gateway, Options
-        from scalerl_jax.gateway.server import listen, serve
+        from scalerl_jax.gateway.app import Gateway, Options  # Starlette, which is installed for agents alone
 
         listening = listen("127.0.0.1", 0)
         listening.listen(2048)

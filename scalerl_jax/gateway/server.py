@@ -1,12 +1,17 @@
-"""Where the gateway listens, and its HTTP server."""
+"""Where the gateway listens, its HTTP server, and whether what that is made of is installed."""
 
 import contextlib
+import importlib.util
 import socket
 from collections.abc import Callable, Generator
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
+
+def check_installed() -> None:
+    """Raises ValueError, one line, without the packages that the gateway is made of."""
+    for package in ("prometheus_client", "starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{package} is not installed: pip install 'scalerl-jax[gateway]' brings it")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -22,8 +27,9 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-async def serve(app: Starlette, listening: socket.socket, *, over: Callable[[], bool], **settings: Any) -> None:
-    """Until `over`, or cancelled. settings: of uvicorn.Config."""
+async def serve(app: Any, listening: socket.socket, *, over: Callable[[], bool], **settings: Any) -> None:
+    """Serves an ASGI application until `over`, or cancelled. settings: of uvicorn.Config."""
+    import uvicorn
 
     class Server(uvicorn.Server):
         """Ends with the command's own signals, in the place of handlers of its own."""

@@ -11,7 +11,7 @@ so no token of an episode is staler than those of any completion. One that is ta
 the process that sampled the one before, which has its keys and values, as long as that has room.
 
 An agent (environments/agent.py) asks for its turns itself. Its group has nothing to ask of a server; each of the turns
-is a small group of its own, `calls`, with the number of the agent's group and so under the same rules.
+is a small group of its own, in `turns`, with the number of the agent's group and so under the same rules.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class GroupInFlight:
     trajectories: dict[int, Trajectory | AgentRun] = dataclasses.field(default_factory=dict)
     scores: dict[int, Score] = dataclasses.field(default_factory=dict)
     failed_at: str = ""  # the server that did not deliver the last time
-    calls: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # of its agents, not answered yet
+    turns: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # of its agents, not answered yet
     call: Call | None = None  # it is one of those itself
 
     def delivered(self) -> int:
@@ -161,8 +161,8 @@ class GroupBuffer:
     def waiting(self) -> Iterator[GroupInFlight]:
         """Groups in flight, and turns of agents, of which something is to be asked of a server; the oldest first."""
         for group in self.in_flight.values():
-            group.calls = [call for call in group.calls if call.call and not call.call.answer.cancelled()]
-            yield from (one for one in (group.calls if group.row.agent else (group,)) if one.pending)
+            group.turns = [call for call in group.turns if call.call and not call.call.answer.cancelled()]
+            yield from (one for one in (group.turns if group.row.agent else (group,)) if one.pending)
 
     def request(
         self,
@@ -284,15 +284,15 @@ class GroupBuffer:
         """An agent asks for a turn; row: of which only the prompt counts."""
         one = GroupInFlight(group.number, f"{group.group_id}/{name}", row, (wanted,), pending={wanted.index}, call=call)
         if self.runs(group, call.run):
-            group.calls.append(one)
+            group.turns.append(one)
         else:
             call.answer.cancel()
 
     def _answer(self, one: GroupInFlight, call: Call, completion: Completion, process: Process) -> None:
         group = self.in_flight.get(one.number)
-        if group is None or not any(other is one for other in group.calls):
+        if group is None or not any(other is one for other in group.turns):
             return
-        group.calls = [other for other in group.calls if other is not one]
+        group.turns = [other for other in group.turns if other is not one]
         call.run.processes.add(process)
         if call.answer.set_running_or_notify_cancel():
             call.answer.set_result((completion, process))
@@ -342,7 +342,7 @@ class GroupBuffer:
             for index in lost:
                 gone = group.trajectories.pop(index)
                 group.scores.pop(index, None)
-                group.calls = [one for one in group.calls if one.call and one.call.run is not gone]
+                group.turns = [one for one in group.turns if one.call and one.call.run is not gone]
             # One whose next turn is being sampled elsewhere is pending when that call ends.
             group.pending.update(set(lost) - group.asked.keys())
             group.failed_at = process.address

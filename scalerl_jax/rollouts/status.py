@@ -66,11 +66,11 @@ def waits_for(waits: BatchWait | None, buffer: GroupBuffer) -> list[str]:
 
 def _asked(group: GroupInFlight) -> list[str]:
     """The servers that have some of it."""
-    return sorted({address for one in (group, *group.calls) for address in one.asked.values()})
+    return sorted({address for one in (group, *group.turns) for address in one.asked.values()})
 
 
 def _pending(group: GroupInFlight) -> bool:
-    return any(one.pending for one in (group, *group.calls))
+    return any(one.pending for one in (group, *group.turns))
 
 
 def held_back(buffer: GroupBuffer) -> str:

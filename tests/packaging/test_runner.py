@@ -62,7 +62,7 @@ def test_where_all_passes_so_does_the_run(tmp_path: pathlib.Path) -> None:
 
 
 def test_files_of_a_folder_share_a_fork_and_the_longest_come_first() -> None:
-    known = {"a/test_1.py": [0, 30.0], "a/test_2.py": [0, 20.0], "a/test_3.py": [0, 5.0], "b/test_4.py": [0, 50.0]}
+    known = {"a/test_1.py": [0, 60.0], "a/test_2.py": [0, 40.0], "a/test_3.py": [0, 5.0], "b/test_4.py": [0, 90.0]}
     batches = runner.batches_of(list(known), known, None)
     assert batches == [["b/test_4.py"], ["a/test_1.py"], ["a/test_2.py", "a/test_3.py"]]
     shuffled = [runner.batches_of(list(known), known, order) for order in range(9)]

@@ -129,7 +129,7 @@ def test_in_mid_phase_an_evaluation_may_have_brought_every_server_further(start)
         groups = in_mid_phase(trainer)
         trainer.fleet.result(trainer.fleet.evaluate(trainer.version, HELD_OUT, 2), trainer.wait)
         eventually(lambda: {s.held()[0].step for s in servers} == {trainer.version})
-        assert trainer.fleet.trust.dismiss(groups[0].servers[0][0].process, WHY, {groups[0].number}) > 0
+        assert trainer.fleet.trust.dismiss(groups[0].servers[0][0][0].process, WHY, {groups[0].number}) > 0
         again = trainer.fleet.batch(trainer.version, trainer.wait)
         assert names(again) == names(groups)
         accept(trainer, again)
@@ -148,7 +148,7 @@ def test_in_mid_phase_the_only_server_that_has_groups_may_be_sent_away(start):
         late.start()
         eventually(lambda: trainer.states()[late.address] == "candidate")
         assert trainer.fleet.candidates.due() == []  # it holds the phase's version
-        assert trainer.fleet.trust.dismiss(groups[0].servers[0][0].process, WHY) > 0
+        assert trainer.fleet.trust.dismiss(groups[0].servers[0][0][0].process, WHY) > 0
         again = trainer.fleet.batch(trainer.version, trainer.wait)
         assert names(again) == names(groups)
         assert set(processes(again)) == {late.address}
@@ -292,7 +292,7 @@ def test_a_lying_server_is_found_by_what_it_delivers(start):
             places = [(g, i) for g in groups for i in range(len(g.completions))]
             scores = trainer.probe.score([(g.row.token_ids, g.completions[i]) for g, i in places])
             scored = [
-                Scored(g.servers[i][0].process, g.number, sums_of(g.completions[i], ours))
+                Scored(g.servers[i][0][0].process, g.number, sums_of(g.completions[i], ours))
                 for (g, i), ours in zip(places, scores)
             ]
             found = judge.judge(scored)

@@ -69,7 +69,7 @@ def check(group, requests: Requests, *, minimum: int, version: int | None = None
         spans = turns_of(completion)
         if score.metrics["ended/done"]:
             assert len(spans) == score.metrics["turns"] == score.metrics["wanted"] == 1 + group.row.index % 4
-        assert score.metrics["turns"] == len(spans) and group.servers[index][-1].end == len(completion.token_ids)
+        assert score.metrics["turns"] == len(spans) and group.servers[index][0][-1].end == len(completion.token_ids)
         assert completion.token_steps().min() >= minimum
         for turn, (start, end) in enumerate(spans):
             wanted = open_group.requests[index]
@@ -96,7 +96,7 @@ def check_batches(trainer: Trainer, requests: Requests) -> None:
 def delivered(trainer: Trainer) -> set[str]:
     """The servers that have sampled a part of what was trained on."""
     groups = [group for groups in trainer.batches for group in groups]
-    return {part.process.address for group in groups for parts in group.servers for part in parts}
+    return {part.process.address for group in groups for (parts,) in group.servers for part in parts}
 
 
 def test_every_turn_follows_the_path_so_far_and_is_trained_once(start, played):
@@ -144,10 +144,10 @@ def test_what_a_server_did_to_an_episode_is_taken_back(start, played):
         requests = Requests(made, ByteTokenizer())
         trainer.admit_all()
         groups = trainer.fleet.batch(0, trainer.wait)
-        bad = groups[0].servers[0][0].process
+        bad = groups[0].servers[0][0][0].process
         assert trainer.fleet.trust.dismiss(bad, "a test") > 0
         again = trainer.update()
         assert [group.number for group in again] == [group.number for group in groups]
         for group in again:
             check(group, requests, minimum=0)
-            assert bad not in {part.process for of in group.servers for part in of}
+            assert bad not in {part.process for (of,) in group.servers for part in of}

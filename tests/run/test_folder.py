@@ -363,6 +363,7 @@ def test_writing_events_needs_neither_torch_nor_tensorflow(tmp_path):
 def test_samples_of_rollouts(tmp_path):
     completion = types.SimpleNamespace(
         index=1,
+        prompt=None,
         token_ids=np.array([5, 6, 7], np.int32),
         logprobs=np.array([-0.5, 0.0, -1e-9], np.float32),
         versions=((4, 0, 2), (5, 2, 3)),

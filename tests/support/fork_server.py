@@ -77,7 +77,6 @@ def import_all(*more: str) -> None:
     assert not ours, f"{ours} define flags when they are imported"
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
-    gc.set_threshold(500_000, 50, 100)  # of all forks: tracing makes many objects that stay
 
 
 class ForkServer:
