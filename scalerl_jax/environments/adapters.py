@@ -312,9 +312,6 @@ class TRL(Games):
         super().__init__(lambda _: _TRL(factory(), reward_funcs), _rows(rows))
         self._factory, self._characters = factory, config.tool_characters
 
-    def prepare(self) -> None:
-        Tools(_methods(self._factory())).schemas()  # imports much, once and not in every episode's process
-
     def rows(self, split: str) -> Iterator[Row]:
         tools = Tools(_methods(self._factory())).schemas()
         for row in super().rows(split):

@@ -19,6 +19,7 @@ before, within the same limit. Random numbers of `random` and numpy begin alike 
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import os
@@ -112,6 +113,8 @@ def main() -> None:
         except ScorerError as error:
             replies.write(json.dumps({"error": str(error)}) + "\n")
             os._exit(0)
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy every page
         replies.write('{"ready": true}\n')
         os.dup2(nowhere.fileno(), 2)
     replies.close()

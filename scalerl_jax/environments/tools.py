@@ -61,22 +61,40 @@ class Tools:
         self._tools, self._config = tools, config
 
     @functools.cached_property
-    def owners(self) -> Mapping[str, tuple[Mapping[str, Any], Callable | Toolset]]:
-        """Schema and owner of each tool, by name. Raises ValueError naming the tool that has no schema or another's."""
-        found: dict[str, tuple[Mapping[str, Any], Callable | Toolset]] = {}
-        for owner in self._tools:
-            if self._config is not None and isinstance(owner, Toolset) and hasattr(owner, "prepare"):
-                owner.prepare(self._config)
-            for schema in owner.schemas() if isinstance(owner, Toolset) else (schema_of(owner),):
-                name = schema["function"]["name"]
+    def owners(self) -> Mapping[str, Callable | Toolset]:
+        """Of each tool, by its name. Raises ValueError naming a tool that has another's."""
+        found: dict[str, Callable | Toolset] = {}
+        for number, owner in enumerate(self._tools):
+            names = [getattr(owner, "__name__", repr(owner))]
+            if isinstance(owner, Toolset):
+                names = [schema["function"]["name"] for schema in self._of_toolsets[number]]
+            for name in names:
                 if name in found:
                     raise ValueError(f"tool {name}: there are two of this name")
-                found[name] = (schema, owner)
+                found[name] = owner
+        return found
+
+    @functools.cached_property
+    def _of_toolsets(self) -> Mapping[int, Sequence[Mapping[str, Any]]]:
+        """The schemas of each toolset, by its place."""
+        found = {}
+        for number, owner in enumerate(self._tools):
+            if isinstance(owner, Toolset):
+                if self._config is not None and hasattr(owner, "prepare"):
+                    owner.prepare(self._config)
+                found[number] = owner.schemas()
         return found
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """What the chat template is given of each."""
-        return tuple(schema for schema, _ in self.owners.values())
+        """What the chat template is given of each; not asked where episodes are played, since it imports much.
+
+        Raises ValueError as `owners`, or naming a tool that has no schema.
+        """
+        _ = self.owners
+        found = list[Mapping[str, Any]]()
+        for number, owner in enumerate(self._tools):
+            found += self._of_toolsets[number] if isinstance(owner, Toolset) else [schema_of(owner)]
+        return tuple(found)
 
 
 def schema_of(tool: Callable) -> Mapping[str, Any]:
@@ -96,7 +114,7 @@ class ToolEpisode:
 
     def __init__(self, row: Row, tools: Tools, *, score: Callable[[Row, Completion], Score], characters: int):
         self._row, self._score, self._characters = row, score, characters
-        self._owners = {name: owner for name, (_, owner) in tools.owners.items()}
+        self._owners = tools.owners
         self._open: dict[int, OpenTools] = {}  # by the toolset's id
         self._calls = 0
         self._errors = dict.fromkeys(self._owners, 0)

@@ -410,8 +410,6 @@ class Fleet:
             answer.cancel()
         return answer
 
-    # ---- who is asked
-
     def _changed(self) -> None:
         if not self._pump_due:
             self._pump_due = True

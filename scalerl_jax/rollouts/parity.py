@@ -447,14 +447,10 @@ class Parity:
 
     def _chosen(self, groups: Sequence[FinishedGroup], but: Collection[Place] = ()) -> list[Place]:
         """Where the completions are that are scored though nothing else needs it."""
-        return [
-            (p, i, b)
-            for p, group in enumerate(groups)
-            for i, completion in enumerate(group.completions)
-            if self._judge.chosen(completion.group_id, i)
-            for b, branch in enumerate(completion.branches)
-            if len(branch.token_ids) and (p, i, b) not in but
-        ]
+        every = ((p, i, c) for p, group in enumerate(groups) for i, c in enumerate(group.completions))
+        chosen = ((p, i, c) for p, i, c in every if self._judge.chosen(c.group_id, i))
+        places = ((p, i, b) for p, i, c in chosen for b, branch in enumerate(c.branches) if len(branch.token_ids))
+        return [place for place in places if place not in but]
 
     def _segments(self, groups: Sequence[FinishedGroup], places: list[Place]) -> Beside:
         """They count as scored."""
@@ -495,8 +491,7 @@ def _scored(groups: Sequence[FinishedGroup], places: Sequence[Place], logprobs: 
     """logprobs: of prompt and completion at each place."""
     out = []
     for (p, i, b), ours in zip(places, logprobs, strict=True):
-        group, start = groups[p], 0
-        branch = group.completions[i].branches[b]
+        group, branch, start = groups[p], groups[p].completions[i].branches[b], 0
         for process, end in group.servers[i][b]:
             sums = sums_of(branch, ours[len(prompt_of(branch, group.row)) :], start, end)
             out.append(Scored(process, group.number, sums))
