@@ -29,7 +29,7 @@ def wait(trainer: Trainer) -> None:
 
 def processes(groups) -> dict[str, Process]:
     """Who delivered to these groups, by address."""
-    return {process.address: process for group in groups for ((process, _),) in group.servers}
+    return {process.address: process for group in groups for (((process, _),),) in group.servers}
 
 
 def batch_of_both(trainer: Trainer, servers):
@@ -59,7 +59,7 @@ def test_what_a_process_delivered_comes_from_another_one(start):
         wait(trainer)
         groups = batch_of_both(trainer, servers)
         liar = processes(groups)[servers[0].address]
-        of_it = sum(process == liar for group in groups for ((process, _),) in group.servers)
+        of_it = sum(process == liar for group in groups for (((process, _),),) in group.servers)
         back = trainer.fleet.trust.dismiss(liar, WHY)
         assert back >= of_it > 0  # later groups have some of it, too
         assert trainer.states()[servers[0].address] == "rejected"
@@ -83,7 +83,7 @@ def test_one_group_is_asked_for_elsewhere_and_the_server_stays(start):
         groups = batch_of_both(trainer, servers)
         liar = processes(groups)[servers[0].address]
         bad = next(
-            group for group in groups if any(liar == process for ((process, _),) in group.servers)
+            group for group in groups if any(liar == process for (((process, _),),) in group.servers)
         )  # or only some of its completions
         back = trainer.fleet.trust.dismiss(liar, WHY, {bad.number})
         assert 0 < back <= len(bad.completions)

@@ -75,7 +75,7 @@ def check(group, requests: Requests, *, minimum: int, version: int | None = None
             wanted = open_group.requests[index]
             group_id = open_group.group_id
             if turn:
-                wanted, group_id = requests._turn(wanted, turn), f"{group_id}/{index}/{turn}"
+                wanted, group_id = requests.turn(wanted, turn), f"{group_id}/{index}/{turn}"
             prompt = np.concatenate([group.row.token_ids, completion.token_ids[:start]])
             asked = dataclasses.replace(
                 requests.probe("x", row(1), incarnation=1, samples=1, version=0), group_id=group_id, prompt=prompt,
