@@ -54,6 +54,7 @@ class AgentRun:
     """A completion of a group whose turns an agent asks for."""
 
     index: int  # in its group
+    attempt: int = 0  # how often it began before
     processes: set[Any] = dataclasses.field(default_factory=set)  # that have sampled any of it
     branch_parts: tuple[tuple[Part, ...], ...] = ()
     _completion: Completion | None = None
@@ -80,5 +81,8 @@ Ask = Callable[[np.ndarray, str, Any, int | None], "Future[tuple[Completion, Any
 class Agents(Protocol):
     """What plays a run's agents."""
 
-    def run(self, row: Row, name: str, ask: Ask) -> "Future[Outcome]":
-        """Plays a row; name: of the completion. Cancelled, it ends the agent."""
+    def run(self, row: Row, name: str, ask: Ask, *, attempt: int) -> "Future[Outcome]":
+        """Plays a row; name: of the completion; attempt: how often it began before, all of which is forgotten.
+
+        Cancelled, it ends the agent.
+        """

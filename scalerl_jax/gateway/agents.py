@@ -10,7 +10,6 @@ A turn whose answer the agent has not read is not trained on. Evaluations have n
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -85,9 +84,8 @@ class RunAgents:
         longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
         self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens, most_turns=config.rollout.max_turns)
         self._sessions = Sessions(folder=folder, seed=config.seed, most=2**31, most_turns=0, most_bytes=MOST_BYTES)
-        self._again = collections.Counter[str]()  # by completion: how often it had to begin again
         self._key, self._port, self._swept = secrets.token_urlsafe(24), 0, 0.0
-        self._thread, self._closing = LoopThread("agents' gateway"), False
+        self._thread = LoopThread("agents' gateway")
         self._fault: BaseException | None = None
         if folder:
             os.makedirs(folder, exist_ok=True)
@@ -113,20 +111,19 @@ class RunAgents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing = True
         self._thread.close()
         self._sessions.close()
         if self._folder:
             self._sweep()
 
-    def run(self, row: Row, name: str, ask: Ask) -> "Future[Outcome]":
+    def run(self, row: Row, name: str, ask: Ask, *, attempt: int) -> "Future[Outcome]":
         """See environments.agent.Agents."""
         outcome: Future[Outcome] = Future()
 
         async def play() -> None:
             with contextlib.suppress(InvalidStateError):  # it was cancelled
                 try:
-                    outcome.set_result(await self._play(row, name, ask))
+                    outcome.set_result(await self._play(row, name, ask, attempt))
                 except Exception as error:  # noqa: BLE001 (it is the caller's)
                     outcome.set_exception(error)
 
@@ -150,11 +147,18 @@ class RunAgents:
 
     # ---- on the gateway's thread
 
-    async def _play(self, row: Row, name: str, ask: Ask) -> Outcome:
+    async def _play(self, row: Row, name: str, ask: Ask, attempt: int) -> Outcome:
         if self._folder and time.monotonic() >= self._swept + SWEEP_SECONDS:
             self._sweep()
-        called = name.replace("/", "-") + (f"-again{count}" if (count := self._again[name]) else "")
-        session = self._sessions.find(called, {"row": row.name}, journal=not name.startswith(EVALUATION))
+        journalled = not name.startswith(EVALUATION)
+        called = name = name.replace("/", "-")
+        if attempt:  # what it had before is not to be trained on, by a later start neither
+            called = f"{name}-again{attempt}"
+            before = f"{name}-again{attempt - 1}" if attempt > 1 else name
+            if self._folder:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._sessions.path(before))
+        session = self._sessions.find(called, {"row": row.name}, journal=journalled)
         self._fleet.runs[called] = run = _Run(ask, session)
         base = f"http://127.0.0.1:{self._port}/s/{called}"
         client = Client(f"{base}/v1", base, f"{KEY}{called}:{self._key}", called, "policy")
@@ -166,13 +170,6 @@ class RunAgents:
                 raise EpisodeFailed("it asked for no turn")
         except EpisodeFailed as failure:
             ended, why = run.how(failure), str(failure)
-        except asyncio.CancelledError:
-            if not self._closing:  # what it had is not to be trained on
-                self._again[name] += 1
-                if self._folder:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(self._sessions.path(called))
-            raise
         finally:
             del self._fleet.runs[called]
             self._sessions.leave(called)
@@ -242,8 +239,13 @@ class _Run:
         if not self._asked:
             self._since = time.monotonic()
         self._asked += 1
+        asked, task = self._ask(prompt, name, self._last, most_tokens), asyncio.current_task()
         try:
-            completion, process = await asyncio.wrap_future(self._ask(prompt, name, self._last, most_tokens))
+            completion, process = await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:
+            if task is None or task.cancelling():
+                raise
+            raise SessionOver("this run of the agent is not wanted any more") from None  # by the fleet
         finally:
             self._asked -= 1
             if not self._asked:

@@ -377,7 +377,8 @@ class Fleet:
             for group, run in buffer.start_agents():
                 assert self._agents is not None
                 ask = functools.partial(self._ask, buffer, group, run)
-                outcome = self._agents.run(group.row, f"{group.group_id}/{run.index}", ask)
+                name = f"{group.group_id}/{run.index}"
+                outcome = self._agents.run(group.row, name, ask, attempt=run.attempt)
                 self._running[run] = buffer, group, outcome
                 watched(self._finish_agent(run), self._fail)
 

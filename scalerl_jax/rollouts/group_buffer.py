@@ -15,6 +15,7 @@ is a small group of its own, in `turns`, with the number of the agent's group an
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -80,6 +81,7 @@ class GroupInFlight:
     failed_at: str = ""  # the server that did not deliver the last time
     turns: list["GroupInFlight"] = dataclasses.field(default_factory=list)  # of its agents, not answered yet
     call: Call | None = None  # it is one of those itself
+    begun: Counter[int] = dataclasses.field(default_factory=Counter)  # agents, by index
 
     def delivered(self) -> int:
         """How many completions wait for no server."""
@@ -271,7 +273,8 @@ class GroupBuffer:
         found = []
         for group in self.in_flight.values():
             for index in sorted(group.pending if group.row.agent else ()):
-                run = group.trajectories[index] = AgentRun(index)
+                run = group.trajectories[index] = AgentRun(index, attempt=group.begun[index])
+                group.begun[index] += 1
                 group.pending.discard(index)
                 found.append((group, run))
         return found
