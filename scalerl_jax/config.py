@@ -235,6 +235,9 @@ class ObjectiveConfig:
     # What advantages are divided by: the standard deviation of the batch, that of the prompt's group, or nothing. maxrl
     # takes rewards of 1 and 0 and divides by the group's mean.
     advantage_normalization: Literal["batch", "prompt", "none", "maxrl"] = "batch"
+    # What an advantage is of: the whole completion, or each turn of an episode, by the rewards of that turn and all
+    # behind it beside the same turn of the prompt's other episodes.
+    credit: Literal["episode", "turn"] = "episode"
     # Completions that the token budget cuts: exclude leaves them out of the loss, penalize gives them a reward of -1.
     truncated: Literal["exclude", "penalize"] = "exclude"
     filter_zero_variance: bool = True  # Leaves out prompts whose completions are all correct or all wrong.

@@ -76,6 +76,11 @@ def check(config: Config) -> None:
             "config.rollout.length_control=penalty: is of completions of one turn, and "
             f"config.rollout.max_turns={config.rollout.max_turns}"
         )
+    if config.objective.credit == "turn" and config.objective.advantage_normalization == "maxrl":
+        raise ConfigError(
+            "config.objective.credit=turn: looks at the rewards of turns, and "
+            "config.objective.advantage_normalization=maxrl at what is correct, which is of whole episodes"
+        )
     if config.objective.loss == "gspo" and config.objective.aggregation != "sample":
         raise ConfigError("config.objective.loss=gspo: requires config.objective.aggregation=sample")
     if config.objective.loss == "cispo" and config.objective.tis_cap > 0:

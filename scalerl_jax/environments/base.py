@@ -95,6 +95,7 @@ class Score:
     why: str = ""  # for people: what was compared with what, which test failed
     failed: bool = False  # there is no true score: a function failed, or took too long; it counts as wrong
     excluded: bool = False  # likewise, and nothing is learned from it: its environment failed, not the policy
+    turns: tuple[float, ...] = ()  # of an episode the reward of each turn, which add up; (): it came with the last
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):

@@ -246,11 +246,11 @@ class EpisodePool:
         return connection
 
     def _score(self, row: Row, trajectory: Trajectory, connection: "_Connection", last: Step) -> Score:
-        reward = connection.reward
+        reward = sum(connection.rewards)
         correct = last.correct
         if correct is None:
             correct = reward >= self._configs[row.environment].environment.correct_at
-        return Score(reward, correct, self._end(trajectory, "done"))
+        return Score(reward, correct, self._end(trajectory, "done"), turns=tuple(connection.rewards))
 
     def _cut(self, trajectory: Trajectory, ended: str, why: str) -> Score:
         trajectory.cut()
@@ -356,13 +356,13 @@ class _Connection:
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
-        self.reward, self.seconds = 0.0, 0.0
+        self.rewards, self.seconds = list[float](), 0.0  # of each turn
         self.metrics: dict[str, float] = {}
         self.reply = ""  # the text of the last one
         self.pid: int | None = None  # of its process; None: it has not begun
 
     def add(self, step: Step, seconds: float) -> None:
-        self.reward += step.reward
+        self.rewards.append(step.reward)
         self.seconds += seconds
         self.metrics |= step.metrics
 

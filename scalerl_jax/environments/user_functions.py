@@ -26,7 +26,7 @@ from scalerl_jax.environments.base import Score, ScoreFailed, ScorerError
 CLOSING_SECONDS = 1.0  # by clock, for what an interrupted coroutine still does
 AGAIN_SECONDS = 0.1  # between two interruptions, should a bare `except:` swallow one
 SIGNAL = signal.SIGUSR2  # SIGALRM is the function's own: most published rewards with a limit of time use it
-_FIELDS = tuple(field.name for field in dataclasses.fields(Score) if field.name not in ("failed", "excluded"))
+_FIELDS = tuple(field.name for field in dataclasses.fields(Score) if field.name not in ("failed", "excluded", "turns"))
 
 
 class TookTooLong(BaseException):

@@ -60,7 +60,7 @@ from scalerl_jax.config import ObjectiveConfig
 from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments.base import Row, Score
 from scalerl_jax.learner.packing import Segment
-from scalerl_jax.objective import advantages, token_weights
+from scalerl_jax.objective import advantages, token_weights, turn_advantages
 
 
 class Group(Protocol):
@@ -110,6 +110,11 @@ def build(
         filter_zero_variance=objective.filter_zero_variance,
     )  # fmt: skip
     weight = token_weights(loss_tokens, counted, survives, objective.aggregation)
+    by_turn = None
+    if objective.credit == "turn":
+        returns, has = _returns(groups, rewards, truncated)
+        normalization = objective.advantage_normalization
+        by_turn = turn_advantages(returns, has & counted[:, :, None], survives, normalization=normalization)
 
     segments, origins = [], []
     lags: Counter = Counter()
@@ -122,12 +127,13 @@ def build(
             if weight[p, i] == 0 or not mask.any():
                 continue
             blank = np.zeros(len(prompt), np.float32)
+            worth = np.full(len(mask), advantage[p, i]) if by_turn is None else by_turn[p, i][_turn_numbers(branch)]
             origins.append((p, i, b))
             segments.append(
                 Segment(
                     tokens=np.concatenate([prompt, branch.token_ids]),
                     weights=np.concatenate([blank, mask.astype(np.float32) * np.float32(weight[p, i])]),
-                    advantages=np.concatenate([blank, np.full(len(mask), advantage[p, i], np.float32)]),
+                    advantages=np.concatenate([blank, worth.astype(np.float32)]),
                     generator_logprobs=np.concatenate([blank, branch.logprobs]),
                     experts=branch.experts,
                 )
@@ -170,6 +176,30 @@ def build(
         rewards=rewards,
         prompt_tokens=sum(len(s.tokens) for s in segments),
     )
+
+
+def _turns(completion: Completion) -> int:
+    """An agent's run counts as one: its turns need not be one behind the other."""
+    return 1 + len(completion.replies) if completion.prompt is None else 1
+
+
+def _turn_numbers(branch: Completion) -> np.ndarray:
+    """[tokens] int: in which turn each was sampled."""
+    starts = [start for start, _ in branch.replies] if branch.prompt is None else []
+    return np.searchsorted(starts, np.arange(len(branch.token_ids)), side="right")
+
+
+def _returns(groups: Sequence[Group], rewards: np.ndarray, truncated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a turn and all behind it are worth, and whether there is such a turn: [prompts, group, turns]."""
+    counts = np.array([[_turns(completion) for completion in group.completions] for group in groups])
+    has = np.arange(counts.max()) < counts[:, :, None]
+    returns = np.repeat(rewards[:, :, None], counts.max(), axis=2)
+    for p, group in enumerate(groups):
+        for i, score in enumerate(group.scores):
+            if score.turns and not truncated[p, i]:
+                before = np.cumsum([0.0, *score.turns[:-1]])
+                returns[p, i, : len(before)] -= before
+    return returns, has
 
 
 def prompt_of(branch: Completion, row: Row) -> np.ndarray:

@@ -9,6 +9,9 @@
 MaxRL is of binary rewards: it takes the verifier's word in place of the reward, and a prompt without a right completion
 has advantages of 0. Rare successes count most: a prompt with one right of G gives that one G - 1.
 
+By turn, of episodes whose steps have rewards (`credit`): turn t of completion i has R_it, the rewards of that turn and
+all behind it, in the place of r_i, and the means and scales above are over the completions that have a turn t.
+
 Computed on the host in float64: these numbers are settled before packing, sharding and micro-batching.
 
 Aggregation as one number per loss token (arXiv 2510.13786, section 3.2).
@@ -54,7 +57,32 @@ def advantages(
     correct_count = (correct & counted).sum(axis=1)
     survives = (count >= 2) & (correct_count > 0) & (correct_count < count) if filter_zero_variance else count >= 1
     kept = counted & survives[:, None]
-    rewards = np.where(kept, correct if normalization == "maxrl" else rewards, 0.0).astype(np.float64)
+    return _relative(correct if normalization == "maxrl" else rewards, kept, normalization), survives
+
+
+def turn_advantages(
+    returns: np.ndarray, counted: np.ndarray, survives: np.ndarray, *, normalization: str
+) -> np.ndarray:
+    """Of each turn.
+
+    Args:
+      returns: [prompts, group, turns] float, the rewards of a turn and all behind it.
+      counted: [prompts, group, turns] bool; False where a completion is excluded, or has no such turn.
+      survives: [prompts] bool, as `advantages` gives it.
+      normalization: one of NORMALIZATIONS but maxrl.
+
+    Returns: [prompts, group, turns] float64, 0 where not counted or not surviving.
+    """
+    by_turn = np.swapaxes(returns, 1, 2)  # a turn of a prompt is what a prompt is to `advantages`
+    shape, group = by_turn.shape, returns.shape[1]
+    kept = np.swapaxes(counted & survives[:, None, None], 1, 2).reshape(-1, group)
+    return np.swapaxes(_relative(by_turn.reshape(-1, group), kept, normalization).reshape(shape), 1, 2)
+
+
+def _relative(rewards: np.ndarray, kept: np.ndarray, normalization: str) -> np.ndarray:
+    """rewards, kept: [rows, group]. Of each row against itself: [rows, group] float64, 0 where not kept."""
+    count = kept.sum(axis=1)
+    rewards = np.where(kept, rewards, 0.0).astype(np.float64)
     mean = rewards.sum(axis=1, keepdims=True) / np.maximum(count, 1)[:, None]
     # Of equal rewards the mean is off by rounding, which a division by its own size would make of order 1.
     differ = np.where(kept, rewards, -np.inf).max(axis=1) > np.where(kept, rewards, np.inf).min(axis=1)
@@ -67,7 +95,7 @@ def advantages(
         centred = centred / (std + _PROMPT_EPSILON)
     elif normalization == "maxrl":
         centred = centred / np.where(mean > 0, mean, 1.0)
-    return centred, survives
+    return centred
 
 
 def token_weights(loss_tokens: np.ndarray, counted: np.ndarray, survives: np.ndarray, aggregation: str) -> np.ndarray:

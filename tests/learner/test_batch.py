@@ -105,6 +105,36 @@ def test_excluded_completions_leave_mean_scale_weights_and_group():
     assert batch.metrics["length_max"] == 6
 
 
+def test_each_turn_has_the_advantage_of_what_comes_behind_it():
+    """Turns of 2 tokens with a reply of 1 between: three of them, two, one, and a completion that knows no turns."""
+
+    def episode(index, turns):
+        replies = tuple((3 * t + 2, 3 * t + 3) for t in range(turns - 1))
+        return dataclasses.replace(completion(index, 3 * turns - 1, forced=replies), replies=replies)
+
+    rewards = ((1.0, 0.0, 1.0), (0.0, 1.0), (0.5,), ())
+    scores = tuple(Score(sum(one) or -1.0, bool(index % 2), turns=one) for index, one in enumerate(rewards))
+    row = Row("", index=3, token_ids=np.arange(2, dtype=np.int32))
+    made = Group(row, tuple(episode(index, len(one) or 1) for index, one in enumerate(rewards)), scores)
+    objective = ObjectiveConfig(credit="turn", advantage_normalization="none")
+    batch = build([made], objective, number=7)
+    # What is behind: 2, 1, 1 / 1, 1 / .5 / -1; means 2.5 / 4, 1, 1.
+    expected = [[1.375] * 2 + [0.0] * 6, [0.375] * 2 + [0.0] * 3, [-0.125] * 2, [-1.625] * 2]
+    for segment, advantage in zip(batch.segments, expected, strict=True):
+        loss = segment.weights[2:] > 0
+        np.testing.assert_allclose(segment.advantages[2:][loss], np.array(advantage)[loss], atol=1e-6)
+    # An episode that is cut is worth -1 from its first turn on.
+    cut = dataclasses.replace(made.completions[0], finish_reason="length")
+    penalized = dataclasses.replace(objective, truncated="penalize")
+    batch = build([dataclasses.replace(made, completions=(cut, *made.completions[1:]))], penalized, number=7)
+    np.testing.assert_allclose(batch.segments[0].advantages[2:4], -1 - (-1 + 1 + 0.5 - 1) / 4)
+    # Without rewards of turns, and with as many turns in each, it is the advantage of the episode.
+    alike = Group(row, tuple(episode(index, 2) for index in range(4)), tuple(RIGHT if i else WRONG for i in range(4)))
+    by_turn, whole = (build([alike], ObjectiveConfig(credit=credit), number=7) for credit in ("turn", "episode"))
+    for one, other in zip(by_turn.segments, whole.segments, strict=True):
+        np.testing.assert_allclose(one.advantages, other.advantages, rtol=1e-6)
+
+
 def test_truncated_as_failures():
     batch = build(mixed_groups(), ObjectiveConfig(truncated="penalize"), number=7)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_jax.objective import advantages
+from scalerl_jax.objective import advantages, turn_advantages
 from scalerl_jax.objective.advantages import NORMALIZATIONS
 from tests.objective import reference
 
@@ -40,6 +40,31 @@ def test_equal_the_formulas(normalization, filtered, seed):
     assert got.dtype == np.float64
     np.testing.assert_allclose(got, reference.advantages(batch, normalization, filtered=filtered), rtol=1e-12)
     assert survives.tolist() == [bool(reference.counted(group, filtered=filtered)) for group in batch]
+
+
+@pytest.mark.parametrize("normalization", ["batch", "prompt", "none"])
+@given(seed=seeds)
+def test_turns_equal_the_formulas(normalization, seed):
+    rng = np.random.default_rng(seed)
+    prompts, group, turns = 4, 5, 3
+    counted, survives = rng.random((prompts, group, turns)) > 0.4, rng.random(prompts) > 0.3
+    returns = rng.normal(size=counted.shape)
+    expected = np.zeros(counted.shape)
+    cells = [(p, t, [i for i in range(group) if counted[p, i, t]]) for p in range(prompts) for t in range(turns)]
+    for p, t, members in cells:
+        values = [returns[p, i, t] for i in members]
+        if not survives[p] or len(members) < 2:
+            continue
+        mean = sum(values) / len(values)
+        deviation = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+        for i in members:
+            divisor = deviation + 1e-6 if normalization == "prompt" else 1.0
+            expected[p, i, t] = (returns[p, i, t] - mean) / divisor
+    kept = sum(len(members) for p, _, members in cells if survives[p])
+    if normalization == "batch" and (square := (expected**2).sum()) > 0:
+        expected /= (square / kept) ** 0.5
+    got = turn_advantages(returns, counted, survives, normalization=normalization)
+    np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_by_hand():
