@@ -141,6 +141,7 @@ def test_an_episode_is_a_conversation_and_its_rewards_add_up(player):
     assert player.say("ho") == "hello 2: ho"
     score = player.say("done")
     assert (score.reward, score.correct, score.failed) == (1.25, True, False)
+    assert score.turns == (0.25, 0.25, 0.75)
     assert {
         "turns": 3.0,
         "ended/done": 1.0,
