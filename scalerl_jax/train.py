@@ -107,6 +107,7 @@ def train(config: Config) -> None:
                 replies=Replies(config, given.tokenizer), turn_tokens=given.requests.turn_tokens,
             )  # fmt: skip
             stack.enter_context(scorer)
+        with entry.user_mistakes():
             agents = stack.enter_context(agents_of(
                 config, scorer, given.tokenizer, given.requests, folder=folder.path("sessions"),
                 saved=lambda: newest_step(folder.path("checkpoints")) or 0,
