@@ -1,4 +1,4 @@
-"""An agent: a program that asks the policy for its turns by HTTP, as often as it likes, and says what came of it.
+"""An agent: a program that asks the policy for its turns by HTTP, as often as it likes, and returns its score.
 
     async def run(self, row, client): ...      of an environment, or no coroutine; gives what `score` would (own.py)
 
@@ -6,7 +6,7 @@ It speaks OpenAI's or Anthropic's wire to the run's own gateway, with whatever c
 turn is recorded as the tokens that were fed and sampled. A turn whose prompt does not go on from one before begins
 another branch; all branches are trained on, with the one advantage of the agent's score, and each token once.
 
-    done        it has said what it is worth
+    done        it has returned its score
     cut         it failed with no turn left (rollout.max_turns), with a prompt that was too long (max_tokens), or it had
                 no more time (deadline: environment.episode_seconds): as a completion that is too long
     failed      it failed otherwise, or has asked for nothing: the completion is excluded, and counted in the metrics
@@ -26,7 +26,7 @@ from scalerl_jax.environments.episode import Part
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """What an agent reaches the policy with."""
+    """How an agent reaches the policy."""
 
     base_url: str  # of OpenAI's clients
     anthropic_base_url: str
@@ -79,7 +79,7 @@ Ask = Callable[[np.ndarray, str, Any, int | None], "Future[tuple[Completion, Any
 
 
 class Agents(Protocol):
-    """What plays a run's agents."""
+    """Runs the agents of a training run."""
 
     def run(self, row: Row, name: str, ask: Ask, *, attempt: int) -> "Future[Outcome]":
         """Plays a row; name: of the completion; attempt: how often it began before, all of which is forgotten.

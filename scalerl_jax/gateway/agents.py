@@ -42,7 +42,7 @@ from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.loop_thread import LoopThread, watched
 from scalerl_jax.rollouts.requests import EVALUATION, Requests
 
-SWEEP_SECONDS = 60.0  # between looks at which journals are no longer needed
+SWEEP_SECONDS = 60.0  # between sweeps of the journals that are no longer needed
 MOST_BYTES = 2**33  # of all sessions in memory
 _JOURNAL = re.compile(r"train-(\d+)-.*\.journal")
 
@@ -196,7 +196,7 @@ class RunAgents:
         return [(int(match[1]), os.path.join(self._folder, name)) for match, name in found if match]
 
     def _sweep(self) -> None:
-        """Those go that no start of the run would need."""
+        """Removes those that no start of the run would need."""
         self._swept = time.monotonic()
         first = self._saved() * self._config.rollout.prompts_per_step
         for number, path in self._journals():
@@ -204,7 +204,7 @@ class RunAgents:
                 os.unlink(path)
 
     def _drop_unsaved(self, newest: int) -> None:
-        """Those go that have tokens of versions which the run will make again, and not alike."""
+        """Removes those with tokens of versions that the run will train again, with other weights."""
         for _, path in self._journals():
             journal = Journal(path)
             turns = (turn for record in journal.records for turn in record.get("turns", ()))
@@ -215,7 +215,7 @@ class RunAgents:
 
 
 class _Run:
-    """An agent that runs."""
+    """The run of one agent."""
 
     def __init__(self, ask: Ask, session: Session):
         self._ask, self._session = ask, session
@@ -225,7 +225,7 @@ class _Run:
         self._asked, self._since = 0, 0.0
 
     def how(self, failure: EpisodeFailed) -> str:
-        """Its run has ended."""
+        """How a run that failed has ended."""
         if failure.late:
             return "deadline"
         return "max_turns" if self._over else "max_tokens" if self._session.full else "failed"
@@ -265,7 +265,7 @@ class _Fleet:
     def there(self) -> Sequence[Any]:
         return [self]
 
-    def room(self, prompt: int) -> int:
+    def capacity(self, prompt: int) -> int:
         return self._turn_tokens if prompt + self._turn_tokens <= self.maximum_tokens else 0
 
     async def ready(self, seconds: float) -> None:

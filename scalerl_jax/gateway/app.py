@@ -157,11 +157,11 @@ class Gateway:
         async def generate(prompt: np.ndarray, name: str, index: int, seed: int) -> tuple[Completion, str]:
             if not self._generators.maximum_tokens:
                 await self._generators.ready(seconds=min(seconds, 10.0))
-            room = self._generators.room(len(prompt))
-            if room < 1:
+            capacity = self._generators.capacity(len(prompt))
+            if capacity < 1:
                 session.full = True
                 raise _too_long(len(prompt), self._generators.maximum_tokens)
-            sampling = asked.sampling(self._chat.tokenizer.stop_ids, room=room)
+            sampling = asked.sampling(self._chat.tokenizer.stop_ids, capacity=capacity)
             if len(sampling.stop_token_ids) > wire.MOST_STOPS:
                 raise bad(f"stop_token_ids: {wire.MOST_STOPS} with the model's own are possible", "stop_token_ids")
             made, server = await self._generators.generate(

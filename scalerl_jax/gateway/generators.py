@@ -69,8 +69,8 @@ class Sampler(Protocol):
     def maximum_tokens(self) -> int:
         """Of prompt and completion; 0: not known yet."""
 
-    def room(self, prompt: int) -> int:
-        """Tokens behind a prompt of so many; 0: none."""
+    def capacity(self, prompt: int) -> int:
+        """How many tokens may follow a prompt of so many; 0: the prompt is too long."""
 
     async def ready(self, seconds: float) -> None:
         """Returns when a server is there. Raises NoServer."""
@@ -149,8 +149,8 @@ class Generators:
         """The status of each server that is there."""
         return [server.status for server in self._servers if server.status is not None]
 
-    def room(self, prompt: int) -> int:
-        """Tokens behind a prompt of so many."""
+    def capacity(self, prompt: int) -> int:
+        """How many tokens may follow a prompt of so many."""
         return self.maximum_tokens - prompt
 
     @property

@@ -1,4 +1,4 @@
-"""OpenAI's Responses wire: /v1/responses, and its stream of events. `input` is all that was said."""
+"""OpenAI's Responses wire: /v1/responses, and its stream of events. `input` is the whole conversation."""
 
 import json
 import time
@@ -46,19 +46,19 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     """What an assistant says comes as an item for each part of it."""
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     if kind == "message":
-        said = {"role": item.get("role"), "content": wire.content_text(item.get("content"), where, _TEXTS)}
+        message = {"role": item.get("role"), "content": wire.content_text(item.get("content"), where, _TEXTS)}
     elif kind == "reasoning":
         thinking = item.get("content") or item.get("summary")
-        said = {"role": "assistant", "reasoning_content": wire.content_text(thinking, where, _TEXTS)}
+        message = {"role": "assistant", "reasoning_content": wire.content_text(thinking, where, _TEXTS)}
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "function": {name: item.get(name) for name in ("name", "arguments")}}
-        said = {"role": "assistant", "tool_calls": [call]}
+        message = {"role": "assistant", "tool_calls": [call]}
     elif kind == "function_call_output":
         output = wire.content_text(item.get("output"), where, _TEXTS)
-        said = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
+        message = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
     else:
         raise bad(f"{where}: must be a message, reasoning, function_call or function_call_output", where)
-    return dict(message_of(said, where))
+    return dict(message_of(message, where))
 
 
 def _join(first: dict[str, Any], then: Mapping[str, Any]) -> None:
@@ -86,8 +86,8 @@ def answer(turn: Turn, body: Mapping[str, Any], *, model: str, name: str) -> dic
         output.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content})
     if message["content"] or not message.get("tool_calls"):
         part = {"type": "output_text", "text": message["content"], "annotations": []}
-        said = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
-        output.append(said)
+        item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+        output.append(item)
     for number_, call in enumerate(message.get("tool_calls", ())):
         called = {"id": f"fc_{name}-{number_}", "type": "function_call", "status": "completed", "call_id": call["id"]}
         function = call["function"]

@@ -188,7 +188,7 @@ class Session:
         self.turns: list[Turn] = []
         self.size = 0  # bytes, about
         self.answered = set[int]()  # turns that a client has been given since this began
-        self.full = False  # a prompt had no room for a turn behind it
+        self.full = False  # a prompt was too long for a turn behind it
         self._seed, self._journal, self._most_turns = seed, journal, most_turns
         self._children: dict[int | None, list[Turn]] = defaultdict(list)
         self._said: dict[str, list[Turn]] = defaultdict(list)  # by the digest of all messages, the turn's own the last

@@ -90,21 +90,21 @@ class Asked:
     prompt: np.ndarray | None = None  # [tokens] int32, in the place of messages
     choices: int = 1
     seed: int | None = None
-    max_tokens: int | None = None  # None: as many as there is room for
+    max_tokens: int | None = None  # None: as many as fit
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
-    def sampling(self, stop_ids: Sequence[int], *, room: int) -> Sampling:
-        """stop_ids: the model's own. room: tokens behind the prompt."""
+    def sampling(self, stop_ids: Sequence[int], *, capacity: int) -> Sampling:
+        """stop_ids: the model's own. capacity: tokens that fit behind the prompt."""
         greedy = self.temperature < limits.TEMPERATURES[0]  # colder than any engine samples
         return Sampling(
             temperature=1.0 if greedy else self.temperature,
             top_p=self.top_p,
             top_k=1 if greedy else self.top_k,
-            answer_budget=min(room, self.max_tokens or room),
+            answer_budget=min(capacity, self.max_tokens or capacity),
             stop_token_ids=tuple(dict.fromkeys([*stop_ids, *self.stop_token_ids])),
         )
 
