@@ -100,6 +100,7 @@ class Score:
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
             raise ValueError(f"the reward is {self.reward}")
+        object.__setattr__(self, "turns", tuple(self.turns))  # JSON has lists
 
 
 WRONG, RIGHT = Score(-1.0, False), Score(1.0, True)
