@@ -228,7 +228,8 @@ class Session:
             self.answered.update(turn.turn_id for turn in turns)
             return turns
         except asyncio.CancelledError:
-            if again.cancelled() and self.over:  # it was ended meanwhile, and the caller was not
+            task = asyncio.current_task()
+            if again.cancelled() and task is not None and not task.cancelling():  # the session was closed meanwhile
                 raise SessionOver(f"session {self.name} is over") from None
             raise
 
