@@ -32,12 +32,11 @@ from scalerl_jax.environments.episode import Part
 from scalerl_jax.environments.episode_pool import ENDED, EpisodeFailed, EpisodePool, failed_score
 from scalerl_jax.environments.scorer import Scorer
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.gateway.chat import Chat
+from scalerl_jax.gateway.chat import Chat, vocabulary_of
 from scalerl_jax.gateway.generators import Refused
 from scalerl_jax.gateway.journal import Journal
 from scalerl_jax.gateway.server import check_installed, listen, serve
 from scalerl_jax.gateway.sessions import KEY, Branch, Session, SessionOver, Sessions, Turn, branches
-from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.rollouts.group_buffer import Process
 from scalerl_jax.rollouts.loop_thread import LoopThread, watched
 from scalerl_jax.rollouts.requests import EVALUATION, Requests
@@ -76,10 +75,7 @@ class RunAgents:
         check_installed()
         self._config, self._episodes, self._folder, self._saved = config, episodes, folder, saved
         template = read_chat_template(config.model.path, config.environment.template_arguments)
-        try:
-            vocabulary = read_config(config.model.path).vocab_size
-        except ValueError:  # of a family that only its engine knows
-            vocabulary = 0
+        vocabulary = vocabulary_of(config.model.path)
         self._chat = Chat(tokenizer, template, end_of_thinking=config.rollout.end_of_thinking, vocabulary=vocabulary)
         longest = config.rollout.max_prompt_tokens + requests.maximum_tokens
         self._fleet = _Fleet(longest, turn_tokens=requests.turn_tokens, most_turns=config.rollout.max_turns)
@@ -255,7 +251,7 @@ class _Run:
 
 
 class _Fleet:
-    """What the gateway samples on (app.Sampler): the fleet, through the agents that run."""
+    """What the gateway samples on (generators.Sampler): the fleet, through the agents that run."""
 
     def __init__(self, maximum_tokens: int, *, turn_tokens: int, most_turns: int):
         self.maximum_tokens, self._turn_tokens, self._most_turns = maximum_tokens, turn_tokens, most_turns

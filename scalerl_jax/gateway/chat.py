@@ -20,12 +20,21 @@ from scalerl_jax.environments.thinking import opening, split_thinking, thinking_
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.environments.tool_calls import HERMES, Schemas, form_of, split_calls
 from scalerl_jax.gateway.sessions import Message
+from scalerl_jax.model.decoder_config import read_config
 
 _LONGEST_OPENING = 16  # tokens at the end of a prompt that are looked at for the beginning of thinking
 
 
 class NotRendered(ValueError):
     """The chat template does not take these messages, or there is none."""
+
+
+def vocabulary_of(folder: str) -> int:
+    """The model's; 0: it is of a family that only its engine knows."""
+    try:
+        return read_config(folder).vocab_size
+    except ValueError:
+        return 0
 
 
 class Chat:

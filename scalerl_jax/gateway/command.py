@@ -34,11 +34,11 @@ from scalerl_jax.contract import security
 from scalerl_jax.contract.fingerprint import tokenizer_fingerprint
 from scalerl_jax.environments.chat_template import read_chat_template
 from scalerl_jax.environments.tokenizer import Tokenizer
-from scalerl_jax.gateway.chat import Chat
+from scalerl_jax.gateway.chat import Chat, vocabulary_of
 from scalerl_jax.gateway.generators import Generators, NoServer
 from scalerl_jax.gateway.server import check_installed, listen, serve
 from scalerl_jax.gateway.sessions import Sessions
-from scalerl_jax.model.decoder_config import check_folder, read_config
+from scalerl_jax.model.decoder_config import check_folder
 from scalerl_jax.rollouts.servers import credentials
 from scalerl_jax.rollouts.servers.discovery import Discovery
 from scalerl_jax.system import files, signals
@@ -62,10 +62,7 @@ def main(config: Config, arguments: list[str]) -> None:
         token = access()
         listed = Discovery(FLAGS.servers) if FLAGS.servers else None
         shown = credentials.read(config.fleet, name=listed.name if listed is not None else "")
-        try:
-            vocabulary = read_config(FLAGS.model).vocab_size
-        except ValueError:  # of a family that only its engine knows
-            vocabulary = 0
+        vocabulary = vocabulary_of(FLAGS.model)
     for line in [template.unknown_end(tokenizer)] if template is not None else ["the model has no chat template"]:
         if line:
             print(line, file=sys.stderr)

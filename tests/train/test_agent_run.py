@@ -2,14 +2,13 @@
 
 import json
 import pathlib
-import random
 
 import numpy as np
 import pytest
 
 from tests.support.runs import config_of, read
 from tests.train.chaos import check_rows
-from tests.train.test_episode_run import KILLS, kill_one
+from tests.train.test_episode_run import killed_fifty_times
 
 AGENT = """
 import asyncio, json, os, time, urllib.request
@@ -102,22 +101,4 @@ def test_agents_are_trained_on_as_they_were_sampled(tmp_path, flags, start):
 @pytest.mark.timeout(3600)
 def test_whatever_is_killed_of_agents_nothing_is_lost_and_nothing_twice(tmp_path, flags, start):
     """A server, an agent, the process that plays all of them, or the trainer with its gateway: fifty times."""
-    flags = [
-        *with_agents(flags, tmp_path),
-        f"--config.max_steps={2 * KILLS}",
-        "--config.checkpoint.every=2",
-        "--config.evaluation.every=25",
-        "--config.curriculum.no_positive_resampling_at=1.1",
-        "--config.fleet.servers=3",
-        "--config.fleet.silence_seconds=4",
-    ]
-    rng, run = random.Random(11), start(tmp_path / "run", *flags)
-    kills = [kill_one(run, rng, number) for number in range(KILLS)]
-    run.finish()
-
-    assert min(map(kills.count, ("server", "player", "episode", "trainer"))) >= 5, kills
-    rows, config = run.metrics, config_of(flags)
-    assert len(rows) == 2 * KILLS
-    check_rows(rows, config)
-    assert sum(row["score/ended/failed"] for row in rows) > 0
-    assert "Traceback" not in run.output()
+    killed_fifty_times(start, tmp_path / "run", with_agents(flags, tmp_path), seed=11)

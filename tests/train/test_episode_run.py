@@ -4,6 +4,7 @@ import contextlib
 import json
 import pathlib
 import random
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -127,13 +128,10 @@ def kill_one(run: Run, rng: random.Random, number: int) -> str:
     return kind
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, start):
-    """A server, an episode, the process that plays all of them, or the trainer with everything: fifty times."""
+def killed_fifty_times(start: Callable[..., Run], folder: pathlib.Path, flags: list[str], *, seed: int) -> None:
+    """A run with these flags: every step is there, once, with as many groups as any."""
     flags = [
-        *with_episodes(flags, tmp_path),
+        *flags,
         f"--config.max_steps={2 * KILLS}",
         "--config.checkpoint.every=2",
         "--config.evaluation.every=25",
@@ -141,7 +139,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, s
         "--config.fleet.servers=3",
         "--config.fleet.silence_seconds=4",
     ]
-    rng, run = random.Random(7), start(tmp_path / "run", *flags)
+    rng, run = random.Random(seed), start(folder, *flags)
     kills = [kill_one(run, rng, number) for number in range(KILLS)]
     run.finish()
 
@@ -151,3 +149,11 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, s
     check_rows(rows, config)
     assert sum(row["score/ended/failed"] for row in rows) > 0
     assert "Traceback" not in run.output()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_whatever_is_killed_nothing_is_lost_and_nothing_twice(tmp_path, flags, start):
+    """A server, an episode, the process that plays all of them, or the trainer with everything: fifty times."""
+    killed_fifty_times(start, tmp_path / "run", with_episodes(flags, tmp_path), seed=7)
