@@ -255,7 +255,8 @@ def _test(target: str, files: list[str], folder: pathlib.Path, order: int | None
     options += [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", f"--basetemp={folder / 'tmp'}"]
     options += ["-m", TARGETS[target][0]]
     sys.argv = ["pytest", *options, *files]
-    raise SystemExit(pytest.main([*options, *files], plugins=[Recorder(folder / "record.jsonl", order)]))
+    code = pytest.main([*options, *files], plugins=[Recorder(folder / "record.jsonl", order)])
+    fork_server.end(int(code), join_threads=False)  # a test that failed may have left one that waits for ever
 
 
 def files_of(target: str, wanted: Sequence[str]) -> list[str]:

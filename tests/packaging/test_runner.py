@@ -30,6 +30,12 @@ FILES = {
         def test_never_reached(): pass
     """,
     "broken/test_broken.py": "import no_such_module\n",
+    "stays/test_stays.py": """
+        import threading
+        def test_thread():
+            threading.Thread(target=threading.Event().wait).start()
+            assert not "left running"
+    """,
 }
 
 
@@ -46,10 +52,11 @@ def test_what_fails_and_what_dies_is_named(tmp_path: pathlib.Path) -> None:
     done = run_command("tests.runner", "test", write(tmp_path, list(FILES)), "--workers=2")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert lines[-1] == "test: 4 passed, 3 failed, 1 skipped", done.stdout + done.stderr
+    assert lines[-1] == "test: 4 passed, 4 failed, 1 skipped", done.stdout + done.stderr
     assert "so it is" in done.stdout and "No module named 'no_such_module'" in done.stdout
     told = [line for line in lines if line.startswith("FAILED")]
     assert any("test_bad.py::test_wrong" in line for line in told)
+    assert any("test_stays.py::test_thread" in line for line in told)  # and its fork has ended
     assert any("test_dies.py::test_end: ended with code 3" in line for line in told)
     assert any("test_broken.py: ended with code 2" in line for line in told)
     assert "skipped: 1 (for a reason)" in lines

@@ -111,7 +111,7 @@ class ForkServer:
                 code = _exit_code(leaving)
             except BaseException:  # noqa: BLE001 - as the interpreter does at the end of a program
                 sys.excepthook(*sys.exc_info())
-            _end(code)
+            end(code)
         watched = os.pidfd_open(pid)
 
         def gone(_: Any) -> None:
@@ -187,12 +187,13 @@ def _exit_code(leaving: SystemExit) -> int:
     return int(leaving.code or 0)
 
 
-def _end(code: int) -> None:
+def end(code: int, *, join_threads: bool = True) -> None:
     """As a program ends: its own exit handlers run, its output is flushed."""
     import atexit
     import threading
 
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    if join_threads:  # those that are no daemons
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
