@@ -266,6 +266,18 @@ class ObjectiveConfig:
 
 
 @dataclasses.dataclass
+class LoraConfig:
+    """Trains an adapter in place of the whole policy. Generators get the merged weights."""
+
+    rank: NotNegative[int] = 0  # Rank of the adapter's matrices. 0: all of the policy is trained.
+    alpha: Positive[float] = 32.0  # What the adapter adds is multiplied by alpha / rank.
+    # Which matrices have an adapter: their modules' names, as "q_proj,v_proj,lm_head". all-linear: those of the layers
+    # but routers.
+    targets: str = "all-linear"
+    adapter: str = ""  # Folder of an adapter to start from, as PEFT writes them. Empty: a new one.
+
+
+@dataclasses.dataclass
 class OptimizerConfig:
     learning_rate: Positive[float] = 5e-7  # Learning rate of AdamW, constant after the warm-up.
     warmup_steps: NotNegative[int] = 100  # Steps of the linear warm-up.
@@ -405,6 +417,7 @@ class Config:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     pacing: PacingConfig = dataclasses.field(default_factory=PacingConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)

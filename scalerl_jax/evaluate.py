@@ -142,9 +142,10 @@ def key_of(config: Config, workdir: str, step: int, inputs: Mapping[str, str]) -
 
 def checkpoint_weights(config: Config, workdir: str, step: int) -> dict[str, np.ndarray]:
     from scalerl_jax.learner.checkpoint import read_step
+    from scalerl_jax.learner.make_trainer import policy_of
 
-    checkpoint = read_step(os.path.join(workdir, "checkpoints"), "params", step)
-    weights = to_hf(checkpoint.state["params"], read_config(config.model.path), dtype_of(config))
+    checkpoint, decoder = read_step(os.path.join(workdir, "checkpoints"), "params", step), read_config(config.model.path)
+    weights = to_hf(policy_of(checkpoint, config, decoder), decoder, dtype_of(config))
     return {name: np.asarray(value) for name, value in weights.items()}
 
 

@@ -1,11 +1,14 @@
 """scalerl-export: the policy of a run as a Hugging Face folder that transformers and vLLM load.
 
-    scalerl-export --workdir=runs/quickstart --out=exported [--dtype=float32|bfloat16] [--model=DIR]
+    scalerl-export --workdir=runs/quickstart --out=exported [--dtype=float32|bfloat16] [--model=DIR] [--adapter]
 
 Reads only the parameters, from the newest checkpoint that is whole; a run that goes on is not disturbed. The weights
 are written in the dtype that the generators sample with (config.model.sync_dtype), so the folder is the policy that was
 trained and evaluated, unless --dtype says otherwise. The tokenizer is that of the model the run started from; --model
 says where that is, if it has moved.
+
+Of a run with an adapter (config.lora) the folder is the merged policy; with --adapter it is the adapter alone, in
+float32, as PEFT has it.
 """
 
 import os
@@ -17,18 +20,20 @@ from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.system import platforms
 
 
-def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
+def export(*, workdir: str, out: str, dtype: str = "", model: str = "", adapter: bool = False) -> int:
     """Writes the folder `out`, whole or not at all; returns the step of the checkpoint it holds.
 
-    dtype "": the run's sync dtype; model "": the run's config.model.path. Raises entry.UserError, one line, where
-    something is missing, unreadable, or `out` exists.
+    dtype "": the run's sync dtype; model "": the run's config.model.path; adapter: without the policy that it adapts.
+    Raises entry.UserError, one line, where something is missing, unreadable, or `out` exists.
     """
     if os.path.exists(out):
         raise entry.UserError(f"--out={out}: exists already")
     entry.check_out("--out", out)
     config = entry.config_of_run(workdir)
+    if adapter and not config.lora.rank:
+        raise entry.UserError(f"--adapter: the run in {workdir} has none, config.lora.rank is 0")
     with entry.user_mistakes():
-        model = model or config.model.path
+        model = model or (config.sft.model_path if config.lora.rank else "") or config.model.path
         if not model:
             made = os.path.join(workdir, "model")
             raise entry.UserError(
@@ -42,13 +47,19 @@ def export(*, workdir: str, out: str, dtype: str = "", model: str = "") -> int:
         decoder = read_config(model)
         # Orbax and jax, which take seconds: what is wrong with the flags has been said.
         from scalerl_jax.learner.checkpoint import read_newest
+        from scalerl_jax.learner.make_trainer import lora_of, policy_of
         from scalerl_jax.model.hf_folder import write_model_folder
+        from scalerl_jax.model.lora import BASE, write_adapter
 
         checkpoint = read_newest(os.path.join(workdir, "checkpoints"), "params")
-        params = checkpoint.state["params"]
-        write_model_folder(
-            out, params=params, decoder=decoder, tokenizer_dir=model, dtype=dtype or config.model.sync_dtype
-        )
+        if adapter:
+            lora, base = lora_of(config, decoder), checkpoint.manifest[BASE]
+            assert lora is not None
+            write_adapter(out, checkpoint.state["params"], lora, model=os.path.abspath(model), base=base)
+        else:
+            params = policy_of(checkpoint, config, decoder, model=model)
+            dtype = dtype or config.model.sync_dtype
+            write_model_folder(out, params=params, decoder=decoder, tokenizer_dir=model, dtype=dtype)
     return checkpoint.step
 
 
@@ -60,8 +71,10 @@ def run() -> None:
 
 def _main(_: list[str]) -> None:
     values = flags.FLAGS
-    step = export(workdir=values.workdir, out=values.out, dtype=values.dtype, model=values.model)
-    print(f"{values.out}: the policy after {step} batches")
+    step = export(
+        workdir=values.workdir, out=values.out, dtype=values.dtype, model=values.model, adapter=values.adapter
+    )
+    print(f"{values.out}: the {'adapter' if values.adapter else 'policy'} after {step} batches")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +35,8 @@ from scalerl_jax.config_check import ConfigError
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
 from scalerl_jax.learner.packing import plain
-from scalerl_jax.learner.trainer import Trainer, make_trainer
+from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.decoder import Params, init_params
 from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, check_folder, config_of_file, read_config
 from scalerl_jax.model.hf import load_hf
@@ -123,12 +125,13 @@ def trainer_of(config: Config, decoder: DecoderConfig, *, longest: int) -> Train
         rows_per_step=sft.rows_per_step,
         objective=_CROSS_ENTROPY,
         optimizer=dataclasses.replace(_ADAMW, weight_decay=sft.weight_decay),
+        adapted=bool(sft.model_path),
     )
 
 
-def initial_params(config: Config, decoder: DecoderConfig, trainer: Trainer) -> Params:
+def initial_params(config: Config, decoder: DecoderConfig, trainer: Trainer, dtype: Any) -> Params:
     if config.sft.model_path:
-        return load_hf(config.sft.model_path, trainer.mesh)[1]
+        return load_hf(config.sft.model_path, trainer.mesh, dtype)[1]
     seed = int(np.random.default_rng([config.seed, _INITIAL]).integers(2**31))
     return init_params(decoder, jax.random.key(seed), trainer.mesh)
 
@@ -139,6 +142,8 @@ def relevant(config: Config) -> Config:
     Raises ValueError where the parts of a mixture do not agree on how the prompts of files are rendered.
     """
     kept = Config(seed=config.seed, sft=config.sft, telemetry=config.telemetry)
+    if config.sft.model_path:  # a new decoder has no adapter
+        kept.lora = config.lora
     if config.sft.traces:
         kept.environment = _relevant(trace_files.asking(config)[1].environment, made_here=False)
     elif not config.mixture:
@@ -237,7 +242,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         checkpoints = Checkpoints(folder.path("checkpoints"), keep=2)
         stack.callback(checkpoints.close)
         with entry.user_mistakes():
-            found = trainer.restore(checkpoints, begin=lambda dtype: initial_params(config, decoder, trainer))
+            found = trainer.restore(checkpoints, begin=lambda dtype: initial_params(config, decoder, trainer, dtype))
         if found is not None and isinstance(traces, trace_files.FileTraces) and _TAKEN in found.manifest:
             traces.go_on(found.step, found.manifest[_TAKEN])
         start = found.step if found else 0
@@ -300,7 +305,7 @@ def main(config: Config, workdir: str, *, allow: Sequence[str] = ()) -> None:
         # ---- 5. The model, whole or not at all ---------------------------------------------------------------------
         write_model_folder(
             out,
-            params=trainer.state["params"],
+            params=trainer.policy,
             decoder=decoder,
             tokenizer_dir=tokenizer_folder,
             dtype=config.model.sync_dtype,

@@ -89,6 +89,7 @@ def export() -> None:
             "dtype", "", ["", "float32", "bfloat16"], "Of the weights; default: what the generators hold."
         )
         flags.DEFINE_string("model", "", "Folder of the model the run started from, where it has moved.")
+        flags.DEFINE_bool("adapter", False, "Writes the adapter of a run with config.lora as PEFT has it, not merged.")
 
 
 def verify() -> None:

@@ -26,7 +26,8 @@ from scalerl_jax.hosts.link import OtherHost
 from scalerl_jax.hosts.rank import Rank
 from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.checkpoint import Checkpoints
-from scalerl_jax.learner.trainer import Pending, Trainer, make_trainer
+from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.trainer import Pending, Trainer
 from scalerl_jax.model.decoder_config import check_folder, read_config
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.model.tensor_layout import hf_tensors

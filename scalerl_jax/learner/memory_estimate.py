@@ -7,7 +7,7 @@ On each device, the most of
     a version     state + 2 sent                                                   compared with the one before
 
     state         float32 parameters and both moments: 12 bytes a parameter of this device's part; of biases and norms'
-                  scales 16 (optimizer.py)
+                  scales 16 (optimizer.py). With an adapter those of the adapter, and the policy in the sync dtype
     sent          the weights in the sync dtype, as the last version had them
     reference     likewise those that the run began with, beside all three, where the loss has a KL to them
 
@@ -73,19 +73,18 @@ class MemoryEstimate:
 
 def needs_of(trainer: Trainer) -> Needs:
     """As compiled."""
-    state, params = trainer.abstract_state, trainer.abstract_state["params"]
-    wire = 2 if trainer.sync_dtype == "bfloat16" else 4
-    gradient = _on_one_device(params)
-    sent = gradient // 4 * wire
+    state, policy = trainer.abstract_state, trainer.abstract_policy
+    sent, frozen = _on_one_device(policy), _on_one_device(trainer.abstract_frozen)
     batch, end = trainer.compile_update()
     return Needs(
-        state=_on_one_device(state),
-        gradient=gradient,
+        state=_on_one_device(state) + frozen,
+        gradient=_on_one_device(state["params"]),
         sent=sent,
         temporaries=memory.working_bytes(batch),
         ending=memory.working_bytes(end),
-        version=_on_host(state) + _on_host(params) // 4 * wire,
-        reference=sent if trainer.layout.reference else 0,
+        version=_on_host(state) + _on_host(policy),
+        # A new adapter adds nothing: what is frozen is the reference.
+        reference=sent if trainer.layout.reference and not (trainer.lora and not trainer.lora.folder) else 0,
     )
 
 

@@ -11,6 +11,9 @@ A gradient may be dropped: nothing changes before `optim_step`. Gradients of sev
 the next (`add_to`). Where the loss has a KL to the policy that the run began with, that policy is kept in the dtype
 that weights are sent in, which is what the forward pass rounds to anyway, and scores each micro-batch before it.
 
+With an adapter (model/lora.py) the state's parameters are the adapter's; the frozen ones are kept beside the state, and
+are loaded from where they came when a run goes on.
+
 Compiled once, for one shape of micro-batches: `accumulate` for each form of the objective (losses.py), `apply` and
 `score`, which overwrite what they carry. The loss is a plain sum of weighted tokens, so the gradient is the same
 however the batch is packed, cut or laid out on the mesh. The state is one tree {"params", "opt_state", "compensation",
@@ -33,6 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
 from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
+from scalerl_jax.learner.digests import fingerprint
 from scalerl_jax.learner.packing import Elsewhere, MicroBatch, Place, Segment, pack, plain, positions_of, unpack
 from scalerl_jax.learner.weight_snapshots import Version, WeightSnapshots, host_arrays, host_blocks
 from scalerl_jax.model.attention import Shapes
@@ -41,6 +45,7 @@ from scalerl_jax.model.decoder import Params, Precision, abstract_params, forwar
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.head import chunk_of, token_logprobs
 from scalerl_jax.model.hf import to_hf
+from scalerl_jax.model.lora import BASE, OTHER_BASE, Lora, in_dtype
 from scalerl_jax.model.sharding import MESH_AXES, ROWS, make_mesh, row_shards
 from scalerl_jax.objective.losses import Form, form_of, numbers_of, policy_loss
 
@@ -100,7 +105,7 @@ def _merged(name: str, one: Any, other: Any) -> Any:
 class _Program:
     """`accumulate` for one form of the objective."""
 
-    run: Any  # (params, (grads, sums), batch, numbers) -> ((grads, sums), logp [rows, length])
+    run: Any  # (params, frozen, (grads, sums), batch, numbers) -> ((grads, sums), logp [rows, length])
     sums: dict[str, tuple[int, ...]]  # shapes
     batch: dict[str, jax.ShapeDtypeStruct]
 
@@ -117,8 +122,9 @@ class Trainer:
         mesh: Mesh,
         precision: Precision,
         layout: Layout,
+        lora: Lora | None = None,
     ):
-        """objective, optimizer: those of a call that names no others.
+        """objective, optimizer: those of a call that names no others. lora: None: all parameters are trained.
 
         Raises ValueError where the layout's rows do not divide over the mesh, or attention cannot be as wanted.
         """
@@ -136,6 +142,7 @@ class Trainer:
         if seq_len % (parts := mesh.shape["context"]):
             raise ValueError(f"rows of {seq_len} tokens do not divide over config.learner.context={parts}")
         self.decoder, self.mesh, self.layout, self.sync_dtype = decoder, mesh, layout, precision.sync
+        self.lora = lora
         self.seq_len, self.rows, self.rows_per_shard = seq_len, rows, rows // shards
         self._objective, self._optimizer = objective, optimizer
         self._routed = (decoder.layers, decoder.experts_per_token) if layout.router_replay else None
@@ -147,7 +154,10 @@ class Trainer:
         # What a host reads has to be on one of its devices.
         self.several_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
         self._read = whole if self.several_hosts else batches
-        abstract = abstract_params(decoder, mesh)
+        self.abstract_policy = abstract_params(decoder, mesh, precision.sync)
+        # What is not trained, {} without an adapter: the whole policy in the sync dtype.
+        self.abstract_frozen: Params = {} if lora is None else self.abstract_policy
+        abstract = abstract_params(decoder, mesh) if lora is None else lora.adapter(mesh)
         # The state as ShapeDtypeStructs with shardings: what a checkpoint is restored into.
         self.abstract_state = {
             "params": abstract,
@@ -156,10 +166,9 @@ class Trainer:
             "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
         }
         self.shardings = jax.tree.map(lambda struct: struct.sharding, self.abstract_state)
-        self.abstract_reference = jax.tree.map(
-            lambda struct: jax.ShapeDtypeStruct(struct.shape, precision.sync, sharding=struct.sharding), abstract
-        )
         self.state: State = {}
+        self.frozen: Params = {}
+        self._base = ""  # fingerprint of what is frozen
         self._reference: Params | None = None
         self._snapshots = WeightSnapshots(decoder, mesh, share=layout.delta_share) if layout.delta_share else None
 
@@ -171,7 +180,10 @@ class Trainer:
             token_logprobs, config=decoder, precision=precision, chunk=layout.logprob_chunk, mesh=mesh
         )
 
-        def score(params: Params, batch: dict[str, jax.Array]) -> Any:
+        def score(params: Params, frozen: Params, batch: dict[str, jax.Array]) -> Any:
+            return self._scored(self._policy(params, frozen), batch, entropy=False)[0]
+
+        def score_reference(params: Params, batch: dict[str, jax.Array]) -> Any:
             return self._scored(params, batch, entropy=False)[0]
 
         def apply(state: State, grads: Params, numbers: Mapping[str, jax.Array]) -> tuple[State, jax.Array]:
@@ -188,15 +200,18 @@ class Trainer:
         self._programs: dict[Form, _Program] = {}
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._score = jax.jit(score, out_shardings=self._read)
-        self._score_reference = jax.jit(score, out_shardings=batches)
+        self._score_reference = jax.jit(score_reference, out_shardings=batches)
         self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=self.shardings["params"])
-        self._to_sync = jax.jit(lambda params: to_hf(params, decoder, precision.sync))
+        self._to_sync = jax.jit(lambda *params: to_hf(self._policy(*params), decoder, precision.sync))
         self._init_optimizer = jax.jit(
             lambda params: (optimizer_lib.init(params), jax.tree.map(jnp.zeros_like, optimizer_lib.vectors(params))),
             out_shardings=(self.shardings["opt_state"], self.shardings["compensation"]),
         )
 
     # ---- what is compiled
+
+    def _policy(self, params: Params, frozen: Params) -> Params:
+        return params if self.lora is None else self.lora.join(params, frozen)
 
     def _scored(
         self, params: Params, batch: dict[str, jax.Array], *, entropy: bool, entropy_gradient: bool = False
@@ -217,9 +232,9 @@ class Trainer:
         with_reference = "reference_kl" in form.on
         assert self.layout.reference or not with_reference, "the layout keeps no reference policy"
 
-        def loss_of(params: Params, batch: dict[str, jax.Array], numbers: Mapping[str, jax.Array]) -> tuple[Any, Any]:
+        def loss_of(params: Params, frozen: Params, batch: dict[str, jax.Array], numbers: Any) -> tuple[Any, Any]:
             (logp, entropy), counts = self._scored(
-                params, batch, entropy=True, entropy_gradient="entropy_bonus" in form.on
+                self._policy(params, frozen), batch, entropy=True, entropy_gradient="entropy_bonus" in form.on
             )
             total, sums = policy_loss(
                 logp, batch["generator_logprobs"], batch["advantages"], batch["weights"], batch["segment_ids"],
@@ -229,9 +244,9 @@ class Trainer:
             sums["loss"] = jax.lax.stop_gradient(total)
             return total, ({**sums, **counts}, jax.lax.stop_gradient(logp))
 
-        def accumulate(params: Params, carry: Any, batch: dict[str, jax.Array], numbers: Any) -> Any:
+        def accumulate(params: Params, frozen: Params, carry: Any, batch: dict[str, jax.Array], numbers: Any) -> Any:
             grads, sums = carry
-            new, (parts, logp) = jax.grad(loss_of, has_aux=True)(params, batch, numbers)
+            new, (parts, logp) = jax.grad(loss_of, has_aux=True)(params, frozen, batch, numbers)
             grads = jax.tree.map(jnp.add, grads, new)
             return (grads, {name: _merged(name, sums[name], parts[name]) for name in sums}), logp
 
@@ -241,10 +256,11 @@ class Trainer:
                 (self.rows, self.seq_len), jnp.float32, sharding=self._batch_sharding
             )
         sums = jax.eval_shape(
-            lambda p, b, n: loss_of(p, b, n)[1][0], self.abstract_state["params"], batch, dict.fromkeys(form.on, 1.0)
-        )
+            lambda *of: loss_of(*of)[1][0],
+            self.abstract_state["params"], self.abstract_frozen, batch, dict.fromkeys(form.on, 1.0),
+        )  # fmt: skip
         carried = (self.shardings["params"], dict.fromkeys(sums, self._whole))
-        run = jax.jit(accumulate, donate_argnums=1, out_shardings=(carried, self._read))
+        run = jax.jit(accumulate, donate_argnums=2, out_shardings=(carried, self._read))
         self._programs[form] = _Program(run, {name: sum_.shape for name, sum_ in sums.items()}, batch)
         return self._programs[form]
 
@@ -255,7 +271,8 @@ class Trainer:
     def compile(self) -> None:
         """Compiles what an update needs ahead of the first batch. Nothing is computed."""
         self.compile_update()
-        self._score = self._score.lower(self.abstract_state["params"], self._batch_shape).compile()
+        params = self.abstract_state["params"], self.abstract_frozen
+        self._score = self._score.lower(*params, self._batch_shape).compile()
 
     def compile_update(self) -> tuple[Any, Any]:
         """Compiles `accumulate`, of the trainer's own objective, and `apply` alone, for the mesh's devices, which need
@@ -266,57 +283,85 @@ class Trainer:
             struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=self._whole)
             sums = {name: struct(shape) for name, shape in program.sums.items()}
             numbers = dict.fromkeys(form.on, struct(()))
-            program.run = program.run.lower(params, (params, sums), program.batch, numbers).compile()
+            given = params, self.abstract_frozen, (params, sums), program.batch, numbers
+            program.run = program.run.lower(*given).compile()
             numbers = dict.fromkeys(optimizer_lib.numbers_of(self._optimizer, 0.0), struct(()))
             self._apply = self._apply.lower(self.abstract_state, params, numbers).compile()
             if self.layout.reference:
-                scored = self._score_reference.lower(self.abstract_reference, self._batch_shape)
+                scored = self._score_reference.lower(self.abstract_policy, self._batch_shape)
                 self._score_reference = scored.compile()
         return program.run, self._apply
 
     # ---- the state
 
     @property
+    def policy(self) -> Params:
+        """The parameters: what is trained, and with an adapter what is frozen; weights are merged where they are used."""
+        return self._policy(self.state["params"], self.frozen)
+
+    @property
     def steps(self) -> int:
         """Of the optimizer."""
         return int(self.state["step"])
 
-    def start(self, params: Params) -> None:
-        """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start."""
+    def start(self, params: Params, frozen: Params | None = None) -> None:
+        """Begins from these parameters (float32, laid out as self.shardings["params"]), the optimizer at its start.
+
+        frozen: with an adapter, whose parameters `params` are then, as self.abstract_frozen.
+        """
+        self.frozen = {} if frozen is None else frozen
         step = jax.device_put(jnp.zeros((), jnp.int32), self._whole)
         opt_state, compensation = self._init_optimizer(params)
         self.state = {"params": params, "opt_state": opt_state, "compensation": compensation, "step": step}
 
     def keep_reference(self, params: Params) -> None:
-        """The policy that the run began with, in the sync dtype, laid out as self.abstract_reference."""
+        """The policy that the run began with, in the sync dtype, laid out as self.abstract_policy."""
         assert self.layout.reference
         self._reference = params
 
     def save(
         self, checkpoints: Checkpoints, step: int, *, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """The state as checkpoint `step`; see Checkpoints.save."""
+        """The state as checkpoint `step`; see Checkpoints.save. Of frozen parameters it has the fingerprint alone."""
+        manifest = {**manifest, **({BASE: self._base} if self.lora else {})}
         checkpoints.save(step, self.state, manifest=manifest, arrays=arrays)
 
     def restore(self, checkpoints: Checkpoints, begin: Callable[[Any], Params]) -> Checkpoint | None:
         """Goes on from the newest readable checkpoint; None: there is none, and it starts from the policy that the run
-        began with. Raises as Checkpoints.restore.
+        began with. Raises as Checkpoints.restore, and ValueError where an adapter is of another policy.
 
-        begin: loads that policy, laid out on the mesh, in the dtype that it is given.
+        begin: loads that policy, or what is frozen of it, laid out on the mesh, in the dtype that it is given.
         """
-        found = checkpoints.restore(self.abstract_state)
-        if found is None:
-            self.start(begin(jnp.float32))
-        else:
+        found, started = checkpoints.restore(self.abstract_state), None
+        if self.lora is not None:
+            self.frozen = begin(self.sync_dtype)
+            self._base = fingerprint(self.frozen)
+            if found is None or self.layout.reference:
+                started = self.lora.start(self.mesh, base=self._base)
+            if found is not None and found.manifest.get(BASE) != self._base:
+                raise ValueError(OTHER_BASE.format("the checkpoint's adapter"))
+        if found is not None:
             self.state = found.state
+        else:
+            self.start(begin(jnp.float32) if started is None else started, self.frozen)
         if self.layout.reference:
-            self.keep_reference(begin(self.sync_dtype))
+            self.keep_reference(self.frozen if self.lora and not self.lora.folder else self._policy_at_start(begin, started))
         return found
+
+    def _policy_at_start(self, begin: Callable[[Any], Params], adapter: Params | None) -> Params:
+        """The policy that the run began with, in the sync dtype."""
+        if adapter is None:
+            return begin(self.sync_dtype)
+        rounded = jax.jit(
+            lambda adapter, frozen: in_dtype(self._policy(adapter, frozen), self.sync_dtype),
+            out_shardings=jax.tree.map(lambda struct: struct.sharding, self.abstract_policy),
+        )
+        return rounded(adapter, self.frozen)
 
     def version(self, step: int) -> Version:
         """The policy as version `step`, made on the device. Its bytes come to the host when they are asked for."""
         if self._snapshots is not None:
-            found = self._snapshots.snapshot(self.state["params"], step)
+            found = self._snapshots.snapshot(self.policy, step)
             return Version(step, found.blocks if self.several_hosts else found.tensors, found.delta)
         weights = self.sync_weights()
         return Version(step, functools.partial(host_blocks if self.several_hosts else host_arrays, weights))
@@ -378,7 +423,7 @@ class Trainer:
             if REFERENCE in program.batch:
                 assert self._reference is not None, "keep_reference comes first"
                 arrays |= {REFERENCE: self._score_reference(self._reference, arrays)}
-            (grads, sums), logp = program.run(self.state["params"], (grads, sums), arrays, numbers)
+            (grads, sums), logp = program.run(self.state["params"], self.frozen, (grads, sums), arrays, numbers)
             scored.append(logp)
         return grads, sums, scored
 
@@ -443,57 +488,10 @@ class Trainer:
 
     def _logprobs(self, segments: Sequence[Segment | Elsewhere]) -> list[np.ndarray]:
         batches, places = self.pack(segments) if segments else ([], [])
-        scored = [np.asarray(self._score(self.state["params"], self._put(batch))) for batch in batches]
+        params = self.state["params"], self.frozen
+        scored = [np.asarray(self._score(*params, self._put(batch))) for batch in batches]
         return unpack(scored, places)
 
     def sync_weights(self) -> dict[str, jax.Array]:
         """The weights as they are sent: Hugging Face names, sync dtype, buffers of their own (safe to keep)."""
-        return self._to_sync(self.state["params"])
-
-
-def make_trainer(
-    config: Config,
-    decoder: DecoderConfig,
-    *,
-    max_segment: int,
-    seq_len: int | None = None,
-    rows_per_step: int | None = None,
-    objective: ObjectiveConfig | None = None,
-    optimizer: OptimizerConfig | None = None,
-    devices: Sequence[jax.Device] | None = None,
-    make: Callable[..., Trainer] = Trainer,
-) -> Trainer:
-    """The trainer of a run. Raises ValueError as Trainer.
-
-    Args:
-        max_segment: see Layout.
-        seq_len, objective, optimizer: None: as the config says for RL. A warm start gives all three.
-        rows_per_step: of an update, where that may be fewer than the config has in a micro-batch; None: any number.
-        devices: None: all there are.
-        make: called with the arguments of Trainer.
-    """
-    mesh = make_mesh(devices=devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
-    shards = row_shards(mesh)
-    rows = config.learner.micro_batch_rows
-    if rows_per_step is not None:
-        rows = min(rows, -(-rows_per_step // shards))
-    rl = objective is None
-    objective = objective or config.objective
-    return make(
-        decoder=decoder,
-        objective=objective,
-        optimizer=optimizer or config.optimizer,
-        mesh=mesh,
-        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
-        layout=Layout(
-            seq_len=seq_len or config.learner.seq_len,
-            rows=rows * shards,
-            max_segment=max_segment,
-            logprob_chunk=chunk_of(config.learner.logprob_chunk, mesh.devices.flat[0].platform),
-            remat=config.model.remat,
-            attention=config.model.attention,
-            router_replay=rl and config.rollout.router_replay,
-            reference=objective.reference_kl > 0,
-            delta_share=config.fleet.max_delta_density if rl and config.model.sync_dtype == "bfloat16" else 0.0,
-        ),
-    )
+        return self._to_sync(self.state["params"], self.frozen)

@@ -38,6 +38,7 @@ from scalerl_jax.model.decoder import Params, abstract_params
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.model.families.rows import WeightRow
 from scalerl_jax.model.hf import flat
+from scalerl_jax.model.lora import LowRank
 from scalerl_jax.model.sharding import WEIGHTS
 from scalerl_jax.model.tensor_layout import hf_tensors, layout, rows
 
@@ -90,6 +91,8 @@ class WeightSnapshots:
             for leaf, new in flat(params).items():
                 spec = abstract[leaf].sharding.spec
                 local = functools.partial(_compare, row=own[leaf], shape=new.shape, spec=spec, share=share)
+                if isinstance(new, LowRank):
+                    new = new.stacked(jnp.bfloat16) if own[leaf].layered else new.merged()
                 outputs = {"bits": spec, "digest": _CUTS, "count": _CUTS, "places": _CUTS, "values": _CUTS}
                 mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=outputs, check_vma=False)
                 out[leaf] = mapped(new, sent[leaf])
@@ -102,7 +105,7 @@ class WeightSnapshots:
         self._nothing = jax.jit(nothing, out_shardings={leaf: struct.sharding for leaf, struct in abstract.items()})
 
     def snapshot(self, params: Params, step: int) -> "WeightSnapshot":
-        """Version `step`: the parameters (float32, laid out as param_shardings says) as they are sent.
+        """Version `step`: the parameters (laid out as param_shardings says) as they are sent.
 
         Steps are taken one after another, each once; returns while the device still computes.
         """
@@ -195,7 +198,7 @@ def _as_in_files(leaf: jax.Array, layer: int | None, *, transposed: bool) -> jax
 def _compare(
     new: jax.Array, old: jax.Array, *, row: WeightRow, shape: tuple[int, ...], spec: PartitionSpec, share: float
 ) -> dict[str, Any]:
-    """One shard of one leaf of `shape`: new float32, old uint16, both [layers, ...] or, outside of layers, [...].
+    """One shard of one leaf of `shape`: new float32 or bfloat16, old uint16, both [layers, ...] or, outside of layers, [...].
 
     Returns bits as old, and with a dimension of size 1 in front, by which the mesh's shards are told apart:
     digest, count [layers] uint32; places, values: lists of pieces, [layers, piece] uint32 and uint16.

@@ -33,6 +33,7 @@ from scalerl_jax.model.expert_axis import sharded_expert_mlp
 from scalerl_jax.model.experts import ROUTERS, Routing, expert_mlp, moved, tokens_of
 from scalerl_jax.model.families import FAMILIES
 from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.lora import LowRank, merged
 from scalerl_jax.model.precision import Precision
 from scalerl_jax.model.remat import BLOCK, PRODUCT, scan_blocks
 from scalerl_jax.model.sharding import ROWS, constrain, spec
@@ -110,23 +111,32 @@ def product(a: jax.Array, b: jax.Array, contract: tuple[Any, Any], precision: Pr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def project(x: jax.Array, weight: jax.Array, precision: Precision) -> jax.Array:
-    """x [..., in] in the compute dtype times a float32 master [in, out]; the weight's cotangent is float32."""
+def project(x: jax.Array, weight: Any, precision: Precision) -> jax.Array:
+    """x [..., in] in the compute dtype times a float32 master [in, out], or a LowRank; the weight's cotangent is
+    float32, that of a LowRank goes through its rank."""
     return product(x, precision.cast(weight), ((x.ndim - 1,), (0,)), precision)
 
 
-def _project_forward(x: jax.Array, weight: jax.Array, precision: Precision) -> tuple[jax.Array, Any]:
+def _project_forward(x: jax.Array, weight: Any, precision: Precision) -> tuple[jax.Array, Any]:
     return project(x, weight, precision), (x, weight)
 
 
-def _project_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _project_backward(precision: Precision, saved: Any, g: jax.Array) -> tuple[jax.Array, Any]:
     x, weight = saved
     dx = product(g, precision.cast(weight), ((g.ndim - 1,), (1,)), precision)
     tokens = tuple(range(x.ndim - 1))
-    dw = jax.lax.dot_general(
-        x, g, ((tokens, tokens), ((), ())), precision=precision.dot, preferred_element_type=jnp.float32
-    )
-    return dx, dw.astype(weight.dtype)
+
+    def outer(x: jax.Array, g: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(
+            x, g, ((tokens, tokens), ((), ())), precision=precision.dot, preferred_element_type=jnp.float32
+        )
+
+    if not isinstance(weight, LowRank):
+        return dx, outer(x, g).astype(weight.dtype)
+    last, right = x.ndim - 1, (weight.right * weight.scale).astype(x.dtype)
+    inner = product(x, weight.left.astype(x.dtype), ((last,), (0,)), precision)
+    back = product(g, right, ((last,), (1,)), precision)
+    return dx, LowRank(None, outer(x, back), outer(inner, g) * weight.scale, weight.scale)  # type: ignore[arg-type]
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -246,8 +256,8 @@ class Layer:
         """x [..., width] through its experts: leaves are their gate, up and down [experts, out, in]."""
         into, weights = leaves[:2], self._weights
         joined = "_".join(into)
-        gate_up = (weights[joined],) if joined in weights else tuple(weights[leaf] for leaf in into)
-        down = weights[leaves[2]]
+        gate_up = (weights[joined],) if joined in weights else tuple(merged(weights[leaf]) for leaf in into)
+        down = merged(weights[leaves[2]])
         if self._mesh is None or self._mesh.size == 1:
             return expert_mlp(x, routing, gate_up, down, precision=self._precision)
         own = [rows(self._config)[leaf].dimensions for leaf in leaves]
@@ -290,10 +300,10 @@ def chunk_ids(segment_ids: jax.Array, positions: jax.Array, chunk: int) -> jax.A
     return jnp.where(segment_ids == 0, 0, ids)
 
 
-def _embedded(table: jax.Array, tokens: jax.Array, config: DecoderConfig, mesh: Mesh | None) -> jax.Array:
+def _embedded(table: Any, tokens: jax.Array, config: DecoderConfig, mesh: Mesh | None) -> jax.Array:
     """The rows of `table` [V, D] for tokens [rows, length]. They lie where the table's width is cut, and then where the
     rows are, in steps that each are one exchange: for all at once the partitioner would have every device hold all."""
-    x = table[tokens]
+    x = table.merged_rows(tokens) if isinstance(table, LowRank) else table[tokens]
     if mesh is None:
         return x
     part = spec(table.shape, rows(config)["embed"].tree_dimensions, mesh)[-1] or ()

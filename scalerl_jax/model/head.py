@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from scalerl_jax.model.decoder import Params, Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.lora import merged
 from scalerl_jax.model.precision import rounded as rounded_to
 from scalerl_jax.model.sharding import ROWS, spec
 
@@ -123,7 +124,7 @@ def token_logprobs(
 
     Returns: [rows, length] float32; a pair of them with `entropy`.
     """
-    weight = head_weight(params, config)
+    weight = merged(head_weight(params, config))
     scan = functools.partial(
         _scan, precision=precision, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient
     )

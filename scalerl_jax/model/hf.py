@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from scalerl_jax.model.decoder import Params, param_tree
 from scalerl_jax.model.decoder_config import DecoderConfig, read_config
 from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.lora import merged
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.model.sharding import spec
 from scalerl_jax.model.tensor_layout import check_shapes, layout
@@ -34,7 +35,7 @@ def to_hf(params: Params, config: DecoderConfig, dtype: Any) -> dict[str, jax.Ar
     leaves, out = flat(params), {}
     for name, tensor in layout(config).items():
         weight = leaves[tensor.row.leaf]
-        weight = (weight if tensor.layer is None else weight[tensor.layer]).astype(dtype)
+        weight = merged(weight if tensor.layer is None else weight[tensor.layer]).astype(dtype)
         out[name] = weight.T if tensor.row.transposed else weight
     return out
 

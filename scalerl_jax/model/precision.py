@@ -6,8 +6,12 @@ weight in use = compute dtype of (sync dtype of (float32 master)),  straight-thr
 import dataclasses
 import functools
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from scalerl_jax.model.lora import merged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +28,10 @@ class Precision:
         # On TPU and recent GPUs a float32 product is done in bf16 or TF32 passes unless asked otherwise.
         return jax.lax.Precision.HIGHEST if self.compute == "float32" else jax.lax.Precision.DEFAULT
 
-    def cast(self, weight: jax.Array, dtype: str | None = None) -> jax.Array:
-        """The weight as every user of the policy sees it: rounded to the sync dtype, then in `dtype` (compute's)."""
-        return rounded(weight, self.sync).astype(dtype or self.compute)
+    def cast(self, weight: Any, dtype: str | None = None) -> jax.Array:
+        """The weight (array or LowRank) as every user of the policy sees it: rounded to the sync dtype, then in `dtype`
+        (compute's)."""
+        return rounded(merged(weight), self.sync).astype(dtype or self.compute)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

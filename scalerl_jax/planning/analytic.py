@@ -47,6 +47,7 @@ class Shapes:
     remat: str
     logprob_chunk: int
     width: int  # bytes of the compute dtype
+    trained: float | None = None  # float32 parameters with a gradient, on this device; None: all
 
     @property
     def tokens(self) -> int:
@@ -82,7 +83,8 @@ def temporaries(shapes: Shapes) -> int:
     leaves, tensor = _leaves(shapes), shapes.mesh["tensor"]
     layers, width = decoder.layers, decoder.hidden_size
     in_layers = {name: leaf for name, leaf in leaves.items() if rows(decoder)[name].layered}
-    parameters = sum(leaf.own * (layers if name in in_layers else 1) for name, leaf in leaves.items())
+    trained = sum(leaf.own * (layers if name in in_layers else 1) for name, leaf in leaves.items())
+    trained = trained if shapes.trained is None else shapes.trained
     queries = decoder.heads * decoder.head_dim / tensor
     keys = decoder.kv_heads * decoder.head_dim / min(tensor, decoder.kv_heads)
     inner = _inner(decoder) / tensor
@@ -101,7 +103,7 @@ def temporaries(shapes: Shapes) -> int:
     # And their cotangent, in the compute dtype.
     logits = shapes.rows_per_shard * shapes.logprob_chunk * decoder.vocab_size / tensor * (_FLOAT32 + c)
     head = head_leaf.gathered * (c + _FLOAT32) + logits + tokens * width * (_FLOAT32 + c)
-    return int(parameters * _FLOAT32 + kept + max(block, head))
+    return int(trained * _FLOAT32 + kept + max(block, head))
 
 
 def _inner(decoder: DecoderConfig) -> float:

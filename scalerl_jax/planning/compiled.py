@@ -21,7 +21,8 @@ from jax.experimental import topologies
 from launch.machines import Machine
 from scalerl_jax.config import Config
 from scalerl_jax.learner import memory_estimate
-from scalerl_jax.learner.trainer import Trainer, make_trainer
+from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.attention import cudnn
 from scalerl_jax.model.decoder_config import DecoderConfig
 from scalerl_jax.planning import gpu_targets

@@ -5,7 +5,9 @@ one does not.
 
 Bytes on one device of what an update keeps, whatever computes it: exact, from the shapes and the mesh.
 
-parameters     float32 masters                              4 P / (axes that cut them)
+parameters     float32 masters                              4 P / (axes that cut them); with an adapter the policy in
+                                                            the sync dtype, and all else but what is sent is of the
+                                                            adapter's P
 optimizer      both moments, and the counters               8 P / ... ; and 4 of biases and norms' scales
 gradients      float32                                      4 P / ...
 weights sent   in the sync dtype, as the last version had   2 P / ... ; a moment before a version is sent, twice
@@ -23,6 +25,7 @@ from jax.sharding import AbstractMesh, AxisType
 from launch.machines import Machine
 from scalerl_jax.config import Config
 from scalerl_jax.learner import optimizer as optimizer_lib
+from scalerl_jax.learner.make_trainer import lora_of
 from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.attention import splash
 from scalerl_jax.model.decoder import abstract_params
@@ -43,16 +46,16 @@ def of(config: Config, decoder: DecoderConfig, devices: int) -> dict[str, int]:
     """By class. Raises ValueError where the mesh is not one of so many devices."""
     sizes = mesh_sizes(devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
     mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    params = abstract_params(decoder, mesh)
+    lora, sent = lora_of(config, decoder), on_one_device(abstract_params(decoder, mesh, config.model.sync_dtype))
+    params = abstract_params(decoder, mesh) if lora is None else lora.adapter(mesh)
     moments = optimizer_lib.abstract_state(params, mesh)
-    parameters = on_one_device(params)
-    sent = parameters // 4 * (2 if config.model.sync_dtype == "bfloat16" else 4)
+    trained = on_one_device(params)
     return {
-        "parameters": parameters,
+        "parameters": trained if lora is None else trained + sent,
         "optimizer": on_one_device((moments, optimizer_lib.vectors(params))),
-        "gradients": parameters,
+        "gradients": trained,
         "weights sent": sent,
-        "reference": sent if config.objective.reference_kl > 0 else 0,
+        "reference": sent if config.objective.reference_kl > 0 and not (lora and not lora.folder) else 0,
     }
 
 
@@ -171,7 +174,7 @@ def _trainer(question: Question, choice: Choice, devices: Sequence[jax.Device]) 
 def _put_together(question: Question, choice: Choice, update: compiled.Update | None) -> LayoutPlan:
     machine, decoder, workload = question.machine, question.decoder, question.workload
     config = choice.put_into(question.config)
-    mesh = dict(choice.mesh)
+    mesh, state = dict(choice.mesh), of(config, decoder, machine.devices)
     shapes = analytic.Shapes(
         decoder=decoder,
         mesh=mesh,
@@ -180,9 +183,9 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         remat=choice.remat,
         logprob_chunk=chunk_of(config.learner.logprob_chunk, machine.kind),
         width=2 if config.model.compute_dtype == "bfloat16" else 4,
+        trained=state["gradients"] / 4,
     )
     rows = choice.rows * mesh["replica"] * mesh["fsdp"] * mesh["expert"]
-    state = of(config, decoder, machine.devices)
     by_formula = analytic.temporaries(shapes)
     size = Bytes(
         state["parameters"], state["optimizer"], state["gradients"], state["weights sent"],
@@ -218,7 +221,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
         memory_bytes=analytic.memory_traffic(shapes),
         traffic=list(formula if found is None else found),
         micro_batches=micro_batches,
-        parameters=size.parameters / 4,
+        parameters=size.gradients / 4,
         peak_share=question.peak_share,
     )
     if program is not None:

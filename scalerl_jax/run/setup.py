@@ -14,6 +14,7 @@ from scalerl_jax.environments.base import Rows
 from scalerl_jax.environments.curriculum import Curriculum
 from scalerl_jax.environments.load import digest
 from scalerl_jax.environments.tokenizer import Tokenizer
+from scalerl_jax.learner.make_trainer import lora_of
 from scalerl_jax.model.decoder_config import DecoderConfig, check_folder, read_config
 from scalerl_jax.model.safetensors_folder import Tensors
 from scalerl_jax.rollouts.requests import Requests
@@ -24,6 +25,8 @@ from scalerl_jax.rollouts.servers.validate import Routed
 from scalerl_jax.rollouts.servers.validate_status import Expected, compare
 from scalerl_jax.run import continuing, inputs
 from scalerl_jax.run.folder import RunFolder
+
+LOW_RATE = 2e-6  # of an adapter; training all parameters takes 5e-7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,13 @@ def load(config: Config, servers: str) -> Setup:
             f"config.learner.seq_len={config.learner.seq_len}: a prompt and its completion may have "
             f"{maximum_tokens} tokens (longest prompt, thinking and answer budgets, interruption phrase)"
         )
+    if config.lora.rank:
+        lora_of(config, decoder)
+        if config.optimizer.learning_rate < LOW_RATE:
+            remarks.append(
+                f"config.optimizer.learning_rate={config.optimizer.learning_rate:g}: an adapter (config.lora) wants "
+                "about ten times the rate of training all parameters"
+            )
     curriculum = Curriculum(
         rows.strata,
         config.curriculum,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
-from scalerl_jax.learner.trainer import make_trainer
+from scalerl_jax.learner.make_trainer import make_trainer
 from scalerl_jax.model.decoder_config import read_config
 from tests.hostile import random_faults
 from tests.hostile.liars import Liars

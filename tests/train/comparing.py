@@ -14,7 +14,7 @@ import numpy as np
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
-from scalerl_jax.learner.trainer import make_trainer
+from scalerl_jax.learner.make_trainer import make_trainer
 from scalerl_jax.model.decoder_config import read_config
 from tests.support.runs import Run, config_of
 

@@ -1,0 +1,89 @@
+"""The trainer as a config has it: mesh, precision, layout and adapter; and the policy of a checkpoint of its."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
+from scalerl_jax.learner.checkpoint import Checkpoint
+from scalerl_jax.learner.digests import fingerprint
+from scalerl_jax.learner.trainer import Layout, Trainer
+from scalerl_jax.model.decoder import Params, Precision
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.head import chunk_of
+from scalerl_jax.model.hf import load_hf
+from scalerl_jax.model.lora import BASE, OTHER_BASE, Lora
+from scalerl_jax.model.sharding import MESH_AXES, make_mesh, row_shards
+
+
+def make_trainer(
+    config: Config,
+    decoder: DecoderConfig,
+    *,
+    max_segment: int,
+    seq_len: int | None = None,
+    rows_per_step: int | None = None,
+    objective: ObjectiveConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    adapted: bool = True,
+    devices: Sequence[jax.Device] | None = None,
+    make: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+    """The trainer of a run. Raises ValueError as Trainer and Lora.of.
+
+    Args:
+        max_segment: see Layout.
+        seq_len, objective, optimizer: None: as the config says for RL. A warm start gives all three.
+        rows_per_step: of an update, where that may be fewer than the config has in a micro-batch; None: any number.
+        adapted: as config.lora says; a new decoder has no adapter.
+        devices: None: all there are.
+        make: called with the arguments of Trainer.
+    """
+    mesh = make_mesh(devices=devices, **{axis: getattr(config.learner, axis) for axis in MESH_AXES})
+    shards = row_shards(mesh)
+    rows = config.learner.micro_batch_rows
+    if rows_per_step is not None:
+        rows = min(rows, -(-rows_per_step // shards))
+    rl = objective is None
+    objective = objective or config.objective
+    return make(
+        decoder=decoder,
+        objective=objective,
+        optimizer=optimizer or config.optimizer,
+        mesh=mesh,
+        precision=Precision(config.model.compute_dtype, config.model.sync_dtype, config.model.head_precision),
+        layout=Layout(
+            seq_len=seq_len or config.learner.seq_len,
+            rows=rows * shards,
+            max_segment=max_segment,
+            logprob_chunk=chunk_of(config.learner.logprob_chunk, mesh.devices.flat[0].platform),
+            remat=config.model.remat,
+            attention=config.model.attention,
+            router_replay=rl and config.rollout.router_replay,
+            reference=objective.reference_kl > 0,
+            delta_share=config.fleet.max_delta_density if rl and config.model.sync_dtype == "bfloat16" else 0.0,
+        ),
+        lora=lora_of(config, decoder) if adapted else None,
+    )
+
+
+def lora_of(config: Config, decoder: DecoderConfig) -> Lora | None:
+    """None: all parameters are trained. Raises ValueError as Lora.of."""
+    lora = config.lora
+    if not lora.rank:
+        return None
+    return Lora.of(
+        decoder, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, folder=lora.adapter, seed=config.seed
+    )
+
+
+def policy_of(checkpoint: Checkpoint, config: Config, decoder: DecoderConfig, *, model: str = "") -> Params:
+    """The parameters of a checkpoint; of an adapter's, with those that it was trained with, from config.model.path or
+    `model`. Raises ValueError where these are others."""
+    params, lora = checkpoint.state["params"], lora_of(config, decoder)
+    if lora is None:
+        return params
+    frozen = load_hf(model or config.model.path, dtype=config.model.sync_dtype)[1]
+    if fingerprint(frozen) != checkpoint.manifest[BASE]:
+        raise ValueError(OTHER_BASE.format("the checkpoint's adapter"))
+    return lora.join(params, frozen)

@@ -1,0 +1,291 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen policy, and two small matrices for each of some of its weights.
+
+    W_eff = round(W + alpha / rank * B A)        A [rank, in], B [out, rank] trained, float32; W frozen, in the sync dtype
+
+A begins uniform in +-1/sqrt(in) and B at 0, so the first policy is the frozen one. Whatever uses a weight uses this
+merged one, and it is what is sent: a generator gets weights, or what changed in them, and knows nothing of adapters.
+
+In a parameter tree a weight with an adapter is a `LowRank`, in the layout of its leaf: a matrix of a layer is [in, out]
+= a b with a [in, rank] and b [rank, out]; experts and tables are [.., out, in] = b a. The gradient of a layer's matrix
+goes through the rank: no dW is computed (decoder.project). That of experts, of the head and of a table is the merged
+weight's, projected, one layer at a time.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.families.rows import WeightRow
+from scalerl_jax.model.sharding import spec
+from scalerl_jax.model.tensor_layout import layout, rows, sizes
+from scalerl_jax.system import files
+from scalerl_jax.system.files import read_object
+
+ALL_LINEAR = "all-linear"  # every matrix of the layers but routers
+TABLES = ("embed", "head")
+
+BASE = "frozen_parameters"  # their fingerprint, in a checkpoint's manifest and an adapter's file
+OTHER_BASE = "{} is of another policy than config.model.path"
+
+Tree = dict[str, Any]  # like a parameter tree
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "left", "right"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """A weight with an adapter: base [.., m, n] in the sync dtype, left [.., m, rank] and right [.., rank, n] float32."""
+
+    base: jax.Array
+    left: jax.Array
+    right: jax.Array
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def __getitem__(self, index: Any) -> "LowRank":
+        """Of a stack of weights, one of them."""
+        return jax.tree.map(lambda part: part[index], self)
+
+    def merged(self) -> jax.Array:
+        """[.., m, n] float32, not yet rounded. The base has no gradient."""
+        return self._add(self.base, self.left)
+
+    def merged_rows(self, index: jax.Array) -> jax.Array:
+        """merged()[index] of a table [m, n]."""
+        return self._add(self.base[index], self.left[index])
+
+    def stacked(self, dtype: Any) -> jax.Array:
+        """merged(), of a stack of weights, rounded to the dtype one after another."""
+        return jax.lax.map(lambda one: one.merged().astype(dtype), self)
+
+    def _add(self, base: jax.Array, left: jax.Array) -> jax.Array:
+        # One addition and nothing else, so that no compiler can round it in another way elsewhere.
+        added = jnp.matmul(left, self.right * self.scale, precision=jax.lax.Precision.HIGHEST)
+        return jax.lax.stop_gradient(base).astype(jnp.float32) + added
+
+
+def merged(weight: Any) -> Any:
+    """The weight itself where it has no adapter."""
+    return weight.merged() if isinstance(weight, LowRank) else weight
+
+
+def in_dtype(policy: Mapping[str, Any], dtype: Any) -> Tree:
+    """The policy with every weight merged, rounded to the dtype."""
+
+    def one(weight: Any) -> jax.Array:
+        return weight.stacked(dtype) if isinstance(weight, LowRank) else weight.astype(dtype)
+
+    outside = {leaf: merged(weight).astype(dtype) for leaf, weight in policy.items() if leaf != "layers"}
+    return {**outside, "layers": {leaf: one(weight) for leaf, weight in policy["layers"].items()}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which weights of a model have an adapter. `leaves` in the order of the family's rows."""
+
+    decoder: DecoderConfig
+    rank: int
+    alpha: float
+    leaves: tuple[str, ...]
+    folder: str = ""  # of the adapter to start from; empty: a new one
+    seed: int = 0
+
+    @classmethod
+    def of(cls, decoder: DecoderConfig, *, rank: int, alpha: float, targets: str, folder: str, seed: int) -> "Lora":
+        """targets: as config.lora has them. Raises ValueError, one line, where a target or the rank cannot be."""
+        leaves, size, own = _targets(targets, decoder), sizes(decoder), rows(decoder)
+        for leaf in leaves:
+            least = min(size[dimension] for dimension in own[leaf].dimensions[-2:])
+            if rank > least:
+                raise ValueError(f"config.lora.rank={rank}: {module(own[leaf])} has a dimension of {least}")
+        return cls(decoder, rank, alpha, leaves, folder, seed)
+
+    def adapter(self, mesh: Mesh | None) -> Tree:
+        """The trained tree, as ShapeDtypeStructs with shardings: {"layers": {leaf: {"a", "b"}}, "head": ...}."""
+        size, tree = sizes(self.decoder), {"layers": {}}
+        for row in self._rows():
+            *before, m, n = row.tree_dimensions
+            left, right = (*before, m, "rank"), (*before, "rank", n)
+            a, b = (left, right) if row.side == -1 else (right, left)
+            place = tree["layers"] if row.layered else tree
+            place[row.leaf] = {
+                name: _struct(dimensions, size | {"rank": self.rank}, mesh) for name, dimensions in (("a", a), ("b", b))
+            }
+        return tree
+
+    def start(self, mesh: Mesh | None = None, *, base: str = "") -> Tree:
+        """The adapter to start from. base: fingerprint of the frozen parameters. Raises ValueError as read_adapter."""
+        return self.new(mesh) if not self.folder else read_adapter(self.folder, self, mesh, base=base)
+
+    def new(self, mesh: Mesh | None = None) -> Tree:
+        """A new adapter."""
+        like = self.adapter(mesh)
+        inputs = {row.leaf: -2 if row.side == -1 else -1 for row in self._rows()}
+
+        def make(key: jax.Array) -> Tree:
+            def one(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
+                leaf, name = path[-2].key, path[-1].key
+                if name == "b":
+                    return jnp.zeros(struct.shape, jnp.float32)
+                bound = 1 / math.sqrt(struct.shape[inputs[leaf]])
+                own = jax.random.fold_in(key, self.leaves.index(leaf))
+                return jax.random.uniform(own, struct.shape, jnp.float32, -bound, bound)
+
+            return jax.tree_util.tree_map_with_path(one, like)
+
+        shardings = None if mesh is None else jax.tree.map(lambda struct: struct.sharding, like)
+        return jax.jit(make, out_shardings=shardings)(jax.random.key(self.seed))
+
+    def join(self, adapter: Mapping[str, Any], frozen: Mapping[str, Any]) -> Tree:
+        """The policy: the frozen parameters, a LowRank where there is an adapter."""
+        tree: Tree = {**frozen, "layers": dict(frozen["layers"])}
+        for row in self._rows():
+            place, own = (tree["layers"], adapter["layers"]) if row.layered else (tree, adapter)
+            a, b = own[row.leaf]["a"], own[row.leaf]["b"]
+            left, right = (a, b) if row.side == -1 else (b, a)
+            place[row.leaf] = LowRank(place[row.leaf], left, right, self.alpha / self.rank)
+        return tree
+
+    def _rows(self) -> Iterator[WeightRow]:
+        own = rows(self.decoder)
+        return (own[leaf] for leaf in self.leaves)
+
+
+def _struct(dimensions: tuple[str, ...], size: Mapping[str, int], mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    shape = tuple(size[dimension] for dimension in dimensions)
+    sharding = None if mesh is None else NamedSharding(mesh, spec(shape, dimensions, mesh))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def module(row: WeightRow) -> str:
+    """What Hugging Face calls the module of a weight, within a layer where it is of one; {}: an expert's number."""
+    return (row.stored or row.name).removesuffix(".weight")
+
+
+def _targets(text: str, decoder: DecoderConfig) -> tuple[str, ...]:
+    """The leaves that these names mean, as PEFT has it: a module's name, or the end of it."""
+    own = {leaf: row for leaf, row in rows(decoder).items() if len(row.dimensions) > 1}
+    linear = [leaf for leaf, row in own.items() if row.layered and "router" not in row.dimensions]
+    if text == ALL_LINEAR:
+        return tuple(linear)
+    wanted = [name.strip() for name in text.split(",")]
+    found: set[str] = set()
+    for name in wanted:
+        leaves = [leaf for leaf, row in own.items() if f".{module(row)}".endswith(f".{name}") and name]
+        if not leaves:
+            names = sorted({module(row).rpartition(".")[2] for row in own.values()})
+            raise ValueError(f"config.lora.targets: {name!r} is no matrix of this model; {ALL_LINEAR}, or of {names}")
+        found.update(leaves)
+    if decoder.tied_embeddings and "embed" in found:
+        raise ValueError("config.lora.targets: the model's head is its embedding, which has no adapter of its own")
+    return tuple(leaf for leaf in own if leaf in found)
+
+
+# ---- Folders as PEFT writes and reads them ---------------------------------------------------------------------------
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# What makes another function of the same matrices.
+_ONLY = {
+    "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
+    "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+}  # fmt: skip
+
+
+def _places(lora: Lora) -> Iterator[tuple[str, WeightRow, str, tuple[int, ...], bool]]:
+    """Of each array in the file: (its name, row, "a" | "b", its place in the leaf, whether it is turned there)."""
+    for name, tensor in layout(lora.decoder).items():
+        row = tensor.row
+        if row.leaf not in lora.leaves:
+            continue
+        if row.columns:
+            raise ValueError(f"an adapter of {module(row)} has no form in PEFT's files; export it merged")
+        prefix = _PREFIX + name.removesuffix(row.name) + module(row)
+        layer = () if tensor.layer is None else (tensor.layer,)
+        for expert in range(lora.decoder.experts) if row.stored else [None]:
+            of = prefix if expert is None else prefix.format(expert)
+            place = layer if expert is None else (*layer, expert)
+            if row.leaf == "embed":  # [V, D] = b a there, and (B A)^T in the file
+                yield f"{of}.lora_embedding_A", row, "b", place, True
+                yield f"{of}.lora_embedding_B", row, "a", place, True
+            else:
+                yield f"{of}.lora_A.weight", row, "a", place, row.side == -1
+                yield f"{of}.lora_B.weight", row, "b", place, row.side == -1
+
+
+def write_adapter(out: str, adapter: Mapping[str, Any], lora: Lora, *, model: str, base: str) -> None:
+    """Makes the folder `out`, whole or not at all, which PEFT loads.
+
+    model: the folder of the frozen policy. base: fingerprint of its parameters.
+    Raises ValueError where `out` exists, and of experts that lie in one tensor with others.
+    """
+    if os.path.exists(out):
+        raise ValueError(f"{out}: exists already")
+    tensors = {}
+    for name, row, part, place, turned in _places(lora):
+        leaf = np.asarray((adapter["layers"] if row.layered else adapter)[row.leaf][part])[place]
+        tensors[name] = np.ascontiguousarray(leaf.T if turned else leaf)
+    own = rows(lora.decoder)
+    config = {
+        **_ONLY, "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
+        "base_model_name_or_path": model, "inference_mode": True, "init_lora_weights": True,
+        "target_modules": sorted({module(own[leaf]).rpartition(".")[2] for leaf in lora.leaves}),
+    }  # fmt: skip
+    with files.whole_folder(os.path.abspath(out)) as folder:
+        save_file(tensors, os.path.join(folder, _WEIGHTS), metadata={"format": "pt", BASE: base})
+        with open(os.path.join(folder, _CONFIG), "w") as file:
+            file.write(json.dumps(config, indent=2) + "\n")
+
+
+def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str = "") -> Tree:
+    """The adapter in a folder, float32, laid out as Lora.adapter.
+
+    base: fingerprint of the frozen parameters, compared where the file has one. Raises ValueError, one line, where it
+    is missing or broken, of another form than config.lora says, or of another policy.
+    """
+    about, weights = (os.path.join(path, name) for name in (_CONFIG, _WEIGHTS))
+    try:
+        config = read_object(about)
+        with safe_open(weights, "np") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            of = (file.metadata() or {}).get(BASE, base)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"config.lora.adapter={path}: {getattr(error, 'strerror', None) or error}") from error
+    if base and of != base:
+        raise ValueError(OTHER_BASE.format(f"config.lora.adapter={path}"))
+    for key, wanted in {**_ONLY, "r": lora.rank, "lora_alpha": lora.alpha}.items():
+        if (found := config.get(key, wanted)) != wanted and (found or wanted):
+            asked = {"r": "config.lora.rank", "lora_alpha": "config.lora.alpha"}.get(key)
+            raise ValueError(f"{about}: {key} is {found!r}, " + (f"{asked}={wanted:g}" if asked else f"not {wanted!r}"))
+    like = lora.adapter(mesh)
+    out = jax.tree.map(lambda struct: np.empty(struct.shape, np.float32), like)
+    for name, row, part, place, turned in _places(lora):
+        if name not in tensors:
+            raise ValueError(f"config.lora.targets: {weights} has no {name}")
+        leaf = (out["layers"] if row.layered else out)[row.leaf][part]
+        value = tensors.pop(name)
+        value = value.T if turned else value
+        if value.shape != leaf[place].shape:
+            raise ValueError(f"{weights}: {name} does not fit this model")
+        leaf[place] = value
+    if tensors:
+        raise ValueError(f"config.lora.targets: {weights} has {min(tensors)} too")
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, out)
+    return jax.tree.map(
+        lambda struct, value: jax.make_array_from_callback(struct.shape, struct.sharding, value.__getitem__), like, out
+    )
