@@ -271,8 +271,8 @@ class LoraConfig:
 
     rank: NotNegative[int] = 0  # Rank of the adapter's matrices. 0: all of the policy is trained.
     alpha: Positive[float] = 32.0  # What the adapter adds is multiplied by alpha / rank.
-    # Which matrices have an adapter: their modules' names, as "q_proj,v_proj,lm_head". all-linear: those of the layers
-    # but routers.
+    # Which matrices have an adapter: names of modules, or their ends, as "q_proj,v_proj" or "all-linear,lm_head".
+    # all-linear: those of the layers but routers.
     targets: str = "all-linear"
     adapter: str = ""  # Folder of an adapter to start from, as PEFT writes them. Empty: a new one.
 

@@ -180,15 +180,13 @@ def _targets(text: str, decoder: DecoderConfig) -> tuple[str, ...]:
     """The leaves that these names mean, as PEFT has it: a module's name, or the end of it."""
     own = {leaf: row for leaf, row in rows(decoder).items() if len(row.dimensions) > 1}
     linear = [leaf for leaf, row in own.items() if row.layered and "router" not in row.dimensions]
-    if text == ALL_LINEAR:
-        return tuple(linear)
-    wanted = [name.strip() for name in text.split(",")]
     found: set[str] = set()
-    for name in wanted:
+    for name in map(str.strip, text.split(",")):
         leaves = [leaf for leaf, row in own.items() if f".{module(row)}".endswith(f".{name}") and name]
+        leaves = linear if name == ALL_LINEAR else leaves
         if not leaves:
             names = sorted({module(row).rpartition(".")[2] for row in own.values()})
-            raise ValueError(f"config.lora.targets: {name!r} is no matrix of this model; {ALL_LINEAR}, or of {names}")
+            raise ValueError(f"config.lora.targets: {name!r} is no matrix of this model; choose from {[ALL_LINEAR, *names]}")
         found.update(leaves)
     if decoder.tied_embeddings and "embed" in found:
         raise ValueError("config.lora.targets: the model's head is its embedding, which has no adapter of its own")

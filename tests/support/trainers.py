@@ -14,6 +14,7 @@ from scalerl_jax.learner.packing import Segment, scored_only
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model import Precision
 from scalerl_jax.model.decoder_config import DecoderConfig
+from scalerl_jax.model.lora import Lora
 from scalerl_jax.model.sharding import make_mesh
 
 
@@ -26,6 +27,8 @@ def trainer_of(
     optimizer: OptimizerConfig | None = None,
     learning_rate: float = 1e-2,
     warmup_steps: int = 0,
+    epsilon: float = OptimizerConfig.epsilon,
+    lora: Lora | None = None,
     **objective: Any,
 ) -> Trainer:
     """Not started. On the first device; with the defaults of the config, where nothing else is said.
@@ -35,10 +38,11 @@ def trainer_of(
     return Trainer(
         decoder=decoder,
         objective=ObjectiveConfig(**objective),
-        optimizer=optimizer or OptimizerConfig(learning_rate=learning_rate, warmup_steps=warmup_steps),
+        optimizer=optimizer or OptimizerConfig(learning_rate=learning_rate, warmup_steps=warmup_steps, epsilon=epsilon),
         mesh=mesh if mesh is not None else make_mesh(fsdp=1, devices=jax.devices()[:1]),
         precision=precision or Precision(),
         layout=dataclasses.replace(layout, reference="reference_kl" in objective),
+        lora=lora,
     )
 
 
