@@ -1,0 +1,83 @@
+"""Adapters against PEFT: it loads what is written here, computes the same, and what it writes is read here. About 10
+CPU seconds, most of them torch's and PEFT's imports."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from scalerl_jax.model import Precision, forward, load_hf, logits
+from scalerl_jax.model.lora import Lora, read_adapter, write_adapter
+from tests.model.lora_meshes import nowhere_zero
+from tests.support.families import decoder
+from tests.support.params import packed
+
+pytestmark = pytest.mark.slow
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+CLOSE = 1e-4
+# Of experts only the rest: transformers 5 has them in one parameter, which PEFT adapts in another form.
+CASES = {
+    "llama-fours-untied-scaled": "all-linear,lm_head,embed_tokens",
+    "qwen2-alone-tied": "all-linear",
+    "qwen3-eights-tied-scaled": "q_proj,down_proj",
+    "qwen3_moe-two-of-eight": "q_proj,k_proj,v_proj,o_proj",
+    "llama4_text-one-of-four": "self_attn.q_proj,self_attn.v_proj",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_computes_what_is_computed_here(case: str, tmp_path: pathlib.Path) -> None:
+    from tests.model.test_transformers import model_of
+
+    model_of(decoder(case)).save_pretrained(tmp_path / "base")
+    config, frozen = load_hf(str(tmp_path / "base"))
+    lora = Lora.of(config, rank=3, alpha=6.0, targets=CASES[case], folder="", seed=0)
+    adapter = nowhere_zero(jax.device_get(lora.new()))
+    out = str(tmp_path / "adapter")
+    write_adapter(out, adapter, lora, model=str(tmp_path / "base"), base="abc")
+
+    tokens = packed([[31]], 31, config.vocab_size)[0]
+    positions, ids = np.arange(31)[None], np.ones((1, 31), np.int32)
+    params = lora.join(adapter, frozen)
+    hidden = forward(params, config, tokens, positions, ids)
+    ours = np.asarray(logits(params, config, hidden, precision=Precision()))
+
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        adapted = model(torch.tensor(tokens)).logits.numpy()
+        with model.disable_adapter():
+            alone = model(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(adapted - ours).max() < CLOSE and np.abs(adapted - alone).max() > 100 * CLOSE
+
+    model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    found = read_adapter(str(tmp_path / "again"), lora)
+    assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (found, adapter)), strict=True))
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = load_hf(str(tmp_path / "merged"))[1]
+    hidden = forward(merged, config, tokens, positions, ids)
+    assert np.abs(np.asarray(logits(merged, config, hidden)) - ours).max() < CLOSE
+
+
+def test_transformers_loads_it_too(tmp_path: pathlib.Path) -> None:
+    from tests.model.test_transformers import model_of
+
+    case = "qwen3-eights-tied-scaled"
+    model = model_of(decoder(case))
+    model.save_pretrained(tmp_path / "base")
+    config, frozen = load_hf(str(tmp_path / "base"))
+    lora = Lora.of(config, rank=2, alpha=8.0, targets="all-linear", folder="", seed=0)
+    adapter = nowhere_zero(jax.device_get(lora.new()))
+    write_adapter(str(tmp_path / "adapter"), adapter, lora, model=str(tmp_path / "base"), base="")
+    model.load_adapter(str(tmp_path / "adapter"))
+    tokens = packed([[9]], 9, config.vocab_size)[0]
+    params: Any = lora.join(adapter, frozen)
+    ours = logits(params, config, forward(params, config, tokens, np.arange(9)[None], np.ones((1, 9), np.int32)))
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(theirs - np.asarray(ours)).max() < CLOSE
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 2
