@@ -34,8 +34,8 @@ from scalerl_jax.config import Config, EnvironmentConfig, ObjectiveConfig, Optim
 from scalerl_jax.config_check import ConfigError
 from scalerl_jax.environments.tokenizer import Tokenizer, make_tokenizer
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
-from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.decoder import Params, init_params
 from scalerl_jax.model.decoder_config import SIZES, DecoderConfig, check_folder, config_of_file, read_config

@@ -30,8 +30,8 @@ from scalerl_jax.hosts.enter import enter
 from scalerl_jax.learner import memory_estimate
 from scalerl_jax.learner.batch import build, off_policy_metrics, per_token
 from scalerl_jax.learner.checkpoint import Checkpoints, newest_step
-from scalerl_jax.learner.optimizer import learning_rate, step_scale
 from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.optimizer import learning_rate, step_scale
 from scalerl_jax.learner.trainer import Trainer
 from scalerl_jax.model.hf import load_hf
 from scalerl_jax.report import summary

@@ -33,7 +33,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalerl_jax.config import Config, ObjectiveConfig, OptimizerConfig
+from scalerl_jax.config import ObjectiveConfig, OptimizerConfig
 from scalerl_jax.learner import optimizer as optimizer_lib
 from scalerl_jax.learner.checkpoint import Checkpoint, Checkpoints
 from scalerl_jax.learner.digests import fingerprint
@@ -43,10 +43,10 @@ from scalerl_jax.model.attention import Shapes
 from scalerl_jax.model.attention import choose as choose_attention
 from scalerl_jax.model.decoder import Params, Precision, abstract_params, forward
 from scalerl_jax.model.decoder_config import DecoderConfig
-from scalerl_jax.model.head import chunk_of, token_logprobs
+from scalerl_jax.model.head import token_logprobs
 from scalerl_jax.model.hf import to_hf
 from scalerl_jax.model.lora import BASE, OTHER_BASE, Lora, in_dtype
-from scalerl_jax.model.sharding import MESH_AXES, ROWS, make_mesh, row_shards
+from scalerl_jax.model.sharding import ROWS, row_shards
 from scalerl_jax.objective.losses import Form, form_of, numbers_of, policy_loss
 
 REFERENCE = "reference_logprobs"  # of a micro-batch, beside its arrays
@@ -296,7 +296,7 @@ class Trainer:
 
     @property
     def policy(self) -> Params:
-        """The parameters: what is trained, and with an adapter what is frozen; weights are merged where they are used."""
+        """The parameters. With an adapter some of them are LowRank, and are merged where they are used."""
         return self._policy(self.state["params"], self.frozen)
 
     @property
@@ -345,7 +345,9 @@ class Trainer:
         else:
             self.start(begin(jnp.float32) if started is None else started, self.frozen)
         if self.layout.reference:
-            self.keep_reference(self.frozen if self.lora and not self.lora.folder else self._policy_at_start(begin, started))
+            self.keep_reference(
+                self.frozen if self.lora and not self.lora.folder else self._policy_at_start(begin, started)
+            )
         return found
 
     def _policy_at_start(self, begin: Callable[[Any], Params], adapter: Params | None) -> Params:

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen policy, and two small matrices for each of some of its weights.
 
-    W_eff = round(W + alpha / rank * B A)        A [rank, in], B [out, rank] trained, float32; W frozen, in the sync dtype
+    W_eff = round(W + alpha / rank * B A)      A [rank, in], B [out, rank] trained, float32; W frozen, in the sync dtype
 
 A begins uniform in +-1/sqrt(in) and B at 0, so the first policy is the frozen one. Whatever uses a weight uses this
 merged one, and it is what is sent: a generator gets weights, or what changed in them, and knows nothing of adapters.
@@ -45,7 +45,7 @@ Tree = dict[str, Any]  # like a parameter tree
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "left", "right"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """A weight with an adapter: base [.., m, n] in the sync dtype, left [.., m, rank] and right [.., rank, n] float32."""
+    """A weight with an adapter: base [.., m, n] in the sync dtype; left [.., m, rank], right [.., rank, n] float32."""
 
     base: jax.Array
     left: jax.Array
@@ -186,7 +186,9 @@ def _targets(text: str, decoder: DecoderConfig) -> tuple[str, ...]:
         leaves = linear if name == ALL_LINEAR else leaves
         if not leaves:
             names = sorted({module(row).rpartition(".")[2] for row in own.values()})
-            raise ValueError(f"config.lora.targets: {name!r} is no matrix of this model; choose from {[ALL_LINEAR, *names]}")
+            raise ValueError(
+                f"config.lora.targets: {name!r} is no matrix of this model; choose from {[ALL_LINEAR, *names]}"
+            )
         found.update(leaves)
     if decoder.tied_embeddings and "embed" in found:
         raise ValueError("config.lora.targets: the model's head is its embedding, which has no adapter of its own")
@@ -259,7 +261,7 @@ def read_adapter(path: str, lora: Lora, mesh: Mesh | None = None, *, base: str =
     try:
         config = read_object(about)
         with safe_open(weights, "np") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
             of = (file.metadata() or {}).get(BASE, base)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"config.lora.adapter={path}: {getattr(error, 'strerror', None) or error}") from error

@@ -5,7 +5,6 @@ weight in use = compute dtype of (sync dtype of (float32 master)),  straight-thr
 
 import dataclasses
 import functools
-
 from typing import Any
 
 import jax

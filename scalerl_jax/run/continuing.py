@@ -36,6 +36,7 @@ GROUPS = {
     "curriculum": BOUND,
     "objective": BOUND,
     "optimizer": BOUND,
+    "lora": BOUND,
 }
 FIELDS = {
     "seed": BOUND,

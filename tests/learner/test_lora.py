@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_the_frozen_policy_and_refuses_another(tmp_path: path
         update(trainer, SEGMENTS)
     for got, wanted in zip(*map(jax.tree.leaves, (other.state, one.state)), strict=True):
         assert np.array_equal(got, wanted)
-    with pytest.raises(ValueError, match="^the checkpoint's adapter is of another policy than config.model.path$"):
+    with pytest.raises(ValueError, match=r"^the checkpoint's adapter is of another policy than config.model.path$"):
         restored(adapted(), tmp_path, seed=1)
 
 
@@ -170,7 +170,10 @@ def test_what_is_wrong_with_a_folder_is_one_line(mistake: str, tmp_path: pathlib
         ({"targets": ""}, "^config.lora.targets: '' is no matrix"),
         ({"targets": "norm"}, "'norm' is no matrix"),
         ({"rank": 33, "targets": "k_proj"}, r"^config.lora.rank=33: self_attn.k_proj has a dimension of \d+$"),
-        ({"targets": "embed_tokens", "decoder": toy_decoder(tied_embeddings=True)}, "the model's head is its embedding"),
+        (
+            {"targets": "embed_tokens", "decoder": toy_decoder(tied_embeddings=True)},
+            "the model's head is its embedding",
+        ),
     ],
 )
 def test_what_cannot_have_an_adapter_is_refused(asked: dict[str, Any], line: str) -> None:
@@ -187,5 +190,9 @@ def test_targets_are_modules_or_their_ends() -> None:
 
 def test_a_fingerprint_is_of_values_and_names() -> None:
     tree = {"a": np.arange(6, dtype=ml_dtypes.bfloat16), "b": {"c": np.ones(2, np.float32)}}
-    found = {fingerprint(tree), fingerprint({**tree, "a": tree["a"][::-1]}), fingerprint({"d": tree["a"], "b": tree["b"]})}
+    found = {
+        fingerprint(tree),
+        fingerprint({**tree, "a": tree["a"][::-1]}),
+        fingerprint({"d": tree["a"], "b": tree["b"]}),
+    }
     assert len(found) == 3 and fingerprint(jax.tree.map(jax.numpy.asarray, tree)) in found

@@ -8,8 +8,8 @@ import pytest
 
 from scalerl_jax.config import Config
 from scalerl_jax.learner.batch import per_token
-from scalerl_jax.learner.packing import Segment, pack, plain
 from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.packing import Segment, pack, plain
 from scalerl_jax.learner.trainer import Layout, Trainer
 from scalerl_jax.model.experts import OWN
 from tests.learner.segments import make_segments

@@ -35,9 +35,8 @@ MESHES: tuple[dict[str, int] | None, ...] = (
 )
 
 
-def lora_of(config: Any, targets: str = "") -> Lora:
-    every = "all-linear" if not targets else targets
-    return Lora.of(config, rank=3, alpha=6.0, targets=every, folder="", seed=0)
+def lora_of(config: Any, targets: str) -> Lora:
+    return Lora.of(config, rank=3, alpha=6.0, targets=targets, folder="", seed=0)
 
 
 def nowhere_zero(adapter: Any, seed: int = 1) -> Any:
@@ -63,7 +62,7 @@ def projected(lora: Lora, adapter: Any, dense: Any) -> Any:
 
 def compare(case: str) -> None:
     config = decoder(case) if "-" in case else toy_decoder(family=case)
-    lora = lora_of(config, "" if config.tied_embeddings else "all-linear,lm_head,embed_tokens")
+    lora = lora_of(config, "all-linear" if config.tied_embeddings else "all-linear,lm_head,embed_tokens")
     tokens, positions, segment_ids = packed(LENGTHS, 64, config.vocab_size)
     frozen, adapter = jax.device_get(params_of(config)), nowhere_zero(lora.new())
     weights = np.random.default_rng(0).normal(size=tokens.shape).astype(np.float32) * (segment_ids > 0)

@@ -12,8 +12,8 @@ from scalerl_jax.contract import rollout_pb2 as pb
 from scalerl_jax.contract.rollout_pb2_grpc import RolloutStub
 from scalerl_jax.environments.tokenizer import Tokenizer
 from scalerl_jax.learner.checkpoint import Checkpoints
-from scalerl_jax.learner.packing import plain
 from scalerl_jax.learner.make_trainer import make_trainer
+from scalerl_jax.learner.packing import plain
 from scalerl_jax.model import load_hf
 from scalerl_jax.model.decoder_config import read_config
 from scalerl_jax.run.jsonl import read_rows
