@@ -127,7 +127,7 @@ def train(config: Config) -> None:
             ledger = Ledger(
                 folder.path("ledger.json"),
                 trainer_devices=jax.device_count(),
-                shape=ModelShape.of(given.decoder),
+                shape=ModelShape.of(given.decoder, adapted=config.lora.rank > 0),
                 reference=config.objective.reference_kl > 0,
             )
         if local is not None:

@@ -198,7 +198,7 @@ def _as_in_files(leaf: jax.Array, layer: int | None, *, transposed: bool) -> jax
 def _compare(
     new: jax.Array, old: jax.Array, *, row: WeightRow, shape: tuple[int, ...], spec: PartitionSpec, share: float
 ) -> dict[str, Any]:
-    """One shard of one leaf of `shape`: new float32 or bfloat16, old uint16, both [layers, ...]; outside of layers [...].
+    """One shard of one leaf of `shape`: new float32 or bfloat16, old uint16, both [layers, ...], or [...] outside.
 
     Returns bits as old, and with a dimension of size 1 in front, by which the mesh's shards are told apart:
     digest, count [layers] uint32; places, values: lists of pieces, [layers, piece] uint32 and uint16.

@@ -7,6 +7,7 @@ vocabulary, D the width, and A = 4 L H h (pairs of query and key) the two produc
     attention   A forward, 2.5 A backward (splash: 3.5, its two kernels make the scores twice), A again
     head        2 V D T forward, 4 backward, 2 again
     reference   one more forward pass of all these, where the loss has a KL to a reference policy
+    adapter     2 N T and 2 V D T less: no weight has a gradient. Its own products are left out
 
 Splash and blocks skip what is later, a block at a time, and what is further back than the longest segment; segments
 that end inside this are masked, not skipped, so pairs depend on the row and not on what is packed into it. Nor do they
@@ -48,6 +49,7 @@ def of_micro_batch(
     backend: str,
     block: int,
     reference: bool = False,
+    adapted: bool = False,
 ) -> Flops:
     """rows: on the whole mesh. longest: tokens of the longest segment. backend, block: of attention, see `pairs`."""
     tokens = rows * seq_len
@@ -71,9 +73,9 @@ def of_micro_batch(
     scores = 4.0 * decoder.heads * decoder.head_dim * rows * attended
     backward = 3.5 if backend == "splash" else 2.5
     return Flops(
-        layers=forward * (3 + again + twice + reference) - not_again,
+        layers=forward * (3 - adapted + again + twice + reference) - not_again,
         attention=scores * (1 + backward + attention_again + twice + reference),
-        head=(8.0 + 2.0 * reference) * decoder.vocab_size * decoder.hidden_size * tokens,
+        head=(8.0 - 2.0 * adapted + 2.0 * reference) * decoder.vocab_size * decoder.hidden_size * tokens,
     )
 
 

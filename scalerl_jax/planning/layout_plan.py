@@ -197,7 +197,7 @@ def _put_together(question: Question, choice: Choice, update: compiled.Update | 
     backend, block = _attention(question)
     work = of_micro_batch(
         decoder, rows=rows, seq_len=shapes.seq_len, longest=workload.longest, remat=choice.remat, backend=backend,
-        block=block, reference=config.objective.reference_kl > 0,
+        block=block, reference=config.objective.reference_kl > 0, adapted=config.lora.rank > 0,
     )  # fmt: skip
     formula = tuple(by_axes(analytic.collectives(shapes), mesh, machine))
     found: tuple[Traffic, ...] | None = formula

@@ -31,6 +31,7 @@ class Workload:
     longest: int  # tokens of the longest sequence that can come
     row_use: float  # share of a packed row that segments take
     reference: bool = False  # a reference policy scores what is trained on
+    adapted: bool = False  # an adapter is trained
 
     @property
     def tokens(self) -> float:
@@ -54,7 +55,7 @@ class Workload:
     def model_flops(self, decoder: DecoderConfig) -> float:
         """Of a step's update, as the ledger of a run books them; all completions are taken to be of the mean length."""
         length = self.prompt_tokens + self.completion_tokens
-        shape = ModelShape.of(decoder)
+        shape = ModelShape.of(decoder, adapted=self.adapted)
         return self.completions * shape.update_flops([length], reference=self.reference)
 
     def sampling_flops(self, decoder: DecoderConfig) -> float:
@@ -96,6 +97,7 @@ def of(config: Config, *, prompt_tokens: float, completion_tokens: float, row_us
         longest=min(seq_len, longest_sequence(rollout)),
         row_use=row_use,
         reference=config.objective.reference_kl > 0,
+        adapted=config.lora.rank > 0,
     )
 
 

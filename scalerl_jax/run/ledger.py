@@ -23,7 +23,8 @@ positions a token attends to:
 
     forward = 2 N + 4 L H h c   a token      (c: its position + 1; the sum over a segment of t tokens is t (t + 1) / 2;
                                              of Llama 4's local layers: its position in its chunk + 1)
-    update  = 3 forward                      (what remat recomputes is the hardware's work, not the model's)
+    update  = 3 forward                      (what remat recomputes is the hardware's work, not the model's; with an
+                                             adapter no weight has a gradient: 2 N less)
 
 The trainer's segments are counted one by one. Generators report tokens without their positions, so their mean context
 is that of the completions finished so far. Where a new mean makes that estimate smaller, the sum waits until the tokens
@@ -77,9 +78,10 @@ class ModelShape:
     head_dim: int
     local: float = 0.0  # share of the layers in which a token attends inside its chunk alone
     chunk: int = 1  # positions of one
+    adapted: bool = False  # an adapter is trained
 
     @staticmethod
-    def of(decoder: DecoderConfig) -> "ModelShape":
+    def of(decoder: DecoderConfig, *, adapted: bool = False) -> "ModelShape":
         """Of the rows of its family; the lookup in the embedding is no product."""
         lookup = "" if decoder.tied_embeddings else "embed"
         tensors = (tensor for tensor in layout(decoder).values() if len(tensor.shape) > 1)
@@ -88,7 +90,7 @@ class ModelShape:
             if tensor.row.leaf != lookup:
                 named = zip(tensor.row.dimensions, tensor.shape)
                 products += math.prod(decoder.experts_per_token if name == "experts" else n for name, n in named)
-        shape = ModelShape(products, decoder.layers, decoder.heads, decoder.head_dim)
+        shape = ModelShape(products, decoder.layers, decoder.heads, decoder.head_dim, adapted=adapted)
         if local := decoder.local_layers():
             shape = dataclasses.replace(shape, local=sum(local) / len(local), chunk=decoder.attention_chunk)
         return shape
@@ -109,7 +111,8 @@ class ModelShape:
     def update_flops(self, lengths: Sequence[float], *, reference: bool = False) -> float:
         """Of one forward and backward pass over segments of these lengths, in tokens; reference: and another policy's
         forward pass."""
-        return (3.0 + reference) * self.forward_flops(tokens=sum(lengths), context=sum(map(self.context, lengths)))
+        tokens, context = (3.0 - self.adapted + reference) * sum(lengths), sum(map(self.context, lengths))
+        return self.forward_flops(tokens=tokens, context=(3.0 + reference) * context)
 
 
 class ServerCounters(NamedTuple):

@@ -1,5 +1,6 @@
 """The compute ledger: every device-second in one class, whoever restarts; FLOPs against a direct count."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -195,6 +196,8 @@ def test_flops_against_a_count_of_every_product():
     length = prompt + completion
     assert SHAPE.forward_flops(tokens=length, context=length * (length + 1) / 2) == total
     assert SHAPE.update_flops([length, length]) == 6 * total
+    adapted = dataclasses.replace(SHAPE, adapted=True)  # no gradient of a weight: a product of each less
+    assert SHAPE.update_flops([length]) - adapted.update_flops([length]) == 2 * SHAPE.matrix_parameters * length
 
 
 def test_the_context_of_llama_4_s_local_layers_is_their_chunk_s(tmp_path):
