@@ -10,6 +10,7 @@ from scalerl_jax.contract.codec import Completion
 from scalerl_jax.environments import Row, Score
 from scalerl_jax.environments.base import RIGHT, WRONG
 from scalerl_jax.learner.batch import build, per_token
+from scalerl_jax.learner.packing import TeacherScores
 
 
 @dataclasses.dataclass(frozen=True)
