@@ -303,7 +303,7 @@ def student_topk(compared: Compared) -> _Divergence:
     away = jnp.where(rest > _EMPTY, jnp.log(rest / tail), 0.0)
     ratios = compared.log_ratios()
     value = rest * away + jnp.sum(student * ratios, axis=-1)
-    return compared.differentiated(value, student * (ratios - away[..., None])), tail
+    return compared.differentiated(value, student * (ratios - away[..., None])), jnp.where(tail > _EMPTY, tail, 0.0)
 
 
 DIVERGENCES: dict[str, Callable[[Compared], _Divergence]] = {"topk_forward": topk_forward, "student_topk": student_topk}
